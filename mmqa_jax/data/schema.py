@@ -1,0 +1,99 @@
+"""The types that flow from room to room: Source, Question, Prediction.
+
+Every reader turns its benchmark's files into these; everything after the readers
+(pipelines, retrieval, systems, evaluation) knows only these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Modality = Literal["text", "image"]
+
+# WebQA's seven question categories: `text` for snippet questions, the others for pictures.
+WEBQA_CATEGORIES = ("YesNo", "choose", "color", "shape", "number", "Others", "text")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """One knowledge source: a snippet, or a picture with its caption.
+
+    Attributes:
+      id: unique in its corpus; WebQA's image ids are kept as decimal strings.
+      modality: `text` (snippet) or `image` (picture with caption).
+      text: the snippet, or the picture's caption.
+      title: title of the page it comes from.
+      image: where the picture lies (path relative to the corpus), None for snippets.
+      extra: unknown keys of the input file, kept and ignored.
+    """
+
+    id: str
+    modality: Modality
+    text: str
+    title: str = ""
+    image: str | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """One question with what is known of its answer.
+
+    Attributes:
+      id: unique in its dataset (WebQA: the Guid).
+      split: `train`, `val` or `test`.
+      question: the text asked.
+      image: path of a picture that belongs to the question, or None.
+      answers: reference answers, full sentences in WebQA; the first is the main one.
+      keywords: the answer's key words, scored by WebQA accuracy ("" where hidden).
+      category: benchmark category (WEBQA_CATEGORIES for WebQA).
+      positives: ids of the gold sources.
+      negatives: ids of the hard negatives; positives and negatives are the restricted setting.
+      choices, answer_index: multiple choice, where the benchmark has it.
+      rationale: explanation of the answer, where the benchmark has it.
+      extra: unknown keys of the input file, kept and ignored.
+    """
+
+    id: str
+    split: str
+    question: str
+    image: str | None = None
+    answers: tuple[str, ...] = ()
+    keywords: str = ""
+    category: str = ""
+    positives: tuple[str, ...] = ()
+    negatives: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    answer_index: int | None = None
+    rationale: str = ""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a system says to one question: an answer in words and the sources it cites.
+
+    Attributes:
+      question_id: the Question's id.
+      answer: the best answer ("" for retrieval-only systems).
+      sources: ids of the cited sources, best first.
+      source_scores: one score per cited source (probability or similarity).
+      beams: all answers of the beam with their log-probabilities, best first.
+    """
+
+    question_id: str
+    answer: str = ""
+    sources: tuple[str, ...] = ()
+    source_scores: tuple[float, ...] = ()
+    beams: tuple[tuple[str, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranking:
+    """Sources ranked for one question, best first (a row of retrieval/*.jsonl)."""
+
+    question_id: str
+    sources: tuple[str, ...]
+    scores: tuple[float, ...]
