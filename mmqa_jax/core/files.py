@@ -59,7 +59,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
     """Yields (line number, value) of a JSON-lines file; blank lines are passed over."""
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

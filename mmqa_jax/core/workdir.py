@@ -1,0 +1,256 @@
+"""The folder of one run: its config, its lock, and which of its stages are done."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.startup import device_facts, host_facts, peak_rss_mib
+
+_PACKAGES = (
+    *("mmqa-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"),
+    *("grain", "tensorflow-datasets", "array-record", "ml_collections"),
+    *("scann", "bm25s", "tokenizers"),
+)
+
+# How often a running stage notes its time: what a kill -9 loses of it at most.
+_HEARTBEAT_SECONDS = 5.0
+
+
+class Workdir:
+    """Everything a run writes lies in its workdir, which belongs to one config.
+
+    On several hosts only process 0 claims it; the others know its path.
+
+    `claim` first: it locks the folder against other processes and refuses another config's.
+    Use as a context manager, or call `close`, to give the lock back (the end of the process
+    does as well, however it ends).
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self._lock: Any = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str | os.PathLike) -> Path:
+        return self.path / name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def claim(self, config: Any, *, devices: bool = True) -> bool:
+        """Locks the folder and writes config.json, or checks that it is this config's.
+
+        Args:
+          config: ConfigDict or mapping.
+          devices: also note the devices, which starts jax's backend.
+
+        Returns:
+          True if the folder already belonged to this config: the run resumes.
+
+        Raises:
+          UserError: the folder belongs to another config (with the keys that differ), another
+            process writes into it, or it cannot be written.
+        """
+        if _process_index() > 0:
+            return False
+        self._take_lock()
+        plain = to_plain_dict(config)
+        file = self.path / "config.json"
+        if file.exists():
+            self._check_same(plain, file)
+            return True
+        record = {
+            "config": plain,
+            "fingerprint": config_fingerprint(plain),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": _versions(),
+            "git": _git_commit(Path(__file__).parent),
+            "host": host_facts(),
+        }
+        if devices:
+            record["devices"] = device_facts()
+        write_json(file, record)
+        return False
+
+    def done(self, name: str, inputs_fingerprint: str | None = None) -> bool:
+        """Whether stage `name` is complete (with these inputs, where they are given)."""
+        record = self._record(name)
+        return record is not None and (
+            inputs_fingerprint is None or record["inputs"] == inputs_fingerprint
+        )
+
+    def stages(self) -> dict[str, dict[str, Any]]:
+        """The completed stages in order of completion: name -> its record."""
+        records = [read_json(file) for file in (self.path / "stages").glob("[!.]*.json")]
+        return {record["stage"]: record for record in sorted(records, key=lambda r: r["finished"])}
+
+    @contextlib.contextmanager
+    def stage(self, name: str, inputs_fingerprint: str = "") -> Iterator[bool]:
+        """Runs a stage once: `with workdir.stage("index", fingerprint) as todo: if todo: ...`
+
+        Yields False if the stage is complete with the same inputs. Otherwise yields True and,
+        if the block ends without an error, writes stages/NAME.json: `seconds` (all attempts
+        since the inputs changed, killed ones too, to within 5 s each), `attempts` and
+        `peak_rss_mib` (of the process so far, the largest of the attempts).
+        """
+        if self.done(name, inputs_fingerprint):
+            yield False
+            return
+        self._file(name).unlink(missing_ok=True)
+        with _Clock(self.path / "stages" / f".{name}.running.json", inputs_fingerprint) as clock:
+            yield True
+            record = {"stage": name, **clock.note(), "finished": time.time()}
+            write_json(self._file(name), record)
+        clock.file.unlink(missing_ok=True)
+
+    def _file(self, name: str) -> Path:
+        return self.path / "stages" / f"{name}.json"
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        return read_json(self._file(name)) if self._file(name).exists() else None
+
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(
+                f"--workdir={self.path}: cannot be written ({error.strerror}); "
+                "name a folder that can."
+            ) from error
+        try:
+            # A record lock dies with its process and is not inherited by worker processes,
+            # so that a killed run never leaves its workdir locked.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            raise UserError(
+                f"--workdir={self.path}: {owner} is writing into it; wait until that run ends, "
+                "or name another workdir."
+            ) from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def _check_same(self, plain: dict[str, Any], file: Path) -> None:
+        stored = read_json(file)
+        if not isinstance(stored, Mapping) or not isinstance(stored.get("config"), Mapping):
+            raise UserError(f"{file}: is not a run's config.json; name another --workdir.")
+        if config_fingerprint(stored["config"]) == config_fingerprint(plain):
+            return
+        old, new = flatten(stored["config"]), flatten(plain)
+        absent = object()
+        changed = [
+            f"{key} ({old.get(key, 'absent')!r} there, {new.get(key, 'absent')!r} now)"
+            for key in dict.fromkeys([*new, *old])
+            if old.get(key, absent) != new.get(key, absent)
+        ]
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"--workdir={self.path}: holds a run of another config: {', '.join(changed[:3])}{more} "
+            "differ; name a new --workdir, or set the values back to resume that run."
+        )
+
+
+class _Clock:
+    """Keeps a stage's time in a file while it runs, so that killed attempts count."""
+
+    def __init__(self, file: Path, inputs: str):
+        self.file = file
+        before = read_json(file) if file.exists() else {}
+        if before.get("inputs") != inputs:
+            before = {}
+        self._before = before
+        self._inputs = inputs
+        self._started = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._write()
+
+    def note(self) -> dict[str, Any]:
+        seconds = self._before.get("seconds", 0.0) + time.monotonic() - self._started
+        return {
+            "inputs": self._inputs,
+            "seconds": round(seconds, 2),
+            "attempts": self._before.get("attempts", 0) + 1,
+            "peak_rss_mib": max(self._before.get("peak_rss_mib", 0), peak_rss_mib()),
+        }
+
+    def _write(self) -> None:
+        write_json(self.file, self.note())
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_HEARTBEAT_SECONDS):
+            self._write()
+
+
+def _process_index() -> int:
+    jax = sys.modules.get("jax")  # a run of several processes has imported it to join them
+    return jax.process_index() if jax is not None and jax.distributed.is_initialized() else 0
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _git_commit(folder: Path) -> dict[str, Any] | None:
+    """Commit of the checkout this package runs from, and whether files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "workdir.py")  # else: installed inside another checkout
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

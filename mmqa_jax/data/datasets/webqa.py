@@ -1,0 +1,388 @@
+"""WebQA's official files: WebQA_*.json, imgs.tsv with imgs.lineidx, and the submission file.
+
+Format: https://github.com/WebQnA/WebQA (README, demo/Take_a_look_WebQA.ipynb).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question, Source
+
+if TYPE_CHECKING:
+    from mmqa_jax.data.corpus import Corpus
+
+PathLike = str | os.PathLike
+
+SPLITS = ("train", "val", "test")
+# imgs.tsv has one row per picture: row = image_id % IMAGE_ROWS.
+IMAGE_ROWS = 10_000_000
+# Key of Question.extra: {source id: the snippet_id this question lists it by}, where they differ.
+OWN_SNIPPET_IDS = "snippet_ids"
+
+_POSITIVE = ("img_posFacts", "txt_posFacts")
+_NEGATIVE = ("img_negFacts", "txt_negFacts")
+_MERGED = ("img_Facts", "txt_Facts")  # the test file's candidates, gold and negative together
+_FACT_LISTS = (*_POSITIVE, *_NEGATIVE, *_MERGED)
+_READ_KEYS = {"Q", "A", "Keywords_A", "Qcate", "split", "Guid", *_FACT_LISTS}
+
+
+class Release:
+    """Sources and questions gathered from official json files.
+
+    Sources are the distinct snippets (one per fact string; its id is the first snippet_id seen)
+    and the pictures (id: the image_id in decimal), in order of appearance. Questions refer to
+    them by these ids.
+
+    Attributes:
+      repeated_snippets: how many listings of a fact use another snippet_id than its source's.
+      reused_snippet_ids: how many facts came under an id that already stood for another fact.
+    """
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+        self.repeated_snippets = 0
+        self.reused_snippet_ids = 0
+        self._sources: dict[str, Source] = {}
+        self._guids: dict[str, PathLike] = {}
+        self._by_fact: dict[str, str] = {}  # fact -> source id
+
+    @property
+    def sources(self) -> list[Source]:
+        return list(self._sources.values())
+
+    def add_file(self, path: PathLike, *, facts_only: bool = False) -> None:
+        """Reads one json file; with `facts_only` its facts alone, no question."""
+        data = _read_unique(path)
+        if not isinstance(data, dict):
+            raise UserError(
+                f"{path}: holds {_kind(data)}; expected one object of Guid -> question data."
+            )
+        for guid, datum in data.items():
+            place = f"{path}, Guid {guid}"
+            if not isinstance(datum, dict):
+                raise UserError(f"{place}: is {_kind(datum)}; expected an object with Q and facts.")
+            listed = {key: self._add_facts(datum, key, place) for key in _FACT_LISTS}
+            if facts_only:
+                continue
+            if guid in self._guids:
+                raise UserError(
+                    f"{place}: the same Guid stands in {self._guids[guid]}; remove one of them."
+                )
+            self._guids[guid] = path
+            self.questions.append(_question(guid, datum, listed, place))
+
+    def _add_facts(self, datum: dict[str, Any], key: str, place: str) -> list[tuple[str, str]]:
+        """(source id, id in the file) of every fact in a list, which may be missing."""
+        facts = datum.get(key)
+        if facts is None:
+            return []
+        if not isinstance(facts, list) or not all(isinstance(fact, dict) for fact in facts):
+            raise UserError(f"{place}: {key} is {_kind(facts)}; expected a list of objects.")
+        add = self._add_picture if key.startswith("img") else self._add_snippet
+        return [add(fact, f"{place}, {key}[{n}]") for n, fact in enumerate(facts)]
+
+    def _add_picture(self, fact: dict[str, Any], place: str) -> tuple[str, str]:
+        number = fact.get("image_id")
+        if isinstance(number, str) and number.isdecimal():
+            number = int(number)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise UserError(f"{place}: image_id is {number!r}; expected a whole number.")
+        name = str(number)
+        if name not in self._sources:
+            self._sources[name] = Source(
+                id=name,
+                modality="image",
+                text=_string(fact, "caption", place),
+                title=_string(fact, "title", place),
+                image=f"images/{name}",
+                extra=_rest(fact, {"image_id", "caption", "title"}),
+            )
+        return name, name
+
+    def _add_snippet(self, fact: dict[str, Any], place: str) -> tuple[str, str]:
+        snippet = _string(fact, "snippet_id", place)
+        text = _string(fact, "fact", place)
+        if not snippet or not text:
+            raise UserError(f"{place}: needs both snippet_id and fact; fetch the file again.")
+        name = self._by_fact.get(text)
+        if name is None:
+            # An id used for another fact before gets a number, so that no fact is lost.
+            numbered = (f"{snippet}#{n}" for n in itertools.count(2))
+            name = next(n for n in itertools.chain([snippet], numbered) if n not in self._sources)
+            self.reused_snippet_ids += name != snippet
+            self._by_fact[text] = name
+            self._sources[name] = Source(
+                id=name,
+                modality="text",
+                text=text,
+                title=_string(fact, "title", place),
+                extra=_rest(fact, {"snippet_id", "fact", "title"}),
+            )
+        elif name != snippet:
+            self.repeated_snippets += 1
+        return name, snippet
+
+
+def read_release(files: Sequence[PathLike], facts_only: Sequence[PathLike] = ()) -> Release:
+    """Reads official json files (train_val, test) together, so that they share their sources.
+
+    `facts_only` files have the same shape but give sources alone (Atlas' distractors).
+    Missing A, Keywords_A, Qcate and fact lists are allowed, as in the hidden test file; its
+    merged candidate lists count as negatives. Unknown keys go to `extra`. A question with no
+    sources at all is kept.
+
+    Raises:
+      UserError: names the file and the line or Guid of bad JSON, a datum without Q, a
+        repeated Guid, an unknown category or split, a malformed fact, or no sources at all.
+    """
+    release = Release()
+    for path in files:
+        release.add_file(path)
+    for path in facts_only:
+        release.add_file(path, facts_only=True)
+    if not release.sources:
+        names = ", ".join(str(path) for path in (*files, *facts_only))
+        raise UserError(f"{names}: list no facts, so the corpus is empty; check the files.")
+    return release
+
+
+def read_questions(*paths: PathLike) -> list[Question]:
+    """The questions of official json files; see read_release."""
+    return read_release(paths).questions
+
+
+def read_corpus(*paths: PathLike) -> list[Source]:
+    """The distinct sources of official json files; see read_release."""
+    return read_release(paths).sources
+
+
+class ImagesTsv:
+    """Pictures of imgs.tsv, found through imgs.lineidx and read one at a time.
+
+    A line is `image_id TAB base64 of a JPEG or PNG`; the lineidx holds every line's byte offset.
+    Reads are positional, so threads may share it.
+
+    Args:
+      path: imgs.tsv.
+      lineidx: default: beside it, with the ending .lineidx.
+    """
+
+    def __init__(self, path: PathLike, lineidx: PathLike | None = None):
+        self.path = Path(path)
+        self.lineidx = Path(lineidx) if lineidx is not None else self.path.with_suffix(".lineidx")
+        for file in (self.path, self.lineidx):
+            if not file.is_file():
+                raise UserError(f"{file}: no such file; fetch WebQA's imgs.tsv and imgs.lineidx.")
+        self._offsets = np.append(_read_offsets(self.lineidx), self.path.stat().st_size)  # [rows+1]
+        self._file = open(self.path, "rb")  # noqa: SIM115 - lives as long as the object
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def read_named(self, name: str) -> bytes:
+        """The picture of a Source.image that Release made."""
+        return self.read(int(name.rpartition("/")[2]) % IMAGE_ROWS)
+
+    def read(self, row: int) -> bytes:
+        """Encoded picture of a row.
+
+        Raises:
+          PictureError: the line is cut or its base64 is broken.
+          UserError: there is no such row, or the lineidx points to another line.
+        """
+        place = f"{self.path}, row {row}"
+        if not 0 <= row < len(self):
+            raise UserError(
+                f"{place}: {self.lineidx} has {len(self)} rows; the files do not belong together "
+                "or are cut, fetch them again."
+            )
+        start, end = int(self._offsets[row]), int(self._offsets[row + 1])
+        if start >= self._offsets[-1]:
+            raise UserError(
+                f"{place}: the file ends at byte {self._offsets[-1]}, before that row at byte "
+                f"{start}; it is cut, fetch it again."
+            )
+        if end > self._offsets[-1]:
+            raise PictureError(f"{place}: the file ends within it; fetch it again.")
+        before = 1 if start else 0  # the line break in front must be there too
+        line = os.pread(self._file.fileno(), end - start + before, start - before)
+        text = line[before:].rstrip(b"\r\n")
+        number, tab, encoded = text.partition(b"\t")
+        is_line = (
+            line[:before].strip() == b""
+            and b"\n" not in text
+            and (len(text) < len(line) - before or row == len(self) - 1)
+        )
+        if not is_line or not number.isdigit() or int(number) % IMAGE_ROWS != row:
+            found = number[:20].decode("ascii", "replace")
+            raise UserError(
+                f"{place}: bytes {start} to {end}, where {self.lineidx} points, hold {found!r} and "
+                "not that row's line; the two files do not belong together, fetch them again."
+            )
+        try:
+            data = base64.b64decode(encoded, validate=True)
+        except binascii.Error as error:
+            raise PictureError(f"{place}: broken base64 ({error}); fetch it again.") from error
+        if not tab or not data:
+            raise PictureError(f"{place}: holds no picture; fetch it again.")
+        return data
+
+
+def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: PathLike) -> None:
+    """Writes a leaderboard file {Guid: {"sources": [image_id | snippet_id], "answer"}}.
+
+    A snippet goes by the id under which the question itself lists it, if it does: the server
+    knows no other.
+    """
+    questions = {question.id: question for question in corpus.questions()}
+    rows = {}
+    for prediction in predictions:
+        question = questions.get(prediction.question_id)
+        own = question.extra.get(OWN_SNIPPET_IDS, {}) if question else {}
+        sources: list[int | str] = []
+        for name in prediction.sources:
+            if name not in corpus.row:
+                raise UserError(
+                    f"prediction for {prediction.question_id}: cites {name!r}, which is not in "
+                    "the corpus; predict on the corpus that you submit for."
+                )
+            is_image = corpus.sources[corpus.row[name]].modality == "image"
+            sources.append(int(name) if is_image else own.get(name, name))
+        rows[prediction.question_id] = {"sources": sources, "answer": prediction.answer}
+    write_json(path, rows)
+
+
+def read_submission(path: PathLike, corpus: Corpus | None = None) -> list[Prediction]:
+    """Reads a leaderboard file; with `corpus` its snippet ids become the corpus' source ids.
+
+    Ids that neither the corpus nor the question knows are kept as they are.
+    """
+    data = _read_unique(path)
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: holds {_kind(data)}; expected one object of Guid -> prediction.")
+    canonical: dict[str, dict[str, str]] = {}
+    for question in corpus.questions() if corpus is not None else ():
+        own = question.extra.get(OWN_SNIPPET_IDS, {})
+        canonical[question.id] = {snippet: source for source, snippet in own.items()}
+    predictions = []
+    for guid, row in data.items():
+        place = f"{path}, Guid {guid}"
+        if not isinstance(row, dict) or not isinstance(row.get("answer"), str):
+            raise UserError(f'{place}: expected {{"sources": [...], "answer": "..."}}.')
+        sources = row.get("sources")
+        if not isinstance(sources, list) or not all(
+            isinstance(name, int | str) and not isinstance(name, bool) for name in sources
+        ):
+            raise UserError(f"{place}: sources must be a list of image_id and snippet_id.")
+        names = [canonical.get(guid, {}).get(str(name), str(name)) for name in sources]
+        predictions.append(Prediction(guid, row["answer"], tuple(names)))
+    return predictions
+
+
+def _question(
+    guid: str, datum: dict[str, Any], listed: dict[str, list[tuple[str, str]]], place: str
+) -> Question:
+    text = _string(datum, "Q", place)
+    if not text:
+        raise UserError(f"{place}: has no Q; every datum needs its question.")
+    if datum.get("Guid", guid) != guid:
+        raise UserError(f"{place}: its own Guid says {datum['Guid']!r}; make the two equal.")
+    category = _string(datum, "Qcate", place)
+    if category and category not in WEBQA_CATEGORIES:
+        raise UserError(
+            f"{place}: Qcate is {category!r}; expected one of {', '.join(WEBQA_CATEGORIES)}."
+        )
+    split = _string(datum, "split", place)
+    if split not in SPLITS:
+        raise UserError(f"{place}: split is {split!r}; expected one of {', '.join(SPLITS)}.")
+    answers = datum.get("A")
+    answers = [answers] if isinstance(answers, str) else answers or []
+    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+        raise UserError(f"{place}: A is {_kind(answers)}; expected a list of strings.")
+    positives = dict.fromkeys(name for key in _POSITIVE for name, _ in listed[key])
+    others = dict.fromkeys(name for key in (*_NEGATIVE, *_MERGED) for name, _ in listed[key])
+    extra = _rest(datum, _READ_KEYS)
+    # The first listing wins: positives come first.
+    own = dict(reversed([pair for key in _FACT_LISTS for pair in listed[key]]))
+    if own := {name: snippet for name, snippet in own.items() if name != snippet}:
+        extra[OWN_SNIPPET_IDS] = own
+    return Question(
+        id=guid,
+        split=split,
+        question=text,
+        answers=tuple(answers),
+        keywords=_string(datum, "Keywords_A", place),
+        category=category,
+        positives=tuple(positives),
+        negatives=tuple(name for name in others if name not in positives),
+        extra=extra,
+    )
+
+
+def _read_unique(path: PathLike) -> Any:
+    """JSON whose objects name no key twice, which json.loads passes over in silence."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise UserError(f"{path}: key {twice!r} stands twice in one object; remove one.")
+        return result
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file, object_pairs_hook=unique)
+    except (OSError, ValueError):
+        return read_json(path)  # raises the UserError that names the line
+
+
+def _read_offsets(path: Path) -> np.ndarray:
+    """Byte offsets [rows] of a lineidx file, rising."""
+    lines = path.read_bytes().split()
+    try:
+        offsets = np.array(lines, dtype=np.int64)
+    except (ValueError, OverflowError):
+        number = next(n for n, line in enumerate(lines, start=1) if not line.isdigit())
+        raise UserError(
+            f"{path}, line {number}: not a byte offset; fetch imgs.lineidx again."
+        ) from None
+    falls = np.flatnonzero(np.diff(offsets) <= 0)
+    if len(falls):
+        raise UserError(
+            f"{path}, line {falls[0] + 2}: offset not above the line before; "
+            "fetch imgs.lineidx again."
+        )
+    return offsets
+
+
+def _string(fields: dict[str, Any], key: str, place: str) -> str:
+    value = fields.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {key} is {_kind(value)}; expected a string.")
+    return value
+
+
+def _rest(fields: dict[str, Any], read: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in read}
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
+    return names[type(value)]

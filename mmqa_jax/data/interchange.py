@@ -1,0 +1,261 @@
+"""Bring your own documents: the corpus interchange folder of design.md 3.
+
+    sources.jsonl      id, modality (text | image), text (snippet or caption), image, title
+    questions.jsonl    optional: id, split, question, image, answers, keywords, category,
+                       positives, negatives, choices, answer_index, rationale
+    images.tar         optional: the pictures, instead of files beside the two
+
+`image` is a path relative to the folder, or a member of images.tar. Unknown keys are kept in
+`extra`. An image source with `"image": null` is one whose picture is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl, write_jsonl
+from mmqa_jax.data.schema import Question, Source
+
+if TYPE_CHECKING:
+    from mmqa_jax.data.corpus import Corpus
+
+SPLITS = ("train", "val", "test")
+TAR = "images.tar"
+
+
+@dataclasses.dataclass(frozen=True)
+class Interchange:
+    """A validated folder: its rows, and the encoded bytes of a picture by its path."""
+
+    sources: list[Source]
+    questions: list[Question]
+    read_picture: Callable[[str], bytes]
+
+
+def read_interchange(folder: str | os.PathLike) -> Interchange:
+    """Reads and validates an interchange folder.
+
+    Raises:
+      UserError: names file and line of bad JSON, a missing or mistyped key, a repeated id, an
+        unknown source id, a missing picture file, or an answer_index out of range; or the
+        corpus is empty.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; it must hold sources.jsonl.")
+    pictures = _Pictures(folder)
+    path = folder / "sources.jsonl"
+    sources = _unique(
+        (_Row(path, line, value) for line, value in read_jsonl(path)), pictures, _source
+    )
+    if not sources:
+        raise UserError(f"{path}: the corpus is empty; write one source a line.")
+    path = folder / "questions.jsonl"
+    rows = read_jsonl(path) if path.exists() else ()
+    questions = _unique(
+        (_Row(path, line, value) for line, value in rows), pictures, _question, sources
+    )
+    return Interchange(list(sources.values()), list(questions.values()), pictures)
+
+
+def export_interchange(corpus: Corpus, folder: str | os.PathLike) -> None:
+    """Writes a corpus as an interchange folder with its pictures as files.
+
+    A picture path without an ending gets that of its format. The folder must be new or empty;
+    it is written whole or not at all.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not an empty folder; name another to export to.")
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        questions = corpus.questions()
+        names = {row.image: "" for row in (*corpus.sources, *questions) if row.image is not None}
+        for name in names:
+            names[name] = _export_picture(name, corpus.read_picture(name), temporary)
+        write_jsonl(temporary / "sources.jsonl", (_exported(row, names) for row in corpus.sources))
+        if questions:
+            write_jsonl(temporary / "questions.jsonl", (_exported(row, names) for row in questions))
+        if folder.exists():
+            folder.rmdir()
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _Row:
+    """One JSON object of a file, its keys taken one by one with their types checked."""
+
+    def __init__(self, path: Path, line: int, value: Any):
+        self.place = f"{path}, line {line}"
+        if not isinstance(value, dict):
+            raise UserError(f"{self.place}: not a JSON object; write one object a line.")
+        self.rest = dict(value)
+
+    def fail(self, message: str) -> UserError:
+        return UserError(f"{self.place}: {message}")
+
+    def string(self, key: str, *, required: bool = False) -> str:
+        value = self.rest.pop(key, None)
+        if value is None and not required:
+            return ""
+        if not isinstance(value, str) or (required and not value.strip()):
+            found = "missing" if value is None else repr(value)[:60]
+            raise self.fail(f"`{key}` is {found}; expected a string{' with text' * required}.")
+        return value
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        value = self.rest.pop(key, None)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(f"`{key}` is {repr(value)[:60]}; expected a list of strings.")
+        return tuple(value)
+
+    def choice(self, key: str, allowed: Iterable[str], default: str = "") -> str:
+        value = self.rest.pop(key, None) or default
+        if value not in allowed:
+            raise self.fail(f"`{key}` is {value!r}; expected {' or '.join(allowed)}.")
+        return value
+
+    def picture(self, pictures: _Pictures) -> str | None:
+        name = self.string("image") or None
+        if name is not None and (problem := pictures.problem(name)):
+            raise self.fail(f"`image` {name!r} {problem}.")
+        return name
+
+
+def _source(row: _Row, pictures: _Pictures) -> Source:
+    modality = row.choice("modality", ("text", "image"))
+    if modality == "image" and "image" not in row.rest:
+        raise row.fail("`image` is missing; a source of modality image needs a picture's path.")
+    if modality == "text" and row.rest.get("image") is not None:
+        raise row.fail("`image` stands in a text source; set its modality to image.")
+    return Source(
+        id=row.string("id", required=True),
+        modality=modality,
+        text=row.string("text", required=modality == "text"),
+        title=row.string("title"),
+        image=row.picture(pictures),
+        extra=row.rest,
+    )
+
+
+def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> Question:
+    positives = tuple(dict.fromkeys(row.strings("positives")))
+    negatives = tuple(dict.fromkeys(row.strings("negatives")))
+    for name in (*positives, *negatives):
+        if name not in sources:
+            raise row.fail(f"source {name!r} is not in sources.jsonl; add it or take it out.")
+    if both := set(positives) & set(negatives):
+        raise row.fail(f"source {min(both)!r} is both positive and negative; take out one.")
+    choices = row.strings("choices")
+    index = row.rest.pop("answer_index", None)
+    if index is not None and not (type(index) is int and 0 <= index < len(choices)):
+        raise row.fail(
+            f"`answer_index` is {index!r}; expected a number from 0 to {len(choices) - 1}."
+            if choices
+            else "`answer_index` stands without `choices`; add the choices."
+        )
+    return Question(
+        id=row.string("id", required=True),
+        split=row.choice("split", SPLITS, default="test"),
+        question=row.string("question", required=True),
+        image=row.picture(pictures),
+        answers=row.strings("answers"),
+        keywords=row.string("keywords"),
+        category=row.string("category"),
+        positives=positives,
+        negatives=negatives,
+        choices=choices,
+        answer_index=index,
+        rationale=row.string("rationale"),
+        extra=row.rest,
+    )
+
+
+def _unique(rows: Iterable[_Row], pictures: _Pictures, parse: Callable, *arguments: Any) -> dict:
+    """id -> parsed row; a repeated id is an error that names both lines."""
+    parsed: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for row in rows:
+        value = parse(row, pictures, *arguments)
+        if value.id in parsed:
+            raise row.fail(f"id {value.id!r} stands already in {places[value.id]}; rename one.")
+        parsed[value.id], places[value.id] = value, row.place
+    return parsed
+
+
+class _Pictures:
+    """Pictures of a folder by relative path: a file, or a member of its images.tar."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        self.members: dict[str, tuple[int, int]] = {}  # path -> (offset, bytes)
+        self._tar = None
+        path = folder / TAR
+        if path.exists():
+            try:
+                with tarfile.open(path, "r:") as tar:
+                    members = [member for member in tar if member.isfile()]
+            except (tarfile.TarError, OSError) as error:
+                raise UserError(
+                    f"{path}: not an uncompressed tar file ({error}); write it with `tar cf`."
+                ) from error
+            self.members = {_plain(m.name): (m.offset_data, m.size) for m in members}
+            self._tar = open(path, "rb")  # noqa: SIM115 - lives as long as the object
+
+    def problem(self, name: str) -> str | None:
+        """What is wrong with a picture's path, or None."""
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return "leaves the folder; give a path relative to it"
+        if _plain(name) in self.members or (self.folder / name).is_file():
+            return None
+        where = f"in {self.folder}" + (f" nor in its {TAR}" if self.members else "")
+        return f"is no file {where}; add the picture or correct the path"
+
+    def __call__(self, name: str) -> bytes:
+        """Encoded bytes of a picture whose path has no problem."""
+        if self._tar is not None and _plain(name) in self.members:
+            offset, size = self.members[_plain(name)]
+            return os.pread(self._tar.fileno(), size, offset)
+        return (self.folder / name).read_bytes()
+
+
+def _plain(name: str) -> str:
+    return str(PurePosixPath(name))
+
+
+def _export_picture(name: str, data: bytes | None, folder: Path) -> str:
+    """Writes one picture and returns its path in the folder."""
+    if data is None:
+        raise UserError(f"picture {name!r} is not in the corpus; prepare it again.")
+    path = PurePosixPath(name)
+    if not path.suffix:
+        with Image.open(io.BytesIO(data)) as image:
+            path = path.with_suffix("." + (image.format or "img").lower())
+    target = folder / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+    return str(path)
+
+
+def _exported(row: Source | Question, names: Mapping[str, str]) -> dict[str, Any]:
+    """A row of a jsonl file: keys without a value are left out, extra keys stand beside."""
+    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    extra = values.pop("extra")
+    values["image"] = names[row.image] if row.image is not None else None
+    lost = isinstance(row, Source) and row.modality == "image" and row.image is None
+    kept = {k: v for k, v in values.items() if v not in (None, "", ()) or (k == "image" and lost)}
+    return {**extra, **kept}

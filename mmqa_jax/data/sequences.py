@@ -1,0 +1,427 @@
+"""VLP's input sequences: sources, question and answer in the arrays that models.vlp reads.
+
+One sequence (WebQA baseline, vlp/webqa_loader.py, class Preprocess4webqa):
+
+    [CLS] region slots * R, source text [SEP] question, answer [SEP] padding
+    \\______________ context_mask ________________/ \\_ answer_mask _/
+
+Every row sees the context columns that are open; the answer sees itself causally:
+`mask[i, j] = context_mask[j] | (answer_mask[i] & answer_mask[j] & j <= i)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.tokenizers import WordPiece
+
+Tokens = Sequence[int] | Int[np.ndarray, " N"]
+Packed = dict[str, np.ndarray]
+
+# The arrays that the VLP model reads, with the names of models.vlp.VLPInputs.
+INPUT_FIELDS = (
+    "input_ids",
+    "token_type_ids",
+    "position_ids",
+    "context_mask",
+    "answer_mask",
+    "region_features",
+    "region_positions",
+)
+
+
+class Bucket(NamedTuple):
+    """A static shape: region slots for `pictures` pictures and `text` other columns.
+
+    `text` counts [CLS], source text, both [SEP], question and answer, so that the
+    sequence has pictures * slots_per_picture + text columns.
+    """
+
+    pictures: int
+    text: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingConfig:
+    """Shapes and token budgets of the sequences.
+
+    Attributes:
+      buckets: static shapes, (pictures, text columns) each. An example takes the first that
+        holds it, ordered by pictures, then text; the longest cuts its source text.
+      slots_per_picture: region slots of one picture; further regions are cut.
+      region_dim, position_dim: columns of the region features and region positions.
+      max_source_tokens: source text at most, all sources together.
+      max_caption_tokens: the same for examples with pictures; None = max_source_tokens.
+      max_question_tokens, max_answer_tokens: question and answer at most.
+      segments: token types of the context and of question and answer (VLP: 4 and 5).
+      per_source: ours, not VLP's: the first source's slots and text get type 2, the second's
+        type 3, so that captions bind to their pictures; and when the text must be cut, each
+        source keeps its fair share. Off, the concatenated text is cut as a whole (VLP).
+      positions_after_regions: text positions start after the region slots (VLP). Off (ours):
+        text positions ignore the slots, whose position embeddings come from the region
+        positions anyway; BERT weights then see text where they were trained to.
+    """
+
+    buckets: tuple[tuple[int, int], ...]
+    slots_per_picture: int
+    region_dim: int
+    position_dim: int
+    max_source_tokens: int = 400
+    max_caption_tokens: int | None = None
+    max_question_tokens: int = 70
+    max_answer_tokens: int = 39
+    segments: tuple[int, int] = (4, 5)
+    per_source: bool = False
+    positions_after_regions: bool = True
+
+    def __post_init__(self):
+        if not self.buckets:
+            raise UserError("packing.buckets is empty: give at least one (pictures, text length).")
+        object.__setattr__(self, "buckets", tuple(sorted(Bucket(*b) for b in self.buckets)))
+        needed = 4 + self.max_question_tokens + self.max_answer_tokens
+        for pictures in {bucket.pictures for bucket in self.buckets}:
+            longest = max(b.text for b in self.buckets if b.pictures == pictures)
+            if longest < needed:
+                raise UserError(
+                    f"packing.buckets: {longest} text columns with {pictures} picture(s) leave "
+                    f"no room for sources beside max_question_tokens and max_answer_tokens; "
+                    f"give at least {needed}."
+                )
+
+    @property
+    def max_pictures(self) -> int:
+        return self.buckets[-1].pictures
+
+    def bucket_index(self, pictures: int, tokens: int, specials: int) -> int:
+        """Index of the bucket for `tokens` text tokens and `specials` special ones.
+
+        More pictures than any bucket takes go to the one with the most (the last are
+        dropped), a longer text to the longest of its pictures (it is cut).
+        """
+        pictures = min(pictures, self.max_pictures)
+        slots = min(b.pictures for b in self.buckets if b.pictures >= pictures)
+        longest = 0
+        for index, bucket in enumerate(self.buckets):
+            if bucket.pictures == slots:
+                longest = index
+                if bucket.text >= tokens + specials:
+                    break
+        return longest
+
+
+# The baseline's shapes: max_len_a 400 (200 region slots + caption), max_len_b 109, 512 columns.
+VLP_WEBQA = PackingConfig(
+    buckets=((0, 512), (2, 312)),
+    slots_per_picture=100,
+    region_dim=2048,
+    position_dim=1607,
+    max_caption_tokens=200,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskingConfig:
+    """Masked-LM training of answers (reference: --mask_prob 0.5 --max_pred 50).
+
+    Attributes:
+      mask_prob: share of the answer's tokens that are predicted.
+      max_pred: most tokens predicted in one example.
+      probes: ours, not VLP's: keep the answer whole and predict every token of it, each from a
+        [MASK] of its own that sees the tokens before it, exactly as decoding asks. It costs an
+        answer's length in columns and gives every token its loss (as UniLMv2's pseudo-masks).
+    """
+
+    mask_prob: float = 0.5
+    max_pred: int = 50
+    probes: bool = False
+
+
+class SourceTokens(NamedTuple):
+    """One source: its text as token ids and, for a picture, (features, positions)."""
+
+    tokens: Tokens
+    regions: tuple[np.ndarray, np.ndarray] | None = None  # float32[N, F], float32[N, P]
+
+
+class Example(NamedTuple):
+    """What one sequence is made of, tokenised."""
+
+    sources: tuple[SourceTokens, ...]
+    question: Tokens
+    answer: Tokens = ()
+
+    @property
+    def pictures(self) -> int:
+        return sum(source.regions is not None for source in self.sources)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.sources) + len(self.question) + len(self.answer)
+
+
+class _Layout(NamedTuple):
+    arrays: Packed
+    answer_start: int
+    end: int
+
+
+class Packer:
+    """Packs tokenised examples into sequences of static length.
+
+    Segments over their budget lose each surplus token at the head or the tail with
+    probability 0.5 when an `rng` is given (training), else at the tail (inference). The
+    array `truncated` counts the tokens and regions an example lost.
+    """
+
+    def __init__(self, tokenizer: WordPiece, config: PackingConfig):
+        self.tokenizer, self.config = tokenizer, config
+
+    def question_tokens(self, text: str, *, strict: bool = False) -> list[int]:
+        """Tokens of a question; `strict` raises UserError where the model would cut it."""
+        tokens = self.tokenizer.encode(clean(text))
+        limit = self.config.max_question_tokens
+        if strict and len(tokens) > limit:
+            raise UserError(
+                f"The question has {len(tokens)} tokens, the model takes {limit}; "
+                "ask it in fewer words."
+            )
+        return tokens
+
+    def pack_for_selection(
+        self, example: Example, bucket: int, rng: np.random.Generator | None = None
+    ) -> Packed:
+        """Sources and question for the source head.
+
+        The baseline leaves the answer in the sequence but lets no row see it; here it is
+        simply absent, so [CLS] is independent of it by construction.
+        """
+        return self._lay_out(example._replace(answer=()), bucket, rng, close=False).arrays
+
+    def pack_for_decoding(self, example: Example, bucket: int) -> Packed:
+        """Sources and question for the decoder, and `length`, the columns that are filled.
+
+        Padding has position 0; a generated token goes on at position
+        `position_ids[length - 1] + 1` (decode_webqa.py).
+        """
+        arrays, _, end = self._lay_out(example._replace(answer=()), bucket, None, close=False)
+        arrays["position_ids"][end:] = 0
+        arrays["length"] = np.int32(end)
+        return arrays
+
+    def pack_for_answer(
+        self, example: Example, bucket: int, masking: MaskingConfig, rng: np.random.Generator
+    ) -> Packed:
+        """Sources, question and answer, with part of the answer masked for training.
+
+        Candidates are the answer's tokens and the final [SEP]. Of these L, n = round(L * p)
+        are predicted, at least one (three with pictures) and at most max_pred; 80 % of them
+        become [MASK], 10 % a random token, 10 % stay (Preprocess4webqa).
+
+        Returns:
+          The input arrays and masked_ids int32[P], masked_positions int32[P] and
+          masked_weights float32[P] (1 for real entries), P = max_pred, padded with 0.
+        """
+        if masking.probes:
+            return self._with_probes(example, bucket, masking, rng)
+        arrays, start, end = self._lay_out(example, bucket, rng, close=True)
+        length = end - start
+        least = min(3, length) if example.pictures else 1
+        count = min(masking.max_pred, max(least, round(length * masking.mask_prob)))
+        positions = start + np.sort(rng.choice(length, count, replace=False))  # [count]
+        ids = arrays["input_ids"]
+        arrays["masked_ids"] = np.zeros(masking.max_pred, np.int32)
+        arrays["masked_positions"] = np.zeros(masking.max_pred, np.int32)
+        arrays["masked_weights"] = np.zeros(masking.max_pred, np.float32)
+        arrays["masked_ids"][:count] = ids[positions]
+        arrays["masked_positions"][:count] = positions
+        arrays["masked_weights"][:count] = 1.0
+        fate = rng.random(count)
+        random_ids = rng.integers(self.tokenizer.vocab_size, size=count)
+        shown = np.where(fate < 0.9, random_ids, ids[positions])
+        ids[positions] = np.where(fate < 0.8, self.tokenizer.mask_id, shown)
+        return arrays
+
+    def _with_probes(
+        self, example: Example, bucket: int, masking: MaskingConfig, rng: np.random.Generator
+    ) -> Packed:
+        """The whole answer, then a [MASK] per answer token at that token's position."""
+        longest = min(self.config.max_answer_tokens, masking.max_pred - 1)
+        example = example._replace(answer=cut(example.answer, longest, rng))
+        arrays, start, end = self._lay_out(
+            example, bucket, rng, close=True, reserve=len(example.answer) + 1
+        )
+        count = end - start
+        ids, probes = arrays["input_ids"], slice(end, end + count)
+        arrays["masked_ids"] = np.zeros(masking.max_pred, np.int32)
+        arrays["masked_positions"] = np.zeros(masking.max_pred, np.int32)
+        arrays["masked_weights"] = np.zeros(masking.max_pred, np.float32)
+        arrays["masked_ids"][:count] = ids[start:end]
+        arrays["masked_positions"][:count] = np.arange(end, end + count)
+        arrays["masked_weights"][:count] = 1.0
+        ids[probes] = self.tokenizer.mask_id
+        arrays["token_type_ids"][probes] = self.config.segments[1]
+        arrays["position_ids"][probes] = arrays["position_ids"][start:end]
+        arrays["probe_mask"] = np.zeros(len(ids), bool)
+        arrays["probe_mask"][probes] = True
+        return arrays
+
+    def _lay_out(
+        self,
+        example: Example,
+        bucket: int,
+        rng: np.random.Generator | None,
+        *,
+        close: bool,
+        reserve: int = 0,
+    ) -> _Layout:
+        """Fills one sequence.
+
+        `close` appends the final [SEP] to the answer; `reserve` columns stay free at the end.
+        """
+        config = self.config
+        shape = config.buckets[bucket]
+        slots = shape.pictures * config.slots_per_picture  # R
+        columns = slots + shape.text  # L
+        answer = cut(example.answer, min(config.max_answer_tokens, shape.text - 3), rng)
+        room = shape.text - 2 - close - len(answer) - reserve
+        question = cut(example.question, min(config.max_question_tokens, room), rng)
+        limit = config.max_source_tokens
+        if example.pictures and config.max_caption_tokens is not None:
+            limit = config.max_caption_tokens
+        texts = self._source_texts(example.sources, min(limit, room - len(question)), rng)
+        length = sum(map(len, texts))
+
+        context_end = slots + length + 2  # columns up to and with the first [SEP]
+        answer_start = context_end + len(question)
+        end = answer_start + len(answer) + close
+        first, second = config.segments
+        tokenizer = self.tokenizer
+        ids = np.full(columns, tokenizer.pad_id, np.int32)
+        ids[0] = tokenizer.cls_id
+        ids[1 : 1 + slots] = tokenizer.unk_id
+        types = np.zeros(columns, np.int32)
+        types[:context_end] = first
+        types[context_end:end] = second
+        column = 1 + slots
+        for index, text in enumerate(texts):
+            ids[column : column + len(text)] = text
+            if config.per_source:
+                types[column : column + len(text)] = source_type(index, first)
+            column += len(text)
+        ids[column] = tokenizer.sep_id
+        ids[context_end:answer_start] = question
+        ids[answer_start : answer_start + len(answer)] = answer
+        if close:
+            ids[end - 1] = tokenizer.sep_id
+        positions = np.arange(columns, dtype=np.int32)
+        if not config.positions_after_regions:
+            positions[1 + slots :] -= slots
+        context = np.zeros(columns, bool)
+        context[0] = True
+        context[1 + slots : answer_start] = True
+        answered = np.zeros(columns, bool)
+        answered[answer_start:end] = True
+        features = np.zeros((slots, config.region_dim), np.float32)
+        places = np.zeros((slots, config.position_dim), np.float32)
+        lost = self._place_regions(example.sources, shape, features, places, context, types)
+        kept = length + len(question) + len(answer)
+        arrays = {
+            "input_ids": ids,
+            "token_type_ids": types,
+            "position_ids": positions,
+            "context_mask": context,
+            "answer_mask": answered,
+            "region_features": features,
+            "region_positions": places,
+            "truncated": np.int32(lost + example.tokens - kept),
+        }
+        return _Layout(arrays, answer_start, end)
+
+    def _source_texts(
+        self, sources: Sequence[SourceTokens], budget: int, rng: np.random.Generator | None
+    ) -> list[Tokens]:
+        texts = [source.tokens for source in sources]
+        if self.config.per_source:
+            shares = fair_shares([len(text) for text in texts], budget)
+            return [cut(text, share, rng) for text, share in zip(texts, shares, strict=True)]
+        if sum(map(len, texts)) <= budget:
+            return texts
+        return [cut(np.concatenate([np.asarray(t, np.int32) for t in texts]), budget, rng)]
+
+    def _place_regions(
+        self,
+        sources: Sequence[SourceTokens],
+        shape: Bucket,
+        features: Float[np.ndarray, "R F"],
+        places: Float[np.ndarray, "R P"],
+        context: Bool[np.ndarray, " L"],
+        types: Int[np.ndarray, " L"],
+    ) -> int:
+        """Fills the region slots and opens them; returns how many regions found no slot."""
+        config = self.config
+        slots, used, lost = config.slots_per_picture, 0, 0
+        for index, (_, regions) in enumerate(sources):
+            if regions is None:
+                continue
+            values, boxes = regions
+            if values.shape[1:] != features.shape[1:] or boxes.shape[1:] != places.shape[1:]:
+                raise UserError(
+                    f"A picture has region features of {values.shape[-1]} and positions of "
+                    f"{boxes.shape[-1]} columns, packing.region_dim and packing.position_dim "
+                    f"say {config.region_dim} and {config.position_dim}; make them equal."
+                )
+            count = min(len(values), slots) if used < shape.pictures else 0
+            lost += len(values) - count
+            start = used * slots
+            features[start : start + count] = values[:count]
+            places[start : start + count] = boxes[:count]
+            context[1 + start : 1 + start + count] = True
+            if config.per_source and count:
+                types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
+            used += 1
+        return lost
+
+
+def batch(examples: Sequence[Mapping[str, np.ndarray]]) -> Packed:
+    """Stacks packed examples of one bucket: every array gets a leading batch axis."""
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def clean(text: str) -> str:
+    """A text as the baseline tokenises it: no `"`, no blanks at the ends."""
+    return text.replace('"', "").strip()
+
+
+def cut(tokens: Tokens, budget: int, rng: np.random.Generator | None) -> Tokens:
+    """`tokens` cut to `budget`: each surplus token at head or tail by a fair coin of `rng`.
+
+    Without `rng` the tail goes.
+    """
+    budget = max(budget, 0)
+    surplus = len(tokens) - budget
+    if surplus <= 0:
+        return tokens
+    head = int(rng.binomial(surplus, 0.5)) if rng is not None else 0
+    return tokens[head : head + budget]
+
+
+def fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
+    """Shares of `budget` so that short texts stay whole and long ones get equal parts."""
+    shares = [0] * len(lengths)
+    rest = max(budget, 0)
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for served, index in enumerate(by_length):
+        shares[index] = min(lengths[index], rest // (len(lengths) - served))
+        rest -= shares[index]
+    return shares
+
+
+def source_type(index: int, default: int) -> int:
+    """Token type of the source at `index` with `per_source`: 2, 3, then the context's type."""
+    return 2 + index if index < 2 else default

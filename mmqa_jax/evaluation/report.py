@@ -1,0 +1,193 @@
+"""The report: one self-contained HTML file with tables, curves, plots and examples.
+
+The caller fills a ReportData; nothing here knows a dataset or a system. Every text is
+escaped, pictures become data URIs, plots inline SVG.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write, read_jsonl
+from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
+from mmqa_jax.evaluation.significance import Interval
+from mmqa_jax.evaluation.tables import Table, format_bounds, format_cell
+
+# Shown at 150 px and below; twice that for dense screens.
+_PICTURE_PIXELS = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleSource:
+    """One source of an example, as the reader sees it.
+
+    Attributes:
+      text: the snippet, or the picture's caption.
+      picture: encoded picture bytes (PNG, JPEG, ...), None for a snippet.
+      rank: 1-based place in the ranking; None for a gold source that was not retrieved.
+      score: the retriever's or reranker's score.
+      cited, gold: whether the answer cites it; whether it is a gold source.
+    """
+
+    id: str
+    text: str
+    title: str = ""
+    picture: bytes | None = None
+    rank: int | None = None
+    score: float | None = None
+    cited: bool = False
+    gold: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleAnswer:
+    """What one setting (`full`, `oracle`, ...) answered, with its scores of this question."""
+
+    setting: str
+    answer: str
+    scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One question with its sources, its answers and the references."""
+
+    question: str
+    category: str
+    answers: Sequence[ExampleAnswer]
+    references: Sequence[str]
+    keywords: str = ""
+    sources: Sequence[ExampleSource] = ()
+    picture: bytes | None = None
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportData:
+    """Everything a report shows; what is empty is left out.
+
+    Attributes:
+      title: heading, e.g. "Atlas: cited answers from pictures and prose".
+      description: what the dataset and the run are.
+      notice: one sentence that must not be overlooked (e.g. whose benchmark this is not).
+      attribution: one line a material used, with its licence.
+      facts: name -> value of the run (date, device, version, commit, command).
+      headline: name -> value of the few numbers shown large.
+      tables: result tables, in order.
+      curves: task -> metric -> [(step, value)].
+      recall: retriever -> k -> recall@k.
+      stages: (name, seconds) of the stages, in order.
+      examples: questions with sources and answers.
+    """
+
+    title: str
+    description: str = ""
+    notice: str = ""
+    attribution: Sequence[str] = ()
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    headline: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tables: Sequence[Table] = ()
+    curves: Mapping[str, Mapping[str, Points]] = dataclasses.field(default_factory=dict)
+    recall: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
+    stages: Sequence[tuple[str, float]] = ()
+    examples: Sequence[Example] = ()
+
+
+def write_report(path: str | os.PathLike, data: ReportData) -> None:
+    """Writes the report as one HTML file, whole or not at all."""
+    html = render_report(data)
+    with atomic_write(path) as file:
+        file.write(html)
+
+
+def render_report(data: ReportData) -> str:
+    """The report as one HTML page that needs no other file and no network."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mmqa_jax.evaluation"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        cell=format_cell, bounds=format_bounds, picture=_picture_uri, minutes=_minutes
+    )
+    environment.tests["interval"] = lambda cell: isinstance(cell, Interval)
+    curves = {
+        task: {n: p for n, p in metrics.items() if p} for task, metrics in data.curves.items()
+    }
+    recall = {name: values for name, values in data.recall.items() if values}
+    return environment.get_template("report.html.jinja").render(
+        data=data,
+        curve_plots={
+            task: curves_plot(task, metrics) for task, metrics in curves.items() if metrics
+        },
+        recall_plot=recall_plot(recall) if recall else "",
+        categories=list(dict.fromkeys(example.category for example in data.examples)),
+        longest_stage=max((seconds for _, seconds in data.stages), default=0.0),
+        total_seconds=sum(seconds for _, seconds in data.stages),
+    )
+
+
+def read_curves(
+    path: str | os.PathLike, metrics: Sequence[str] | None = None
+) -> dict[str, list[tuple[float, float]]]:
+    """Reads a metrics.jsonl: metric -> [(step, value)], in order of step.
+
+    A step written twice (a resumed run) keeps its last value; values that are not finite
+    numbers are passed over. With `metrics`, only those. A missing file gives no curves.
+    Raises UserError naming a line that is not an object with a number "step".
+    """
+    if not Path(path).exists():
+        return {}
+    values: dict[str, dict[float, float]] = {}
+    for number, row in read_jsonl(path):
+        if not isinstance(row, dict) or not _is_number(row.get("step")):
+            raise UserError(
+                f'{path}, line {number}: expected an object with a number "step"; remove that line.'
+            )
+        for name, value in row.items():
+            wanted = name != "step" and (metrics is None or name in metrics)
+            if wanted and _is_number(value):
+                values.setdefault(name, {})[row["step"]] = float(value)
+    return {name: sorted(points.items()) for name, points in values.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _minutes(seconds: float) -> str:
+    """`8.3 s`, `2 min 05 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds + 0.5) // 60} min {int(seconds + 0.5) % 60:02d} s"
+
+
+def _picture_uri(picture: bytes) -> str:
+    """A downscaled data URI; "" where the bytes are no picture."""
+    import PIL.Image
+
+    try:
+        image = PIL.Image.open(io.BytesIO(picture))
+        image.thumbnail((_PICTURE_PIXELS, _PICTURE_PIXELS))
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError):
+        return ""
+    buffer = io.BytesIO()
+    if image.format == "JPEG" or (image.mode == "RGB" and image.getcolors(4096) is None):
+        kind = "jpeg"
+        image.convert("RGB").save(buffer, "JPEG", quality=85)
+    else:  # few colours or transparency: drawings, flags
+        kind = "png"
+        image.convert("RGBA").save(buffer, "PNG", optimize=True)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,101 @@
+"""Retrieval metrics over rankings of source ids: recall@k, hit@k, MRR, nDCG@k."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalScores:
+    """Per-question retrieval scores, averaged by the properties.
+
+    Attributes:
+      rows: positions in the input of the questions that have gold sources.
+      excluded: how many questions had none and were left out.
+      per_question: `recall@5`, `hit_any@5`, `hit_all@5`, `ndcg@5` (for every k) and `mrr`
+        -> float64 array aligned with `rows`.
+    """
+
+    rows: tuple[int, ...]
+    excluded: int
+    per_question: Mapping[str, np.ndarray]
+
+    @property
+    def n(self) -> int:
+        """How many questions were scored."""
+        return len(self.rows)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Metric -> mean over the scored questions."""
+        return {name: float(values.mean()) for name, values in self.per_question.items()}
+
+
+def score_rankings(
+    gold: Sequence[Collection[str]],
+    rankings: Sequence[Sequence[str]],
+    ks: Sequence[int] = (1, 2, 5, 10, 20, 50, 100),
+) -> RetrievalScores:
+    """Scores one ranking (best first) a question against its gold sources.
+
+    recall@k is the fraction of a question's gold sources among the top k; hit_any and
+    hit_all ask for at least one and for all of them; ndcg@k has gains 0 and 1 and the
+    ideal of min(k, number of gold sources); mrr is one over the rank of the first gold
+    source, 0 where none is ranked. A source ranked twice counts at its first place.
+
+    Raises UserError where the lengths differ, a k is below 1, or no question has gold
+    sources.
+    """
+    if len(gold) != len(rankings):
+        raise UserError(
+            f"{len(gold)} questions but {len(rankings)} rankings; give one ranking a question, "
+            "an empty one where nothing was found."
+        )
+    if any(k < 1 for k in ks):
+        raise UserError(f"recall@k: k must be 1 or more, not {min(ks)}; change the list of ks.")
+    rows = tuple(row for row, sources in enumerate(gold) if sources)
+    if not rows:
+        raise UserError(
+            f"none of the {len(gold)} questions has gold sources; retrieval cannot be scored on "
+            "this split."
+        )
+    ranks = [_gold_ranks(set(gold[row]), rankings[row]) for row in rows]
+    sizes = np.array([len(set(gold[row])) for row in rows])
+
+    per_question: dict[str, np.ndarray] = {}
+    for k in ks:
+        found = np.array([(rank <= k).sum() for rank in ranks])
+        gains = np.array([_discounts(rank[rank <= k]) for rank in ranks])
+        ideal = np.array([_discounts(np.arange(1, min(k, size) + 1)) for size in sizes])
+        per_question[f"recall@{k}"] = found / sizes
+        per_question[f"hit_any@{k}"] = (found > 0).astype(np.float64)
+        per_question[f"hit_all@{k}"] = (found == sizes).astype(np.float64)
+        per_question[f"ndcg@{k}"] = gains / ideal
+    per_question["mrr"] = np.array([1 / rank[0] if len(rank) else 0.0 for rank in ranks])
+    return RetrievalScores(rows, len(gold) - len(rows), per_question)
+
+
+def recall_at_k(
+    gold: Sequence[Collection[str]], rankings: Sequence[Sequence[str]], ks: Sequence[int]
+) -> dict[int, float]:
+    """k -> recall@k averaged over the questions that have gold sources."""
+    scores = score_rankings(gold, rankings, ks).scores
+    return {k: scores[f"recall@{k}"] for k in ks}
+
+
+def _gold_ranks(gold: set[str], ranking: Sequence[str]) -> np.ndarray:
+    """1-based ranks of the gold sources that were ranked, ascending."""
+    first: dict[str, int] = {}
+    for rank, source in enumerate(ranking, start=1):
+        if source in gold:
+            first.setdefault(source, rank)
+    return np.array(sorted(first.values()), dtype=np.int64)
+
+
+def _discounts(ranks: np.ndarray) -> float:
+    return float((1 / np.log2(ranks + 1)).sum())

@@ -1,0 +1,86 @@
+"""What every scorer returns, and how predictions are paired with questions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Prediction, Question
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of one system on one set of questions.
+
+    Attributes:
+      question_ids: the questions that could be scored, in the given order.
+      categories: the category of each of them.
+      per_question: scorer -> float64 array aligned with `question_ids`, values in 0..1.
+      missing: scored questions without a prediction; they count 0.
+      unscored: questions left out because their reference is hidden or empty.
+    """
+
+    question_ids: tuple[str, ...]
+    categories: tuple[str, ...]
+    per_question: Mapping[str, np.ndarray]
+    missing: int = 0
+    unscored: int = 0
+
+    @property
+    def n(self) -> int:
+        """How many questions were scored."""
+        return len(self.question_ids)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Scorer -> mean over the questions."""
+        return {scorer: float(values.mean()) for scorer, values in self.per_question.items()}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Category -> number of questions, in order of first appearance."""
+        counts: dict[str, int] = {}
+        for category in self.categories:
+            counts[category] = counts.get(category, 0) + 1
+        return counts
+
+    @property
+    def by_category(self) -> dict[str, dict[str, float]]:
+        """Category -> scorer -> mean over the questions of that category."""
+        return {
+            category: {
+                scorer: float(self.of_category(scorer, category).mean())
+                for scorer in self.per_question
+            }
+            for category in self.counts
+        }
+
+    def of_category(self, scorer: str, category: str) -> np.ndarray:
+        """The per-question values [n_category] of one scorer on one category."""
+        rows = np.array([c == category for c in self.categories], dtype=bool)
+        return self.per_question[scorer][rows]
+
+
+def predictions_by_question(
+    questions: Iterable[Question], predictions: Sequence[Prediction]
+) -> dict[str, Prediction]:
+    """Question id -> prediction; raises UserError for unknown or repeated ids."""
+    known = {question.id for question in questions}
+    found: dict[str, Prediction] = {}
+    for number, prediction in enumerate(predictions, start=1):
+        name = prediction.question_id
+        if name not in known:
+            raise UserError(
+                f"prediction {number}: no question has the id {name!r} among the {len(known)} "
+                "to be scored; check that predictions and references are of the same split."
+            )
+        if name in found:
+            raise UserError(
+                f"prediction {number}: question {name!r} is answered twice; keep one prediction "
+                "a question."
+            )
+        found[name] = prediction
+    return found

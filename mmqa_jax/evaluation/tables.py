@@ -1,0 +1,158 @@
+"""Result tables: one form, printed with rich, written as markdown or put in the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
+
+if TYPE_CHECKING:
+    import rich.table
+
+Cell = str | int | float | Interval | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A titled table; floats are shown with three decimals, None as a dash."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+    def __post_init__(self):
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{self.title}: {len(row)} cells for {len(self.columns)} columns")
+
+    def numeric(self, column: int) -> bool:
+        """Whether a column holds numbers alone (and is aligned to the right)."""
+        cells = [row[column] for row in self.rows if row[column] is not None]
+        return bool(cells) and not any(isinstance(cell, str) for cell in cells)
+
+
+def format_cell(cell: Cell) -> str:
+    """`0.412`, `1,234`, `0.412 [0.390, 0.434]`, a dash for None."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, Interval):
+        return f"{cell.mean:.3f} {format_bounds(cell)}"
+    if isinstance(cell, float):
+        return f"{cell:.3f}"
+    return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def format_bounds(interval: Interval) -> str:
+    """`[0.390, 0.434]`."""
+    return f"[{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def to_rich(table: Table) -> rich.table.Table:
+    """The table for rich.print."""
+    import rich.markup
+    import rich.table
+
+    shown = rich.table.Table(
+        title=rich.markup.escape(table.title),
+        caption=rich.markup.escape(table.note) or None,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for index, column in enumerate(table.columns):
+        right = table.numeric(index)
+        shown.add_column(rich.markup.escape(column), justify="right" if right else "left")
+    for row in table.rows:
+        shown.add_row(*(rich.markup.escape(format_cell(cell)) for cell in row))
+    return shown
+
+
+def to_markdown(table: Table) -> str:
+    """The table as GitHub markdown, with its title above and its note below."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rules = ["---:" if table.numeric(index) else "---" for index in range(len(table.columns))]
+    lines = [f"**{table.title}**", "", line(table.columns), line(rules)]
+    lines += [line([format_cell(cell) for cell in row]) for row in table.rows]
+    if table.note:
+        lines += ["", table.note]
+    return "\n".join(lines) + "\n"
+
+
+def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> Table:
+    """One setting by category: n, each scorer with its 95 % interval, constant answer's score.
+
+    `constant` is the constant-answer baseline scored on the same questions.
+    """
+    if constant is not None and constant.question_ids != scores.question_ids:
+        raise UserError(
+            f"{title}: the constant-answer baseline was scored on other questions; score both on "
+            "the same split."
+        )
+    scorers = list(scores.per_question)
+    columns = ["category", "n", *(_short(scorer) for scorer in scorers)]
+    if constant is not None:
+        columns += [f"constant {_short(scorer)}" for scorer in constant.per_question]
+
+    def row(name: str, n: int, category: str | None) -> list[Cell]:
+        cells: list[Cell] = [name, n]
+        for scorer in scorers:
+            cells.append(bootstrap_interval(_values(scores, scorer, category)))
+        for scorer in constant.per_question if constant is not None else ():
+            cells.append(float(_values(constant, scorer, category).mean()))
+        return cells
+
+    rows = [row(category, n, category) for category, n in scores.counts.items()]
+    rows.append(row("all", scores.n, None))
+    notes = [f"Scorers: {', '.join(scorers)}. Intervals: 95 %, bootstrap over questions."]
+    if constant is not None:
+        notes.append("Constant: each category's single best answer, chosen on the other splits.")
+    if scores.missing:
+        notes.append(f"{scores.missing:,} questions without a prediction count 0.")
+    if scores.unscored:
+        notes.append(f"{scores.unscored:,} questions without a reference are left out.")
+    return Table(title, columns, rows, " ".join(notes))
+
+
+def settings_table(title: str, settings: Mapping[str, Scores], scorer: str) -> Table:
+    """Settings side by side: a row a category, a column a setting, one scorer."""
+    counts: dict[str, int] = {}
+    for scores in settings.values():
+        counts.update(scores.counts)
+    rows: list[list[Cell]] = []
+    for category, n in counts.items():
+        means = [scores.by_category.get(category, {}).get(scorer) for scores in settings.values()]
+        rows.append([category, n, *means])
+    overall = [scores.scores.get(scorer) for scores in settings.values()]
+    rows.append(["all", sum(counts.values()), *overall])
+    return Table(title, ["category", "n", *settings], rows, f"Scorer: {scorer}.")
+
+
+def retrieval_table(
+    title: str,
+    recall: Mapping[str, Mapping[int, float]],
+    source_f1: Mapping[str, float],
+    note: str = "",
+) -> Table:
+    """A row a retriever: recall@k for every k, and the F1 of the sources it cites."""
+    ks = sorted({k for values in recall.values() for k in values})
+    rows: list[list[Cell]] = []
+    for name in dict.fromkeys((*recall, *source_f1)):
+        rows.append([name, *(recall.get(name, {}).get(k) for k in ks), source_f1.get(name)])
+    return Table(title, ["retriever", *(f"recall@{k}" for k in ks), "source F1"], rows, note)
+
+
+def _values(scores: Scores, scorer: str, category: str | None):
+    per_question = scores.per_question[scorer]
+    return per_question if category is None else scores.of_category(scorer, category)
+
+
+def _short(scorer: str) -> str:
+    """`webqa_acc` of `webqa_acc/official`; the note below the table names the variant."""
+    return scorer.split("/")[0]

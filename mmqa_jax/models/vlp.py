@@ -1,0 +1,278 @@
+"""VLP (Zhou et al. 2020) as WebQA uses it: one BERT trunk that selects sources and writes answers.
+
+Sequence (`reference.md` 2.2): [CLS], region slots 1..R, source text, [SEP], question, answer,
+[SEP]. Original: pytorch_pretrained_bert/modeling.py of WebQnA/WebQA_Baseline (BertForWebqa,
+BertForWebqaDecoder).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.models.bert import Bert, BertConfig, BertLayer, MlmHead, minilm_l6
+from mmqa_jax.models.layers import (
+    Linear,
+    dropout,
+    prefix_attention,
+    scan_layers,
+    split_key,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VLPConfig:
+    """The trunk and the visual frontend.
+
+    A region's content vector [region_features] goes through one linear per size in
+    `visual_hidden` and a last one to the trunk's width, its place vector [region_positions]
+    through one linear; ReLU after each linear, then dropout.
+    """
+
+    bert: BertConfig
+    region_features: int = 2048
+    region_positions: int = 1607
+    visual_hidden: tuple[int, ...] = (2048,)
+
+
+def _vlp_trunk(**changes) -> BertConfig:
+    return dataclasses.replace(BertConfig(types=6, eps=1e-5), **changes)
+
+
+def vlp_base_x101(**trunk) -> VLPConfig:
+    """BERT-base-cased trunk over X101 detector features (WebQA's main model)."""
+    return VLPConfig(_vlp_trunk(**trunk))
+
+
+def vlp_base_vinvl(**trunk) -> VLPConfig:
+    """BERT-base-cased trunk over VinVL features (6 box values + 1595 classes)."""
+    return VLPConfig(_vlp_trunk(**trunk), region_positions=1601, visual_hidden=())
+
+
+def vlp_patches(
+    patch: int, *, bert: BertConfig | None = None, visual_hidden: tuple[int, ...] = (), **trunk
+) -> VLPConfig:
+    """Regions are square patches of raw pixels (patch * patch * 3 values) with 6 box values.
+
+    The trunk is MiniLM-L6's shape with VLP's six token types unless `bert` is given; used on the
+    Atlas corpus, where no detector runs.
+    """
+    bert = dataclasses.replace(bert or minilm_l6(types=6), **trunk)
+    return VLPConfig(bert, patch * patch * 3, 6, visual_hidden=tuple(visual_hidden))
+
+
+@flax.struct.dataclass
+class VLPInputs:
+    """A packed batch; positions 1..R hold regions, R = 0 in a text-only batch."""
+
+    input_ids: jax.Array  # [B, L] int
+    token_type_ids: jax.Array  # [B, L] int
+    position_ids: jax.Array  # [B, L] int
+    context_mask: jax.Array  # [B, L] bool: columns every row sees (source and question)
+    answer_mask: jax.Array  # [B, L] bool: answer tokens and last [SEP], causal among themselves
+    region_features: jax.Array  # [B, R, F]
+    region_positions: jax.Array  # [B, R, P]
+    probe_mask: jax.Array | None = None  # [B, L] bool: [MASK]s that ask for one answer token each
+
+
+@flax.struct.dataclass
+class VLPPrefix:
+    """What decoding keeps of source and question: once per question, not per beam."""
+
+    key: jax.Array  # [layers, B, L, heads, head_dim]
+    value: jax.Array  # [layers, B, L, heads, head_dim]
+    mask: jax.Array  # [B, L] bool
+    next_position: jax.Array  # [B] int: position id of the first generated token
+
+
+@flax.struct.dataclass
+class VLPCache:
+    """Keys and values of the generated tokens ([MASK] never enters): N = questions * beams."""
+
+    key: jax.Array  # [layers, N, T, heads, head_dim]
+    value: jax.Array  # [layers, N, T, heads, head_dim]
+
+    def select(self, rows: jax.Array) -> VLPCache:
+        """The cache of beams `rows` [N], after the beams were reordered."""
+        return VLPCache(self.key[:, rows], self.value[:, rows])
+
+
+def mixed_mask(
+    context_mask: jax.Array,
+    answer_mask: jax.Array,
+    probe_mask: jax.Array | None = None,
+    position_ids: jax.Array | None = None,
+) -> jax.Array:
+    """VLP's sequence-to-sequence mask: [B, L] each -> bool [B, 1, L, L] (row, column).
+
+    Every row sees the context; an answer row also sees itself and the answer before it. With no
+    answer it is the bidirectional mask of source selection. A probe sees itself and the answer
+    tokens whose position is before its own, as the [MASK] appended in decoding does; nothing
+    else sees it.
+    """
+    length = context_mask.shape[-1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    seen = context_mask[:, None, :] | (answer_mask[:, :, None] & answer_mask[:, None, :] & causal)
+    if probe_mask is not None:
+        earlier = position_ids[:, None, :] < position_ids[:, :, None]
+        seen |= probe_mask[:, :, None] & answer_mask[:, None, :] & earlier
+        seen |= probe_mask[:, :, None] & jnp.eye(length, dtype=bool)
+    return seen[:, None]
+
+
+class RegionEncoder(nnx.Module):
+    """Linear + ReLU, once per size, then dropout: [B, R, in] -> [B, R, sizes[-1]]."""
+
+    def __init__(self, in_features: int, sizes: tuple[int, ...], rate: float, *, rngs: nnx.Rngs):
+        widths = (in_features, *sizes)
+        names = [("patch", "proj")] * (len(sizes) - 1) + [("patch", "embed")]
+        self.linears = nnx.List(
+            Linear(*widths[i : i + 2], names[i], rngs=rngs) for i in range(len(sizes))
+        )
+        self.rate = rate
+
+    def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+        for linear in self.linears:
+            x = jax.nn.relu(linear(x))
+        return dropout(x, self.rate, dropout_key)
+
+
+class VLP(nnx.Module):
+    """One model, two heads: `source_logits` on [CLS], `mlm_logits` on any position."""
+
+    def __init__(self, config: VLPConfig, *, rngs: nnx.Rngs):
+        bert = config.bert
+        self.bert = Bert(bert, rngs=rngs)
+        self.region_content = RegionEncoder(
+            config.region_features, (*config.visual_hidden, bert.hidden), bert.dropout, rngs=rngs
+        )
+        self.region_place = RegionEncoder(
+            config.region_positions, (bert.hidden,), bert.dropout, rngs=rngs
+        )
+        self.source_head = Linear(bert.hidden, 2, ("embed", None), rngs=rngs)
+        self.mlm_head = MlmHead(bert, rngs=rngs)
+        self.config = config
+
+    def _embed(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
+        content_key, place_key, sum_key = split_key(dropout_key, 3)
+        regions = None
+        if inputs.region_features.shape[1]:
+            dtype = self.config.bert.dtype
+            content, place = (
+                inputs.region_features.astype(dtype),
+                inputs.region_positions.astype(dtype),
+            )
+            regions = (
+                self.region_content(content, dropout_key=content_key),  # [B, R, H]
+                self.region_place(place, dropout_key=place_key),
+            )
+        return self.bert.embeddings(
+            inputs.input_ids,
+            inputs.position_ids,
+            inputs.token_type_ids,
+            regions=regions,
+            dropout_key=sum_key,
+        )
+
+    def encode(self, inputs: VLPInputs, *, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Hidden states of the last layer under the mixed mask, [B, L, H]."""
+        embed_key, layers_key = split_key(dropout_key, 2)
+        mask = mixed_mask(
+            inputs.context_mask, inputs.answer_mask, inputs.probe_mask, inputs.position_ids
+        )
+        return self.bert.encode(self._embed(inputs, embed_key), mask, dropout_key=layers_key)
+
+    def source_logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [B, L, H] -> [B, 2] in float32; class 0 = the source is relevant."""
+        return self.source_head(hidden[:, 0]).astype(jnp.float32)
+
+    def mlm_logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states at the wanted positions [..., H] -> word logits [..., V], float32."""
+        return self.mlm_head(hidden, self.bert.embeddings.word)
+
+    def prefill(self, inputs: VLPInputs) -> VLPPrefix:
+        """Encode source and question once; whatever lies in answer positions is never seen."""
+        mask = inputs.context_mask[:, None, None, :]
+
+        def body(layer: BertLayer, x, _, __):
+            query, key, value = layer.project(x)
+            attended = layer.attend(query, key, value, mask)
+            return layer.finish(x, attended), (key, value)
+
+        _, (key, value) = scan_layers(
+            self.bert.layers, self._embed(inputs, None), body, unroll=self.config.bert.unroll
+        )
+        last = jnp.max(jnp.where(inputs.context_mask, inputs.position_ids, -1), axis=1)
+        return VLPPrefix(key, value, inputs.context_mask, last + 1)
+
+    def empty_cache(self, rows: int, max_new_tokens: int) -> VLPCache:
+        """Zeros for `rows` = questions * beams sequences of `max_new_tokens`."""
+        bert = self.config.bert
+        shape = (bert.layers, rows, max_new_tokens, bert.heads, bert.hidden // bert.heads)
+        return VLPCache(jnp.zeros(shape, bert.dtype), jnp.zeros(shape, bert.dtype))
+
+    def decode_step(
+        self,
+        prefix: VLPPrefix,
+        cache: VLPCache,
+        previous: jax.Array,
+        step: jax.Array,
+        *,
+        mask_id: int,
+        token_type: int,
+    ) -> tuple[jax.Array, VLPCache]:
+        """Feed [previous token, [MASK]] and read the word at [MASK].
+
+        `previous` [N] int is the token generated last (ignored at step 0), `step` the number of
+        tokens generated so far; N = B * beams, beams of one question side by side. Returns
+        logits [N, V] for token number `step`, and the cache with the previous token added.
+        """
+        rows, slots = cache.key.shape[1:3]
+        beams = rows // prefix.mask.shape[0]
+        tokens = jnp.stack([previous, jnp.full_like(previous, mask_id)], axis=1)  # [N, 2]
+        start = jnp.repeat(prefix.next_position, beams)[:, None]  # [N, 1]
+        positions = jnp.maximum(start + step + jnp.array([-1, 0]), 0)  # [N, 2]
+        x = self.bert.embeddings(tokens, positions, jnp.full_like(tokens, token_type))
+
+        # Columns: generated tokens before `previous`, then `previous`, then [MASK].
+        earlier = jnp.arange(slots) < step - 1
+        open_columns = jnp.stack(
+            [
+                jnp.concatenate([earlier, jnp.array([True, False])]),
+                jnp.concatenate([earlier, jnp.stack([step > 0, jnp.array(True)])]),
+            ]
+        )[None, None]  # [1, 1, 2, T + 2]
+
+        def body(layer: BertLayer, x, past, _):
+            prefix_key, prefix_value, past_key, past_value = past
+            query, key, value = layer.project(x)  # [N, 2, heads, head_dim]
+            attended = prefix_attention(
+                query,
+                prefix_key,
+                prefix_value,
+                prefix.mask,
+                jnp.concatenate([past_key, key], axis=1),
+                jnp.concatenate([past_value, value], axis=1),
+                mask=open_columns,
+            )
+            return layer.finish(x, attended), (key[:, :1], value[:, :1])
+
+        # Layers read the caches; only the new token's keys and values come out of the scan and
+        # are written in place: carrying the caches through ys would copy them at every token.
+        x, (key, value) = scan_layers(
+            self.bert.layers,
+            x,
+            body,
+            xs=(prefix.key, prefix.value, cache.key, cache.value),
+            unroll=self.config.bert.unroll,
+        )
+        slot = (0, 0, jnp.maximum(step - 1, 0), 0, 0)  # step 0 fills slot 0, step 1 overwrites it
+        cache = VLPCache(
+            jax.lax.dynamic_update_slice(cache.key, key, slot),
+            jax.lax.dynamic_update_slice(cache.value, value, slot),
+        )
+        return self.mlm_logits(x[:, 1]), cache

@@ -1,0 +1,264 @@
+"""Dual encoder at work: embeds questions, and every source of a corpus."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Bool, Float32, Int32
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.retrieval.bm25 import source_text
+from mmqa_jax.retrieval.embeddings import Embeddings, write_embeddings
+
+if TYPE_CHECKING:
+    from mmqa_jax.data.corpus import Corpus
+    from mmqa_jax.data.images import PictureStore
+    from mmqa_jax.data.schema import Source
+    from mmqa_jax.data.tokenizers import WordPiece
+
+_SMALL_BATCH = 8  # a few questions (`mmqa ask`) need not pay for a whole batch
+_IN_FLIGHT = 3  # batches the device may lag behind the tokenizer and the picture decoder
+
+
+class Embedder:
+    """Holds the encoder's parameters and its jitted functions.
+
+    Texts are padded to the smallest bucket that holds them and batches to a fixed size, so that
+    a model compiles once per bucket and kind. Texts longer than the longest bucket are cut, as
+    CLIP's `tokenize(truncate=True)` does.
+
+    Args:
+      graphdef, state: `nnx.split` of a dual encoder (models/dual_encoder.py), which takes
+        pictures as uint8.
+      tokenizer: a WordPiece; a text is [CLS] words [SEP].
+      image_size: side of the pictures in pixels.
+      buckets: lengths in tokens, specials included, increasing.
+      batch_size: texts or pictures per call.
+      text_of: the text of a source; must be what the encoder was trained on.
+      fingerprint: of the encoder; computed from everything above if None.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        state: Any,
+        tokenizer: WordPiece,
+        *,
+        image_size: int,
+        buckets: Sequence[int] = (16, 32, 64, 96),
+        batch_size: int = 64,
+        text_of: Callable[[Source], str] = source_text,
+        fingerprint: str | None = None,
+    ):
+        if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
+            raise UserError(
+                f"embedder: buckets={tuple(buckets)} must increase and start at 3 or up."
+            )
+        self.tokenizer = tokenizer
+        self.image_size = image_size
+        self.buckets = tuple(buckets)
+        self.batch_size = batch_size
+        self.text_of = text_of
+        self._state = state
+        self._encode_text = jax.jit(
+            lambda state, ids, mask: nnx.merge(graphdef, state).encode_text(ids, mask)
+        )
+        self._encode_image = jax.jit(
+            lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels)
+        )
+        self._encode_source = jax.jit(
+            lambda state, ids, mask, pixels, has_image: nnx.merge(graphdef, state).encode_source(
+                ids, mask, pixels, has_image
+            )
+        )
+        token = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
+        mask = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.bool_)
+        self.dim = jax.eval_shape(self._encode_text, state, token, mask).shape[-1]
+        self.fingerprint = fingerprint or self._fingerprint()
+
+    def embed_questions(
+        self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
+    ) -> Float32[np.ndarray, "n D"]:
+        """Unit vectors of n questions.
+
+        Args:
+          texts: the questions.
+          pictures: uint8[S, S, 3] or None per question. A question with a picture is the mean
+            of both embeddings, scaled back to length 1.
+
+        Raises:
+          UserError: pictures do not fit the texts or the encoder's picture size.
+        """
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        encoded = (
+            (places, self._encode_text(self._state, *self._put(ids, mask)))
+            for places, ids, mask in self._text_batches(texts)
+        )
+        self._collect(encoded, vectors)
+        if pictures is None:
+            return vectors
+        if len(pictures) != len(texts):
+            raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
+        shown = np.array([i for i, picture in enumerate(pictures) if picture is not None], int)
+        if len(shown):
+            seen = np.zeros((len(shown), self.dim), np.float32)
+            self._collect(self._picture_batches([pictures[i] for i in shown]), seen)
+            both = vectors[shown] + seen
+            length = np.linalg.norm(both, axis=1, keepdims=True)
+            vectors[shown] = both / np.maximum(length, 1e-12)
+        return vectors
+
+    def embed_sources(
+        self,
+        corpus: Corpus,
+        pictures: PictureStore | None,
+        out: str | os.PathLike,
+        *,
+        shard_rows: int = 4096,
+        overwrite: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Embeddings:
+        """Embeds every source into folder `out` (see retrieval/embeddings.py), resumable.
+
+        A snippet is its text; a picture is its caption and pixels. A picture that cannot be
+        decoded is embedded by its caption alone (the store counts it).
+
+        Args:
+          pictures: pixels by row; None embeds pictures by their captions.
+        """
+        if pictures is not None and pictures.size != self.image_size:
+            raise UserError(
+                f"embedder: the pictures are {pictures.size} pixels wide, the encoder takes "
+                f"{self.image_size}; set the same size for both."
+            )
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return write_embeddings(
+                out,
+                lambda rows: self._embed_rows(corpus, pictures, rows, pool),
+                rows=len(corpus.sources),
+                dim=self.dim,
+                model_fingerprint=self.fingerprint,
+                corpus_fingerprint=corpus.fingerprint,
+                shard_rows=shard_rows,
+                overwrite=overwrite,
+                on_progress=on_progress,
+            )
+
+    def _embed_rows(
+        self,
+        corpus: Corpus,
+        pictures: PictureStore | None,
+        rows: range,
+        pool: concurrent.futures.Executor,
+    ) -> Float32[np.ndarray, "n D"]:
+        sources = [corpus.sources[row] for row in rows]
+        texts = [self.text_of(source) for source in sources]
+        pictured = np.array(
+            [pictures is not None and source.modality == "image" for source in sources]
+        )
+        vectors = np.zeros((len(rows), self.dim), np.float32)
+
+        def encoded() -> Iterator[tuple[np.ndarray, jax.Array]]:
+            snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
+            for places, ids, mask in self._text_batches([texts[i] for i in snippets]):
+                yield snippets[places], self._encode_text(self._state, *self._put(ids, mask))
+            for places, ids, mask in self._text_batches([texts[i] for i in captions]):
+                found = list(pool.map(pictures.pixels, [rows[i] for i in captions[places]]))
+                pixels, has_image = self._stack(found, len(ids))
+                batch = self._put(ids, mask, pixels, has_image)
+                yield captions[places], self._encode_source(self._state, *batch)
+
+        self._collect(encoded(), vectors)
+        return vectors
+
+    def _text_batches(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[np.ndarray, Int32[np.ndarray, "B L"], Bool[np.ndarray, "B L"]]]:
+        """Batches of texts of like length: (their places in `texts`, ids, attention mask)."""
+        longest = self.buckets[-1] - 2
+        tokens = [ids[:longest] for ids in self.tokenizer.encode_batch(list(texts))]
+        bucket = np.searchsorted(self.buckets, [len(ids) + 2 for ids in tokens])
+        for number, length in enumerate(self.buckets):
+            members = np.flatnonzero(bucket == number)
+            for places in self._batches(members):
+                size = self._padded_size(len(places))
+                ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
+                lengths = np.full(size, 2)  # padding rows are [CLS] [SEP]: no empty softmax
+                for i, place in enumerate(places):
+                    ids[i, 1 : 1 + len(tokens[place])] = tokens[place]
+                    lengths[i] = len(tokens[place]) + 2
+                ids[:, 0] = self.tokenizer.cls_id
+                ids[np.arange(size), lengths - 1] = self.tokenizer.sep_id
+                yield places, ids, np.arange(length) < lengths[:, None]
+
+    def _picture_batches(
+        self, pictures: Sequence[np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        for places in self._batches(np.arange(len(pictures))):
+            pixels, _ = self._stack([pictures[i] for i in places], self._padded_size(len(places)))
+            yield places, self._encode_image(self._state, *self._put(pixels))
+
+    def _batches(self, members: np.ndarray) -> list[np.ndarray]:
+        starts = range(0, len(members), self.batch_size)
+        return [members[start : start + self.batch_size] for start in starts]
+
+    def _padded_size(self, count: int) -> int:
+        return _SMALL_BATCH if count <= _SMALL_BATCH < self.batch_size else self.batch_size
+
+    def _stack(
+        self, pictures: Sequence[np.ndarray | None], size: int
+    ) -> tuple[np.ndarray, Bool[np.ndarray, " B"]]:
+        """uint8[B, S, S, 3], zeros where there is no picture, and which rows have one."""
+        side = self.image_size
+        pixels = np.zeros((size, side, side, 3), np.uint8)
+        has_image = np.zeros(size, bool)
+        for i, picture in enumerate(pictures):
+            if picture is None:
+                continue
+            if picture.shape != (side, side, 3) or picture.dtype != np.uint8:
+                raise UserError(
+                    f"embedder: a picture is {picture.dtype}{list(picture.shape)}, "
+                    f"uint8[{side}, {side}, 3] was expected; resize it first."
+                )
+            pixels[i], has_image[i] = picture, True
+        return pixels, has_image
+
+    @staticmethod
+    def _put(*arrays: np.ndarray) -> tuple[jax.Array, ...]:
+        return tuple(map(jax.device_put, arrays))  # explicit: allowed under the transfer guard
+
+    @staticmethod
+    def _collect(encoded: Iterator[tuple[np.ndarray, jax.Array]], vectors: np.ndarray) -> None:
+        """Writes encoded batches into `vectors`, a few batches behind the device."""
+        waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
+
+        def write() -> None:
+            places, batch = waiting.popleft()
+            vectors[places] = jax.device_get(batch)[: len(places)]
+
+        for item in encoded:
+            waiting.append(item)
+            if len(waiting) > _IN_FLIGHT:
+                write()
+        while waiting:
+            write()
+
+    def _fingerprint(self) -> str:
+        """Hash of all that decides an embedding: parameters, tokenizer, sizes."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{self.tokenizer.fingerprint} {self.image_size} {self.buckets[-1]}".encode())
+        for name, leaf in sorted(flatten_named(self._state).items()):
+            array = np.asarray(jax.device_get(leaf))
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()

@@ -1,0 +1,194 @@
+"""Exact dense search: dot products with every row, on any device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.manifest import replace_folder
+
+INDEX_WHAT = "a dense index"  # in the manifest of every kind of index
+
+
+class ExactIndex:
+    """Dot products with every row, in blocks: the reference, and fast enough for small corpora.
+
+    Args:
+      embeddings: what to search.
+      block_rows: rows scored at once; larger corpora are streamed from disk block by block.
+      query_batch: queries scored at once (one query alone is not padded).
+    """
+
+    kind = "exact"
+
+    def __init__(self, embeddings: Embeddings, *, block_rows: int = 65_536, query_batch: int = 256):
+        check_embeddings(embeddings)
+        self.embeddings = embeddings
+        self._query_batch = query_batch
+        self._block_rows = min(block_rows, len(embeddings.vectors))
+        self._only_block: jax.Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.embeddings.vectors)
+
+    def search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """The `top_k` rows with the highest dot products.
+
+        Args:
+          queries: float32[n, D].
+          top_k: at most the number of (allowed) rows.
+          allowed: bool[rows], the rows that may be found (known modality); None means all.
+
+        Returns:
+          (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row order.
+
+        Raises:
+          UserError: `top_k` out of range, queries of another size.
+        """
+        check_top_k(top_k, len(self), allowed, "index")
+        queries = check_queries(queries, self.embeddings)
+        size = 1 if len(queries) == 1 else self._query_batch
+        best = [
+            (
+                jnp.full((size, top_k), -jnp.inf, jnp.float32),
+                jnp.full((size, top_k), -1, jnp.int32),
+            )
+            for _ in range(0, len(queries), size)
+        ]
+        padded = np.zeros((len(best), size, queries.shape[1]), np.float32)
+        padded.reshape(-1, queries.shape[1])[: len(queries)] = queries
+        batches = [jax.device_put(batch) for batch in padded]
+        for start in range(0, len(self), self._block_rows):
+            block, mask = self._block(start), self._mask(start, allowed)
+            best = [
+                _best_with_block(batch, block, mask, jnp.int32(start), *state)
+                for batch, state in zip(batches, best, strict=True)
+            ]
+        scores = [jax.device_get(state[0]) for state in best] or [np.zeros((0, top_k), np.float32)]
+        rows = [jax.device_get(state[1]) for state in best] or [np.zeros((0, top_k), np.int32)]
+        return np.concatenate(rows)[: len(queries)], np.concatenate(scores)[: len(queries)]
+
+    def search_within(
+        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """Ranks each query's own candidate rows (the restricted setting).
+
+        Returns:
+          (rows, scores) as `search`; queries with fewer than top_k candidates are padded with
+          row -1 and score -inf. Equal scores stay in the candidates' order.
+        """
+        return search_within(self.embeddings, queries, rows, top_k)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes the manifest: exact search needs nothing but the embeddings."""
+        with replace_folder(folder, index_manifest(self.embeddings, self.kind)):
+            pass
+
+    def _block(self, start: int) -> jax.Array:
+        if self._only_block is not None:
+            return self._only_block
+        block = np.asarray(self.embeddings.vectors[start : start + self._block_rows], np.float32)
+        if len(block) < self._block_rows:  # the last one
+            block = np.pad(block, ((0, self._block_rows - len(block)), (0, 0)))
+        on_device = jax.device_put(block)
+        if self._block_rows == len(self):
+            self._only_block = on_device
+        return on_device
+
+    def _mask(self, start: int, allowed: np.ndarray | None) -> jax.Array:
+        rows = min(self._block_rows, len(self) - start)
+        mask = np.zeros(self._block_rows, bool)
+        mask[:rows] = True if allowed is None else allowed[start : start + rows]
+        return jax.device_put(mask)
+
+
+@jax.jit
+def _best_with_block(
+    queries: jax.Array,  # [Q, D]
+    block: jax.Array,  # [R, D]
+    mask: jax.Array,  # bool[R]
+    start: jax.Array,  # row of the block's first vector
+    best_scores: jax.Array,  # [Q, K]
+    best_rows: jax.Array,  # [Q, K]
+) -> tuple[jax.Array, jax.Array]:
+    """The running top K joined by a block's; lax.top_k puts the earlier of equal scores first."""
+    top_k = best_scores.shape[1]
+    scores = jnp.matmul(queries, block.T, precision="highest")  # [Q, R]
+    scores = jnp.where(mask, scores, -jnp.inf)
+    scores, places = jax.lax.top_k(scores, min(top_k, block.shape[0]))
+    scores = jnp.concatenate([best_scores, scores], axis=1)
+    rows = jnp.concatenate([best_rows, places + start], axis=1)
+    scores, places = jax.lax.top_k(scores, top_k)
+    return scores, jnp.take_along_axis(rows, places, axis=1)
+
+
+def search_within(
+    embeddings: Embeddings, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
+) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+    """Ranks each query's own candidate rows; see ExactIndex.search_within."""
+    queries = check_queries(queries, embeddings)
+    if top_k < 1 or len(rows) != len(queries):
+        raise UserError(
+            f"index: top_k={top_k} must be at least 1, with one list of candidate rows for each of "
+            f"{len(queries)} queries (got {len(rows)})."
+        )
+    size = len(embeddings.vectors)
+    found = np.full((len(queries), top_k), -1, np.int32)
+    scores = np.full((len(queries), top_k), -np.inf, np.float32)
+    for number, (query, candidates) in enumerate(zip(queries, rows, strict=True)):
+        candidates = np.asarray(candidates, np.int32)
+        if not len(candidates):
+            continue
+        if candidates.min() < 0 or candidates.max() >= size:
+            raise UserError(
+                f"index: candidate rows must lie in 0..{size - 1}, got {candidates.min()}.."
+                f"{candidates.max()}; the index is of another corpus."
+            )
+        similarity = embeddings.vectors[candidates] @ query  # [candidates]
+        order = np.argsort(-similarity, kind="stable")[:top_k]
+        found[number, : len(order)] = candidates[order]
+        scores[number, : len(order)] = similarity[order]
+    return found, scores
+
+
+def index_manifest(
+    embeddings: Embeddings, kind: str, parameters: dict | None = None
+) -> dict[str, Any]:
+    """What an index's manifest says."""
+    rows, dim = embeddings.vectors.shape
+    return {
+        "what": INDEX_WHAT,
+        "kind": kind,
+        "rows": rows,
+        "dim": dim,
+        "model_fingerprint": embeddings.model_fingerprint,
+        "corpus_fingerprint": embeddings.corpus_fingerprint,
+        "parameters": parameters or {},
+    }
+
+
+def check_embeddings(embeddings: Embeddings) -> None:
+    if embeddings.vectors.ndim != 2 or not len(embeddings.vectors):
+        raise UserError("index: the corpus is empty, at least one embedded source was expected.")
+
+
+def check_queries(queries: np.ndarray, embeddings: Embeddings) -> Float32[np.ndarray, "n D"]:
+    dim = embeddings.vectors.shape[1]
+    queries = np.asarray(queries, np.float32)
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise UserError(
+            f"index: queries of shape {queries.shape} do not fit the index of size {dim}; embed "
+            "them with the encoder that made the index."
+        )
+    return np.ascontiguousarray(queries)

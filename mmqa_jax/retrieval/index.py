@@ -1,0 +1,234 @@
+"""Search over embedded sources: ScaNN (approximate, CPU, Linux), or exact where it is not.
+
+An index holds what is derived from the embeddings; the vectors themselves stay in their
+memory-mapped file and are given again when an index is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.exact import (
+    INDEX_WHAT,
+    ExactIndex,
+    check_embeddings,
+    check_queries,
+    index_manifest,
+    search_within,
+)
+from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
+
+Kind = Literal["auto", "scann", "exact"]
+_VERB = "mmqa index"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScannParameters:
+    """How ScaNN searches; `for_rows` chooses from the corpus size.
+
+    Attributes:
+      leaves: partitions; 0 scores every row exactly (brute force).
+      leaves_to_search: partitions looked into per query.
+      reorder: candidates of the quantised scoring that are scored exactly.
+    """
+
+    leaves: int = 0
+    leaves_to_search: int = 0
+    reorder: int = 200
+
+    @classmethod
+    def for_rows(cls, rows: int) -> ScannParameters:
+        """Brute force below 20,000 rows, where it answers in under 0.1 ms and never misses;
+        above, sqrt(rows) partitions, a tenth of them (at least 20) looked into."""
+        if rows < 20_000:
+            return cls()
+        leaves = round(math.sqrt(rows))
+        return cls(leaves=leaves, leaves_to_search=max(20, leaves // 10))
+
+
+class ScannIndex:
+    """ScaNN (Guo et al., 2020): partitions, anisotropic quantisation, exact reordering.
+
+    Made by `build_index` and `load_index`.
+    """
+
+    kind = "scann"
+
+    def __init__(self, embeddings: Embeddings, searcher: Any, parameters: ScannParameters):
+        self.embeddings = embeddings
+        self.parameters = parameters
+        self._searcher = searcher
+        self._exact = ExactIndex(embeddings)
+
+    @classmethod
+    def build(cls, embeddings: Embeddings, parameters: ScannParameters | None = None) -> ScannIndex:
+        """Builds the index; training takes seconds at 40,000 rows, minutes at a million."""
+        check_embeddings(embeddings)
+        vectors = embeddings.vectors
+        parameters = parameters or ScannParameters.for_rows(len(vectors))
+        builder = _scann().builder(vectors, min(20, len(vectors)), "dot_product")
+        if parameters.leaves:
+            builder = (
+                builder.tree(
+                    num_leaves=parameters.leaves,
+                    num_leaves_to_search=parameters.leaves_to_search,
+                    training_sample_size=min(len(vectors), 250_000),
+                )
+                # 2 dimensions a block and threshold .2: ScaNN's advice for unit vectors.
+                .score_ah(2, anisotropic_quantization_threshold=0.2)
+                .reorder(parameters.reorder)
+            )
+        else:
+            builder = builder.score_brute_force()
+        return cls(embeddings, builder.build(), parameters)
+
+    def __len__(self) -> int:
+        return len(self._exact)
+
+    def search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """As ExactIndex.search, approximate above 20,000 rows.
+
+        With `allowed`, more is fetched and filtered; queries left with fewer than `top_k` rows
+        (all best hits of the other modality) are searched exactly.
+        """
+        check_top_k(top_k, len(self), allowed, "index")
+        queries = check_queries(queries, self.embeddings)
+        if not len(queries):
+            return np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
+        fetch = top_k
+        if allowed is not None:
+            share = np.count_nonzero(allowed) / len(self)
+            fetch = min(len(self), math.ceil(1.5 * top_k / share) + 10)
+        found, scores = self._fetch(queries, fetch)
+        valid = np.isfinite(scores)  # ScaNN pads with NaN where its partitions hold too few rows
+        if allowed is not None:
+            valid &= allowed[found]
+        short = np.flatnonzero(np.count_nonzero(valid, axis=1) < top_k)
+        # Stable: valid hits first, in ScaNN's order.
+        places = np.argsort(~valid, axis=1, kind="stable")[:, :top_k]
+        rows = np.take_along_axis(found, places, axis=1)
+        scores = np.take_along_axis(scores, places, axis=1)
+        if len(short):
+            rows[short], scores[short] = self._exact.search(queries[short], top_k, allowed)
+        return rows, scores
+
+    def search_within(
+        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """As ExactIndex.search_within (exact)."""
+        return search_within(self.embeddings, queries, rows, top_k)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes ScaNN's files and the manifest, whole or not at all."""
+        manifest = index_manifest(self.embeddings, self.kind, dataclasses.asdict(self.parameters))
+        with replace_folder(folder, manifest) as temporary:
+            self._searcher.serialize(str(temporary), relative_path=True)
+
+    def _fetch(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        options: dict[str, int] = {}
+        if self.parameters.leaves:
+            p = self.parameters
+            # Large top_k: as many more partitions and candidates as it needs.
+            options["pre_reorder_num_neighbors"] = max(p.reorder, 4 * count)
+            rows_per_leaf = len(self) / p.leaves
+            needed = math.ceil(8 * count / rows_per_leaf)
+            options["leaves_to_search"] = min(p.leaves, max(p.leaves_to_search, needed))
+        search = (
+            self._searcher.search_batched
+            if len(queries) == 1
+            else self._searcher.search_batched_parallel
+        )
+        rows, scores = search(queries, final_num_neighbors=count, **options)
+        return rows.astype(np.int32), scores.astype(np.float32)
+
+
+def build_index(
+    embeddings: Embeddings, kind: Kind = "auto", parameters: ScannParameters | None = None
+) -> ExactIndex | ScannIndex:
+    """Builds an index.
+
+    Args:
+      kind: "scann"; "exact"; "auto" is ScaNN where it can be imported and exact elsewhere,
+        which is said on stderr.
+      parameters: ScaNN's, chosen from the number of rows if None.
+
+    Raises:
+      UserError: empty corpus, unknown kind, "scann" where ScaNN cannot be imported.
+    """
+    if kind not in ("auto", "scann", "exact"):
+        raise UserError(f"index: kind {kind!r} is not known; use auto, scann or exact.")
+    if kind == "scann" and not scann_available():
+        raise UserError(
+            "index: ScaNN cannot be imported (it is made for Linux); install `scann` or use kind "
+            "auto or exact."
+        )
+    if kind == "exact" or not _scann_or_say(kind):
+        return ExactIndex(embeddings)
+    return ScannIndex.build(embeddings, parameters)
+
+
+def load_index(
+    folder: str | os.PathLike, embeddings: Embeddings, model_fingerprint: str | None = None
+) -> ExactIndex | ScannIndex:
+    """Opens a saved index over the embeddings it was built from.
+
+    Args:
+      model_fingerprint: of the encoder that will embed the queries.
+
+    Raises:
+      UserError: not an index, or one of another model, corpus or size.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder, INDEX_WHAT, _VERB)
+    check_manifest(folder, manifest, {"model_fingerprint": model_fingerprint}, _VERB)
+    expected = index_manifest(embeddings, manifest.get("kind", ""))
+    expected.pop("parameters")
+    check_manifest(folder, manifest, expected, _VERB)
+    if manifest["kind"] == "exact" or not _scann_or_say("auto"):
+        return ExactIndex(embeddings)
+    if (folder / "scann_docids.pkl").exists():  # ScaNN would unpickle it; we never write one
+        raise UserError(f"{folder / 'scann_docids.pkl'}: pickles are not loaded; remove it.")
+    try:
+        searcher = _scann().load_searcher(str(folder))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{folder}: ScaNN cannot open this index ({error}); run `{_VERB}` again."
+        ) from error
+    return ScannIndex(embeddings, searcher, ScannParameters(**manifest["parameters"]))
+
+
+def scann_available() -> bool:
+    """Whether ScaNN can be imported here."""
+    try:
+        _scann()
+    except ImportError:
+        return False
+    return True
+
+
+def _scann() -> Any:
+    # Not at the top: ScaNN is for Linux only, and imports TensorFlow where it is installed.
+    return importlib.import_module("scann.scann_ops.py.scann_ops_pybind")
+
+
+def _scann_or_say(kind: str) -> bool:
+    if scann_available():
+        return True
+    if kind == "auto":
+        print("ScaNN cannot be imported here; searching exactly instead.", file=sys.stderr)
+    return False

@@ -1,0 +1,64 @@
+"""Folders of derived files (indexes, embeddings), written whole, each with a manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+
+MANIFEST = "manifest.json"
+
+
+@contextlib.contextmanager
+def replace_folder(folder: str | os.PathLike, manifest: Mapping[str, Any]) -> Iterator[Path]:
+    """Yields an empty folder to fill; on success it takes `folder`'s place, manifest included.
+
+    One writer at a time: what a killed writer left behind is removed by the next.
+    """
+    folder = Path(folder)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        write_json(temporary / MANIFEST, dict(manifest))
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_manifest(folder: str | os.PathLike, what: str, verb: str) -> dict[str, Any]:
+    """The manifest of `folder`; UserError where there is none.
+
+    Args:
+      what: what the folder should hold, in words ("a BM25 index").
+      verb: the command that makes it ("mmqa index").
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{path}: not found, {what} was expected there; run `{verb}` first.")
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("what") != what:
+        raise UserError(f"{path}: is not the manifest of {what}; run `{verb}` again.")
+    return manifest
+
+
+def check_manifest(
+    folder: str | os.PathLike, manifest: Mapping[str, Any], expected: Mapping[str, Any], verb: str
+) -> None:
+    """Refuses a manifest that differs from what is expected (values of None are not compared)."""
+    for key, value in expected.items():
+        found = manifest.get(key)
+        if value is not None and found != value:
+            raise UserError(
+                f"{Path(folder) / MANIFEST}: {key} is {found!r} but {value!r} was expected "
+                f"(it was made with another model, corpus or setting); run `{verb}` again."
+            )

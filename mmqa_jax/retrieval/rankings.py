@@ -1,0 +1,126 @@
+"""retrieval/*.jsonl: one Ranking a line, `{"question_id", "sources", "scores"}`, best first."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl, write_jsonl
+from mmqa_jax.data.schema import Ranking
+
+
+def to_rankings(
+    question_ids: Sequence[str], rows: np.ndarray, scores: np.ndarray, source_ids: Sequence[str]
+) -> list[Ranking]:
+    """Search results as Rankings.
+
+    Args:
+      rows, scores: [n, k] as a search returns them; rows of -1 (padding) are left out.
+      source_ids: id of every row of the corpus.
+    """
+    rankings = []
+    for question_id, found, values in zip(question_ids, rows, scores, strict=True):
+        kept = [
+            (int(row), float(value)) for row, value in zip(found, values, strict=True) if row >= 0
+        ]
+        rankings.append(
+            Ranking(
+                question_id,
+                tuple(source_ids[row] for row, _ in kept),
+                tuple(value for _, value in kept),
+            )
+        )
+    return rankings
+
+
+def write_rankings(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
+    """Writes one ranking a line, the file whole or not at all."""
+    write_jsonl(
+        path,
+        (
+            {
+                "question_id": ranking.question_id,
+                "sources": list(ranking.sources),
+                "scores": list(ranking.scores),
+            }
+            for ranking in rankings
+        ),
+    )
+
+
+def read_rankings(
+    path: str | os.PathLike,
+    question_ids: Sequence[str] | None = None,
+    source_ids: Container[str] | None = None,
+) -> list[Ranking]:
+    """Reads rankings, checking every line.
+
+    Args:
+      question_ids: the questions that the file must rank, each exactly once; the result comes
+        in their order. None: any questions, in the file's order.
+      source_ids: the corpus's source ids (a set or dict); None: not checked.
+
+    Raises:
+      UserError: names file and line of a malformed row, an unknown or repeated question, an
+        unknown or repeated source; names the file for questions that it lacks.
+    """
+    known = None if question_ids is None else frozenset(question_ids)
+    by_question: dict[str, Ranking] = {}
+    for number, row in read_jsonl(path):
+        place = f"{path}, line {number}"
+        ranking = _parse(row, place)
+        question_id = ranking.question_id
+        if known is not None and question_id not in known:
+            raise UserError(
+                f"{place}: question {question_id!r} is not among the {len(known)} questions "
+                "asked; the file is of another split or dataset."
+            )
+        if question_id in by_question:
+            raise UserError(f"{place}: question {question_id!r} is ranked twice; remove one row.")
+        for source in ranking.sources:
+            if source_ids is not None and source not in source_ids:
+                raise UserError(
+                    f"{place}: source {source!r} is not in the corpus; search that corpus again."
+                )
+        by_question[question_id] = ranking
+    if question_ids is None:
+        return list(by_question.values())
+    missing = [question_id for question_id in question_ids if question_id not in by_question]
+    if missing:
+        raise UserError(
+            f"{path}: {len(missing)} of {len(question_ids)} questions have no ranking, the first "
+            f"is {missing[0]!r}; run `mmqa search` again for all of them."
+        )
+    return [by_question[question_id] for question_id in question_ids]
+
+
+def _parse(row: Any, place: str) -> Ranking:
+    if not isinstance(row, dict) or not {"question_id", "sources", "scores"} <= row.keys():
+        raise UserError(
+            f'{place}: expected {{"question_id", "sources", "scores"}}, got {row!r:.80}.'
+        )
+    question_id, sources, scores = row["question_id"], row["sources"], row["scores"]
+    if not isinstance(question_id, str):
+        raise UserError(f"{place}: question_id must be a string, got {question_id!r:.80}.")
+    if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
+        raise UserError(f"{place}: sources must be a list of id strings, got {sources!r:.80}.")
+    if not isinstance(scores, list) or not all(_finite(score) for score in scores):
+        raise UserError(f"{place}: scores must be a list of finite numbers, got {scores!r:.80}.")
+    if len(sources) != len(scores):
+        raise UserError(
+            f"{place}: {len(sources)} sources but {len(scores)} scores; one score a source was "
+            "expected."
+        )
+    if len(set(sources)) != len(sources):
+        twice = next(source for source in sources if sources.count(source) > 1)
+        raise UserError(f"{place}: source {twice!r} is ranked twice; remove one.")
+    return Ranking(question_id, tuple(sources), tuple(map(float, scores)))
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,117 @@
+"""`mmqa ask`: one question, answered with its sources from a finished demo's workdir."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from mmqa_jax.core import startup
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.images import decode, load_picture_file, to_pixels
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.systems import stages, webqa
+
+
+class Answerer:
+    """Retriever, selector and reader of a demo, loaded once, for single questions."""
+
+    def __init__(self, folder: Path):
+        from mmqa_jax.systems.parts import BM25Retriever, load_reader, load_reranker
+
+        needed = folder / "retrieval" / "threshold.json"
+        if not needed.exists() or not (folder / "answer" / "model.json").exists():
+            raise UserError(
+                f"--workdir={folder}: holds no finished demo; run `mmqa demo --workdir={folder}`."
+            )
+        self.corpus: Corpus = open_corpus(folder / "data")
+        self.threshold = read_json(needed)["threshold"]
+        config = read_json(folder / "config.json")["config"]
+        self.top_k = config["select"]["top_k"]
+        self.pictures = config["answer"]["pictures"]
+        self.dense = stages.open_retriever(
+            self.corpus, folder / "contrastive", folder / "index", two_pass=True
+        )
+        self.bm25 = BM25Retriever(self.corpus, two_pass=True)
+        self.reranker = load_reranker(folder / "rerank", self.corpus)
+        self.reader = load_reader(folder / "answer", self.corpus)
+
+    def answer(self, text: str, picture: bytes | None = None) -> tuple[Prediction, Ranking]:
+        """Answer with the cited sources, and all candidates by relevance.
+
+        Args:
+          text: the question.
+          picture: encoded picture that belongs to it; the reader sees it before the sources.
+        """
+        from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
+
+        if not text.strip():
+            raise UserError("the question is empty; write one in quotes.")
+        question = Question("asked", "", text)
+        pixels: np.ndarray | None = None
+        if picture is not None:
+            image = decode(picture, "--image")
+            pixels = to_pixels(image, self.pictures["size"], self.pictures["resize"])
+        depth = 5 * self.top_k
+        found = [
+            self.dense.search_texts([question.id], [text], [pixels], depth),
+            self.bm25.search([question], depth),
+        ]
+        candidates = reciprocal_rank_fusion(found, top_k=self.top_k)
+        (relevance,) = self.reranker.score([question], candidates)
+        cited = webqa.select_sources([relevance], self.threshold)
+        (prediction,) = self.reader.answer([question], cited, [pixels])
+        return prediction, relevance
+
+
+def ask(folder: Path, texts: Sequence[str], image: str | None) -> dict[str, Any]:
+    """Answers the questions in turn and prints each answer with its sources.
+
+    Args:
+      folder: a finished demo's workdir.
+      texts: the questions.
+      image: path of a picture that belongs to them.
+
+    Raises:
+      UserError: no finished demo there, no such picture, a question too long or empty.
+    """
+    picture = None
+    if image is not None:
+        load_picture_file(image)  # a file that is no picture is refused before models load
+        picture = Path(image).read_bytes()
+    startup.start()
+    answerer = Answerer(folder)
+    console = Console(stderr=True)
+    answers = []
+    for text in texts:
+        began = time.perf_counter()
+        prediction, _ = answerer.answer(text, picture)
+        seconds = time.perf_counter() - began
+        console.print(f"\n[bold]{escape(text)}[/bold]")
+        console.print(f"{escape(prediction.answer)}  [dim]({seconds:.1f} s)[/dim]")
+        cited = []
+        for name, score in zip(prediction.sources, prediction.source_scores, strict=True):
+            source = answerer.corpus.sources[answerer.corpus.row[name]]
+            kind = "picture" if source.modality == "image" else "snippet"
+            console.print(
+                f"  [cyan]{kind} {escape(name)}[/cyan] ({score:.2f}) "
+                f"[bold]{escape(source.title)}[/bold]: {escape(source.text)}",
+                highlight=False,
+            )
+            cited.append({"id": name, "score": score, "title": source.title, "text": source.text})
+        answers.append(
+            {
+                "question": text,
+                "answer": prediction.answer,
+                "sources": cited,
+                "seconds": round(seconds, 2),
+            }
+        )
+    return {"answers": answers}

@@ -1,0 +1,200 @@
+"""`mmqa demo`: the whole path on Atlas in one command, resumable at every point.
+
+Every stage reads files of the stages before it and writes its own, whole or not at all; a
+stage that is done is not run again. Started again after a kill, the demo continues and ends
+with the scores of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from mmqa_jax.core import startup
+from mmqa_jax.core.config import to_plain_dict
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.workdir import Workdir
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
+from mmqa_jax.systems import stages, webqa
+from mmqa_jax.systems.demo_results import SETTINGS, Results, score_demo, show_tables, write_html
+from mmqa_jax.training.run import run_training
+
+DATA, INDEX, RETRIEVAL, PREDICTIONS = "data", "index", "retrieval", "predictions"
+# What reranking and answering start from in the full setting.
+CANDIDATES = "fused_two_pass"
+
+
+def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
+    """Runs what is not yet done in `folder`; returns what `--json` prints.
+
+    Raises:
+      UserError: `folder` belongs to another config.
+    """
+    startup.start()
+    with Workdir(folder) as workdir:
+        if workdir.claim(config):
+            Console(stderr=True).print(f"{folder}: going on where the last start stopped.")
+        with workdir.stage("prepare") as todo:
+            if todo:
+                stages.prepare_atlas(folder / DATA, config.countries)
+        corpus = open_corpus(folder / DATA)
+        run = _Demo(config, folder, corpus)
+        for name in ("contrastive", "embed", "search", "rerank", "select", "answer", "read"):
+            with workdir.stage(name) as todo:
+                if todo:
+                    getattr(run, name)()
+        with workdir.stage("score") as todo:
+            if todo:
+                run.score()
+        return write_demo_report(folder, workdir)
+
+
+class _Demo:
+    """The stages after `prepare`; every method is one stage."""
+
+    def __init__(self, config: ConfigDict, folder: Path, corpus: Corpus):
+        self.config, self.folder, self.corpus = config, folder, corpus
+        self.questions = evaluated_questions(corpus, config.evaluate.questions)
+        self.dev = evenly(corpus.questions("val"), config.select.dev_questions)
+
+    def contrastive(self) -> None:
+        """Trains the dual encoder."""
+        run_training(self.config.contrastive, self.folder / "contrastive", self.corpus)
+
+    def rerank(self) -> None:
+        """Trains the source selector."""
+        run_training(self.config.rerank, self.folder / "rerank", self.corpus)
+
+    def answer(self) -> None:
+        """Trains the reader."""
+        run_training(self.config.answer, self.folder / "answer", self.corpus)
+
+    def embed(self) -> None:
+        """Embeds all sources and builds the index."""
+        stages.embed(self.folder / DATA, self.folder / "contrastive", self.folder / INDEX)
+        stages.index(self.folder / INDEX, self.config.search.index)
+
+    def search(self) -> None:
+        """Ranks the whole collection, and each question's candidates, in every way."""
+        from mmqa_jax.systems.parts import BM25Retriever, FusedRetriever
+
+        questions, top_k = self.questions, self.config.search.top_k
+        candidates = webqa.restricted_candidates(questions, self.corpus)
+        found = {}
+        for suffix, two_pass in (("", False), ("_two_pass", True)):
+            dense = self._dense(two_pass=two_pass)
+            bm25 = BM25Retriever(self.corpus, two_pass=two_pass)
+            found[f"bm25{suffix}"] = bm25.search(questions, top_k)
+            found[f"dense{suffix}"] = dense.search(questions, top_k)
+            fused = FusedRetriever([bm25, dense], depth=top_k)
+            found[f"fused{suffix}"] = fused.search(questions, top_k)
+        found["restricted_bm25"] = bm25.search_restricted(questions, candidates)
+        found["restricted_dense"] = dense.search_restricted(questions, candidates)
+        for name, rankings in found.items():
+            write_rankings(self.folder / RETRIEVAL / f"{name}.jsonl", rankings)
+
+    def select(self) -> None:
+        """Reranks; tunes the threshold on the validation split."""
+        from mmqa_jax.systems.parts import load_reranker
+
+        reranker = load_reranker(self.folder / "rerank", self.corpus)
+        dev = reranker.score(self.dev, webqa.restricted_candidates(self.dev, self.corpus))
+        threshold, sweep = webqa.tune_threshold(self.dev, dev)
+        restricted = webqa.restricted_candidates(self.questions, self.corpus)
+        full = self._rankings(CANDIDATES)
+        top_k = self.config.select.top_k
+        full = [webqa.top(ranking, top_k) for ranking in full]
+        for name, candidates in (("restricted", restricted), ("full", full)):
+            relevance = reranker.score(self.questions, candidates)
+            write_rankings(self.folder / RETRIEVAL / f"{name}_reranked.jsonl", relevance)
+        write_json(
+            self.folder / RETRIEVAL / "threshold.json",
+            {"threshold": threshold, "dev_source_f1": {str(k): v for k, v in sweep.items()}},
+        )
+
+    def read(self) -> None:
+        """Answers in the four settings."""
+        from mmqa_jax.systems.parts import load_reader
+
+        reader = load_reader(self.folder / "answer", self.corpus)
+        threshold = read_json(self.folder / RETRIEVAL / "threshold.json")["threshold"]
+        none = [webqa.cited_nothing(question) for question in self.questions]
+        cited = {
+            "question_only": none,
+            "oracle": [webqa.gold_ranking(question) for question in self.questions],
+            "restricted": webqa.select_sources(self._rankings("restricted_reranked"), threshold),
+            "full": webqa.select_sources(self._rankings("full_reranked"), threshold),
+        }
+        for setting in SETTINGS:
+            predictions = reader.answer(self.questions, cited[setting])
+            path = self.folder / PREDICTIONS / f"{setting}.jsonl"
+            stages.write_predictions(path, predictions)
+
+    def score(self) -> None:
+        """Scores everything into scores.json."""
+        results = read_results(self.config, self.folder, self.corpus)
+        write_json(self.folder / "scores.json", score_demo(results))
+
+    def _dense(self, *, two_pass: bool) -> Any:
+        return stages.open_retriever(
+            self.corpus, self.folder / "contrastive", self.folder / INDEX, two_pass=two_pass
+        )
+
+    def _rankings(self, name: str) -> list:
+        ids = [question.id for question in self.questions]
+        return read_rankings(self.folder / RETRIEVAL / f"{name}.jsonl", ids, self.corpus.row)
+
+
+def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str, Any]:
+    """Prints the tables and writes report.html from what the demo left in `folder`."""
+    if not (folder / "scores.json").exists():
+        raise UserError(
+            f"{folder}: holds no finished demo (no scores.json); run `mmqa demo "
+            f"--workdir={folder}` to its end."
+        )
+    config = ConfigDict(read_json(folder / "config.json")["config"])
+    corpus = open_corpus(folder / DATA)
+    scores = read_json(folder / "scores.json")
+    results = read_results(config, folder, corpus)
+    stage_records = (workdir or Workdir(folder)).stages()
+    show_tables(results, scores, stage_records)
+    write_html(folder / "report.html", results, scores, stage_records)
+    Console(stderr=True).print(f"Report: {folder / 'report.html'}")
+    return scores
+
+
+def read_results(config: ConfigDict, folder: Path, corpus: Corpus) -> Results:
+    """Rankings and predictions of a finished demo."""
+    questions = evaluated_questions(corpus, config.evaluate.questions)
+    ids = [question.id for question in questions]
+    rankings = {
+        file.stem: read_rankings(file, ids, corpus.row)
+        for file in sorted((folder / RETRIEVAL).glob("*.jsonl"))
+    }
+    predictions = {
+        setting: stages.read_predictions(folder / PREDICTIONS / f"{setting}.jsonl")
+        for setting in SETTINGS
+    }
+    threshold = read_json(folder / RETRIEVAL / "threshold.json")["threshold"]
+    return Results(
+        folder, to_plain_dict(config), corpus, questions, rankings, predictions, threshold
+    )
+
+
+def evaluated_questions(corpus: Corpus, count: int) -> list[Question]:
+    """`count` questions of the test split, evenly over it; all for 0."""
+    return evenly(corpus.questions("test"), count)
+
+
+def evenly(questions: Sequence[Question], count: int) -> list[Question]:
+    """`count` of the questions, evenly spaced; all for 0 or too few of them."""
+    if not 0 < count < len(questions):
+        return list(questions)
+    return [questions[i * len(questions) // count] for i in range(count)]

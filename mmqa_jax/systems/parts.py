@@ -1,0 +1,322 @@
+"""The trained parts of a system, loaded once: retrievers, reranker, reader.
+
+Each holds its own jitted functions, takes and returns the schema's types in batches, and
+knows nothing of the others. `load_*` open what a training run left in its workdir.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.checkpoint import load_metadata, load_params
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.images import PictureStore
+from mmqa_jax.data.inference_batches import answer_inputs, rerank_pairs
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.sequences import INPUT_FIELDS
+from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
+from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.models.dual_encoder import DualEncoder
+from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
+from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.retrieval.bm25 import BM25, source_text
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
+from mmqa_jax.retrieval.rankings import to_rankings
+from mmqa_jax.retrieval.two_pass import two_pass_search
+from mmqa_jax.training.recipes import make_packer, make_source_reader
+
+
+class DenseRetriever:
+    """Nearest sources by the dual encoder's cosine, over the whole collection.
+
+    Args:
+      two_pass: search again with the title of the first hit (two-hop questions).
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        embedder: Embedder,
+        index: Any,
+        pictures: PictureStore,
+        *,
+        two_pass: bool = False,
+    ):
+        self.corpus, self.embedder, self.index = corpus, embedder, index
+        self.pictures, self.two_pass = pictures, two_pass
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The `top_k` sources of every question, best first."""
+        texts = [question.question for question in questions]
+        shown = [self.pictures.question_pixels(question) for question in questions]
+        return self.search_texts([q.id for q in questions], texts, shown, top_k)
+
+    def search_restricted(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        """Ranks each question's own candidates by one query (restricted setting)."""
+        texts = [question.question for question in questions]
+        shown = [self.pictures.question_pixels(question) for question in questions]
+        queries = self.embedder.embed_questions(texts, shown)
+        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        most = max(map(len, rows), default=0)
+        found = self.index.search_within(queries, rows, most)
+        ids = [source.id for source in self.corpus.sources]
+        return to_rankings([q.id for q in questions], *found, ids)
+
+    def search_texts(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        pictures: Sequence[np.ndarray | None],
+        top_k: int,
+    ) -> list[Ranking]:
+        """As `search`, for questions given as text, each with pixels or None."""
+        top_k = min(top_k, len(self.corpus))
+        found = self.index.search(self.embedder.embed_questions(texts, pictures), top_k)
+        if self.two_pass:
+            found = two_pass_search(
+                lambda queries, k: self.index.search(self.embedder.embed_questions(queries), k),
+                texts,
+                [source.title for source in self.corpus.sources],
+                top_k,
+                first=found,
+            )
+        return to_rankings(ids, *found, [source.id for source in self.corpus.sources])
+
+
+class BM25Retriever:
+    """BM25 over titles, snippets and captions of the whole collection."""
+
+    def __init__(self, corpus: Corpus, *, two_pass: bool = False):
+        self.corpus, self.two_pass = corpus, two_pass
+        self.bm25 = BM25([source_text(source) for source in corpus.sources])
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The `top_k` sources of every question, best first."""
+        texts = [question.question for question in questions]
+        top_k = min(top_k, len(self.corpus))
+        if self.two_pass:
+            titles = [source.title for source in self.corpus.sources]
+            found = two_pass_search(self.bm25.search, texts, titles, top_k)
+        else:
+            found = self.bm25.search(texts, top_k)
+        ids = [source.id for source in self.corpus.sources]
+        return to_rankings([q.id for q in questions], *found, ids)
+
+    def search_restricted(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        """Ranks each question's own candidates (WebQA 6.1, BM25 row)."""
+        rankings = []
+        for question, given in zip(questions, candidates, strict=True):
+            rows = [self.corpus.row[name] for name in given.sources]
+            found, scores = self.bm25.search_within(question.question, rows, len(rows))
+            names = tuple(self.corpus.sources[int(row)].id for row in found)
+            rankings.append(Ranking(question.id, names, tuple(map(float, scores))))
+        return rankings
+
+
+class FusedRetriever:
+    """Reciprocal-rank fusion of several retrievers, each asked for `depth` sources."""
+
+    def __init__(self, retrievers: Sequence[Any], depth: int = 100):
+        self.retrievers, self.depth = retrievers, depth
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The `top_k` sources of every question, best first."""
+        lists = [retriever.search(questions, self.depth) for retriever in self.retrievers]
+        return reciprocal_rank_fusion(lists, top_k=top_k)
+
+
+class Reranker:
+    """VLP's source head over given sources."""
+
+    def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
+        self.corpus, self.batch_size = corpus, config.inference.batch_size
+        self._packer = make_packer(config, tokenizer)
+        self._reader = make_source_reader(config, corpus, tokenizer)
+        graphdef, self._state = nnx.split(model)
+
+        def relevance(state: Any, inputs: VLPInputs) -> jax.Array:  # -> [B] P(relevant)
+            vlp = nnx.merge(graphdef, state)
+            return jax.nn.softmax(vlp.source_logits(vlp.encode(inputs)))[:, 0]
+
+        self._relevance = jax.jit(relevance)
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        """The same sources by P(relevant), best first; equal ones keep their order."""
+        self._check_lengths(questions)
+        texts = [question.question for question in questions]
+        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        scores = np.zeros(sum(map(len, rows)), np.float32)  # all pairs end to end
+        batches = rerank_pairs(self._reader, self._packer, texts, rows, batch_size=self.batch_size)
+        with Progress("Scoring sources", len(scores), "pairs") as progress:
+            for batch in batches:
+                real = batch["weights"] > 0
+                found = jax.device_get(self._relevance(self._state, vlp_inputs(batch)))
+                scores[batch["index"][real]] = found[real]
+                progress.advance(int(real.sum()))
+        ends = np.cumsum([len(some) for some in rows])
+        rankings = []
+        for given, end in zip(candidates, ends, strict=True):
+            values = scores[end - len(given.sources) : end]
+            order = np.argsort(-values, kind="stable")
+            rankings.append(
+                Ranking(
+                    given.question_id,
+                    tuple(given.sources[i] for i in order),
+                    tuple(float(values[i]) for i in order),
+                )
+            )
+        return rankings
+
+    def _check_lengths(self, questions: Sequence[Question]) -> None:
+        for question in questions:
+            self._packer.question_tokens(question.question, strict=True)
+
+
+class Reader:
+    """VLP's answers: beam search with an appended [MASK] (WebQA section 5.2)."""
+
+    def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
+        self.corpus, self.tokenizer, self.options = corpus, tokenizer, config.inference
+        self._packer = make_packer(config, tokenizer)
+        self._reader = make_source_reader(config, corpus, tokenizer)
+        self._graphdef, self._state = nnx.split(model)
+
+    def answer(
+        self,
+        questions: Sequence[Question],
+        cited: Sequence[Ranking],
+        question_pixels: Sequence[np.ndarray | None] | None = None,
+    ) -> list[Prediction]:
+        """Answers every question from its cited sources (none = from the question alone).
+
+        Args:
+          question_pixels: uint8[S, S, 3] of a picture that belongs to the question; it is
+            read before the cited sources. By default the questions' own pictures.
+        """
+        for question in questions:
+            self._packer.question_tokens(question.question, strict=True)
+        if question_pixels is None:
+            question_pixels = [self._reader.pictures.question_pixels(q) for q in questions]
+        batches = answer_inputs(
+            self._reader,
+            self._packer,
+            [question.question for question in questions],
+            [[self.corpus.row[name] for name in given.sources] for given in cited],
+            batch_size=self.options.batch_size,
+            question_pixels=question_pixels,
+        )
+        answers: list[Prediction | None] = [None] * len(questions)
+        with Progress("Answering", len(questions), "questions") as progress:
+            for batch in batches:
+                real = batch["weights"] > 0
+                result = beam_search(
+                    self._graphdef,
+                    self._state,
+                    vlp_inputs(batch),
+                    mask_id=self.tokenizer.mask_id,
+                    sep_id=self.tokenizer.sep_id,
+                    num_beams=self.options.num_beams,
+                    max_new_tokens=self.options.max_new_tokens,
+                    token_type=self._packer.config.segments[1],
+                    length_penalty=self.options.length_penalty,
+                )
+                tokens, scores = jax.device_get((result.tokens, result.scores))
+                for row in np.flatnonzero(real):
+                    place = int(batch["index"][row])
+                    answers[place] = self._prediction(
+                        questions[place].id, cited[place], tokens[row], scores[row]
+                    )
+                progress.advance(int(real.sum()))
+        return answers
+
+    def _prediction(
+        self, question_id: str, cited: Ranking, tokens: np.ndarray, scores: np.ndarray
+    ) -> Prediction:
+        """tokens int[K, T], scores float[K], best first -> the answer with its beams."""
+        texts = [self.tokenizer.decode(until_end(beam, self.tokenizer)) for beam in tokens]
+        beams = tuple((text, float(score)) for text, score in zip(texts, scores, strict=True))
+        return Prediction(question_id, texts[0], cited.sources, cited.scores, beams)
+
+
+def until_end(tokens: np.ndarray, tokenizer: WordPiece) -> list[int]:
+    """Tokens before the first [SEP] or [PAD]."""
+    kept = []
+    for token in tokens.tolist():
+        if token in (tokenizer.sep_id, tokenizer.pad_id):
+            break
+        kept.append(token)
+    return kept
+
+
+def vlp_inputs(batch: dict[str, np.ndarray]) -> VLPInputs:
+    """The packed arrays of a batch on the device."""
+    return VLPInputs(**{name: jax.device_put(batch[name]) for name in INPUT_FIELDS})
+
+
+def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
+    """The trained dual encoder of a contrastive run, and the run's config."""
+    config, tokenizer = _read_run(folder, ("contrastive",))
+    model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
+    model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+    embedder = Embedder(
+        graphdef,
+        state,
+        tokenizer,
+        image_size=config.pictures.size,
+        buckets=tuple(config.inference.buckets),
+        batch_size=config.inference.batch_size,
+    )
+    return embedder, config
+
+
+def load_reranker(folder: str | os.PathLike, corpus: Corpus) -> Reranker:
+    """The trained source selector of a rerank run."""
+    return Reranker(*_load_vlp(folder, corpus, "rerank"))
+
+
+def load_reader(folder: str | os.PathLike, corpus: Corpus) -> Reader:
+    """The trained reader of an answer run."""
+    return Reader(*_load_vlp(folder, corpus, "answer"))
+
+
+def _load_vlp(
+    folder: str | os.PathLike, corpus: Corpus, task: str
+) -> tuple[ConfigDict, Corpus, WordPiece, VLP]:
+    config, tokenizer = _read_run(folder, (task,))
+    model_config = vlp_from_config(config.model, tokenizer.vocab_size)
+    model = _load(folder, lambda: VLP(model_config, rngs=nnx.Rngs(0)))
+    return config, corpus, tokenizer, model
+
+
+def _read_run(folder: str | os.PathLike, tasks: tuple[str, ...]) -> tuple[ConfigDict, WordPiece]:
+    folder = Path(folder)
+    metadata = load_metadata(folder)
+    if metadata.get("task") not in tasks:
+        raise UserError(
+            f"{folder}: holds a model of task {metadata.get('task')!r}, {' or '.join(tasks)} was "
+            "expected; name the workdir of such a training run."
+        )
+    config = ConfigDict(read_json(folder / "config.json")["config"])
+    return config, load_tokenizer(folder / "tokenizer.json")
+
+
+def _load(folder: str | os.PathLike, build: Any) -> Any:
+    graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    return nnx.merge(graphdef, load_params(folder, abstract))

@@ -1,0 +1,321 @@
+"""One stage at a time: what the verbs prepare, embed, index, search, rerank, answer and
+evaluate do. Every stage reads the files of the one before it and writes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl, write_json, write_jsonl
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.data.corpus import Corpus, open_corpus, prepare_interchange, prepare_webqa_format
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.systems import webqa
+
+_EMBEDDINGS, _INDEX, _RUN = "embeddings", "index", "embed.json"
+
+
+def prepare(dataset: str, raw: Path | None, out: Path) -> dict[str, Any]:
+    """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw."""
+    if dataset == "atlas":
+        if raw is not None:
+            raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
+        return prepare_atlas(out)
+    if raw is None:
+        raise UserError(f"--raw: name the folder with the files of {dataset}.")
+    if not raw.is_dir():
+        raise UserError(f"--raw={raw}: no such folder; check the path.")
+    with Progress("Preparing", None, "pictures") as progress:
+        if dataset == "corpus":
+            manifest = prepare_interchange(raw, out, progress=_advance(progress))
+        else:
+            manifest = _prepare_official(raw, "WebQA", out, progress)
+    return _summary(manifest, out)
+
+
+def prepare_atlas(out: Path, countries: int = 0) -> dict[str, Any]:
+    """Builds Atlas in `out`/raw (WebQA's official formats) and prepares it in `out`.
+
+    Args:
+      countries: how many countries; 0 = all.
+    """
+    from mmqa_jax.data.datasets.atlas import build_atlas
+
+    raw = out / "raw"
+    if not (raw / "summary.json").exists():
+        with Progress("Making Atlas", None, "steps") as progress:
+            build_atlas(raw, limit_countries=countries or None, progress=_stage(progress))
+    with Progress("Preparing", None, "pictures") as progress:
+        manifest = _prepare_official(raw, "atlas", out, progress, name="atlas")
+    return _summary(manifest, out)
+
+
+def embed(data: Path, model: Path, out: Path) -> dict[str, Any]:
+    """Embeds every source of a corpus; goes on where an interrupted job stopped."""
+    from mmqa_jax.core import startup
+    from mmqa_jax.data.images import PictureStore
+    from mmqa_jax.systems.parts import load_embedder
+
+    startup.start()
+    corpus = open_corpus(data)
+    embedder, config = load_embedder(model)
+    pictures = PictureStore(corpus, config.pictures.size, config.pictures.resize)
+    with Progress("Embedding sources", len(corpus), "sources") as progress:
+        embeddings = embedder.embed_sources(
+            corpus, pictures, out / _EMBEDDINGS, shard_rows=1024, on_progress=_advance(progress)
+        )
+    write_json(out / _RUN, {"data": str(data), "model": str(model)})
+    rows, dim = embeddings.vectors.shape
+    return {"sources": rows, "dim": dim, "broken_pictures": pictures.broken.count}
+
+
+def index(folder: Path, kind: str) -> dict[str, Any]:
+    """Builds the index over the embeddings in `folder`."""
+    from mmqa_jax.retrieval.embeddings import open_embeddings
+    from mmqa_jax.retrieval.index import build_index
+
+    embeddings = open_embeddings(folder / _EMBEDDINGS)
+    built = build_index(embeddings, kind)
+    built.save(folder / _INDEX)
+    return {"rows": len(embeddings.vectors), "kind": type(built).__name__}
+
+
+def open_retriever(corpus: Corpus, model: Path, index_dir: Path, *, two_pass: bool) -> Any:
+    """The dense retriever over an index of `mmqa index`."""
+    from mmqa_jax.data.images import PictureStore
+    from mmqa_jax.retrieval.embeddings import open_embeddings
+    from mmqa_jax.retrieval.index import load_index
+    from mmqa_jax.systems.parts import DenseRetriever, load_embedder
+
+    embedder, config = load_embedder(model)
+    embeddings = open_embeddings(index_dir / _EMBEDDINGS, embedder.fingerprint, corpus.fingerprint)
+    return DenseRetriever(
+        corpus,
+        embedder,
+        load_index(index_dir / _INDEX, embeddings, embedder.fingerprint),
+        PictureStore(corpus, config.pictures.size, config.pictures.resize),
+        two_pass=two_pass,
+    )
+
+
+def search(
+    data: Path,
+    method: str,
+    out: Path,
+    *,
+    model: str | None,
+    index_dir: str | None,
+    split: str,
+    top_k: int,
+    two_pass: bool,
+) -> dict[str, Any]:
+    """Ranks the whole collection for every question of a split."""
+    from mmqa_jax.core import startup
+    from mmqa_jax.evaluation.retrieval import recall_at_k
+    from mmqa_jax.retrieval.rankings import write_rankings
+    from mmqa_jax.systems.parts import BM25Retriever, FusedRetriever
+
+    if top_k < 1:
+        raise UserError(f"--top_k={top_k}: at least 1 was expected.")
+    if method != "bm25" and not (model and index_dir):
+        raise UserError(f"--method={method} needs --model and --index.")
+    corpus = open_corpus(data)
+    questions = split_questions(corpus, data, split)
+    retrievers: list[Any] = []
+    if method != "dense":
+        retrievers.append(BM25Retriever(corpus, two_pass=two_pass))
+    if method != "bm25":
+        startup.start()
+        dense = open_retriever(corpus, Path(model), Path(index_dir), two_pass=two_pass)
+        retrievers.append(dense)
+    retriever = retrievers[0] if len(retrievers) == 1 else FusedRetriever(retrievers)
+    rankings = retriever.search(questions, top_k)
+    write_rankings(out, rankings)
+    recall = recall_at_k(
+        [set(q.positives) for q in questions], [r.sources for r in rankings], (1, 2, 5, 10, 20)
+    )
+    return {"questions": len(questions), "recall": {f"recall@{k}": v for k, v in recall.items()}}
+
+
+def rerank(
+    data: Path, model: Path, candidates: str, out: Path, *, split: str, top_k: int
+) -> dict[str, Any]:
+    """Scores each question's candidates with the source head."""
+    from mmqa_jax.core import startup
+    from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
+    from mmqa_jax.systems.parts import load_reranker
+
+    startup.start()
+    corpus = open_corpus(data)
+    questions = split_questions(corpus, data, split)
+    if candidates == "restricted":
+        given = webqa.restricted_candidates(questions, corpus)
+    else:
+        given = read_rankings(candidates, [q.id for q in questions], corpus.row)
+        given = [Ranking(r.question_id, r.sources[:top_k], r.scores[:top_k]) for r in given]
+    relevance = load_reranker(model, corpus).score(questions, given)
+    write_rankings(out, relevance)
+    best, sweep = webqa.tune_threshold(questions, relevance)
+    return {"questions": len(questions), "best_threshold": best, "source_f1": sweep[best]}
+
+
+def answer(
+    data: Path, model: Path, sources: str, out: Path, *, split: str, threshold: float
+) -> dict[str, Any]:
+    """Answers every question of a split from its gold, given or no sources."""
+    from mmqa_jax.core import startup
+    from mmqa_jax.retrieval.rankings import read_rankings
+    from mmqa_jax.systems.parts import load_reader
+
+    if not 0 <= threshold <= 1:
+        raise UserError(f"--threshold={threshold}: a probability from 0 to 1 was expected.")
+    startup.start()
+    corpus = open_corpus(data)
+    questions = split_questions(corpus, data, split)
+    reader = load_reader(model, corpus)
+    if sources == "oracle":
+        predictions = webqa.answer_oracle(questions, reader)
+    elif sources == "none":
+        predictions = webqa.answer_question_only(questions, reader)
+    else:
+        relevance = read_rankings(sources, [q.id for q in questions], corpus.row)
+        predictions = reader.answer(questions, webqa.select_sources(relevance, threshold))
+    write_predictions(out, predictions)
+    return {"questions": len(predictions), "predictions": str(out)}
+
+
+def evaluate(
+    dataset: str, references: Path, predictions: Path, *, split: str, lemmatizer: str
+) -> dict[str, Any]:
+    """Scores predictions (answers and cited sources) or rankings; prints the tables."""
+    from rich.console import Console
+
+    from mmqa_jax.data.datasets.webqa import read_submission
+    from mmqa_jax.evaluation.retrieval import score_rankings
+    from mmqa_jax.evaluation.tables import answer_table, retrieval_table, to_rich
+    from mmqa_jax.evaluation.webqa import score_answers, score_sources
+    from mmqa_jax.retrieval.rankings import read_rankings
+
+    corpus = open_corpus(references)
+    questions = split_questions(corpus, references, split)
+    console = Console()
+    if predictions.suffix == ".jsonl" and _holds_rankings(predictions):
+        rankings = read_rankings(predictions, [q.id for q in questions], corpus.row)
+        found = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
+        recall = {
+            int(k.removeprefix("recall@")): v for k, v in found.scores.items() if "recall@" in k
+        }
+        console.print(to_rich(retrieval_table("Retrieval", {predictions.stem: recall}, {})))
+        return {"dataset": dataset, "n": len(found.rows), "scores": found.scores, "by_category": {}}
+    if predictions.suffix == ".jsonl":
+        given = read_predictions(predictions)
+    else:
+        given = read_submission(predictions, corpus)
+    answers = score_answers(questions, given, lemmatizer=lemmatizer)
+    sources = score_sources(questions, given)
+    console.print(to_rich(answer_table(f"{dataset}, {split}", answers)))
+    by_category = {
+        category: {**scores, **sources.by_category.get(category, {})}
+        for category, scores in answers.by_category.items()
+    }
+    return {
+        "dataset": dataset,
+        "n": answers.n,
+        "missing": answers.missing,
+        "scores": {**answers.scores, **sources.scores},
+        "by_category": by_category,
+    }
+
+
+def split_questions(corpus: Corpus, data: Path, split: str) -> list[Question]:
+    """The questions of a split; UserError where there are none."""
+    questions = corpus.questions(split)
+    if not questions:
+        known = sorted({question.split for question in corpus.questions()})
+        raise UserError(
+            f"--split={split}: {data} has no such questions; choose one of "
+            f"{', '.join(known) or 'none: the corpus has no questions'}."
+        )
+    return questions
+
+
+def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
+    """predictions.jsonl: one Prediction a line."""
+    write_jsonl(path, map(dataclasses.asdict, predictions))
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """Reads predictions.jsonl; `question_id` is needed, `answer` and `sources` may be absent."""
+    names = {field.name for field in dataclasses.fields(Prediction)}
+    predictions = []
+    for number, row in read_jsonl(path):
+        if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
+            raise UserError(f'{path}, line {number}: expected an object with a text "question_id".')
+        if not isinstance(row.get("answer", ""), str):
+            raise UserError(f'{path}, line {number}: "answer" must be text.')
+        known = {name: _tuples(value) for name, value in row.items() if name in names}
+        predictions.append(Prediction(**known))
+    return predictions
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _holds_rankings(path: Path) -> bool:
+    first = next(read_jsonl(path), (0, {}))[1]
+    return isinstance(first, dict) and "scores" in first and "answer" not in first
+
+
+def _prepare_official(
+    raw: Path, prefix: str, out: Path, progress: Progress, name: str = "webqa"
+) -> dict[str, Any]:
+    train_val, test = raw / f"{prefix}_train_val.json", raw / f"{prefix}_test.json"
+    if not train_val.exists():
+        raise UserError(
+            f"{train_val}: no such file; put the official files ({prefix}_train_val.json, "
+            f"{prefix}_test.json, imgs.tsv, imgs.lineidx) there."
+        )
+    extra, notice = raw / f"{prefix}_corpus.json", raw / "ATTRIBUTION.txt"
+    return prepare_webqa_format(
+        train_val,
+        test if test.exists() else None,
+        raw / "imgs.tsv",
+        raw / "imgs.lineidx",
+        out,
+        corpus_json=extra if extra.exists() else None,
+        name=name,
+        attribution=notice.read_text(encoding="utf-8") if notice.exists() else "",
+        progress=_advance(progress),
+    )
+
+
+def _advance(progress: Progress) -> Any:
+    """A (done, total) callback that moves a progress bar."""
+    last = 0
+
+    def advance(done: int, total: int) -> None:
+        nonlocal last
+        progress.advance(done - last)
+        last = done
+
+    return advance
+
+
+def _stage(progress: Progress) -> Any:
+    """A (stage, done, total) callback that counts finished stages."""
+
+    def advance(stage: str, done: int, total: int) -> None:
+        progress.advance(int(done == total), stage=stage)
+
+    return advance
+
+
+def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
+    kept = ("name", "fingerprint", "sources", "questions", "splits", "pictures", "broken_pictures")
+    print(manifest.get("attribution", ""), end="")
+    return {**{k: manifest[k] for k in kept if k in manifest}, "data": str(out)}

@@ -1,0 +1,160 @@
+"""WebQA (Chang et al., CVPR 2022): find the sources of a question, then answer from them.
+
+The paper's settings, each a few lines over the same three parts:
+
+  retriever.search(questions, top_k)        -> one Ranking per question, the whole collection
+  reranker.score(questions, rankings)       -> the same sources, ranked by P(relevant)
+  reader.answer(questions, cited rankings)  -> one Prediction per question
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.evaluation.webqa import source_f1
+
+# Grid of the dev sweep; the paper settles on 0.2 (section 6.1).
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class Retriever(Protocol):
+    """Finds sources in the whole collection."""
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]: ...
+
+
+class Reranker(Protocol):
+    """Scores given sources with the relevance probability of the VLP source head."""
+
+    def score(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]: ...
+
+
+class Reader(Protocol):
+    """Answers in words from given sources."""
+
+    def answer(
+        self, questions: Sequence[Question], cited: Sequence[Ranking]
+    ) -> list[Prediction]: ...
+
+
+def answer_question_only(questions: Sequence[Question], reader: Reader) -> list[Prediction]:
+    """Table 6, `VLP Q-only`: the reader sees no source."""
+    return reader.answer(questions, [cited_nothing(question) for question in questions])
+
+
+def answer_oracle(questions: Sequence[Question], reader: Reader) -> list[Prediction]:
+    """Table 6, oracle sources: the reader sees the gold sources."""
+    return reader.answer(questions, [gold_ranking(q) for q in questions])
+
+
+def answer_restricted(
+    questions: Sequence[Question], corpus: Corpus, reranker: Reranker, reader: Reader, threshold
+) -> list[Prediction]:
+    """Table 6, restricted setting: VLP selects among each question's ~40 candidates."""
+    relevance = reranker.score(questions, restricted_candidates(questions, corpus))
+    return reader.answer(questions, select_sources(relevance, threshold))
+
+
+def answer_full_scale(
+    questions: Sequence[Question],
+    retriever: Retriever,
+    reranker: Reranker,
+    reader: Reader,
+    *,
+    top_k: int = 20,
+    threshold: float = 0.2,
+) -> list[Prediction]:
+    """Section 6.2, CLIP(top_k) + VLP: coarse dense retrieval, VLP source selection, VLP answers."""
+    candidates = retriever.search(questions, top_k)  # [question, top_k] sources by similarity
+    relevance = reranker.score(questions, candidates)  # the same, by P(relevant) in [0, 1]
+    return reader.answer(questions, select_sources(relevance, threshold))
+
+
+def gold_ranking(question: Question) -> Ranking:
+    """The question's gold sources, all with score 1."""
+    return Ranking(question.id, question.positives, (1.0,) * len(question.positives))
+
+
+def cited_nothing(question: Question) -> Ranking:
+    """No source at all."""
+    return Ranking(question.id, (), ())
+
+
+def top(ranking: Ranking, top_k: int) -> Ranking:
+    """The first `top_k` sources of a ranking."""
+    return Ranking(ranking.question_id, ranking.sources[:top_k], ranking.scores[:top_k])
+
+
+def restricted_candidates(questions: Sequence[Question], corpus: Corpus) -> list[Ranking]:
+    """Each question's own candidates (gold and hard negatives), without scores.
+
+    They come in an order that says nothing of which is gold: sorted by id.
+    """
+    rankings = []
+    for question in questions:
+        ids = tuple(sorted(corpus.sources[row].id for row in corpus.candidates(question)))
+        rankings.append(Ranking(question.id, ids, (0.0,) * len(ids)))
+    return rankings
+
+
+def select_sources(
+    relevance: Sequence[Ranking], threshold: float, max_sources: int = 2
+) -> list[Ranking]:
+    """The sources to cite: the best always, others when P(relevant) > threshold.
+
+    WebQA's full-scale selection (section 6.2) keeps two at most; so do the readers.
+    """
+    selected = []
+    for ranking in relevance:
+        kept = [
+            position
+            for position, score in enumerate(ranking.scores[:max_sources])
+            if position == 0 or score > threshold
+        ]
+        selected.append(
+            Ranking(
+                ranking.question_id,
+                tuple(ranking.sources[position] for position in kept),
+                tuple(ranking.scores[position] for position in kept),
+            )
+        )
+    return selected
+
+
+def tune_threshold(
+    questions: Sequence[Question], relevance: Sequence[Ranking]
+) -> tuple[float, dict[float, float]]:
+    """The threshold with the best mean source F1 (on dev), and the whole sweep.
+
+    Ties go to the threshold nearest the paper's 0.2.
+    """
+    sweep = {
+        threshold: mean_source_f1(questions, select_sources(relevance, threshold))
+        for threshold in THRESHOLDS
+    }
+    best = max(sweep, key=lambda threshold: (sweep[threshold], -abs(threshold - 0.2)))
+    return best, sweep
+
+
+def mean_source_f1(questions: Sequence[Question], cited: Sequence[Ranking]) -> float:
+    """Mean source F1 of cited sources; 0 where no question has gold sources."""
+    values = source_f1s(questions, cited)
+    return float(values.mean()) if values.size else 0.0
+
+
+def source_f1s(questions: Sequence[Question], cited: Sequence[Ranking]) -> np.ndarray:
+    """Source F1 of every question that has gold sources, float64."""
+    return np.array(
+        [
+            source_f1(ranking.sources, question.positives, variant="official")
+            for question, ranking in zip(questions, cited, strict=True)
+            if question.positives
+        ]
+    )

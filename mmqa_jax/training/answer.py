@@ -1,0 +1,41 @@
+"""Training of VLP's answers: masked-LM prediction of the answer's words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mmqa_jax.models.vlp import VLP, VLPConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerTask:
+    """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
+
+    The original's normalisation: summed over the batch, divided by the number of masked
+    tokens + 1e-5.
+    """
+
+    config: VLPConfig
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialised VLP."""
+        return VLP(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: VLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss per masked token, and the share of them predicted rightly."""
+        hidden = model.encode(batch["inputs"], dropout_key=dropout_key)  # [B, L, H]
+        positions = batch["masked_positions"]  # [B, P]
+        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
+        logits = model.mlm_logits(at_masks)  # [B, P, V]
+        ids, weights = batch["masked_ids"], batch["masked_weights"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids)
+        total = weights.sum() + 1e-5
+        right = (logits.argmax(axis=-1) == ids).astype(jnp.float32)
+        return (losses * weights).sum() / total, {"accuracy": (right * weights).sum() / total}

@@ -1,0 +1,345 @@
+"""The one training loop: every task, on any mesh, resumable at every checkpoint.
+
+Order within a step, which is what makes a killed and resumed run equal to an uninterrupted one:
+batch, update, log, evaluate, save. A checkpoint's step has therefore all its rows in
+metrics.jsonl, and rows after it are dropped when the run resumes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.checkpoint import Checkpoints, save_params
+from mmqa_jax.core.config import config_fingerprint
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding
+from mmqa_jax.core.metrics import MetricsWriter
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.training.optimizer import make_optimizer, read_options
+from mmqa_jax.training.state import (
+    Task,
+    TrainState,
+    abstract_state,
+    filled,
+    make_step,
+    split_model,
+    start,
+)
+
+# Entries of a batch that stay on the host, to name the examples of a bad step.
+_ID_KEYS = ("ids", "index")
+
+Evaluate = Callable[[nnx.Module, int], Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    steps: int
+    log_every: int
+    checkpoint_every: int
+    evaluate_every: int
+    accumulate: int
+    keep: int
+
+
+def train(
+    config: Mapping[str, Any],
+    *,
+    task: Task,
+    batches: Any,
+    mesh: Mesh,
+    workdir: Any,
+    seed: int,
+    evaluate: Evaluate | None = None,
+    fill: Callable[[nnx.Module], None] | None = None,
+    title: str = "Training",
+    metadata: Mapping[str, Any] | None = None,
+) -> Any:
+    """Trains a task to its last step, going on from the newest checkpoint in `workdir`.
+
+    Args:
+      config: the section `train` of a config: `steps`, `optimizer` (see OptimizerOptions), and,
+        with these defaults, `log_every` 10, `checkpoint_every` 500, `evaluate_every` 0 (only at
+        the end), `accumulate` 1, `keep` 2 (checkpoints), `rules` (logical -> mesh axes). Keys
+        of the task (batch size, lengths) may stand beside them.
+      task: model and loss.
+      batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis
+        the batch of this process. A step is compiled once per shape. Entries `ids` or `index`
+        of a dict batch stay on the host and name the examples if the loss is not finite.
+      mesh: of core.mesh.make_mesh.
+      workdir: folder of this training run: checkpoints/, metrics.jsonl, events, weights/,
+        model.json.
+      seed: of the starting weights and of dropout.
+      evaluate: called as `evaluate(model, step)` every `evaluate_every` steps and at the end;
+        what it returns is logged as `eval/NAME`. It must not keep the model.
+      fill: puts pretrained weights into the freshly made model, in place, before the first step
+        of a run (not when it resumes).
+      title: shown in front of the progress.
+      metadata: JSON values for model.json (which model these weights belong to).
+
+    Returns:
+      The final parameters (nnx.State).
+
+    Raises:
+      UserError: bad config values, a checkpoint of another config, a batch that does not divide.
+      RunError: a loss or gradient that is not finite (step and example ids named; nothing of it
+        is saved), or data that ends too early.
+      SystemExit: SIGTERM or Ctrl-C, after saving (code 143 or 130).
+    """
+    options = _read(config)
+    rules = tuple((name, axes) for name, axes in config.get("rules") or DEFAULT_RULES)
+    optimizer, schedule = make_optimizer(read_options(config["optimizer"]), options.steps)
+    model = split_model(task, seed)
+    abstract = abstract_state(model, optimizer, mesh, rules)
+    step_fn = make_step(
+        task,
+        model,
+        optimizer,
+        schedule,
+        seed=seed,
+        accumulate=options.accumulate,
+        abstract=abstract,
+        mesh=mesh,
+    )
+    folder = Path(workdir)
+    fingerprint = config_fingerprint({"train": config, "seed": seed, "model": metadata or {}})
+    with Checkpoints(
+        folder / "checkpoints", fingerprint=fingerprint, keep=options.keep
+    ) as checkpoints:
+        state, first, window = _restore_or_start(
+            checkpoints, task, optimizer, seed, abstract, batches
+        )
+        if fill is not None and first == 0:
+            state = filled(state, model, fill)
+        with (
+            MetricsWriter(folder, restored_step=first) as metrics,
+            Progress(title, options.steps, "steps", start=first, quiet=_quiet()) as progress,
+            _StopSignals() as stop,
+        ):
+            run = _Run(options, checkpoints, metrics, progress, batches, window, seed)
+            for step in range(first + 1, options.steps + 1):
+                batch, ids = _next_batch(batches, step, mesh, options.accumulate)
+                with jax.transfer_guard("disallow"):  # the batch is all that may move, above
+                    state, values = step_fn(state, batch)
+                run.dispatched(step, ids, values)
+                if step % options.log_every == 0 or step == options.steps:
+                    run.log(step)
+                if evaluate and _due(step, options.evaluate_every, options.steps):
+                    run.check_finite()
+                    with progress.paused():
+                        found = evaluate(model.merge(state.params), step)
+                    metrics.write(step, {f"eval/{name}": x for name, x in found.items()})
+                stopped = stop.received(checkpoints, step)
+                if stopped or _due(step, options.checkpoint_every, options.steps):
+                    run.save(step, state)
+                if stopped:
+                    checkpoints.wait()
+                    stop.leave(title, step, folder)
+            checkpoints.wait()
+        save_params(folder, state.params, {**(metadata or {}), "step": options.steps, "seed": seed})
+    return state.params
+
+
+class _Run:
+    """The host's side of the loop: steps in flight, the logged window, and saving."""
+
+    def __init__(
+        self,
+        options: _Options,
+        checkpoints: Checkpoints,
+        metrics: MetricsWriter,
+        progress: Progress,
+        batches: Any,
+        window: dict[str, Any],
+        seed: int,
+    ):
+        self._options, self._checkpoints, self._metrics = options, checkpoints, metrics
+        self._progress, self._batches, self._seed = progress, batches, seed
+        self._flying: collections.deque[tuple[int, Any, dict[str, jax.Array]]] = collections.deque()
+        self._sums, self._count = dict(window["sums"]), window["count"]
+        # The CPU runs a step on the cores that also make batches: far ahead only costs memory.
+        self._most_in_flight = 2 if jax.default_backend() == "cpu" else 8
+
+    def dispatched(self, step: int, ids: Any, values: dict[str, jax.Array]) -> None:
+        """Notes a step under way, and waits for an older one if too many are."""
+        self._flying.append((step, ids, values))
+        if len(self._flying) > self._most_in_flight:
+            self._flying[-1 - self._most_in_flight][2]["loss"].block_until_ready()
+        self._progress.advance()
+
+    def check_finite(self) -> None:
+        """Fetches the metrics of all steps so far; RunError at the first that is not finite."""
+        fetched = jax.device_get([values for _, _, values in self._flying])
+        for (step, ids, _), values in zip(self._flying, fetched, strict=True):
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(values[name]):
+                    raise RunError(
+                        f"step {step}: {name} is {float(values[name])}{_named(ids)}; the last "
+                        f"good checkpoint is step {self._checkpoints.latest_step() or 0}; lower "
+                        "the learning rate, clip the gradient, or look at those examples."
+                    )
+            for name, value in values.items():
+                self._sums[name] = self._sums.get(name, 0.0) + float(value)
+            self._count += 1
+        self._flying.clear()
+
+    def log(self, step: int) -> None:
+        """Writes the means of the steps since the last row."""
+        self.check_finite()
+        means = {name: total / self._count for name, total in self._sums.items()}
+        if (rate := self._progress.rate()) is not None:
+            means["steps_per_second"] = rate
+        self._metrics.write(step, means)
+        self._progress.advance(0, loss=means["loss"])
+        self._sums, self._count = {}, 0
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Starts a checkpoint, after making sure that nothing in it is broken."""
+        self.check_finite()
+        self._checkpoints.save(
+            step,
+            params=state.params,
+            train={"step": state.step, "optimizer": state.optimizer},
+            iterator=self._batches,
+            # A row's window may span a checkpoint: its first part must survive.
+            meta={"seed": self._seed, "window": {"sums": self._sums, "count": self._count}},
+        )
+
+
+class _StopSignals:
+    """Turns SIGTERM and the first Ctrl-C into a wish to stop; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopSignals:
+        # On several hosts jax's preemption service takes SIGTERM, so that all agree on a step.
+        if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: Any) -> None:
+        self._signal = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def received(self, checkpoints: Checkpoints, step: int) -> bool:
+        """Whether the run shall stop after this step; the same on all hosts."""
+        if jax.process_count() > 1 and checkpoints.reached_preemption(step):
+            self._signal = signal.SIGTERM
+        return self._signal is not None
+
+    def leave(self, title: str, step: int, folder: Path) -> None:
+        """Ends the process with the signal's exit code."""
+        print(
+            f"{title}: stopped after step {step} and saved; start it again with the same workdir "
+            f"to go on ({folder}).",
+            file=sys.stderr,
+        )
+        raise SystemExit(128 + (self._signal or signal.SIGTERM))
+
+
+def _restore_or_start(
+    checkpoints: Checkpoints,
+    task: Task,
+    optimizer: Any,
+    seed: int,
+    abstract: TrainState,
+    batches: Any,
+) -> tuple[TrainState, int, dict[str, Any]]:
+    """The newest checkpoint, or else the task's starting weights; with step and log window."""
+    restored = checkpoints.restore_latest(
+        params=abstract.params,
+        train={"step": abstract.step, "optimizer": abstract.optimizer},
+        iterator=batches,
+    )
+    if restored is None:
+        return start(task, optimizer, seed, abstract), 0, {"sums": {}, "count": 0}
+    state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"])
+    return state, restored.step, restored.meta["window"]
+
+
+def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -> tuple[Any, Any]:
+    """The next batch on the mesh, split over its data axes, and the ids that stay here."""
+    try:
+        batch = next(batches)
+    except StopIteration:
+        raise RunError(
+            f"step {step}: the data ended before the last step; let the pipeline repeat, or lower "
+            "train.steps."
+        ) from None
+    ids = None
+    if isinstance(batch, dict):
+        ids = {key: batch[key] for key in _ID_KEYS if key in batch}
+        batch = {key: value for key, value in batch.items() if key not in _ID_KEYS}
+    sharding = batch_sharding(mesh)
+    parts = accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
+    for leaf in jax.tree.leaves(batch):
+        size = np.shape(leaf)[0] * jax.process_count() if np.ndim(leaf) else 0
+        if size % parts or not size:
+            raise UserError(
+                f"batch of {size}: must be a multiple of {parts} (train.accumulate x mesh axes "
+                "data and fsdp); change the batch size or the mesh."
+            )
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch
+    ), ids
+
+
+def _read(config: Mapping[str, Any]) -> _Options:
+    defaults = {
+        "log_every": 10,
+        "checkpoint_every": 500,
+        "evaluate_every": 0,
+        "accumulate": 1,
+        "keep": 2,
+    }
+    for key in ("steps", "optimizer"):
+        if key not in config:
+            raise UserError(f"config section train: key {key!r} is missing; add it.")
+    values = {"steps": config["steps"]}
+    values.update({key: config.get(key, default) for key, default in defaults.items()})
+    for key, value in values.items():
+        lowest = 0 if key in ("evaluate_every", "checkpoint_every") else 1
+        if not isinstance(value, int) or value < lowest:
+            raise UserError(
+                f"config key train.{key}={value}: a whole number of at least {lowest} was expected."
+            )
+    return _Options(**values)
+
+
+def _quiet() -> bool | None:
+    return True if jax.process_index() else None  # one process speaks; None: as it would
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _named(ids: Any) -> str:
+    if not ids:
+        return ""
+    shown = []
+    for name, values in ids.items():
+        listed = np.asarray(values).reshape(-1).tolist()
+        more = f", ... ({len(listed)} in all)" if len(listed) > 16 else ""
+        shown.append(f"{name} {', '.join(map(str, listed[:16]))}{more}")
+    return f" on the batch with {'; '.join(shown)}"

@@ -1,0 +1,231 @@
+"""Optimizers and learning-rate schedules from config.
+
+`adam` is what the WebQA code runs (plain torch Adam, constant rate), `adamw` the usual choice,
+`bert_adam` VLP's: no bias correction, every parameter's gradient clipped on its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mmqa_jax.core.config import nearest
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named, name_of
+
+Schedule = Callable[[Any], jax.Array]
+
+# Biases, norm gains and CLIP's temperature are not shrunk towards zero.
+_NO_DECAY = r"(^|/)(bias|scale|logit_scale)$|norm"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """The section `train.optimizer` of a config.
+
+    Attributes:
+      name: adam | adamw | bert_adam.
+      learning_rate: the highest rate of the schedule.
+      schedule: constant | linear | cosine, after the warm-up.
+      warmup: warm-up from 0, a number of steps, or below 1 a fraction of all steps.
+      final_fraction: where linear and cosine end, as a fraction of `learning_rate`.
+      b1, b2: decay of the first and second moment.
+      eps: added to the root of the second moment; None is 1e-8, for bert_adam 1e-6.
+      weight_decay: decoupled; None is 0.01, for adam none.
+      no_decay: regular expression over parameter names that are not decayed.
+      clip_norm: the gradient's global norm is clipped to this; None does not clip.
+      clip_parameter_norm: bert_adam alone: each parameter's gradient norm is clipped to this.
+      multipliers: ((regular expression over parameter names, factor on the rate), ...); the
+        first that matches counts.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-4
+    schedule: str = "linear"
+    warmup: float = 0.1
+    final_fraction: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float | None = None
+    weight_decay: float | None = None
+    no_decay: str = _NO_DECAY
+    clip_norm: float | None = None
+    clip_parameter_norm: float = 1.0
+    multipliers: tuple[tuple[str, float], ...] = ()
+
+
+def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
+    """Reads the config section; an unknown key or name is a UserError that names the nearest."""
+    known = [field.name for field in dataclasses.fields(OptimizerOptions)]
+    for key in section:
+        if key not in known:
+            raise UserError(f"config key train.optimizer.{key}: unknown; {nearest(key, known)}")
+    options = OptimizerOptions(**dict(section))
+    _one_of("name", options.name, ("adam", "adamw", "bert_adam"))
+    _one_of("schedule", options.schedule, ("constant", "linear", "cosine"))
+    if options.name == "adam" and options.weight_decay:
+        raise UserError(
+            "config key train.optimizer.weight_decay: adam has no weight decay; set "
+            "train.optimizer.name to adamw or leave weight_decay out."
+        )
+    if options.warmup < 0 or options.learning_rate <= 0:
+        raise UserError(
+            "config section train.optimizer: learning_rate must be above 0 and warmup not below "
+            f"0; they are {options.learning_rate} and {options.warmup}."
+        )
+    return options
+
+
+def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:
+    """Learning rate by step (the first step is 0): linear warm-up, then the schedule.
+
+    linear is BertAdam's `warmup_linear`: x/w below the warm-up share w, then (1-x)/(1-w), with
+    x = step/steps, which makes the very first update one with rate 0.
+    """
+    warm = options.warmup if options.warmup < 1 else min(options.warmup / steps, 1.0)
+
+    def schedule(step: Any) -> jax.Array:
+        x = jnp.asarray(step, jnp.float32) / steps
+        rest = jnp.clip((1 - x) / max(1 - warm, 1e-9), 0.0, 1.0)
+        if options.schedule == "constant":
+            level = jnp.ones_like(x)
+        elif options.schedule == "linear":
+            level = options.final_fraction + (1 - options.final_fraction) * rest
+        else:
+            fall = 0.5 * (1 - jnp.cos(jnp.pi * rest))
+            level = options.final_fraction + (1 - options.final_fraction) * fall
+        if warm > 0:
+            level = jnp.where(x < warm, x / warm, level)
+        return options.learning_rate * level
+
+    return schedule
+
+
+def make_optimizer(
+    options: OptimizerOptions, steps: int
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The optimizer for `steps` updates, and its schedule (for the logs).
+
+    The transformation's trees keep the parameters' Flax metadata, so optimizer state is sharded
+    like the parameters.
+
+    Raises:
+      UserError: on `init`, a multiplier that matches no parameter.
+    """
+    schedule = make_schedule(options, steps)
+    decay = options.weight_decay
+    if decay is None:
+        decay = 0.0 if options.name == "adam" else 0.01
+    parts = []
+    if options.clip_norm is not None:
+        parts.append(optax.clip_by_global_norm(options.clip_norm))
+    if options.name == "bert_adam":
+        parts.append(clip_each_parameter(options.clip_parameter_norm))
+        parts.append(scale_by_bert_adam(options.b1, options.b2, options.eps or 1e-6))
+    else:
+        parts.append(optax.scale_by_adam(options.b1, options.b2, options.eps or 1e-8))
+    if decay:
+        exempt = re.compile(options.no_decay, re.IGNORECASE)
+        parts.append(
+            optax.add_decayed_weights(
+                decay, mask=lambda params: _by_name(params, lambda name: not exempt.search(name))
+            )
+        )
+    if options.multipliers:
+        parts.append(scale_by_name(options.multipliers))
+    parts.append(optax.scale_by_learning_rate(schedule))
+    return optax.chain(*parts), schedule
+
+
+class BertAdamState(NamedTuple):
+    """First and second moments of the gradient."""
+
+    mu: Any
+    nu: Any
+
+
+def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam without bias correction (VLP, pytorch_pretrained_bert/optimization.py)."""
+
+    def init(params: Any) -> BertAdamState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return BertAdamState(mu=zeros, nu=jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads: Any, state: BertAdamState, params: Any = None) -> tuple[Any, BertAdamState]:
+        del params
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+        return updates, BertAdamState(mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip_each_parameter(max_norm: float) -> optax.GradientTransformation:
+    """Clips the gradient of each parameter to its own L2 norm (torch's clip_grad_norm_).
+
+    A stacked parameter (an axis with the logical name "layers") is one parameter per layer, as
+    in the original, where each layer has its own.
+    """
+
+    def clip(grad: Any) -> Any:
+        variable = isinstance(grad, nnx.Variable)
+        value = grad.get_value() if variable else grad
+        names = (grad.get_metadata().get("out_sharding") or ()) if variable else ()
+        axes = tuple(
+            axis
+            for axis in range(value.ndim)
+            if not (axis < len(names) and names[axis] == "layers")
+        )
+        norm = jnp.sqrt(jnp.sum(jnp.square(value), axis=axes, keepdims=True))
+        clipped = value * jnp.minimum(max_norm / (norm + 1e-6), 1.0)
+        return grad.replace(clipped) if variable else clipped
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return jax.tree.map(clip, grads, is_leaf=lambda x: isinstance(x, nnx.Variable)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_name(multipliers: tuple[tuple[str, float], ...]) -> optax.GradientTransformation:
+    """Multiplies the update of the parameters whose name matches, e.g. 10x for a fresh head."""
+    patterns = [(re.compile(pattern), factor) for pattern, factor in multipliers]
+
+    def factor_of(name: str) -> float:
+        return next((factor for pattern, factor in patterns if pattern.search(name)), 1.0)
+
+    def init(params: Any) -> optax.EmptyState:
+        names = list(flatten_named(params))
+        for pattern, _ in patterns:
+            if not any(pattern.search(name) for name in names):
+                raise UserError(
+                    f"config key train.optimizer.multipliers: {pattern.pattern!r} matches no "
+                    f"parameter; parameters are named like {names[0]!r}."
+                )
+        return optax.EmptyState()
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        factors = _by_name(grads, factor_of)
+        return jax.tree.map(lambda g, factor: g * factor, grads, factors), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _by_name(tree: Any, value_of: Callable[[str], Any]) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: value_of(name_of(path)), tree)
+
+
+def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(
+            f"config key train.optimizer.{key}={value}: unknown; {nearest(value, known)}"
+        )

@@ -1,0 +1,231 @@
+"""From an experiment's config to a task with its data: one recipe per task."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.examples import Augment, PatchRegions, SourceReader
+from mmqa_jax.data.feed import FeedConfig
+from mmqa_jax.data.images import PictureStore
+from mmqa_jax.data.pipelines import answer_batches, contrastive_batches, rerank_batches
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.sequences import MaskingConfig, Packer, PackingConfig
+from mmqa_jax.data.tokenizers import (
+    WordPiece,
+    load_tokenizer,
+    minilm_tokenizer,
+    restrict_vocabulary,
+    train_wordpiece,
+    vocabulary_rows,
+)
+from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
+from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.retrieval.bm25 import source_text
+from mmqa_jax.training.answer import AnswerTask
+from mmqa_jax.training.contrastive import ContrastiveTask
+from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.training.state import Task
+from mmqa_jax.weights.bert import fill_bert, minilm_path
+from mmqa_jax.weights.vlp import init_vlp_from_bert, load_vlp
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What `training.loop.train` needs of a task.
+
+    Attributes:
+      task: model and loss.
+      batches: Grain iterator of its batches.
+      fill: fills a freshly made model with pretrained weights, in place.
+      title: for the progress line.
+    """
+
+    task: Task
+    batches: Any
+    fill: Callable[[nnx.Module], None] | None
+    title: str
+
+
+def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> Recipe:
+    """The recipe of `config.task`.
+
+    Raises:
+      UserError: an unknown task, or a config section that does not fit it.
+    """
+    recipes = {"contrastive": _contrastive, "rerank": _rerank, "answer": _answer}
+    if config.task not in recipes:
+        raise UserError(f"config key task={config.task}: unknown; use one of {', '.join(recipes)}.")
+    questions = corpus.questions(config.data.split)
+    if not questions:
+        raise UserError(
+            f"config key data.split={config.data.split}: {config.data.dir} holds no such "
+            "questions; choose a split that `mmqa prepare` wrote."
+        )
+    return recipes[config.task](config, corpus, questions, tokenizer)
+
+
+def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece:
+    """The run's tokenizer, kept as tokenizer.json in its folder.
+
+    Args:
+      name: `minilm`; `minilm:corpus`, of its tokens those that the corpus and the training
+        questions need; `corpus:N`, a WordPiece of N tokens trained on them; or the path of a
+        tokenizer.json.
+      corpus: what it is trained on.
+      folder: of the run; a tokenizer that is already there is taken.
+    """
+    kept = folder / "tokenizer.json"
+    if kept.exists():
+        return load_tokenizer(kept)
+    if name == "minilm":
+        tokenizer = minilm_tokenizer()
+    elif name == "minilm:corpus":
+        tokenizer = restrict_vocabulary(minilm_tokenizer(), _all_texts(corpus))
+    elif name.startswith("corpus:"):
+        size = name.removeprefix("corpus:")
+        if not size.isdigit():
+            raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
+        tokenizer = train_wordpiece(_all_texts(corpus), int(size), lowercase=True)
+    else:
+        tokenizer = load_tokenizer(name)
+    tokenizer.save(kept)
+    return tokenizer
+
+
+def _all_texts(corpus: Corpus) -> list[str]:
+    texts = [f"{source.title} {source.text}" for source in corpus.sources]
+    for question in corpus.questions("train"):
+        texts += [question.question, *question.answers]
+    return texts
+
+
+def make_packer(config: ConfigDict, tokenizer: WordPiece) -> Packer:
+    """The packer of VLP sequences for the config's pictures and token budgets."""
+    regions = PatchRegions(config.pictures.size, config.pictures.patch)
+    packing = PackingConfig(
+        slots_per_picture=regions.slots,
+        region_dim=regions.dim,
+        position_dim=6,
+        **config.packing.to_dict(),
+    )
+    return Packer(tokenizer, packing)
+
+
+def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> SourceReader:
+    """Tokens and pixels of the corpus's sources as the config's model reads them."""
+    pictures = PictureStore(corpus, config.pictures.size, config.pictures.resize)
+    regions = None
+    if config.task != "contrastive":
+        regions = PatchRegions(config.pictures.size, config.pictures.patch)
+    return SourceReader(corpus, tokenizer, pictures, regions, source_text)
+
+
+def _contrastive(
+    config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
+) -> Recipe:
+    model = dual_encoder_from_config(config.model, tokenizer.vocab_size)
+    batches = contrastive_batches(
+        make_source_reader(config, corpus, tokenizer),
+        questions,
+        _feed(config),
+        **_options(config, ("query_length", "source_lengths", "num_negatives", "two_pass")),
+    )
+
+    def fill(dual_encoder: Any) -> None:
+        rows = _word_rows(config, tokenizer)
+        fill_bert(dual_encoder.text, _bert_folder(config), num_layers=model.text.layers, rows=rows)
+
+    start = None if config.init == "scratch" else fill
+    return Recipe(ContrastiveTask(model), batches, start, "Training the retriever")
+
+
+def _rerank(
+    config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
+) -> Recipe:
+    model = vlp_from_config(config.model, tokenizer.vocab_size)
+    batches = rerank_batches(
+        make_source_reader(config, corpus, tokenizer),
+        questions,
+        make_packer(config, tokenizer),
+        _feed(config, inputs=VLPInputs),
+        **_options(config, ("choices_per_question", "hint_prob")),
+    )
+    return Recipe(
+        RerankTask(model), batches, _vlp_fill(config, tokenizer), "Training the source selector"
+    )
+
+
+def _answer(
+    config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
+) -> Recipe:
+    model = vlp_from_config(config.model, tokenizer.vocab_size)
+    batches = answer_batches(
+        make_source_reader(config, corpus, tokenizer),
+        questions,
+        make_packer(config, tokenizer),
+        MaskingConfig(**config.masking.to_dict()),
+        _feed(config, inputs=VLPInputs),
+        **_options(config, ("max_sources", "distractor_prob", "no_source_prob")),
+    )
+    return Recipe(AnswerTask(model), batches, _vlp_fill(config, tokenizer), "Training the reader")
+
+
+def _vlp_fill(config: ConfigDict, tokenizer: WordPiece) -> Callable[[Any], None] | None:
+    if config.init == "scratch":
+        return None
+
+    def fill(vlp: Any) -> None:
+        if config.init.endswith(".bin") or config.init.endswith(".safetensors"):
+            load_vlp(config.init, vlp, source_head=False)
+        else:
+            rows, layers = _word_rows(config, tokenizer), vlp.config.bert.layers
+            init_vlp_from_bert(vlp, _bert_folder(config), num_layers=layers, rows=rows)
+
+    return fill
+
+
+def _bert_folder(config: ConfigDict) -> str | os.PathLike:
+    return minilm_path() if config.init == "minilm" else config.init
+
+
+def _word_rows(config: ConfigDict, tokenizer: WordPiece) -> np.ndarray | None:
+    """Rows of MiniLM's word table for a smaller vocabulary, None for its own."""
+    if config.tokenizer != "minilm:corpus":
+        return None
+    return vocabulary_rows(tokenizer, minilm_tokenizer())
+
+
+def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:
+    return FeedConfig(
+        batch_size=config.batches.batch_size,
+        seed=config.seed,
+        augment=_augmentation(config.get("augment", {})),
+        inputs=inputs,
+        slack=config.batches.get("slack", 0),
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        threads=config.batches.get("threads", 2),
+    )
+
+
+def _augmentation(section: Mapping[str, Any]) -> Augment | None:
+    if not section or not any(section.values()):
+        return None
+    from mmqa_jax.data.datasets.atlas.example_augment import AtlasAugment
+
+    return AtlasAugment(**section)
+
+
+def _options(config: ConfigDict, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: config.batches[name] for name in names if name in config.batches}

@@ -1,0 +1,40 @@
+"""Training of VLP's source head: is this source relevant to the question?"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+
+
+@dataclasses.dataclass(frozen=True)
+class RerankTask:
+    """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
+    for relevant sources, averaged over a question's choices and then over questions.
+
+    Batches hold (question, source) pairs of one modality; `weights` carries the 1 / choices.
+    """
+
+    config: VLPConfig
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialised VLP."""
+        return VLP(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: VLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Weighted mean cross-entropy over the pairs, and how many are classified rightly."""
+        inputs: VLPInputs = batch["inputs"]
+        logits = model.source_logits(model.encode(inputs, dropout_key=dropout_key))  # [B, 2]
+        relevant = batch["labels"]  # [B] 1 = relevant
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, 1 - relevant)
+        weights = batch["weights"]
+        total = weights.sum() + 1e-8
+        right = (logits.argmax(axis=1) == 1 - relevant).astype(jnp.float32)
+        return (losses * weights).sum() / total, {"accuracy": (right * weights).sum() / total}

@@ -1,0 +1,176 @@
+"""The arrays of a training run, how they start, and the jitted step that moves them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.mesh import replicated, state_shardings
+from mmqa_jax.training.optimizer import Schedule
+
+
+class Task(Protocol):
+    """What is trained: a model and its loss. One file per task in this folder."""
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """Makes the model with its starting weights (traced)."""
+
+    def loss(
+        self, model: nnx.Module, batch: Any, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Scalar loss and scalar metrics of one batch; pure and traced."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What changes from step to step.
+
+    Attributes:
+      step: int32 scalar, updates done.
+      params: nnx.State of the parameters.
+      optimizer: Optax state.
+    """
+
+    step: jax.Array
+    params: Any
+    optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A task's model, split once: its graph, the shapes of its parameters, and the rest.
+
+    Attributes:
+      graphdef: static; together with arrays it makes a module again.
+      params: nnx.State of jax.ShapeDtypeStructs.
+      constants: nnx.State of the variables that are not parameters; not trained, not saved.
+    """
+
+    graphdef: Any
+    params: Any
+    constants: Any
+
+    def merge(self, params: Any) -> nnx.Module:
+        """The module with these parameters."""
+        return nnx.merge(self.graphdef, params, self.constants)
+
+
+def split_model(task: Task, seed: int) -> Model:
+    """The task's model without its parameters' values, which `start` or a checkpoint gives."""
+
+    def build() -> nnx.Module:
+        return task.init(jax.random.key(seed))
+
+    graphdef, params, constants = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+    if jax.tree.leaves(constants):
+        constants = jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))()
+    return Model(graphdef, params, constants)
+
+
+def abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Any
+) -> TrainState:
+    """Shapes and shardings of the state: optimizer moments lie where their parameters lie."""
+    shapes = jax.eval_shape(lambda params: _fresh(params, optimizer), model.params)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(shapes, mesh, rules),
+    )
+
+
+def start(
+    task: Task, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
+) -> TrainState:
+    """The state before the first step; each device makes its own shards of it."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+    def make() -> TrainState:
+        return _fresh(nnx.state(task.init(jax.random.key(seed)), nnx.Param), optimizer)
+
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def filled(state: TrainState, model: Model, fill: Callable[[nnx.Module], None]) -> TrainState:
+    """The state with pretrained weights, on the shardings that it had.
+
+    Args:
+      fill: puts the weights into a module, in place.
+    """
+    # Taken first: the module shares its variables with the state, so `fill` writes into both.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    module = model.merge(state.params)
+    fill(module)
+    params = jax.device_put(nnx.state(module, nnx.Param), shardings)
+    return dataclasses.replace(state, params=params)
+
+
+def _fresh(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def make_step(
+    task: Task,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    *,
+    seed: int,
+    accumulate: int,
+    abstract: TrainState,
+    mesh: Mesh,
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+    """The jitted update: (state, batch) -> (state, metrics); the old state is donated.
+
+    Dropout keys depend on seed and step alone, so a resumed run draws the same. With
+    `accumulate` k, the batch is taken in k interleaved parts whose gradients are averaged
+    (a loss with in-batch negatives sees only those of its part).
+    Metrics: those of the task, `loss`, `grad_norm` (global, before clipping), `learning_rate`.
+    """
+
+    def loss_fn(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
+        module = nnx.merge(model.graphdef, params, constants)
+        loss, metrics = task.loss(module, batch, key)
+        return loss, {**metrics, "loss": loss}
+
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def accumulated(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
+        # [B, ...] -> [B / k, k, ...]: part i is column i, so each device keeps its own rows.
+        columns = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]), batch)
+
+        def part(i: Any) -> Any:
+            rows = jax.tree.map(lambda x: x[:, i], columns)
+            (_, metrics), grads = gradient(params, constants, rows, jax.random.fold_in(key, i))
+            return metrics, grads
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, 0))
+        total = jax.lax.fori_loop(
+            0, accumulate, lambda i, sums: jax.tree.map(jnp.add, sums, part(i)), zeros
+        )
+        return jax.tree.map(lambda x: x / accumulate, total)
+
+    def step(state: TrainState, constants: Any, batch: Any) -> tuple[TrainState, Any]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if accumulate == 1:
+            (_, metrics), grads = gradient(state.params, constants, batch, key)
+        else:
+            metrics, grads = accumulated(state.params, constants, batch, key)
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        metrics["learning_rate"] = schedule(state.step)
+        updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, moments), metrics
+
+    # The old parameters make room for the new ones: one copy in memory, not two.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    return lambda state, batch: jitted(state, model.constants, batch)

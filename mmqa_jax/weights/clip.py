@@ -1,0 +1,115 @@
+"""CLIP checkpoints in transformers' layout (`CLIPModel.save_pretrained`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.weights.keymap import (
+    TRANSPOSE,
+    KeyMap,
+    Rule,
+    conv_patches,
+    load_into,
+    norm_rules,
+    transformer_rules,
+)
+from mmqa_jax.weights.safetensors_io import SafetensorsSource
+
+_LINEARS = {
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.out_proj": "out",
+    "mlp.fc1": "mlp_in",
+    "mlp.fc2": "mlp_out",
+}
+_NORMS = {"layer_norm1": "ln_1", "layer_norm2": "ln_2"}
+
+
+def clip_key_map(config: CLIPConfig) -> KeyMap:
+    """Key map of transformers' CLIPModel (its `pre_layrnorm` is spelled so)."""
+    vision, text = "vision_model.", "text_model."
+    patches = conv_patches(config.vision.patch_size)
+    return KeyMap(
+        rules=[
+            Rule("logit_scale", "logit_scale"),
+            Rule(f"{vision}embeddings.class_embedding", "vision/class_token"),
+            Rule(f"{vision}embeddings.patch_embedding.weight", "vision/patch/kernel", patches),
+            Rule(f"{vision}embeddings.position_embedding.weight", "vision/positions"),
+            *norm_rules(f"{vision}pre_layrnorm", "vision/ln_pre"),
+            *transformer_rules(
+                f"{vision}encoder.layers.{{layer}}.", "vision/layers", _LINEARS, _NORMS
+            ),
+            *norm_rules(f"{vision}post_layernorm", "vision/ln_post"),
+            Rule("visual_projection.weight", "vision/proj/kernel", TRANSPOSE),
+            Rule(f"{text}embeddings.token_embedding.weight", "text/tokens/table"),
+            Rule(f"{text}embeddings.position_embedding.weight", "text/positions"),
+            *transformer_rules(f"{text}encoder.layers.{{layer}}.", "text/layers", _LINEARS, _NORMS),
+            *norm_rules(f"{text}final_layer_norm", "text/ln_final"),
+            Rule("text_projection.weight", "text/proj/kernel", TRANSPOSE),
+        ],
+        ignore=[r"embeddings\.position_ids$"],  # a buffer of old versions
+    )
+
+
+def clip_config(published: Mapping[str, Any]) -> CLIPConfig:
+    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
+    vision, text = published.get("vision_config") or {}, published.get("text_config") or {}
+    embed_dim = published.get("projection_dim", 512)
+    # Transformers pools at the largest id when an old config says 2 (a wrong value, kept).
+    eos = text.get("eos_token_id", 49407)
+    return CLIPConfig(
+        vision=VisionConfig(
+            image_size=vision.get("image_size", 224),
+            patch_size=vision.get("patch_size", 32),
+            width=vision.get("hidden_size", 768),
+            layers=vision.get("num_hidden_layers", 12),
+            heads=vision.get("num_attention_heads", 12),
+            mlp_width=vision.get("intermediate_size", 3072),
+            embed_dim=embed_dim,
+            activation=vision.get("hidden_act", "quick_gelu"),
+            eps=vision.get("layer_norm_eps", 1e-5),
+        ),
+        text=TextConfig(
+            vocab_size=text.get("vocab_size", 49408),
+            context=text.get("max_position_embeddings", 77),
+            width=text.get("hidden_size", 512),
+            layers=text.get("num_hidden_layers", 12),
+            heads=text.get("num_attention_heads", 8),
+            mlp_width=text.get("intermediate_size", 2048),
+            embed_dim=embed_dim,
+            eos_token_id=None if eos == 2 else eos,
+            activation=text.get("hidden_act", "quick_gelu"),
+            eps=text.get("layer_norm_eps", 1e-5),
+        ),
+    )
+
+
+def load_clip(folder: str | os.PathLike) -> tuple[CLIPConfig, nnx.State]:
+    """Reads a folder written by `CLIPModel.save_pretrained` (config.json, safetensors).
+
+    Returns:
+      The config and the filled state of `CLIP(config)`; merge with `nnx.update(model, state)`.
+
+    Raises:
+      UserError: a missing file, another model's folder, tensors that do not fit.
+    """
+    path = Path(folder) / "config.json"
+    published = read_json(path)
+    if published.get("model_type") != "clip":
+        raise UserError(
+            f"{path}: model_type is {published.get('model_type')!r}, expected 'clip'; give the "
+            "folder of a CLIP checkpoint."
+        )
+    config = clip_config(published)
+    abstract = nnx.eval_shape(lambda: CLIP(config, rngs=nnx.Rngs(0)))
+    state = load_into(nnx.state(abstract), clip_key_map(config), SafetensorsSource(folder))
+    return config, state

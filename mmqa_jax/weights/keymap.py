@@ -1,0 +1,366 @@
+"""Declarative key maps: published checkpoint keys to parameters of our models, and back.
+
+A key map is a list of rules `source key template -> (path, transform)`. `{layer}` in a template
+stands for a number: it becomes the slice of a stacked parameter, or part of the path where the
+path has `{layer}` too. A template says the same as a regular expression and, unlike one, can be
+run backwards, so the same map exports.
+
+Loading is strict. A source key without a rule, a parameter left unfilled, two rules or two keys
+for one place, or a shape that differs ends in one UserError that lists all offenders, before
+any tensor is read. Tensors are then read one at a time onto their shardings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.weights.safetensors_io import TensorSource, write_safetensors
+
+_SHOWN = 10  # offenders listed of each kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """A change of layout between a published tensor and ours, written with array methods.
+
+    Attributes:
+      forward: published -> ours.
+      inverse: ours -> published; None where information is lost (export then refuses).
+    """
+
+    forward: Callable[[Any], Any]
+    inverse: Callable[[Any], Any] | None
+
+
+IDENTITY = Transform(lambda x: x, lambda x: x)
+# torch.nn.Linear keeps (out, in), our kernels are [in, out].
+TRANSPOSE = Transform(lambda x: x.T, lambda x: x.T)
+
+
+def conv_patches(patch: int) -> Transform:
+    """Conv2d weight (out, 3, patch, patch) <-> kernel [patch * patch * 3, out].
+
+    Rows follow a patch flattened as (row, column, channel).
+    """
+    return Transform(
+        lambda x: x.transpose(2, 3, 1, 0).reshape(-1, x.shape[0]),
+        lambda x: x.reshape(patch, patch, 3, x.shape[-1]).transpose(3, 2, 0, 1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One published key (or one per layer) and where it goes.
+
+    Attributes:
+      key: template of the source key, e.g. `encoder.layer.{layer}.output.dense.weight`.
+      path: path of the parameter joined by `/`, e.g. `layers/mlp_out/kernel`.
+      transform: layout change of one source tensor.
+    """
+
+    key: str
+    path: str
+    transform: Transform = IDENTITY
+
+    @functools.cached_property
+    def regex(self) -> re.Pattern:
+        """The template as a regular expression with a group `layer`."""
+        return re.compile(re.escape(self.key).replace(r"\{layer\}", r"(?P<layer>\d+)") + r"\Z")
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the layer number selects a slice of the parameter."""
+        return "{layer}" in self.key and "{layer}" not in self.path
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyMap:
+    """Rules of one model, with the exceptions spelled out.
+
+    Attributes:
+      rules: see Rule.
+      rename: (regex, replacement) applied to each source key before the rules: prefixes and old
+        names (`gamma` -> `weight`).
+      ignore: regexes of (renamed) source keys that are dropped: buffers, unused heads.
+      fresh: regexes of parameter paths that may stay as they are (heads that are trained anew).
+      tied: (alias key, key): the checkpoint stores one tensor under two names. Both, if present,
+        must be equal; the alias alone serves for the key.
+    """
+
+    rules: Sequence[Rule]
+    rename: Sequence[tuple[str, str]] = ()
+    ignore: Sequence[str] = ()
+    fresh: Sequence[str] = ()
+    tied: Sequence[tuple[str, str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assignment:
+    source_key: str
+    slot: tuple[int, ...]  # leading indices into the parameter; () is the whole
+    transform: Transform
+
+
+def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.State:
+    """Fills `state` from a checkpoint, one tensor in host memory at a time.
+
+    Args:
+      state: parameters to fill: arrays, or ShapeDtypeStructs (with shardings, if the model is
+        to be spread over a mesh: nothing is initialised then, and no host holds the model).
+        Fresh parameters need arrays. The given arrays are not changed.
+      key_map: the model's map.
+      source: the checkpoint.
+
+    Returns:
+      A new state: each filled parameter with the dtype and sharding of the one it replaces.
+
+    Raises:
+      UserError: the checkpoint does not fit; one sentence lists all offenders.
+    """
+    leaves = {_join(path): leaf for path, leaf in nnx.to_flat_state(state)}
+    plan = _plan(leaves, key_map, source)
+    filled = []
+    for path, leaf in nnx.to_flat_state(state):
+        assignments = plan.get(_join(path))
+        if assignments:
+            leaf = leaf.replace(_fill(leaf.get_value(), assignments, source))
+        filled.append((path, leaf))
+    return nnx.from_flat_state(filled)
+
+
+def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None:
+    """Fills a module's parameters in place from a checkpoint; see `load_into`."""
+    nnx.update(model, load_into(nnx.state(model), key_map, source))
+
+
+class StateSource:
+    """A model's parameters under published keys and layouts: a key map run backwards.
+
+    It is a TensorSource, so it can be written to a file or loaded into another model.
+
+    Raises:
+      UserError: a rule's transform cannot be inverted.
+    """
+
+    def __init__(self, state: nnx.State, key_map: KeyMap, name: str = "the model"):
+        self.name = name
+        self._where: dict[str, tuple[Any, tuple[int, ...], Transform]] = {}
+        leaves = {_join(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+        for rule in key_map.rules:
+            if rule.transform.inverse is None:
+                raise UserError(
+                    f"key map, {rule.key}: this layout change cannot be undone; export with the "
+                    "model's own key map."
+                )
+            for path, leaf in leaves.items():
+                template = re.escape(rule.path).replace(r"\{layer\}", r"(\d+)")
+                match = re.fullmatch(template, path)
+                if not match:
+                    continue
+                layers = range(leaf.shape[0]) if rule.stacked else [*map(int, match.groups())]
+                for layer in layers if "{layer}" in rule.key else [None]:
+                    slot = (layer,) if rule.stacked else ()
+                    key = rule.key if layer is None else rule.key.format(layer=layer)
+                    self._where[key] = (leaf, slot, rule.transform)
+        for alias, key in key_map.tied:
+            if key in self._where:
+                self._where[alias] = self._where[key]
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every tensor, by key."""
+        found = {}
+        for key, (leaf, slot, transform) in self._where.items():
+            ours = jax.ShapeDtypeStruct(leaf.shape[len(slot) :], leaf.dtype)
+            found[key] = jax.eval_shape(transform.inverse, ours)
+        return found
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor in its published layout."""
+        leaf, slot, transform = self._where[key]
+        ours = np.asarray(_get_slice(leaf, slot[0]) if slot else leaf)
+        # C order: safetensors' own save_file writes the bytes of a transposed view unturned.
+        return np.asarray(transform.inverse(ours), order="C")
+
+
+def export(state: nnx.State, key_map: KeyMap) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (published key, tensor) of every parameter that the map knows, one at a time."""
+    source = StateSource(state, key_map)
+    for key in source.specs():
+        yield key, source.read(key)
+
+
+def save_model(path: str | os.PathLike, state: nnx.State, key_map: KeyMap) -> None:
+    """Writes parameters as a safetensors file under their published keys."""
+    source = StateSource(state, key_map)
+    specs = source.specs()
+    write_safetensors(path, specs, ((key, source.read(key)) for key in specs))
+
+
+def _plan(
+    leaves: Mapping[str, Any], key_map: KeyMap, source: TensorSource
+) -> dict[str, list[_Assignment]]:
+    """Matches every source key with its place; raises UserError listing what does not fit."""
+    specs = source.specs()
+    offenders: dict[str, list[str]] = {}
+
+    def offend(kind: str, what: str) -> None:
+        offenders.setdefault(kind, []).append(what)
+
+    keys: dict[str, str] = {}  # renamed key -> key in the file
+    for key in specs:
+        renamed = key
+        for pattern, replacement in key_map.rename:
+            renamed = re.sub(pattern, replacement, renamed)
+        if renamed in keys:
+            offend("keys with one meaning", f"{keys[renamed]} and {key}")
+        keys[renamed] = key
+    for alias, original in key_map.tied:
+        if alias in keys and original in keys:
+            if not _equal(source, keys[alias], keys[original]):
+                offend("tensors that should be equal", f"{keys[alias]} and {keys[original]}")
+            del keys[alias]
+        elif alias in keys:
+            keys[original] = keys.pop(alias)
+
+    plan: dict[str, dict[tuple[int, ...], _Assignment]] = {}
+    for renamed, key in keys.items():
+        if any(re.search(pattern, renamed) for pattern in key_map.ignore):
+            continue
+        matches = [(rule, m) for rule in key_map.rules if (m := rule.regex.match(renamed))]
+        if not matches:
+            offend("keys without a rule", key)
+            continue
+        if len(matches) > 1:
+            offend("keys with two rules", key)
+            continue
+        rule, match = matches[0]
+        layer = int(match["layer"]) if "{layer}" in rule.key else None
+        path = rule.path.format(layer=layer) if layer is not None else rule.path
+        if path not in leaves:
+            offend("keys whose parameter the model lacks", f"{key} -> {path}")
+            continue
+        value = leaves[path].get_value()
+        slot = (layer,) if rule.stacked else ()
+        if slot and layer >= value.shape[0]:
+            offend("layers the model lacks", f"{key} (model: {value.shape[0]})")
+            continue
+        places = plan.setdefault(path, {})
+        if slot in places:
+            offend("two keys for one parameter", f"{places[slot].source_key} and {key}")
+            continue
+        places[slot] = _Assignment(key, slot, rule.transform)
+        wanted = value.shape[len(slot) :]
+        got = _shape_after(rule.transform, specs[key])
+        if got != wanted:
+            shape = tuple(specs[key].shape)
+            offend("shapes that differ", f"{key} {shape} (model: {path} {wanted}, here {got})")
+
+    for path, leaf in leaves.items():
+        shape = leaf.get_value().shape
+        places = plan.get(path, {})
+        if not places:
+            if not any(re.search(pattern, path) for pattern in key_map.fresh):
+                offend("parameters without a tensor", path)
+            elif isinstance(leaf.get_value(), jax.ShapeDtypeStruct):
+                offend("fresh parameters that were never initialised", path)
+        elif () not in places and len(places) < shape[0]:
+            absent = [n for n in range(shape[0]) if (n,) not in places]
+            offend("parameters without a tensor", f"{path}, layers {absent}")
+    if offenders:
+        raise UserError(_sentence(source.name, offenders))
+    return {path: [places[slot] for slot in sorted(places)] for path, places in plan.items()}
+
+
+def _sentence(name: str, offenders: Mapping[str, Sequence[str]]) -> str:
+    parts = []
+    for kind, items in offenders.items():
+        shown = ", ".join(items[:_SHOWN])
+        more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        parts.append(f"{len(items)} {kind}: {shown}{more}")
+    return (
+        f"{name}: the checkpoint does not fit the model ({'; '.join(parts)}); give a checkpoint "
+        "of this model, and a config of the checkpoint's sizes."
+    )
+
+
+def _shape_after(transform: Transform, spec: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
+    try:
+        return jax.eval_shape(transform.forward, spec).shape
+    except (TypeError, ValueError, IndexError):  # a tensor of another rank
+        return None
+
+
+def _equal(source: TensorSource, first: str, second: str) -> bool:
+    specs = source.specs()
+    if specs[first].shape != specs[second].shape:
+        return False
+    return np.array_equal(source.read(first), source.read(second))
+
+
+def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) -> jax.Array:
+    sharding = getattr(value, "sharding", None)
+
+    def read(assignment: _Assignment) -> np.ndarray:
+        tensor = assignment.transform.forward(source.read(assignment.source_key))
+        return np.asarray(tensor, dtype=value.dtype)
+
+    if assignments[0].slot == ():
+        return jax.device_put(read(assignments[0]), sharding)
+    buffer = jnp.zeros(value.shape, value.dtype, device=sharding)
+    for assignment in assignments:
+        buffer = _set_slice(buffer, read(assignment), assignment.slot[0])
+    return buffer
+
+
+# The index is an argument: one compilation serves all layers.
+_get_slice = jax.jit(lambda leaf, index: jax.lax.dynamic_index_in_dim(leaf, index, 0, False))
+
+
+@functools.partial(jax.jit, donate_argnums=0)  # donated: the stack is written in place
+def _set_slice(buffer: jax.Array, tensor: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(buffer, tensor, index, 0)
+
+
+def _join(path: Sequence[Any]) -> str:
+    return "/".join(str(part) for part in path)
+
+
+def transformer_rules(
+    layer: str, path: str, names: Mapping[str, str], norms: Mapping[str, str]
+) -> list[Rule]:
+    """Rules of one transformer block: linears (weight transposed, bias) and layer norms.
+
+    Args:
+      layer: key template of the block, with `{layer}` and a trailing dot.
+      path: path of the stacked block.
+      names: published linear -> ours (each with `.weight` and `.bias`).
+      norms: published layer norm -> ours.
+    """
+    rules = []
+    for theirs, ours in names.items():
+        rules += linear_rules(f"{layer}{theirs}", f"{path}/{ours}")
+    for theirs, ours in norms.items():
+        rules += norm_rules(f"{layer}{theirs}", f"{path}/{ours}")
+    return rules
+
+
+def linear_rules(key: str, path: str, bias: bool = True) -> list[Rule]:
+    """Rules of a torch Linear and our Linear."""
+    rules = [Rule(f"{key}.weight", f"{path}/kernel", TRANSPOSE)]
+    return [*rules, Rule(f"{key}.bias", f"{path}/bias")] if bias else rules
+
+
+def norm_rules(key: str, path: str) -> list[Rule]:
+    """Rules of a torch LayerNorm and our LayerNorm."""
+    return [Rule(f"{key}.weight", f"{path}/scale"), Rule(f"{key}.bias", f"{path}/bias")]

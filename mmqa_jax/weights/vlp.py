@@ -1,0 +1,188 @@
+"""VLP and WebQA_Baseline checkpoints, and VLP started from BERT weights.
+
+Keys: reference.md 2.5 (WebQA_Baseline pytorch_pretrained_bert/modeling.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.vlp import VLP, VLPConfig
+from mmqa_jax.weights.bert import (
+    BUFFERS,
+    OLD_NAMES,
+    bert_rules,
+    first_layers,
+    mlm_rules,
+    mlm_tied,
+    read_bert_config,
+    trunk_layers,
+    word_rows,
+)
+from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, load_into
+from mmqa_jax.weights.safetensors_io import ArraySource, SafetensorsSource, TensorSource
+
+# Rows of a two-row type table that fill VLP's six (modeling.py l.693-700): 2, 3, 4 <- 0; 5 <- 1.
+_TYPE_ROWS = np.array([0, 1, 0, 0, 0, 1])
+_EXPAND_TYPES = Transform(lambda table: table[_TYPE_ROWS], None)
+_TYPE_TABLE = "bert.embeddings.token_type_embeddings.weight"
+
+# Parameters that pretrained BERT weights do not know.
+_VISUAL = (r"^region_content/", r"^region_place/")
+_SOURCE_HEAD = r"^source_head/"
+
+
+def vlp_key_map(config: VLPConfig, *, source_head: bool = True) -> KeyMap:
+    """Key map of WebQA_Baseline's BertForWebqa.
+
+    Args:
+      config: the model's sizes; the frontend's number of linears decides the keys.
+      source_head: the checkpoint has `context_classifier`. VLP's own pretraining checkpoints
+        have not: the head then stays as it is.
+    """
+    content = [
+        rule
+        for index in range(len(config.visual_hidden) + 1)
+        # A torch Sequential of Linear, ReLU, Linear, ...: linears have even numbers.
+        for rule in linear_rules(f"vis_embed.{2 * index}", f"region_content/linears/{index}")
+    ]
+    head = linear_rules("context_classifier", "source_head") if source_head else []
+    return KeyMap(
+        rules=[
+            *bert_rules("bert.", "bert/"),
+            *mlm_rules("mlm_head"),
+            *content,
+            *linear_rules("vis_pe_embed.0", "region_place/linears/0"),
+            *head,
+        ],
+        rename=OLD_NAMES,
+        # The pooler exists and is used by neither task; the VQA head belongs to VLP's VQA2 runs.
+        ignore=[BUFFERS, r"^bert\.pooler\.", r"^ans_classifier\."],
+        fresh=() if source_head else (_SOURCE_HEAD,),
+        tied=mlm_tied("bert.")[:1],  # the original's decoder has no bias of its own
+    )
+
+
+def load_vlp(
+    path: str | os.PathLike, model: VLP, *, source_head: bool = True, fresh_visual: bool = False
+) -> None:
+    """Fills a VLP from a WebQA or VLP checkpoint, in place.
+
+    Args:
+      path: a safetensors file or folder, or a torch file (`model.11.bin`; needs torch).
+      model: a VLP whose config has the checkpoint's sizes. A checkpoint with two token types
+        fills six by VLP's rule.
+      source_head: the checkpoint has the source-selection head; else it stays as it is.
+      fresh_visual: leave the region embeddings as they are. VinVL features start so: their
+        sizes differ from the VLP checkpoint's.
+
+    Raises:
+      UserError: a missing or broken file, tensors that do not fit.
+    """
+    source = open_checkpoint(path)
+    key_map = vlp_key_map(model.config, source_head=source_head)
+    types = source.specs().get(_TYPE_TABLE)
+    if types is not None:
+        key_map = _fit_types(key_map, types.shape[0], model.config.bert.types)
+    if fresh_visual:
+        rules = [r for r in key_map.rules if not r.path.startswith("region_")]
+        ignore = (*key_map.ignore, r"^vis_embed\.", r"^vis_pe_embed\.")
+        fresh = (*key_map.fresh, *_VISUAL)
+        key_map = dataclasses.replace(key_map, rules=rules, ignore=ignore, fresh=fresh)
+    nnx.update(model, load_into(nnx.state(model), key_map, source))
+
+
+def init_vlp_from_bert(
+    model: VLP,
+    folder: str | os.PathLike,
+    *,
+    num_layers: int | None = None,
+    rows: np.ndarray | None = None,
+) -> None:
+    """Fills a VLP's trunk from BERT or MiniLM weights, in place.
+
+    Region embeddings and the source head stay as they are. So does the masked-LM head where
+    the checkpoint has none (MiniLM); its decoder is tied to the word table in any case. Two
+    token types fill VLP's six (rows 2, 3, 4 <- 0, row 5 <- 1).
+
+    Args:
+      model: VLP whose trunk has the checkpoint's widths.
+      folder: `config.json` and safetensors, e.g. `minilm_path()`.
+      num_layers: take only the checkpoint's first so many layers, the number of the model's
+        trunk; None demands that the numbers be equal.
+      rows: see weights.bert.fill_bert.
+
+    Raises:
+      UserError: the trunk's constants or sizes are not the checkpoint's.
+    """
+    published = read_bert_config(folder)
+    trunk = model.config.bert
+    # VLP's eps (1e-5) is not BERT's, yet VLP started from BERT: eps is not compared.
+    wanted = trunk_layers(trunk, published, folder, num_layers, ("heads", "activation"))
+    source = SafetensorsSource(folder)
+    has_head = any(key.startswith("cls.predictions.transform.") for key in source.specs())
+    key_map = KeyMap(
+        rules=[*bert_rules("bert.", "bert/"), *(mlm_rules("mlm_head") if has_head else [])],
+        # The encoder's keys may lack `bert.`; give it to all.
+        rename=[(r"^(embeddings|encoder|pooler)\.", r"bert.\1."), *OLD_NAMES],
+        ignore=[BUFFERS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."],
+        fresh=(*_VISUAL, _SOURCE_HEAD) + (() if has_head else (r"^mlm_head/",)),
+        tied=mlm_tied("bert."),
+    )
+    key_map = _fit_types(key_map, published.types, trunk.types)
+    key_map = word_rows(first_layers(key_map, wanted, published.layers), rows)
+    nnx.update(model, load_into(nnx.state(model), key_map, source))
+
+
+def open_checkpoint(path: str | os.PathLike) -> TensorSource:
+    """Opens safetensors, or a torch file (`.bin`, `.pt`, `.pth`) without running its pickle.
+
+    Raises:
+      UserError: a missing or broken file, one that is no state dict, or torch is not installed.
+    """
+    path = Path(path)
+    if path.suffix not in (".bin", ".pt", ".pth"):
+        return SafetensorsSource(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; check the path.")
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(
+            f"{path}: reading a torch file needs torch; install it, or convert the file to "
+            "safetensors."
+        ) from error
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = re.split(r"[.\n]", str(error), maxsplit=1)[0]
+        raise UserError(
+            f"{path}: not a torch file of plain tensors ({reason}); fetch it again or convert it "
+            "to safetensors."
+        ) from error
+    if not isinstance(tensors, dict) or not all(torch.is_tensor(t) for t in tensors.values()):
+        raise UserError(f"{path}: not a state dict (names and tensors); give the weights alone.")
+    # numpy has no bfloat16 of torch's; float32 holds all of its values.
+    arrays = {
+        key: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for key, tensor in tensors.items()
+    }
+    return ArraySource(arrays, str(path))
+
+
+def _fit_types(key_map: KeyMap, theirs: int, ours: int) -> KeyMap:
+    if (theirs, ours) != (2, 6):
+        return key_map  # equal, or a difference that loading reports
+    rules = [
+        dataclasses.replace(rule, transform=_EXPAND_TYPES) if rule.key == _TYPE_TABLE else rule
+        for rule in key_map.rules
+    ]
+    return dataclasses.replace(key_map, rules=rules)

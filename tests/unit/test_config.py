@@ -1,0 +1,147 @@
+"""Config files, overrides and fingerprints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import config_fingerprint, load_config, to_plain_dict
+from mmqa_jax.core.errors import UserError
+
+FILE = """
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+def get_config(mode=""):
+    config = ConfigDict()
+    config.seed = 3
+    config.name = "full"
+    config.train = ConfigDict({"steps": 100, "rate": 0.5, "shuffle": True, "clip": placeholder(float)})
+    config.model = ConfigDict({"layers": (2, 4), "names": ("a",), "note": None})
+    config.warmup = config.train.get_ref("steps") // 10
+    if mode == "runlocal":
+        config.train.steps = 10
+    return config
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_mode_behind_the_colon_reaches_get_config(file):
+    assert load_config(file).train.steps == 100
+    config = load_config(f"{file}:runlocal")
+    assert (config.train.steps, config.warmup) == (10, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.steps", "500", 500),
+        ("train.steps", "1e4", 10000),
+        ("train.steps", "-1", -1),
+        ("train.rate", "3", 3.0),
+        ("train.rate", "1e-4", 1e-4),
+        ("train.shuffle", "false", False),
+        ("train.shuffle", "True", True),
+        ("train.clip", "1", 1.0),
+        ("train.clip", "none", None),
+        ("name", "none", "none"),
+        ("name", "007", "007"),
+        ("model.layers", "(1, 2, 3)", (1, 2, 3)),
+        ("model.layers", "8,9", (8, 9)),
+        ("model.names", "x,y", ("x", "y")),
+        ("model.note", "12", 12),
+        ("model.note", "words", "words"),
+    ],
+)
+def test_overrides_take_the_type_of_what_they_replace(file, key, text, value):
+    changed = load_config(file, {key: text})
+    for part in key.split("."):
+        changed = changed[part]
+    assert changed == value
+    assert type(changed) is type(value)
+
+
+def test_overrides_as_list_reach_fields_derived_from_them(file):
+    config = load_config(file, ["train.steps=500", "name=a=b"])
+    assert (config.train.steps, config.warmup, config.name) == (500, 50, "a=b")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"train.step": "5"},
+            r"--config\.train\.step: .*small\.py has no such key; did you mean 'train\.steps'\?",
+        ),
+        ({"trian.steps": "5"}, r"did you mean 'train\.steps'\?"),
+        ({"steps": "5"}, r"did you mean 'train\.steps'\?"),
+        ({"qqq": "5"}, r"the known ones are .*model\.layers"),
+        ({"train.steps.more": "5"}, r"has no such key"),
+        (
+            {"train.steps": "2.5"},
+            r"train\.steps=2\.5: .*small\.py has a whole number there \(100\)",
+        ),
+        ({"train.steps": "many"}, r"give a whole number"),
+        ({"train.steps": True}, r"give a whole number"),
+        ({"train.rate": "fast"}, r"give a number"),
+        ({"train.shuffle": "maybe"}, r"give true or false"),
+        ({"model.layers": "1,b"}, r"give a tuple"),
+        ({"name": 5}, r"give text"),
+        ({"train": "5"}, r"is a section, not a value; set one of train\.clip, train\.rate"),
+        (["train.steps"], r"KEY=VALUE was expected"),
+    ],
+)
+def test_wrong_overrides_are_named(file, overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_config(file, overrides)
+
+
+def test_files_that_are_no_config_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.py: no such config file"):
+        load_config(tmp_path / "absent.py")
+    with pytest.raises(UserError, match="a python file was expected"):
+        load_config("configs/atlas/demo.yaml")
+    empty = tmp_path / "empty.py"
+    empty.write_text("x = 1\n")
+    with pytest.raises(UserError, match=r"empty\.py: a config file must define get_config"):
+        load_config(empty)
+    broken = tmp_path / "broken.py"
+    broken.write_text("def get_config():\n  return (\n")
+    with pytest.raises(UserError, match=r"broken\.py, line 2: not valid python"):
+        load_config(broken)
+    plain = tmp_path / "plain.py"
+    plain.write_text("def get_config():\n  return {}\n")
+    with pytest.raises(UserError, match="it returned dict"):
+        load_config(plain)
+    with pytest.raises(UserError, match="takes no mode"):
+        load_config(f"{plain}:runlocal")
+
+
+def test_fingerprint_follows_values_alone():
+    config = ConfigDict({"a": 1, "b": {"c": (1, 2), "d": "x"}})
+    same = {"b": {"d": "x", "c": [1, 2]}, "a": 1}
+    assert config_fingerprint(config) == config_fingerprint(same)
+    assert to_plain_dict(config) == same
+    assert config_fingerprint(config) != config_fingerprint({**same, "a": 2})
+    assert config_fingerprint({"a": 1}) != config_fingerprint({"a": "1"})
+    with pytest.raises(UserError, match=r"config key b\.f: holds a function"):
+        to_plain_dict({"b": {"f": test_files_that_are_no_config_are_named}})
+
+
+def test_light_modules_do_not_import_jax():
+    code = (
+        "import sys, mmqa_jax.core.config, mmqa_jax.core.progress, mmqa_jax.core.workdir, "
+        "mmqa_jax.core.startup, mmqa_jax.core.metrics; "
+        "print([m for m in ('jax', 'orbax', 'flax', 'torch', 'tensorboardX') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

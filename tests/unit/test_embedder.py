@@ -1,0 +1,347 @@
+"""Embedding jobs: equal to one text at a time, and the same file after any interruption."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.data.schema import Source
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.embeddings import open_embeddings, write_embeddings
+
+SIDE, DIM, VOCABULARY = 4, 6, 40
+BUCKETS = (4, 8, 12)
+
+
+class FakeTokenizer:
+    """One token per word: 3 + its length; ids 0, 1, 2 are pad, cls, sep."""
+
+    pad_id, cls_id, sep_id, fingerprint = 0, 1, 2, "fake"
+
+    def encode_batch(self, texts):
+        return [[3 + len(word) for word in text.split()] for text in texts]
+
+
+class FakeDual(nnx.Module):
+    """Order-sensitive, and blind to padding only if the mask is right."""
+
+    def __init__(self, seed=0):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        self.table = nnx.Param(jax.random.normal(keys[0], (VOCABULARY, DIM)))
+        self.positions = nnx.Param(jax.random.normal(keys[1], (BUCKETS[-1], DIM)))
+        self.pixels = nnx.Param(jax.random.normal(keys[2], (SIDE * SIDE * 3, DIM)))
+
+    def _text(self, ids, mask):
+        x = self.table[...][ids] + self.positions[...][: ids.shape[1]]
+        return jnp.tanh((jnp.tanh(x) * mask[..., None]).sum(1))
+
+    def _image(self, pixels):
+        return jnp.tanh(pixels.reshape(len(pixels), -1) / 255 @ self.pixels[...])
+
+    def encode_text(self, ids, mask):
+        return _unit(self._text(ids, mask))
+
+    def encode_image(self, pixels):
+        return _unit(self._image(pixels))
+
+    def encode_source(self, ids, mask, pixels, has_image):
+        return _unit(self._text(ids, mask) + self._image(pixels) * has_image[:, None])
+
+
+def _unit(x):
+    return (
+        x / np.linalg.norm(x, axis=-1, keepdims=True)
+        if isinstance(x, np.ndarray)
+        else (x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+    )
+
+
+class FakeCorpus:
+    def __init__(self, count=70, seed=0):
+        rng = np.random.default_rng(seed)
+        self.sources = []
+        for row in range(count):
+            text = " ".join("x" * n for n in rng.integers(1, 20, rng.integers(0, 14)))
+            modality = "image" if row % 3 == 0 else "text"
+            image = f"{row}.png" if modality == "image" else None
+            self.sources.append(Source(str(row), modality, text, title="yy", image=image))
+        self.fingerprint = "corpus-1"
+
+
+class FakePictures:
+    """Row 9's picture is broken; `fail_at` stops the job as a crash would."""
+
+    size = SIDE
+
+    def __init__(self, fail_at=None):
+        self.fail_at, self.asked = fail_at, []
+
+    def pixels(self, row):
+        if row == self.fail_at:
+            raise KeyboardInterrupt
+        self.asked.append(row)
+        return None if row == 9 else picture(row)
+
+
+def picture(seed):
+    return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def embedder(model=None, **options):
+    graphdef, state = nnx.split(model or FakeDual())
+    options = {"image_size": SIDE, "buckets": BUCKETS, "batch_size": 16, **options}
+    return Embedder(graphdef, state, FakeTokenizer(), **options)
+
+
+@functools.cache
+def shared():
+    """One embedder for many tests: compiling it is what takes time."""
+    return embedder()
+
+
+def plain_text(model, text):
+    """One text at a time, no padding: [DIM], not normalised."""
+    ids = [1, *[3 + len(word) for word in text.split()][: BUCKETS[-1] - 2], 2]
+    x = np.asarray(model.table[...])[ids] + np.asarray(model.positions[...])[: len(ids)]
+    return np.tanh(np.tanh(x).sum(0))
+
+
+def plain_image(model, pixels):
+    return np.tanh(pixels.reshape(-1) / 255 @ np.asarray(model.pixels[...]))
+
+
+def plain_sources(model, corpus):
+    vectors = []
+    for row, source in enumerate(corpus.sources):
+        vector = plain_text(model, f"yy {source.text}")
+        if source.modality == "image" and row != 9:
+            vector = vector + plain_image(model, picture(row))
+        vectors.append(_unit(vector))
+    return np.stack(vectors)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 45])
+def test_questions_equal_one_at_a_time(count):
+    model = FakeDual()
+    texts = [source.text for source in FakeCorpus(count).sources]
+    vectors = shared().embed_questions(texts)
+    np.testing.assert_allclose(
+        vectors, [_unit(plain_text(model, text)) for text in texts], atol=2e-6
+    )
+
+
+def test_question_with_a_picture_is_the_mean_of_both():
+    model = FakeDual()
+    vectors = shared().embed_questions(["a bb", "ccc", "d"], [None, picture(1), picture(2)])
+    expected = [_unit(plain_text(model, text)) for text in ("a bb", "ccc", "d")]
+    for i in (1, 2):
+        expected[i] = _unit((expected[i] + _unit(plain_image(model, picture(i)))) / 2)
+    np.testing.assert_allclose(vectors, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(("shard_rows", "batch_size"), [(25, 16), (1000, 4)])
+def test_sources_equal_one_at_a_time(tmp_path, shard_rows, batch_size):
+    model, corpus = FakeDual(), FakeCorpus()
+    seen = []
+    embeddings = embedder(model, batch_size=batch_size).embed_sources(
+        corpus,
+        FakePictures(),
+        tmp_path / "e",
+        shard_rows=shard_rows,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    np.testing.assert_allclose(embeddings.vectors, plain_sources(model, corpus), atol=2e-6)
+    assert isinstance(embeddings.vectors, np.memmap)
+    assert seen[-1] == (70, 70)
+    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [
+        "embeddings.npy",
+        "manifest.json",
+    ]
+
+
+def test_the_real_dual_encoder(tmp_path):
+    """Snippets, captioned and broken pictures as `encode_source` gives them one by one."""
+    text = BertConfig(vocab_size=VOCABULARY, hidden=DIM, layers=1, heads=2, mlp=8)
+    vision = VisionConfig(
+        image_size=SIDE, patch_size=2, width=8, layers=1, heads=2, mlp_width=8, embed_dim=DIM
+    )
+    model = DualEncoder(DualEncoderConfig(text=text, vision=vision), rngs=nnx.Rngs(0))
+    corpus = FakeCorpus(12)
+    made = embedder(model, batch_size=8).embed_sources(corpus, FakePictures(), tmp_path / "e")
+    encode = jax.jit(DualEncoder.encode_source)
+    for row in (0, 1, 3, 9):
+        ids = [1, *FakeTokenizer().encode_batch([f"yy {corpus.sources[row].text}"])[0][:10], 2]
+        padded = jnp.array([ids + [0] * (12 - len(ids))])
+        shown = jnp.array([row in (0, 3)])
+        expected = encode(model, padded, jnp.arange(12)[None] < len(ids), picture(row)[None], shown)
+        np.testing.assert_allclose(made.vectors[row], expected[0], atol=2e-6)
+
+
+def test_no_recompilation_between_jobs(tmp_path):
+    one = embedder()
+    one.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "a", shard_rows=25)
+    one.embed_questions(["a"])
+    compiled = (one._encode_text._cache_size(), one._encode_source._cache_size())
+    one.embed_sources(FakeCorpus(61, seed=3), FakePictures(), tmp_path / "b", shard_rows=17)
+    one.embed_questions(["a b", "c"])
+    assert (one._encode_text._cache_size(), one._encode_source._cache_size()) == compiled
+    assert max(compiled) <= 2 * len(BUCKETS)  # two batch sizes
+
+
+def interrupted(tmp_path, name="e"):
+    """A job stopped in its third shard: rows 0..39 of 70 are on disk."""
+    with pytest.raises(KeyboardInterrupt):
+        shared().embed_sources(
+            FakeCorpus(), FakePictures(fail_at=45), tmp_path / name, shard_rows=20
+        )
+    assert sorted(p.name for p in (tmp_path / name / "shards").iterdir()) == [
+        "00000.npy",
+        "00001.npy",
+    ]
+    return tmp_path / name
+
+
+def whole(tmp_path):
+    shared().embed_sources(FakeCorpus(), FakePictures(), tmp_path / "whole", shard_rows=20)
+    return (tmp_path / "whole" / "embeddings.npy").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "first_row"),
+    [("none", 42), ("delete shard", 0), ("cut shard", 0), ("manifest", 0), ("no manifest", 0)],
+)
+def test_resumed_file_is_identical(tmp_path, damage, first_row):
+    folder = interrupted(tmp_path)
+    shard = folder / "shards" / "00000.npy"
+    if damage == "delete shard":
+        shard.unlink()
+    elif damage == "cut shard":
+        shard.write_bytes(shard.read_bytes()[:-10])
+    elif damage == "manifest":
+        (folder / "manifest.json").write_text('{"what": ')
+    elif damage == "no manifest":
+        (folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"mmqa embed|not valid JSON"):
+        open_embeddings(folder)
+    pictures = FakePictures()
+    shared().embed_sources(FakeCorpus(), pictures, folder, shard_rows=20)
+    assert (folder / "embeddings.npy").read_bytes() == whole(tmp_path)
+    assert min(pictures.asked) == first_row
+    # Rows 20..39 are computed again only if nothing says what the shards are of.
+    assert any(20 <= row < 40 for row in pictures.asked) == ("manifest" in damage)
+    again = FakePictures()
+    shared().embed_sources(FakeCorpus(), again, folder, shard_rows=20)
+    assert again.asked == []
+
+
+def test_killed_job_goes_on(tmp_path):
+    """kill -9 while the third shard is computed."""
+    script = """
+        import os, sys
+        import numpy as np
+        from mmqa_jax.retrieval.embeddings import write_embeddings
+
+        def embed(rows):
+            if rows.start == int(sys.argv[2]):
+                os.kill(os.getpid(), 9)
+            print(rows.start)
+            return np.arange(rows.start, rows.stop)[:, None] * np.ones(3)
+
+        write_embeddings(sys.argv[1], embed, rows=50, dim=3, shard_rows=10,
+                         model_fingerprint="m", corpus_fingerprint="c")
+    """
+
+    def job(kill_at):
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script), tmp_path / "e", str(kill_at)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert job(20).returncode == -signal.SIGKILL
+    second = job(-1)
+    assert (second.returncode, second.stdout.split()) == (0, ["20", "30", "40"])
+    vectors = open_embeddings(tmp_path / "e", "m", "c").vectors
+    np.testing.assert_array_equal(vectors[:, 1], np.arange(50))
+
+
+def test_embeddings_of_another_model_or_corpus_are_refused(tmp_path):
+    first = shared()
+    first.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "e")
+    other = embedder(FakeDual(seed=1))
+    assert other.fingerprint != first.fingerprint
+    with pytest.raises(UserError, match="model_fingerprint"):
+        other.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "e")
+    corpus = FakeCorpus()
+    corpus.fingerprint = "corpus-2"
+    with pytest.raises(UserError, match="corpus_fingerprint 'corpus-1', this job's is 'corpus-2'"):
+        first.embed_sources(corpus, FakePictures(), tmp_path / "e")
+    with pytest.raises(UserError, match="model_fingerprint is"):
+        open_embeddings(tmp_path / "e", other.fingerprint)
+    made = other.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "e", overwrite=True)
+    np.testing.assert_allclose(made.vectors, plain_sources(FakeDual(1), FakeCorpus()), atol=2e-6)
+    (tmp_path / "e" / "embeddings.npy").write_bytes(b"junk")
+    with pytest.raises(UserError, match="missing or damaged"):
+        open_embeddings(tmp_path / "e")
+
+
+def test_fingerprint_says_what_decides_an_embedding():
+    assert embedder().fingerprint == embedder(batch_size=8).fingerprint
+    assert embedder().fingerprint != embedder(buckets=(4, 8)).fingerprint
+    renamed = FakeTokenizer()
+    renamed.fingerprint = "another vocabulary"
+    graphdef, state = nnx.split(FakeDual())
+    changed = Embedder(graphdef, state, renamed, image_size=SIDE, buckets=BUCKETS)
+    assert changed.fingerprint != embedder().fingerprint
+    assert embedder(fingerprint="given").fingerprint == "given"
+
+
+def test_bad_input(tmp_path):
+    one = shared()
+    with pytest.raises(UserError, match="2 questions but 1 pictures"):
+        one.embed_questions(["a", "b"], [None])
+    with pytest.raises(UserError, match=r"float32\[4, 4, 3\], uint8\[4, 4, 3\] was expected"):
+        one.embed_questions(["a"], [picture(0).astype(np.float32)])
+    with pytest.raises(UserError, match="buckets"):
+        embedder(buckets=(8, 4))
+    big = FakePictures()
+    big.size = 8
+    with pytest.raises(UserError, match="8 pixels wide"):
+        one.embed_sources(FakeCorpus(), big, tmp_path / "e")
+    with pytest.raises(UserError, match="corpus is empty"):
+        one.embed_sources(FakeCorpus(0), FakePictures(), tmp_path / "e")
+
+
+def test_values_that_are_not_finite_stop_the_job(tmp_path):
+    def broken(rows):
+        vectors = np.ones((len(rows), 2))
+        if 13 in rows:
+            vectors[13 - rows.start] = np.nan
+        return vectors
+
+    with pytest.raises(RunError, match="1 sources are not finite, the first is row 13"):
+        write_embeddings(
+            tmp_path / "e",
+            broken,
+            rows=30,
+            dim=2,
+            shard_rows=10,
+            model_fingerprint="m",
+            corpus_fingerprint="c",
+        )
+    assert read_json(tmp_path / "e" / "manifest.json")["complete"] is False
+    assert os.listdir(tmp_path / "e" / "shards") == ["00000.npy"]

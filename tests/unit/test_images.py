@@ -1,0 +1,189 @@
+"""Pictures: decoding, CLIP's preprocessing, patches, the store and its limit of broken ones."""
+
+import io
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.data import images
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Source
+
+
+def noise(width, height, seed=0):
+    """Smooth shapes with noise, so that resampling is put to the test."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    waves = 127 + 90 * np.sin(x[..., None] / (3 + np.arange(3)) + y[..., None] / 7)
+    return Image.fromarray(np.clip(waves + rng.normal(0, 30, waves.shape), 0, 255).astype(np.uint8))
+
+
+def encode(image, form="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (100, 40), (41, 97), (333, 200), (20, 31), (225, 224)])
+@pytest.mark.parametrize("size", [32, 33])
+def test_crop_is_clips_preprocessing(shape, size):
+    """Against transformers' CLIPImageProcessor (Pillow backend): pixels equal, floats to 1e-6."""
+    transformers = pytest.importorskip("transformers")
+    backend = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+    processor = backend(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+    image = noise(*shape)
+    expected = processor(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    pixels = images.to_pixels(image, size, "crop")
+    assert pixels.shape == (size, size, 3)
+    raw = np.array(images.CLIP_STD) * expected + np.array(images.CLIP_MEAN)
+    np.testing.assert_array_equal(pixels, np.round(raw * 255).astype(np.uint8))
+    np.testing.assert_allclose(images.normalise(pixels), expected, atol=2e-6)
+
+
+def test_squash_scales_both_sides():
+    image = Image.new("RGB", (80, 20), (255, 0, 0))
+    image.paste((0, 0, 255), (40, 0, 80, 20))  # left red, right blue
+    pixels = images.to_pixels(image, 16, "squash")
+    np.testing.assert_array_equal(pixels[:, :6], np.broadcast_to([255, 0, 0], (16, 6, 3)))
+    np.testing.assert_array_equal(pixels[:, 10:], np.broadcast_to([0, 0, 255], (16, 6, 3)))
+    assert np.array_equal(images.to_pixels(image, 20, "crop")[:, 0], [[255, 0, 0]] * 20)
+    with pytest.raises(UserError, match="resize is 'stretch'"):
+        images.to_pixels(image, 16, "stretch")
+
+
+def test_alpha_lies_on_white():
+    half = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    half.putpixel((1, 0), (0, 0, 0, 128))
+    for form in ("PNG", "WEBP"):
+        decoded = images.decode(
+            encode(half, form, **({"lossless": True} if form == "WEBP" else {}))
+        )
+        assert decoded.mode == "RGB"
+        assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (127, 127, 127)]
+    grey = Image.new("LA", (1, 1), (10, 0))
+    assert images.decode(encode(grey)).getpixel((0, 0)) == (255, 255, 255)
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([9, 9, 9, 200, 0, 0])
+    palette.putpixel((1, 0), 1)
+    decoded = images.decode(encode(palette, "GIF", transparency=0))
+    assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (200, 0, 0)]
+
+
+def test_other_modes():
+    deep = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
+    decoded = images.decode(encode(deep))
+    assert [decoded.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (128,) * 3, (255,) * 3]
+    cmyk = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    red, green, blue = images.decode(encode(cmyk, "JPEG")).getpixel((4, 4))
+    assert red > 200
+    assert max(green, blue) < 60
+
+
+def test_truncated_jpeg_is_read_as_far_as_it_goes():
+    whole = noise(64, 256)
+    data = encode(whole, "JPEG", quality=95)
+    full, half = images.decode(data), images.decode(data[: len(data) // 2])
+    np.testing.assert_array_equal(np.asarray(half)[:80], np.asarray(full)[:80])
+    images.verify(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("data", [b"", b"plain text", b"\x89PNG\r\n\x1a\n", b"<svg/>", b"\xff\xd8"])
+def test_bytes_that_are_no_picture(data):
+    for check in (images.decode, images.verify):
+        with pytest.raises(images.PictureError, match=r"flag\.bin: not a picture"):
+            check(data, "flag.bin")
+
+
+def test_picture_file_of_the_user(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(encode(noise(5, 6)))
+    np.testing.assert_array_equal(images.load_picture_file(path), noise(5, 6))
+    path.write_text("I am a letter")
+    with pytest.raises(UserError, match=r"a\.png: not a picture that can be decoded"):
+        images.load_picture_file(path)
+    with pytest.raises(UserError, match=r"b\.png: no such picture file"):
+        images.load_picture_file(tmp_path / "b.png")
+    with pytest.raises(UserError, match="cannot be read"):
+        images.load_picture_file(tmp_path)
+
+
+def test_patches_and_their_boxes_agree():
+    pixels = np.asarray(noise(24, 24))
+    cut = images.patches(pixels.astype(np.float32), 8)
+    boxes = images.patch_boxes(24, 8)
+    assert cut.shape == (9, 8 * 8 * 3)
+    assert cut.dtype == boxes.dtype == np.float32
+    for patch, (x1, y1, x2, y2, area, one) in zip(cut, boxes, strict=True):
+        left, top, right, bottom = np.round(np.array([x1, y1, x2, y2]) * 24).astype(int)
+        np.testing.assert_array_equal(patch.reshape(8, 8, 3), pixels[top:bottom, left:right])
+        assert area == pytest.approx((x2 - x1) * (y2 - y1))
+        assert one == 1
+    assert boxes[:, 4].sum() == pytest.approx(1)
+    # uint8 pixels are normalised, float pixels are not.
+    np.testing.assert_array_equal(
+        images.patches(pixels, 8), images.patches(images.normalise(pixels), 8)
+    )
+    with pytest.raises(UserError, match="24 is no multiple of patch side 7"):
+        images.patches(pixels, 7)
+
+
+def test_broken_counter():
+    broken = images.BrokenPictures(5000)
+    assert broken.limit == 50
+    assert images.BrokenPictures(100).limit == 10
+    broken = images.BrokenPictures(100, limit=2)
+    for name in ("a", "a", "b", "a"):
+        broken.add(name, "rotten")
+    assert (broken.count, broken.names) == (2, ["a", "b"])
+    with pytest.raises(RunError, match=r"3 pictures .* 2 allowed \(a, b, c\)"):
+        broken.add("c", "rotten")
+
+
+class Reader:
+    """Counts reads; picklable."""
+
+    def __init__(self):
+        self.reads = []
+
+    def __call__(self, name):
+        self.reads.append(name)
+        return b"rotten" if name == "bad" else encode(noise(9, 9, seed=int(name)))
+
+
+def store_of(count, **options):
+    reader = Reader()
+    sources = [Source(str(i), "image", "", image=str(i)) for i in range(count)]
+    sources += [Source("bad", "image", "", image="bad"), Source("text", "text", "words")]
+    return images.PictureStore(Corpus(sources, [], reader), 8, **options), reader
+
+
+def test_store_gives_pixels_and_forgets_the_longest_unused():
+    store, reader = store_of(4, cache_bytes=3 * 8 * 8 * 3, resize="squash")
+    for row in (0, 1, 2, 0, 3, 0, 1):  # 3 pushes out 1, which is read again
+        expected = images.to_pixels(noise(9, 9, seed=row), 8, "squash")
+        np.testing.assert_array_equal(store.pixels(row), expected)
+    assert reader.reads == ["0", "1", "2", "3", "1"]
+    assert store.pixels(5) is None  # a snippet
+    question = Question("q", "test", "?", image="2")
+    np.testing.assert_array_equal(
+        store.question_pixels(question), images.to_pixels(noise(9, 9, seed=2), 8, "squash")
+    )
+    assert store.question_pixels(Question("q", "test", "?")) is None
+    with pytest.raises(ValueError, match="read-only"):
+        store.pixels(0)[0, 0, 0] = 1
+
+
+def test_store_counts_broken_pictures_and_goes_to_processes():
+    store, reader = store_of(1)
+    assert store.pixels(1) is None
+    assert store.pixels(1) is None
+    assert reader.reads == ["bad"]
+    assert store.broken.names == ["bad"]
+    strict, _ = store_of(1, max_broken=0)
+    with pytest.raises(RunError, match="bad"):
+        strict.pixels(1)
+    copy = pickle.loads(pickle.dumps(store))
+    np.testing.assert_array_equal(copy.pixels(0), store.pixels(0))

@@ -1,0 +1,216 @@
+"""Dense search: exact against plain numpy, ScaNN against exact, manifests."""
+
+import numpy as np
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.retrieval import index as index_room
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.index import (
+    ScannIndex,
+    ScannParameters,
+    build_index,
+    load_index,
+    scann_available,
+)
+
+needs_scann = pytest.mark.skipif(not scann_available(), reason="ScaNN cannot be imported here")
+TREE = ScannParameters(leaves=70, leaves_to_search=35)
+
+
+def unit(x):
+    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+
+def clustered(count, dim=128, queries=200, clusters=50, seed=0):
+    """Unit vectors around centres, and queries near some of them."""
+    rng = np.random.default_rng(seed)
+    centres = unit(rng.standard_normal((clusters, dim)))
+    spread = 0.6 * unit(rng.standard_normal((count, dim)))
+    vectors = unit(centres[rng.integers(clusters, size=count)] + spread)
+    near = vectors[rng.integers(count, size=queries)]
+    return (
+        Embeddings(vectors, "model-1", "corpus-1"),
+        unit(near + 0.6 * unit(rng.standard_normal((queries, dim)))),
+    )
+
+
+def plain_search(vectors, queries, top_k, allowed=None):
+    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    if allowed is not None:
+        scores[:, ~allowed] = -np.inf
+    rows = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    return rows, np.take_along_axis(scores, rows, axis=1)
+
+
+def recall(found, expected):
+    return np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found, expected, strict=True)])
+
+
+@pytest.mark.parametrize("block_rows", [100, 333, 65_536])
+def test_exact_equals_numpy_in_blocks_of_any_size(block_rows):
+    embeddings, queries = clustered(1000, dim=32, queries=37)
+    index = ExactIndex(embeddings, block_rows=block_rows, query_batch=16)
+    for top_k in (1, 20, 150):
+        rows, scores = index.search(queries, top_k)
+        expected_rows, expected_scores = plain_search(embeddings.vectors, queries, top_k)
+        np.testing.assert_array_equal(rows, expected_rows)
+        np.testing.assert_allclose(scores, expected_scores, atol=1e-6)
+    one_row, _ = index.search(queries[:1], 5)
+    np.testing.assert_array_equal(one_row, expected_rows[:1, :5])
+    assert index.search(queries[:0], 5)[0].shape == (0, 5)
+
+
+def test_equal_vectors_come_in_row_order():
+    vectors = np.tile(unit(np.ones((1, 8))), (50, 1))
+    index = ExactIndex(Embeddings(vectors, "m", "c"), block_rows=7)
+    assert index.search(vectors[:1], 20)[0].tolist() == [list(range(20))]
+
+
+def test_exact_allowed_rows_across_blocks():
+    embeddings, queries = clustered(500, dim=16, queries=10)
+    allowed = np.zeros(500, bool)
+    allowed[[3, 150, 151, 400, 499]] = True
+    index = ExactIndex(embeddings, block_rows=64)
+    rows, _ = index.search(queries, 5, allowed)
+    np.testing.assert_array_equal(rows, plain_search(embeddings.vectors, queries, 5, allowed)[0])
+    with pytest.raises(UserError, match="5 sources can be found"):
+        index.search(queries, 6, allowed)
+
+
+@needs_scann
+@pytest.mark.parametrize("parameters", [ScannParameters(), TREE], ids=["brute force", "tree-AH"])
+def test_scann_recall(parameters):
+    embeddings, queries = clustered(5000)
+    expected, expected_scores = plain_search(embeddings.vectors, queries, 20)
+    index = ScannIndex.build(embeddings, parameters)
+    rows, scores = index.search(queries, 20)
+    assert recall(rows, expected) >= 0.99
+    same = rows == expected  # reordering is exact: equal rows have equal scores
+    np.testing.assert_allclose(scores[same], expected_scores[same], atol=1e-5)
+    np.testing.assert_array_equal(index.search(queries[:1], 20)[0], rows[:1])
+
+
+@needs_scann
+def test_scann_large_top_k_is_full():
+    embeddings, queries = clustered(5000, queries=20)
+    index = ScannIndex.build(embeddings, ScannParameters(leaves=70, leaves_to_search=1))
+    expected, _ = plain_search(embeddings.vectors, queries, 1000)
+    rows, scores = index.search(queries, 1000)
+    assert all(len(set(row)) == 1000 for row in rows.tolist())
+    assert np.isfinite(scores).all()
+    assert (np.diff(scores, axis=1) <= 1e-6).all()
+    assert recall(rows, expected) >= 0.8
+
+
+@needs_scann
+@pytest.mark.parametrize("parameters", [ScannParameters(), TREE], ids=["brute force", "tree-AH"])
+def test_scann_allowed_rows(parameters):
+    embeddings, queries = clustered(5000)
+    index = ScannIndex.build(embeddings, parameters)
+    half = np.arange(5000) % 2 == 0
+    rows, _ = index.search(queries, 20, half)
+    assert half[rows].all()
+    assert recall(rows, plain_search(embeddings.vectors, queries, 20, half)[0]) >= 0.99
+    # The modality gap: nothing that is allowed is near; filtering alone would come back empty.
+    far = np.zeros(5000, bool)
+    far[np.argsort(embeddings.vectors @ queries[0])[:25]] = True
+    rows, _ = index.search(queries[:1], 20, far)
+    np.testing.assert_array_equal(rows, plain_search(embeddings.vectors, queries[:1], 20, far)[0])
+
+
+def test_parameters_by_size():
+    assert ScannParameters.for_rows(19_999).leaves == 0
+    million = ScannParameters.for_rows(934_000)
+    assert (million.leaves, million.leaves_to_search) == (966, 96)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("scann", marks=needs_scann), "exact"])
+def test_save_and_load(tmp_path, kind):
+    embeddings, queries = clustered(1500, dim=32)
+    parameters = ScannParameters(leaves=20, leaves_to_search=10)
+    index = build_index(embeddings, kind, parameters)
+    index.save(tmp_path / "index")
+    loaded = load_index(tmp_path / "index", embeddings, "model-1")
+    assert loaded.kind == kind
+    for a, b in zip(index.search(queries, 10), loaded.search(queries, 10), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(UserError, match=r"model_fingerprint is 'model-1' but 'model-2'"):
+        load_index(tmp_path / "index", embeddings, "model-2")
+    other = Embeddings(embeddings.vectors, "model-1", "corpus-2")
+    with pytest.raises(UserError, match="corpus_fingerprint"):
+        load_index(tmp_path / "index", other, "model-1")
+    fewer = Embeddings(embeddings.vectors[:-1], "model-1", "corpus-1")
+    with pytest.raises(UserError, match="rows is 1500 but 1499"):
+        load_index(tmp_path / "index", fewer)
+
+
+@needs_scann
+def test_damaged_indexes_are_refused(tmp_path):
+    embeddings, _ = clustered(1500, dim=32)
+    index = build_index(embeddings, "scann")
+    index.save(tmp_path / "index")
+    (tmp_path / "index" / "scann_docids.pkl").write_bytes(b"")
+    with pytest.raises(UserError, match="pickles are not loaded"):
+        load_index(tmp_path / "index", embeddings)
+    (tmp_path / "index" / "scann_docids.pkl").unlink()
+    (tmp_path / "index" / "dataset.npy").unlink()
+    with pytest.raises(UserError, match="mmqa index"):
+        load_index(tmp_path / "index", embeddings)
+    manifest = read_json(tmp_path / "index" / "manifest.json")
+    write_json(tmp_path / "index" / "manifest.json", {**manifest, "what": "a cake"})
+    with pytest.raises(UserError, match="not the manifest of a dense index"):
+        load_index(tmp_path / "index", embeddings)
+    with pytest.raises(UserError, match="run `mmqa index` first"):
+        load_index(tmp_path / "none", embeddings)
+
+
+def test_without_scann(monkeypatch, capsys):
+    def fail():
+        raise ImportError("no scann")
+
+    embeddings, _ = clustered(50, dim=8)
+    monkeypatch.setattr(index_room, "_scann", fail)
+    assert build_index(embeddings, "auto").kind == "exact"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "searching exactly" in captured.err
+    with pytest.raises(UserError, match="ScaNN cannot be imported"):
+        build_index(embeddings, "scann")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("scann", marks=needs_scann), "exact"])
+def test_bad_input(kind):
+    embeddings, queries = clustered(100, dim=8)
+    index = build_index(embeddings, kind)
+    for top_k in (0, 101):
+        with pytest.raises(UserError, match=f"top_k={top_k} is out of range"):
+            index.search(queries, top_k)
+    with pytest.raises(UserError, match="do not fit the index of size 8"):
+        index.search(queries[:, :4], 1)
+    with pytest.raises(UserError, match="mask of allowed rows"):
+        index.search(queries, 1, np.ones(99, bool))
+    with pytest.raises(UserError, match="corpus is empty"):
+        build_index(Embeddings(np.zeros((0, 8), np.float32), "m", "c"), kind)
+    with pytest.raises(UserError, match="'faiss' is not known"):
+        build_index(embeddings, "faiss")
+
+
+def test_restricted_search():
+    embeddings, queries = clustered(100, dim=8, queries=3)
+    index = build_index(embeddings, "exact")
+    candidates = [[5, 90, 17], [], [40, 41, 42, 43, 44]]
+    rows, scores = index.search_within(queries, candidates, 4)
+    similarity = queries @ embeddings.vectors.T
+    assert rows[0].tolist() == [*sorted([5, 90, 17], key=lambda row: -similarity[0, row]), -1]
+    assert rows[1].tolist() == [-1] * 4
+    assert rows[2].tolist() == sorted(range(40, 45), key=lambda row: -similarity[2, row])[:4]
+    np.testing.assert_allclose(scores[2], similarity[2][rows[2]], rtol=1e-5)
+    assert scores[0, 3] == -np.inf
+    with pytest.raises(UserError, match="another corpus"):
+        index.search_within(queries, [[0], [1], [100]], 2)
+    with pytest.raises(UserError, match="one list of candidate rows"):
+        index.search_within(queries, [[0]], 2)

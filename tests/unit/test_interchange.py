@@ -1,0 +1,220 @@
+"""Bring your own documents: interchange folders in and out, and what is wrong with bad ones."""
+
+import dataclasses
+import io
+import itertools
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import open_corpus, prepare_interchange
+from mmqa_jax.data.images import decode
+from mmqa_jax.data.interchange import export_interchange, read_interchange
+from mmqa_jax.data.schema import Question, Source
+
+SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[2] / "../shared/data"))
+
+SOURCES = [
+    {
+        "id": "a",
+        "modality": "text",
+        "text": "Snow is white.\u2028Ice too.",
+        "title": "Snow",
+        "book": 1,
+    },
+    {"id": "b", "modality": "image", "text": "A red dot.", "image": "images/dot.png"},
+    {"id": "c", "modality": "image", "text": "Its picture is lost.", "image": None},
+]
+QUESTIONS = [
+    {
+        "id": "q1",
+        "split": "val",
+        "question": "What colour is snow?",
+        "image": "images/dot.png",
+        "answers": ["white", "It is white."],
+        "keywords": "white",
+        "category": "color",
+        "positives": ["a"],
+        "negatives": ["b", "c"],
+        "choices": ["red", "white"],
+        "answer_index": 1,
+        "rationale": "Snow reflects all light.",
+        "level": "easy",
+    },
+    {"id": "q2", "question": "And why?"},
+]
+
+
+def png(color=(255, 0, 0)):
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 3), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write(folder, sources=SOURCES, questions=QUESTIONS):
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    (folder / "images" / "dot.png").write_bytes(png())
+    for name, rows in (("sources", sources), ("questions", questions)):
+        if rows is not None:
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def test_prepare_keeps_every_key(tmp_path):
+    prepare_interchange(write(tmp_path / "in"), tmp_path / "out")
+    corpus = open_corpus(tmp_path / "out")
+    assert corpus.sources == [
+        Source("a", "text", "Snow is white.\u2028Ice too.", "Snow", extra={"book": 1}),
+        Source("b", "image", "A red dot.", image="images/dot.png"),
+        Source("c", "image", "Its picture is lost."),
+    ]
+    (q1,) = corpus.questions("val")
+    assert q1 == Question(
+        id="q1", split="val", question="What colour is snow?", image="images/dot.png",
+        answers=("white", "It is white."), keywords="white", category="color",
+        positives=("a",), negatives=("b", "c"), choices=("red", "white"), answer_index=1,
+        rationale="Snow reflects all light.", extra={"level": "easy"},
+    )  # fmt: skip
+    assert corpus.questions("test") == [Question("q2", "test", "And why?")]
+    assert corpus.picture(1) == corpus.question_picture(q1) == png()
+    assert corpus.picture(0) is corpus.picture(2) is None
+    assert corpus.manifest["name"] == "in"
+
+
+def test_pictures_from_a_tar(tmp_path):
+    folder = write(tmp_path / "in")
+    (folder / "images" / "dot.png").unlink()
+    with tarfile.open(folder / "images.tar", "w") as tar:
+        for name, data in (("./images/other.png", png((0, 0, 9))), ("./images/dot.png", png())):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    assert read_interchange(folder).read_picture("images/dot.png") == png()
+    (folder / "images.tar").write_bytes(b"no tar at all" * 100)
+    with pytest.raises(UserError, match=r"images\.tar: not an uncompressed tar"):
+        read_interchange(folder)
+
+
+def test_export_and_prepare_again_is_the_same_corpus(tmp_path):
+    prepare_interchange(write(tmp_path / "in"), tmp_path / "first")
+    first = open_corpus(tmp_path / "first")
+    export_interchange(first, tmp_path / "exported")
+    prepare_interchange(tmp_path / "exported", tmp_path / "second")
+    second = open_corpus(tmp_path / "second")
+    assert second.sources == first.sources
+    assert second.questions() == first.questions()
+    assert second.fingerprint == first.fingerprint
+    with pytest.raises(UserError, match="exported: exists and is not an empty folder"):
+        export_interchange(first, tmp_path / "exported")
+
+
+def test_export_names_pictures_by_their_format(tmp_path):
+    sources = [dict(SOURCES[1], image="images/30000001")]
+    folder = write(tmp_path / "in", sources, None)
+    (folder / "images" / "30000001").write_bytes(png())
+    prepare_interchange(folder, tmp_path / "out")
+    export_interchange(open_corpus(tmp_path / "out"), tmp_path / "exported")
+    (row,) = map(json.loads, (tmp_path / "exported" / "sources.jsonl").read_text().splitlines())
+    assert row["image"] == "images/30000001.png"
+    assert (tmp_path / "exported" / "images" / "30000001.png").read_bytes() == png()
+    assert not (tmp_path / "exported" / "questions.jsonl").exists()
+
+
+def source(**change):
+    return [*SOURCES, {"id": "x", "modality": "text", "text": "t", **change}]
+
+
+def question(**change):
+    return [QUESTIONS[1], {"id": "x", "question": "q", **change}]
+
+
+@pytest.mark.parametrize(
+    ("sources", "questions", "message"),
+    [
+        ([], None, r"sources\.jsonl: the corpus is empty"),
+        ([3], None, r"sources\.jsonl, line 1: not a JSON object"),
+        (source(id="a"), None, r"line 4: id 'a' stands already in .*sources\.jsonl, line 1"),
+        (source(id=None), None, r"line 4: `id` is missing"),
+        (source(id=7), None, r"line 4: `id` is 7; expected a string"),
+        (source(modality="video"), None, r"line 4: `modality` is 'video'; expected text or image"),
+        (source(text=""), None, r"line 4: `text` is ''"),
+        (source(modality="image"), None, r"line 4: `image` is missing"),
+        (source(image="images/dot.png"), None, r"line 4: `image` stands in a text source"),
+        (
+            source(modality="image", image="images/none.png"),
+            None,
+            r"sources\.jsonl, line 4: `image` 'images/none\.png' is no file in",
+        ),
+        (source(modality="image", image="../dot.png"), None, r"line 4: .* leaves the folder"),
+        (SOURCES, question(id="q2"), r"questions\.jsonl, line 2: id 'q2' stands already"),
+        (SOURCES, question(question=" "), r"line 2: `question` is ' '"),
+        (SOURCES, question(positives=["z"]), r"line 2: source 'z' is not in sources\.jsonl"),
+        (SOURCES, question(negatives="a"), r"line 2: `negatives` is 'a'; expected a list"),
+        (SOURCES, question(positives=["a"], negatives=["a"]), r"line 2: source 'a' is both"),
+        (SOURCES, question(split="dev"), r"line 2: `split` is 'dev'; expected train or val or"),
+        (SOURCES, question(answer_index=0), r"line 2: `answer_index` stands without `choices`"),
+        (
+            SOURCES,
+            question(choices=["a", "b"], answer_index=2),
+            r"line 2: `answer_index` is 2; expected a number from 0 to 1",
+        ),
+        (SOURCES, question(choices=["a"], answer_index=True), r"line 2: `answer_index` is True"),
+        (SOURCES, question(image="none.png"), r"line 2: `image` 'none\.png' is no file"),
+    ],
+)
+def test_bad_folders_are_named_with_their_line(tmp_path, sources, questions, message):
+    with pytest.raises(UserError, match=message):
+        read_interchange(write(tmp_path, sources, questions))
+
+
+def test_bad_json_and_missing_files(tmp_path):
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        read_interchange(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"sources\.jsonl: no such file"):
+        read_interchange(tmp_path)
+    write(tmp_path)
+    with open(tmp_path / "sources.jsonl", "a") as file:
+        file.write('\n{"id": \n')
+    with pytest.raises(UserError, match=r"sources\.jsonl, line 5: not valid JSON"):
+        read_interchange(tmp_path)
+
+
+@pytest.mark.skipif(
+    not (SHARED / "openstax").is_dir(), reason="needs ../shared/data/openstax (MMQA_SHARED_DATA)"
+)
+def test_openstax(tmp_path):
+    """200 real textbook sources and their questions, pictures out of the 70 MB tar."""
+    folder = tmp_path / "openstax"
+    folder.mkdir()
+    (folder / "images.tar").symlink_to((SHARED / "openstax" / "images.tar").resolve())
+    with open(SHARED / "openstax" / "sources.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in itertools.islice(file, 200)]
+    ids = {row["id"] for row in rows}
+    with open(SHARED / "openstax" / "questions.jsonl", encoding="utf-8") as file:
+        every = map(json.loads, file)
+        kept = [row for row in every if row["positives"] and ids.issuperset(row["positives"])]
+    assert len(kept) >= 50
+    write(folder, rows, kept)
+    manifest = prepare_interchange(folder, tmp_path / "out", attribution="OpenStax, CC BY 4.0")
+    corpus = open_corpus(tmp_path / "out")
+    assert manifest["counts"]["broken_pictures"] == 0
+    assert [dataclasses.astuple(s)[:4] for s in corpus.sources] == [
+        (row["id"], row["modality"], row["text"], row["title"]) for row in rows
+    ]
+    assert [q.question for q in corpus.questions()] == [
+        row["question"]
+        for split in ("train", "val", "test")
+        for row in kept
+        if row["split"] == split
+    ]
+    with tarfile.open(SHARED / "openstax" / "images.tar") as tar:
+        for row in corpus.modality_rows("image")[:5]:
+            data = tar.extractfile(corpus.sources[row].image).read()
+            assert corpus.picture(row) == data
+            assert max(decode(data).size) == 320

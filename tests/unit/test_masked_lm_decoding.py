@@ -1,0 +1,214 @@
+"""VLP's cached beam search against full re-encoding of every sequence at every step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding import masked_lm
+from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+
+MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14
+CONFIG = VLPConfig(
+    BertConfig(
+        vocab_size=23,
+        hidden=16,
+        layers=2,
+        heads=2,
+        mlp=24,
+        positions=32,
+        types=6,
+        eps=1e-5,
+        unroll=1,
+    ),
+    region_features=7,
+    region_positions=5,
+    visual_hidden=(),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> VLP:
+    """Weights large enough that answers differ by question, [SEP] likely enough to end some."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: VLP(CONFIG, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(2)
+    state = nnx.map_state(
+        lambda path, x: x.replace(
+            jnp.asarray(
+                (path[-1] == "scale")
+                + (0.5 if path[-1] in ("kernel", "table") else 0.1) * rng.normal(size=x.shape),
+                jnp.float32,
+            )
+        ),
+        state,
+    )
+    model = nnx.merge(graphdef, state)
+    model.mlm_head.bias[...] = model.mlm_head.bias[...].at[SEP].add(1.0)
+    return model
+
+
+def batch(rows: int, regions: int, length: int = LENGTH) -> VLPInputs:
+    """Context + question only, right-padded; image rows have closed region slots."""
+    rng = np.random.default_rng(10 * rows + regions)
+    columns = np.arange(length)[None]
+    real = rng.integers(regions + 4, length + 1, (rows, 1))
+    real[0] = length
+    opened = rng.integers(1, regions + 1, (rows, 1)) if regions else 0
+    context = (columns < real) & ~((columns > opened) & (columns <= regions))
+    return VLPInputs(
+        input_ids=jnp.asarray(np.where(columns < real, rng.integers(5, 23, (rows, length)), 0)),
+        token_type_ids=jnp.asarray(np.where(columns < real, np.where(columns < 4, 4, TYPE), 0)),
+        position_ids=jnp.asarray(np.where(columns < real, columns, 0)),
+        context_mask=jnp.asarray(context),
+        answer_mask=jnp.zeros((rows, length), bool),
+        region_features=jnp.asarray(rng.normal(size=(rows, regions, 7)), jnp.float32),
+        region_positions=jnp.asarray(rng.normal(size=(rows, regions, 5)), jnp.float32),
+    )
+
+
+class FullEncoder:
+    """log p(next word | question, words so far) by `encode` on the whole sequence, no cache."""
+
+    def __init__(self, model: VLP, inputs: VLPInputs):
+        graphdef, state = nnx.split(model)
+        self.inputs = {k: np.asarray(v) for k, v in vars(inputs).items()}
+        self.real = np.asarray(jnp.max(inputs.position_ids, axis=1)) + 1
+
+        @jax.jit
+        def run(inputs, at):
+            model = nnx.merge(graphdef, state)
+            hidden = model.encode(inputs)
+            return jax.nn.log_softmax(model.mlm_logits(hidden[0, at]))
+
+        self.run = run
+
+    def __call__(self, question: int, words: tuple[int, ...]) -> np.ndarray:
+        x = {k: v[question : question + 1] for k, v in self.inputs.items()}
+        pad = ((0, 0), (0, STEPS + 1))
+        for name in ("input_ids", "token_type_ids", "position_ids", "context_mask", "answer_mask"):
+            x[name] = np.pad(x[name], pad)
+        first = int(self.real[question])
+        span = slice(first, first + len(words) + 1)
+        x["input_ids"][0, span] = (*words, MASK)
+        x["token_type_ids"][0, span] = TYPE
+        x["position_ids"][0, span] = np.arange(span.start, span.stop)
+        x["answer_mask"][0, span] = True
+        return np.asarray(self.run(VLPInputs(**x), first + len(words)))
+
+
+def brute_force(log_probs, question, beams, length_penalty=0.0):
+    """Every beam re-encoded from scratch at every step; candidates kept as whole sequences."""
+    living = [(0.0, ())]
+    found: dict[int, tuple[float, tuple[int, ...]]] = {}
+    for step in range(1, STEPS + 1):
+        proposals = []
+        for score, words in living:
+            ended = bool(words) and words[-1] == SEP
+            probs = log_probs(question, words)
+            for w in np.argsort(-probs, kind="stable")[:beams]:
+                proposals.append((score - 10000.0 * ended + float(probs[w]), (*words, int(w))))
+        living = sorted(proposals, key=lambda p: -p[0])[:beams]
+        for slot, (score, words) in enumerate(living):
+            if (words[-1] == SEP or step == STEPS) and slot not in found:
+                found[slot] = (score + length_penalty * step, words)
+        if len(found) == beams:
+            break
+    return sorted(found.values(), key=lambda c: -c[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "regions", "beams", "penalty"),
+    [(3, 0, 3, 0.0), (5, 4, 4, 0.0), (1, 4, 2, 0.3)],
+)
+def test_beam_search_equals_full_reencoding(model, rows, regions, beams, penalty):
+    inputs = batch(rows, regions)
+    result = beam_search(
+        *nnx.split(model),
+        inputs,
+        mask_id=MASK,
+        sep_id=SEP,
+        num_beams=beams,
+        max_new_tokens=STEPS,
+        token_type=TYPE,
+        length_penalty=penalty,
+    )
+    log_probs = FullEncoder(model, inputs)
+    lengths = set()
+    for question in range(rows):
+        expected = brute_force(log_probs, question, beams, penalty)
+        for k, (score, words) in enumerate(expected):
+            length = int(result.lengths[question, k])
+            assert tuple(result.tokens[question, k, :length].tolist()) == words, (question, k)
+            assert not np.any(result.tokens[question, k, length:])
+            np.testing.assert_allclose(result.scores[question, k], score, atol=1e-3)
+            lengths.add(length)
+    assert len(lengths) > 1 or rows == 1  # answers of several lengths were compared
+
+
+def test_greedy_answer_is_the_teacher_forced_argmax(model):
+    inputs = batch(5, 4)
+    result = beam_search(
+        *nnx.split(model), inputs, mask_id=MASK, sep_id=SEP, num_beams=1, max_new_tokens=STEPS
+    )
+    log_probs = FullEncoder(model, inputs)
+    for question in range(5):
+        length = int(result.lengths[question, 0])
+        words = tuple(result.tokens[question, 0, :length].tolist())
+        steps = [log_probs(question, words[:t]) for t in range(length)]
+        assert [int(p.argmax()) for p in steps] == list(words)
+        total = sum(float(p.max()) for p in steps)
+        np.testing.assert_allclose(result.scores[question, 0], total, atol=1e-4)
+        assert length == STEPS or words[-1] == SEP
+        assert SEP not in words[:-1]
+    assert len({tuple(t.tolist()) for t in result.tokens[:, 0]}) == 5  # the context matters
+
+
+def test_answers_do_not_depend_on_padding_or_batch_mates(model):
+    graphdef, state = nnx.split(model)
+    run = lambda inputs: beam_search(  # noqa: E731
+        graphdef, state, inputs, mask_id=MASK, sep_id=SEP, num_beams=3, max_new_tokens=STEPS
+    )
+    inputs = batch(3, 4)
+    together = run(inputs)
+    alone = run(jax.tree.map(lambda x: jnp.repeat(x[1:2], 3, axis=0), inputs))
+    wider = {
+        k: np.pad(v, ((0, 0), (0, 3)), constant_values=1 if k == "input_ids" else 0)
+        if not k.startswith("region")
+        else v
+        for k, v in vars(inputs).items()
+    }
+    padded = run(VLPInputs(**{k: jnp.asarray(v) for k, v in wider.items()}))
+    np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
+    np.testing.assert_array_equal(together.tokens, padded.tokens)
+    np.testing.assert_allclose(together.scores, padded.scores, atol=1e-4)
+
+
+def test_one_compilation_per_shape(model):
+    graphdef, state = nnx.split(model)
+    kwargs = {"mask_id": MASK, "sep_id": SEP, "num_beams": 2, "max_new_tokens": STEPS}
+    inputs = batch(2, 4)
+    beam_search(graphdef, state, inputs, **kwargs)
+    count = masked_lm._search._cache_size()
+    again = nnx.split(nnx.merge(graphdef, state))  # another model of the same config
+    beam_search(*again, inputs.replace(input_ids=inputs.input_ids + 1), **kwargs)
+    assert masked_lm._search._cache_size() == count
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_beams": 0}, "num_beams is 0"),
+        ({"num_beams": 24}, "vocabulary size 23"),
+        ({"max_new_tokens": 19}, "expected 1 to 18"),
+        ({"token_type": 6, "max_new_tokens": 9}, "expected 0 to 5"),
+    ],
+)
+def test_bad_arguments_are_named(model, change, message):
+    with pytest.raises(UserError, match=message):
+        beam_search(*nnx.split(model), batch(1, 0), mask_id=MASK, sep_id=SEP, **change)

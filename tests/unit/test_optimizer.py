@@ -1,0 +1,182 @@
+"""Optimizers against torch and against a plain restatement of BertAdam."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.training.optimizer import make_optimizer, make_schedule, read_options
+
+STEPS = 20
+SHAPES = {"dense/kernel": (4, 3), "dense/bias": (3,), "norm/scale": (3,), "head/kernel": (3, 2)}
+
+
+def start_and_gradients(shapes=SHAPES, count=5):
+    rng = np.random.default_rng(0)
+    start = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    # Large and small gradients, so that clipping acts on some.
+    scales = [3.0, 0.1, 1.0, 0.01, 2.0][:count]
+    grads = [
+        {name: (s * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+        for s in scales
+    ]
+    return start, grads
+
+
+def nest(named):
+    nested = {}
+    for name, value in named.items():
+        section, leaf = name.split("/")
+        nested.setdefault(section, {})[leaf] = jnp.asarray(value)
+    return nested
+
+
+def updated(section, start, grads):
+    """Parameters after the gradients, by our optimizer."""
+    optimizer, _ = make_optimizer(read_options(section), STEPS)
+    params = nest(start)
+    state = optimizer.init(params)
+    for grad in grads:
+        updates, state = optimizer.update(nest(grad), state, params)
+        params = optax.apply_updates(params, updates)
+    return flatten_named(params)
+
+
+def assert_close(ours, theirs, atol=2e-6):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, atol=atol, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_and_adamw_equal_torch(name):
+    torch = pytest.importorskip("torch")
+    start, grads = start_and_gradients()
+    params = {key: torch.nn.Parameter(torch.tensor(value)) for key, value in start.items()}
+    rest = {"lr": 0.05, "betas": (0.9, 0.98), "eps": 1e-6}
+    if name == "adamw":
+        decayed = [params["dense/kernel"], params["head/kernel"]]
+        others = [params["dense/bias"], params["norm/scale"]]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, **rest)
+    else:
+        optimizer = torch.optim.Adam(params.values(), **rest)
+    for grad in grads:
+        for key, value in grad.items():
+            params[key].grad = torch.tensor(value)
+        torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
+        optimizer.step()
+    section = {"name": name, "learning_rate": 0.05, "schedule": "constant", "warmup": 0}
+    section |= {"b2": 0.98, "eps": 1e-6, "clip_norm": 1.0}
+    if name == "adamw":
+        section["weight_decay"] = 0.1
+    ours = updated(section, start, grads)
+    assert_close(ours, {key: value.detach().numpy() for key, value in params.items()})
+
+
+def bert_adam(start, grads, rate, steps, warmup, decayed, max_norm=1.0):
+    """pytorch_pretrained_bert/optimization.py as reference.md 2.3 states it, in float64."""
+    params = {name: value.astype(np.float64) for name, value in start.items()}
+    m = dict.fromkeys(start, 0.0)
+    v = dict.fromkeys(start, 0.0)
+    for step, grad in enumerate(grads):
+        x = step / steps
+        lr = rate * (x / warmup if x < warmup else (1 - x) / (1 - warmup))
+        for name, value in grad.items():
+            g = value.astype(np.float64)
+            g = g * min(1.0, max_norm / (np.sqrt((g**2).sum()) + 1e-6))
+            m[name] = 0.9 * m[name] + 0.1 * g
+            v[name] = 0.999 * v[name] + 0.001 * g * g
+            update = m[name] / (np.sqrt(v[name]) + 1e-6)
+            if name in decayed:
+                update = update + 0.01 * params[name]
+            params[name] = params[name] - lr * update
+    return params
+
+
+def test_bert_adam_equals_its_restatement():
+    start, grads = start_and_gradients()
+    decayed = {"dense/kernel", "head/kernel"}
+    theirs = bert_adam(start, grads, 0.05, STEPS, 0.1, decayed)
+    section = {"name": "bert_adam", "learning_rate": 0.05}
+    assert_close(updated(section, start, grads), theirs)
+
+
+def test_bert_adam_clips_each_layer_of_a_stack_on_its_own():
+    layers = {f"layer{i}/kernel": (3, 2) for i in range(4)}
+    start, grads = start_and_gradients(layers)
+    for grad in grads:  # one layer far above the others: clipping the stack would shrink them
+        grad["layer2/kernel"] *= 50
+    theirs = bert_adam(start, grads, 0.05, STEPS, 0.1, set(layers))
+
+    def stack(named):
+        value = jnp.stack([named[name] for name in layers])
+        names = ("layers", "embed", "mlp")
+        return nnx.State({"kernel": nnx.Param(value, out_sharding=names, eager_sharding=False)})
+
+    optimizer, _ = make_optimizer(read_options({"name": "bert_adam", "learning_rate": 0.05}), STEPS)
+    params = stack(start)
+    state = optimizer.init(params)
+    for grad in grads:
+        updates, state = optimizer.update(stack(grad), state, params)
+        params = optax.apply_updates(params, updates)
+    for i, name in enumerate(layers):
+        np.testing.assert_allclose(params["kernel"][...][i], theirs[name], atol=2e-6, err_msg=name)
+
+
+def test_schedules_warm_up_and_end_where_they_should():
+    def rates(**section):
+        schedule = make_schedule(read_options({"learning_rate": 2.0, **section}), 100)
+        return np.asarray(jax.vmap(schedule)(jnp.arange(101)))
+
+    linear = rates(schedule="linear", warmup=0.1)
+    np.testing.assert_allclose(linear[[0, 5, 10, 55, 100]], [0, 1, 2, 1, 0], atol=1e-6)
+    np.testing.assert_allclose(rates(schedule="linear", warmup=10), linear, atol=1e-6)
+    cosine = rates(schedule="cosine", warmup=0, final_fraction=0.1)
+    theirs = optax.cosine_decay_schedule(2.0, 100, alpha=0.1)
+    np.testing.assert_allclose(cosine, [theirs(i) for i in range(101)], atol=1e-5)
+    constant = rates(schedule="constant", warmup=4)
+    np.testing.assert_allclose(constant[[0, 1, 4, 100]], [0, 0.5, 2, 2], atol=1e-6)
+    assert np.isfinite(rates(warmup=500)).all()  # a warm-up longer than the run
+
+
+def test_multipliers_scale_the_whole_update_of_the_first_match():
+    start, grads = start_and_gradients()
+    section = {"name": "adamw", "learning_rate": 0.01, "schedule": "constant", "warmup": 0}
+    plain = updated(section, start, grads[:1])
+    scaled = updated(
+        {**section, "multipliers": (("^head/", 10.0), ("kernel", 0.0))}, start, grads[:1]
+    )
+    np.testing.assert_allclose(
+        scaled["head/kernel"] - start["head/kernel"],
+        10 * (plain["head/kernel"] - start["head/kernel"]),
+        rtol=1e-3,
+    )
+    np.testing.assert_array_equal(scaled["dense/kernel"], start["dense/kernel"])
+    np.testing.assert_array_equal(scaled["dense/bias"], plain["dense/bias"])
+    with pytest.raises(UserError, match=r"'^haed' matches no parameter".replace("^", r"\^")):
+        updated({**section, "multipliers": (("^haed", 10.0),)}, start, grads[:1])
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "adamww"}, r"train\.optimizer\.name=adamww: unknown; did you mean 'adamw'\?"),
+        (
+            {"schedule": "cosin"},
+            r"train\.optimizer\.schedule=cosin: unknown; did you mean 'cosine'",
+        ),
+        ({"lr": 1e-3}, r"train\.optimizer\.lr: unknown; the known ones are b1, b2"),
+        ({"name": "adam", "weight_decay": 0.1}, r"adam has no weight decay"),
+        ({"learning_rate": 0.0}, r"learning_rate must be above 0"),
+    ],
+)
+def test_bad_sections_are_named(section, message):
+    with pytest.raises(UserError, match=message):
+        read_options(section)

@@ -1,0 +1,306 @@
+"""The HTML report: parsed, escaped, complete, and whole when data is missing."""
+
+import base64
+import html.parser
+import io
+import json
+import re
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.evaluation import tables
+from mmqa_jax.evaluation.report import (
+    Example,
+    ExampleAnswer,
+    ExampleSource,
+    ReportData,
+    read_curves,
+    render_report,
+    write_report,
+)
+from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.significance import Interval
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+EVIL = "Is <script>alert('x')</script> & \"this\" a flag?"
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags nest; keeps elements and the text outside script and style."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.open):
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag, **wanted):
+        return [
+            attrs
+            for name, attrs in self.elements
+            if name == tag and all(attrs.get(key) == value for key, value in wanted.items())
+        ]
+
+    def with_class(self, name):
+        return [attrs for _, attrs in self.elements if name in (attrs.get("class") or "").split()]
+
+
+def picture(color, size=(640, 480), kind="PNG"):
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", size, color).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def scores(values, categories):
+    return Scores(
+        tuple(map(str, range(len(values)))),
+        tuple(categories),
+        {"webqa_acc/no_lemma": np.array(values, dtype=float)},
+    )
+
+
+def full_report():
+    categories = ["color"] * 3 + ["text"] * 2
+    oracle = scores([1, 1, 0.5, 1, 0], categories)
+    constant = scores([0.5, 0.5, 0.5, 0, 0], categories)
+    return ReportData(
+        title="Atlas <1>",
+        description="What it is.",
+        notice="Numbers are not WebQA's.",
+        attribution=["Pictures: OpenMoji (https://openmoji.org), CC BY-SA 4.0."],
+        facts={"device": "cpu"},
+        headline={"accuracy": 0.7},
+        tables=[
+            tables.answer_table("Setting: oracle", oracle, constant),
+            tables.settings_table("Side by side", {"oracle": oracle}, "webqa_acc/no_lemma"),
+            tables.retrieval_table("Retrieval", {"bm25": {1: 0.25, 20: 0.5}}, {"reranked": 0.75}),
+        ],
+        curves={
+            "rerank": {"loss": [(i, 1 / (1 + i)) for i in range(200)], "dev_f1": [(100, 0.4)]},
+            "answer": {"loss": [(0, 3.0), (10, 1.0)]},
+            "empty": {"loss": []},
+        },
+        recall={"bm25": {1: 0.25, 20: 0.5}, "dense": {1: 0.5, 20: 1.0}, "a$b$_<c>": {1: 0, 20: 1}},
+        stages=[("prepare", 5.04), ("train", 125.0)],
+        examples=[
+            Example(
+                EVIL,
+                "YesNo",
+                [ExampleAnswer("full", "Yes.", {"webqa_acc/no_lemma": 0.25})],
+                ["No <b>."],
+                keywords="no",
+                picture=picture("red", kind="JPEG"),
+                sources=[
+                    ExampleSource("s1", "Flag of A", "A", picture("blue"), 1, 0.9, True, True),
+                    ExampleSource("s2", "A snippet", "B", None, 2, 0.5),
+                    ExampleSource("s3", "Flag of C", "C", b"not a picture", None, None, gold=True),
+                ],
+            ),
+            Example("Which colour?", "color", [ExampleAnswer("full", "")], ["Red."]),
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def page_source():
+    return render_report(full_report())
+
+
+@pytest.fixture(scope="module")
+def page(page_source):
+    return Page(page_source)
+
+
+def test_texts_are_escaped(page, page_source):
+    assert EVIL in page.text
+    assert "<script>alert" not in page_source
+    assert "Atlas <1>" in page.text
+    assert "No <b>." in page.text
+    assert len(page.all("script")) == 1  # the filter's own
+    assert "(no answer)" in page.text
+
+
+def test_the_page_needs_no_other_file(page, page_source):
+    assert not page.all("link")
+    assert all(src["src"].startswith("data:") for src in page.all("img"))
+    assert not [script for script in page.all("script") if "src" in script]
+    links = {link["href"] for link in page.all("a") if not link["href"].startswith("#")}
+    assert links == {"https://openmoji.org"}
+    assert "url(http" not in page_source
+    assert "@import" not in page_source
+
+
+def test_pictures_are_embedded_small_and_true(page):
+    images = page.all("img")
+    assert len(images) == 2  # the question's and s1's; s3 is broken
+    found = []
+    for image in images:
+        kind, data = re.fullmatch(r"data:image/(\w+);base64,(.+)", image["src"]).groups()
+        decoded = PIL.Image.open(io.BytesIO(base64.b64decode(data)))
+        assert decoded.format.lower() == kind
+        assert decoded.size == (300, 225)
+        found.append(decoded.convert("RGB").getpixel((150, 100)))
+    np.testing.assert_allclose(found, [(255, 0, 0), (0, 0, 255)], atol=3)
+    assert "[unreadable picture]" in page.text
+
+
+def test_sources_are_marked(page):
+    assert [source["title"] for source in page.with_class("source")] == ["s1", "s2", "s3"]
+    assert [source["title"] for source in page.with_class("cited") if "title" in source] == ["s1"]
+    assert [source["title"] for source in page.with_class("is-gold")] == ["s1", "s3"]
+    assert "not retrieved" in page.text
+
+
+def test_examples_can_be_filtered_by_category(page):
+    buttons = [button["data-show"] for button in page.all("button")]
+    assert buttons == ["", "YesNo", "color"]
+    assert [card["data-category"] for card in page.all("article")] == ["YesNo", "color"]
+
+
+def test_plots_have_their_lines(page, page_source):
+    assert len(page.all("svg")) == 3  # recall, rerank, answer; the empty curve has none
+    ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
+    assert [name for name in ids if name.startswith("recall-line-")] == [
+        "recall-line-0",
+        "recall-line-1",
+        "recall-line-2",
+    ]
+    curves = [name for name in ids if name.startswith("curve-")]
+    assert curves == ["curve-rerank-0", "curve-rerank-1", "curve-answer-0"]
+    assert len(ids) == len(set(ids)), "ids repeat on the page"
+    for word in ("bm25", "dense", "a$b$_<c>", "loss", "dev_f1"):
+        assert word in page.text
+    assert "#010203" not in page_source  # ink follows the page's colour
+    assert page_source.count("<style") == 1
+
+
+def test_the_recall_line_goes_where_the_numbers_say(page_source):
+    (path,) = re.findall(r'<g id="recall-line-1">\s*<path d="([^"]*)"', page_source)
+    (x0, y0), (x1, y1) = [
+        tuple(map(float, point)) for point in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)
+    ]
+    (low,) = re.findall(r'<g id="recall-line-0">\s*<path d="M [\d.]+ ([\d.]+)', page_source)
+    assert x1 > x0
+    # dense rises from 0.5 to 1.0 and bm25 starts at 0.25: y falls in proportion.
+    assert (float(low) - y0) * 2 == pytest.approx(y0 - y1, rel=1e-3)
+
+
+def test_tables_show_values_intervals_and_baselines(page):
+    text = page.text
+    assert "0.700 [" in text  # oracle, all categories
+    assert "webqa_acc/no_lemma" in text
+    assert "constant webqa_acc" in text
+    assert "0.750" in text
+    assert "2 min 05 s" in text
+    assert "2 min 10 s" in text  # the sum
+
+
+def test_rendering_is_deterministic(page_source):
+    assert render_report(full_report()) == page_source
+
+
+@pytest.mark.parametrize(
+    "left_out", ["tables", "curves", "recall", "stages", "examples", "facts", "headline"]
+)
+def test_missing_parts_are_left_out(left_out):
+    data = full_report()
+    kept = {field: getattr(data, field) for field in data.__dataclass_fields__ if field != left_out}
+    kept["curves"] = {} if left_out == "curves" else {"answer": {"loss": [(0, 1.0)]}}
+    page = Page(render_report(ReportData(**kept)))
+    sections = {"results", "retrieval", "training", "run", "examples"}
+    gone = {
+        "tables": "results",
+        "curves": "training",
+        "recall": "retrieval",
+        "examples": "examples",
+    }.get(left_out)
+    assert {section["id"] for section in page.all("section")} == sections - {gone}
+    targets = {link["href"] for link in page.all("a") if link["href"].startswith("#")}
+    assert targets == {f"#{name}" for name in sections - {gone}}
+
+
+def test_a_bare_report_still_renders():
+    page = Page(render_report(ReportData(title="Nothing yet")))
+    assert "Nothing yet" in page.text
+    assert not page.all("section")
+
+
+def test_the_file_is_written_whole(tmp_path, monkeypatch):
+    path = tmp_path / "run" / "report.html"
+    write_report(path, full_report())
+    text = path.read_text(encoding="utf-8")
+    assert text == render_report(full_report())
+    assert text.rstrip().endswith("</html>")
+    broken = ReportData(title="t", stages=[("prepare", "not a number")])
+    with pytest.raises(TypeError):
+        write_report(path, broken)
+    assert path.read_text(encoding="utf-8") == text
+    assert [file.name for file in path.parent.iterdir()] == ["report.html"]
+
+
+def test_curves_are_read_from_metrics(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 0, "loss": 3.0, "note": "start"},
+        {"step": 20, "loss": 2.0, "lr": 0.1},
+        {"step": 10, "loss": 2.5, "done": True},
+        {"step": 20, "loss": 1.5},  # written again after a resume
+        {"step": 30, "loss": float("nan")},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    assert read_curves(path) == {"loss": [(0, 3.0), (10, 2.5), (20, 1.5)], "lr": [(20, 0.1)]}
+    assert set(read_curves(path, ["lr"])) == {"lr"}
+    assert read_curves(tmp_path / "absent.jsonl") == {}
+    path.write_text('{"step": 0, "loss": 1}\n{"loss": 1}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
+        read_curves(path)
+
+
+def test_markdown_and_rich_show_the_same_cells():
+    import rich.console
+
+    table = tables.Table(
+        "T [bold]",
+        ["name", "n", "score"],
+        [["a|b", 1234, Interval(0.5, 0.25, 0.75)], ["[red]c", None, 0.1256]],
+        "A note.",
+    )
+    markdown = tables.to_markdown(table)
+    assert "| name | n | score |\n| --- | ---: | ---: |" in markdown
+    assert "| a\\|b | 1,234 | 0.500 [0.250, 0.750] |" in markdown
+    assert "| [red]c | – | 0.126 |" in markdown
+    console = rich.console.Console(width=100, record=True, file=io.StringIO())
+    console.print(tables.to_rich(table))
+    shown = console.export_text()
+    for word in ("T [bold]", "a|b", "1,234", "0.500 [0.250, 0.750]", "[red]c", "–", "A note."):
+        assert word in shown
+
+
+def test_tables_of_other_questions_or_shapes_are_refused():
+    with pytest.raises(UserError, match="other questions"):
+        tables.answer_table("T", scores([1, 0], "ab"), scores([1], "a"))
+    with pytest.raises(ValueError, match="2 cells for 1 columns"):
+        tables.Table("T", ["a"], [["x", "y"]])

@@ -1,0 +1,62 @@
+"""Retrieval metrics by hand and by properties."""
+
+import numpy as np
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.evaluation.retrieval import recall_at_k, score_rankings
+
+GOLD = [{"a", "b"}, {"c"}, set(), {"d"}]
+RANKINGS = [["x", "a", "y", "b"], ["c"], ["a"], []]
+
+
+def test_scores_by_hand():
+    scored = score_rankings(GOLD, RANKINGS, ks=(1, 2, 4))
+    assert (scored.n, scored.excluded, scored.rows) == (3, 1, (0, 1, 3))
+    per = scored.per_question
+    np.testing.assert_allclose(per["recall@1"], [0, 1, 0])
+    np.testing.assert_allclose(per["recall@2"], [0.5, 1, 0])
+    np.testing.assert_allclose(per["recall@4"], [1, 1, 0])
+    np.testing.assert_allclose(per["hit_any@2"], [1, 1, 0])
+    np.testing.assert_allclose(per["hit_all@2"], [0, 1, 0])
+    np.testing.assert_allclose(per["mrr"], [1 / 2, 1, 0])
+    # Gold at ranks 2 and 4; the ideal has them at 1 and 2.
+    ideal = 1 + 1 / np.log2(3)
+    found = 1 / np.log2(3) + 1 / np.log2(5)
+    np.testing.assert_allclose(per["ndcg@4"], [found / ideal, 1, 0])
+    # With one place the ideal holds one gold source.
+    np.testing.assert_allclose(per["ndcg@1"], [0, 1, 0])
+    assert recall_at_k(GOLD, RANKINGS, (2, 4)) == {2: 0.5, 4: pytest.approx(2 / 3)}
+
+
+def test_a_source_ranked_twice_counts_once():
+    assert recall_at_k([{"a", "b"}], [["a", "a", "a"]], (3,)) == {3: 0.5}
+
+
+def test_ndcg_of_whole_rankings_and_recall_that_grows_with_k():
+    rng = np.random.default_rng(1)
+    names = [str(i) for i in range(30)]
+    gold = [set(rng.choice(names, rng.integers(1, 5), replace=False)) for _ in range(50)]
+    rankings = [list(rng.permutation(names)) for _ in gold]
+    ks = (1, 3, 10, 30)
+    per = score_rankings(gold, rankings, ks).per_question
+    recalls = np.stack([per[f"recall@{k}"] for k in ks])
+    assert (np.diff(recalls, axis=0) >= 0).all()
+    assert (recalls[-1] == 1).all()
+    gains = np.array([[name in g for name in r] for g, r in zip(gold, rankings, strict=True)])
+    discounts = 1 / np.log2(np.arange(2, 32))
+    best = np.array([discounts[: len(g)].sum() for g in gold])
+    np.testing.assert_allclose(per["ndcg@30"], gains @ discounts / best)
+
+
+@pytest.mark.parametrize(
+    ("gold", "rankings", "ks", "word"),
+    [
+        (GOLD, RANKINGS[:2], (1,), "4 questions but 2 rankings"),
+        (GOLD, RANKINGS, (0, 1), "k must be 1 or more"),
+        ([set()], [["a"]], (1,), "none of the 1 questions has gold sources"),
+    ],
+)
+def test_bad_input(gold, rankings, ks, word):
+    with pytest.raises(UserError, match=word):
+        score_rankings(gold, rankings, ks)

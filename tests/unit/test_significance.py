@@ -1,0 +1,106 @@
+"""Bootstrap and permutation against scipy, exact enumeration and properties."""
+
+import itertools
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.evaluation.significance import (
+    bootstrap_interval,
+    paired_bootstrap,
+    permutation_test,
+)
+
+
+def test_interval_agrees_with_scipy():
+    values = np.random.default_rng(3).random(300)
+    ours = bootstrap_interval(values, seed=1)
+    peer = scipy.stats.bootstrap(
+        (values,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(7)
+    ).confidence_interval
+    assert ours.mean == pytest.approx(values.mean())
+    assert (ours.low, ours.high) == pytest.approx((peer.low, peer.high), abs=2e-3)
+
+
+def test_interval_of_right_and_wrong_agrees_with_the_binomial():
+    values = np.repeat([0.0, 1.0], [210, 90])
+    ours = bootstrap_interval(values)
+    exact = scipy.stats.binom(300, 0.3).ppf([0.025, 0.975]) / 300
+    # Resampled means lie 1/300 apart, so the percentile may fall on a neighbour.
+    assert (ours.low, ours.high) == pytest.approx(tuple(exact), abs=1.01 / 300)
+
+
+def test_interval_is_seeded_and_shrinks_with_the_sample():
+    values = np.random.default_rng(0).random(100)
+    assert bootstrap_interval(values, seed=5) == bootstrap_interval(values, seed=5)
+    assert bootstrap_interval(values, seed=5) != bootstrap_interval(values, seed=6)
+    small, large = bootstrap_interval(values), bootstrap_interval(np.tile(values, 16))
+    ratio = (small.high - small.low) / (large.high - large.low)
+    assert ratio == pytest.approx(4, rel=0.1)  # width ~ 1 / sqrt(n)
+
+
+def test_interval_of_equal_values_is_a_point():
+    interval = bootstrap_interval([0.25] * 7)
+    assert (interval.mean, interval.low, interval.high) == (0.25, 0.25, 0.25)
+
+
+def test_resampling_in_blocks_keeps_the_law():
+    # Wide enough that 10,000 resamples do not fit one block.
+    values = np.random.default_rng(0).normal(size=1000)
+    interval = bootstrap_interval(values, resamples=4000)
+    half = 1.96 * values.std() / np.sqrt(len(values))
+    assert interval.high - interval.low == pytest.approx(2 * half, rel=0.08)
+
+
+def test_paired_tests_see_a_small_but_steady_difference():
+    rng = np.random.default_rng(2)
+    first = rng.random(400)
+    second = first - 0.02 + rng.normal(scale=0.05, size=400)  # unpaired noise would hide it
+    found = paired_bootstrap(first, second)
+    assert found.low > 0
+    assert found.difference == pytest.approx((first - second).mean())
+    assert found.p_value < 0.01
+    assert permutation_test(first, second) < 0.01
+    back = paired_bootstrap(second, first)
+    assert back.difference == pytest.approx(-found.difference)
+
+
+def test_equal_systems_are_not_told_apart():
+    values = np.random.default_rng(0).random(50)
+    assert permutation_test(values, values) == 1.0
+    assert paired_bootstrap(values, values).p_value == 1.0
+
+
+def test_permutation_agrees_with_exact_enumeration():
+    first = np.array([0.9, 0.8, 1.0, 0.5, 0.7, 0.6, 1.0, 0.3, 0.4])
+    second = np.array([0.4, 0.9, 0.5, 0.5, 0.2, 0.5, 0.6, 0.1, 0.5])
+    difference = first - second
+    signs = np.array(list(itertools.product([-1, 1], repeat=len(difference))))
+    exact = (np.abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
+    assert 0.01 < exact < 0.2
+    assert permutation_test(first, second, resamples=40_000) == pytest.approx(exact, abs=4e-3)
+
+
+def test_permutation_p_values_are_uniform_under_the_null():
+    rng = np.random.default_rng(11)
+    p_values = [
+        permutation_test(rng.random(30), rng.random(30), resamples=400, seed=i) for i in range(200)
+    ]
+    assert scipy.stats.kstest(p_values, "uniform").pvalue > 0.01
+
+
+@pytest.mark.parametrize("values", [[], [np.nan, 1.0], [[1.0, 2.0]]])
+def test_bad_scores_are_refused(values):
+    with pytest.raises(UserError, match="one finite score a question"):
+        bootstrap_interval(values)
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(UserError, match="same questions"):
+        paired_bootstrap([1.0], [1.0, 0.0])
+    with pytest.raises(UserError, match="confidence"):
+        bootstrap_interval([1.0], confidence=95)
+    with pytest.raises(UserError, match="resamples"):
+        bootstrap_interval([1.0], resamples=0)

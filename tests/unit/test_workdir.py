@@ -1,0 +1,173 @@
+"""Workdirs (config, lock, stages), metrics files, and the multi-host environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.metrics import MetricsWriter, read_metrics
+from mmqa_jax.core.startup import multi_host_arguments
+from mmqa_jax.core.workdir import Workdir
+
+CONFIG = {"seed": 1, "train": {"steps": 10, "rate": 0.1}}
+
+HOLD = """
+import sys, time
+from mmqa_jax.core.workdir import Workdir
+workdir = Workdir(sys.argv[1])
+workdir.claim({"seed": 1, "train": {"steps": 10, "rate": 0.1}}, devices=False)
+with workdir.stage("embed", "inputs") as todo:
+    print("holding", todo, flush=True)
+    time.sleep(60)
+"""
+
+
+def claim(path, config=CONFIG):
+    with Workdir(path) as workdir:
+        return workdir.claim(config, devices=False)
+
+
+def hold(path):
+    """A process that has claimed `path` and is in the middle of stage `embed`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "holding True\n"
+    return process
+
+
+def test_config_json_tells_what_ran_where(tmp_path):
+    with Workdir(tmp_path / "run") as workdir:
+        assert workdir.claim(CONFIG) is False
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["config"] == CONFIG
+    assert record["devices"]["platform"] == "cpu"
+    assert record["versions"]["jax"] == __import__("jax").__version__
+    assert record["host"]["cpus"] >= 1
+    assert claim(tmp_path / "run") is True
+
+
+def test_another_config_is_refused_and_nothing_changes(tmp_path):
+    claim(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    other = {"seed": 1, "train": {"steps": 20, "rate": 0.1, "new": None}}
+    with pytest.raises(
+        UserError, match=r"train\.steps \(10 there, 20 now\), train\.new .*new --workdir"
+    ):
+        claim(tmp_path, other)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_paths_that_cannot_be_a_workdir_are_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        claim(tmp_path / "file" / "run")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json: is not a run's config"):
+        claim(tmp_path)
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
+    process = hold(tmp_path)
+    try:
+        with pytest.raises(UserError, match=rf"process {process.pid} on .* is writing into it"):
+            claim(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    assert claim(tmp_path) is True
+
+
+def test_stages_run_once_per_inputs_and_failed_ones_again(tmp_path):
+    workdir = Workdir(tmp_path)
+    ran = []
+
+    def index(inputs, error=None):
+        with workdir.stage("index", inputs) as todo:
+            if todo:
+                ran.append(inputs)
+                if error:
+                    raise error
+
+    with pytest.raises(ValueError, match="disk"):
+        index("a", ValueError("disk"))
+    assert not workdir.done("index")
+    index("a")
+    index("a")
+    assert workdir.done("index", "a")
+    assert not workdir.done("index", "b")
+    index("b")
+    assert ran == ["a", "a", "b"]
+    with workdir.stage("search", ""):
+        pass
+    assert list(workdir.stages()) == ["index", "search"]
+    assert workdir.stages()["index"]["inputs"] == "b"
+    assert workdir.stages()["index"]["peak_rss_mib"] > 10
+
+
+def test_time_of_killed_attempts_counts(tmp_path, monkeypatch):
+    process = hold(tmp_path)
+    time.sleep(6)  # one heartbeat
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    workdir = Workdir(tmp_path)
+    with workdir.stage("embed", "inputs") as todo:
+        assert todo
+    record = workdir.stages()["embed"]
+    assert 4.5 < record["seconds"] < 30
+    assert record["attempts"] == 2
+
+
+def test_metrics_after_the_restored_step_are_dropped(tmp_path):
+    with MetricsWriter(tmp_path, enabled=True) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(step, {"loss": step / 2})
+        metrics.write(2, {"eval/acc": float("nan")})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')  # a kill in the middle of a write
+    with MetricsWriter(tmp_path, restored_step=2, enabled=True) as metrics:
+        metrics.write(3, {"loss": 9.0})
+    rows = [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(tmp_path)]
+    assert rows == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 1.0},
+        {"step": 2, "eval/acc": None},
+        {"step": 3, "loss": 9.0},
+    ]
+    events = [name for name in os.listdir(tmp_path) if name.startswith("events.out.tfevents")]
+    assert events
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not valid JSON"):
+        read_metrics(tmp_path)
+
+
+def test_other_processes_write_no_metrics(tmp_path):
+    with MetricsWriter(tmp_path, enabled=False) as metrics:
+        metrics.write(1, {"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_multi_host_launches_are_told_from_single_ones():
+    assert multi_host_arguments({}) is None
+    assert multi_host_arguments({"SLURM_NTASKS": "4"}) is None  # a shell inside an allocation
+    assert multi_host_arguments({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}) is not None
+    assert multi_host_arguments({"SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}) is None
+    assert multi_host_arguments({"TPU_WORKER_HOSTNAMES": "localhost"}) is None
+    assert multi_host_arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) is not None
+    full = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert multi_host_arguments(full) == {
+        "coordinator_address": "a:1",
+        "num_processes": 2,
+        "process_id": 1,
+    }
+    with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS is set but JAX_NUM_PROCESSES"):
+        multi_host_arguments({"JAX_COORDINATOR_ADDRESS": "a:1"})
+    with pytest.raises(UserError, match="JAX_PROCESS_ID=x: a whole number"):
+        multi_host_arguments({**full, "JAX_PROCESS_ID": "x"})
