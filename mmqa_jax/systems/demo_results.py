@@ -31,7 +31,6 @@ from mmqa_jax.evaluation.webqa import (
     constant_predictions,
     fit_constant_answers,
     score_answers,
-    score_sources,
 )
 from mmqa_jax.systems import webqa
 

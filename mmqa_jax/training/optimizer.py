@@ -23,7 +23,7 @@ from mmqa_jax.core.trees import flatten_named, name_of
 Schedule = Callable[[Any], jax.Array]
 
 # Biases, norm gains and CLIP's temperature are not shrunk towards zero.
-_NO_DECAY = r"(^|/)(bias|scale|logit_scale)$|norm"
+_NO_DECAY = r"(^|/)(bias|scale|logit_scale|picture_gate)$|norm"
 
 
 @dataclasses.dataclass(frozen=True)

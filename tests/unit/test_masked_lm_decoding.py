@@ -72,12 +72,16 @@ def batch(rows: int, regions: int, length: int = LENGTH) -> VLPInputs:
     )
 
 
+def arrays(inputs: VLPInputs) -> dict[str, np.ndarray]:
+    return {k: np.asarray(v) for k, v in vars(inputs).items() if v is not None}
+
+
 class FullEncoder:
     """log p(next word | question, words so far) by `encode` on the whole sequence, no cache."""
 
     def __init__(self, model: VLP, inputs: VLPInputs):
         graphdef, state = nnx.split(model)
-        self.inputs = {k: np.asarray(v) for k, v in vars(inputs).items()}
+        self.inputs = arrays(inputs)
         self.real = np.asarray(jnp.max(inputs.position_ids, axis=1)) + 1
 
         @jax.jit
@@ -169,6 +173,32 @@ def test_greedy_answer_is_the_teacher_forced_argmax(model):
     assert len({tuple(t.tolist()) for t in result.tokens[:, 0]}) == 5  # the context matters
 
 
+def test_probes_give_every_step_of_decoding_in_one_pass(model):
+    """A [MASK] probe per answer position reads what decoding reads there (training's shortcut)."""
+    inputs, words = batch(3, 4), (7, 9, 9, 12, SEP)
+    log_probs = FullEncoder(model, inputs)
+    graphdef, state = nnx.split(model)
+    run = jax.jit(lambda s, x: nnx.merge(graphdef, s).encode(x))
+    for question in range(3):
+        x = {k: v[question : question + 1] for k, v in arrays(inputs).items()}
+        first, count = int(log_probs.real[question]), len(words)
+        pad = ((0, 0), (0, 2 * count))
+        for name in ("input_ids", "token_type_ids", "position_ids", "context_mask", "answer_mask"):
+            x[name] = np.pad(x[name], pad)
+        answer, probes = slice(first, first + count), slice(LENGTH + count, LENGTH + 2 * count)
+        x["probe_mask"] = np.zeros_like(x["answer_mask"])
+        for span, ids in ((answer, words), (probes, (MASK,) * count)):
+            x["input_ids"][0, span] = ids
+            x["token_type_ids"][0, span] = TYPE
+            x["position_ids"][0, span] = first + np.arange(count)
+        x["answer_mask"][0, answer] = True
+        x["probe_mask"][0, probes] = True
+        hidden = run(state, VLPInputs(**{k: jnp.asarray(v) for k, v in x.items()}))
+        read = jax.nn.log_softmax(model.mlm_logits(hidden[0, probes]))
+        expected = np.stack([log_probs(question, words[:t]) for t in range(count)])
+        np.testing.assert_allclose(read, expected, atol=1e-4)
+
+
 def test_answers_do_not_depend_on_padding_or_batch_mates(model):
     graphdef, state = nnx.split(model)
     run = lambda inputs: beam_search(  # noqa: E731
@@ -181,7 +211,7 @@ def test_answers_do_not_depend_on_padding_or_batch_mates(model):
         k: np.pad(v, ((0, 0), (0, 3)), constant_values=1 if k == "input_ids" else 0)
         if not k.startswith("region")
         else v
-        for k, v in vars(inputs).items()
+        for k, v in arrays(inputs).items()
     }
     padded = run(VLPInputs(**{k: jnp.asarray(v) for k, v in wider.items()}))
     np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
