@@ -35,7 +35,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "threads": 2,
     }
     config.train = {
-        "steps": 120,
+        "steps": 40,
         "optimizer": {
             "name": "adamw",
             "learning_rate": 1e-4,
@@ -44,8 +44,8 @@ def get_config(mode: str = "") -> ConfigDict:
             "clip_norm": 1.0,
             "multipliers": (("^vision/", 5.0),),
         },
-        "log_every": 10,
-        "checkpoint_every": 50,
+        "log_every": 5,
+        "checkpoint_every": 20,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

@@ -23,15 +23,17 @@ def get_config(mode: str = "") -> ConfigDict:
     config.packing = {
         "buckets": ((0, 48), (0, 64), (0, 96), (1, 40), (1, 64)),
         "max_source_tokens": 64,
-        "max_question_tokens": 32,
+        "max_question_tokens": 48,
         "max_answer_tokens": 0,
         "per_source": True,
+        "match_type": 1,
         "positions_after_regions": False,
     }
     config.augment = {"entities": 0.0, "palette": 0.0}
     config.batches = {
         "batch_size": 64,
         "choices_per_question": 8,
+        "alike_share": 0.75,
         "hint_prob": 0.3,
         "slack": 0,
         "threads": 2,

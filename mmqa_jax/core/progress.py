@@ -97,6 +97,14 @@ class Progress:
         elif self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._line(self.text())
 
+    def reach(self, done: int, total: int) -> None:
+        """Sets how many units are done and how many there are: a callback for what counts itself."""
+        if total != self._total:
+            self._total = total
+            if self._bar is not None:
+                self._bar.update(self._task, total=total)
+        self.advance(done - self._done)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stops the clock, and clears the bar so that other work can show its own progress."""

@@ -7,6 +7,7 @@ iterator whose whole state is its position.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import grain
@@ -151,13 +152,14 @@ def rerank_batches(
     feed: FeedConfig,
     *,
     choices_per_question: int = 8,
+    alike_share: float = 0.5,
     hint_prob: float = 0.0,
 ) -> grain.DatasetIterator[Packed]:
     """(question, candidate) pairs for the source head, pictures and snippets apart.
 
     Every epoch shows all gold sources of a question and a new draw of its hard negatives:
-    half of the choices in the gold sources' modality, half in the other (the baseline: 16 and
-    16). Batches mix the pairs of all questions. With `hint_prob` a question is followed by the
+    `alike_share` of the choices in the gold sources' modality, the others in the other one (the
+    baseline: 16 and 16). Batches mix the pairs of all questions. With `hint_prob` a question is followed by the
     title of one of its gold sources, as in the reranker's second pass (two-hop questions).
 
     A batch has the arrays of sequences.INPUT_FIELDS (see FeedConfig.inputs) and, each [B]:
@@ -173,7 +175,7 @@ def rerank_batches(
     asked = TokenTable(reader.tokenizer, [clean(q.question) for q in questions])
     titles = TokenTable(reader.tokenizer, [source.title for source in reader.corpus.sources])
     config = packer.config
-    same = -(-choices_per_question // 2)
+    same = math.ceil(choices_per_question * alike_share)
 
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((12, feed.seed, epoch))

@@ -63,6 +63,9 @@ class PackingConfig:
       per_source: ours, not VLP's: the first source's slots and text get type 2, the second's
         type 3, so that captions bind to their pictures; and when the text must be cut, each
         source keeps its fair share. Off, the concatenated text is cut as a whole (VLP).
+      match_type: ours: token type of source tokens that stand in the question too, None for no
+        such signal. A small cross-encoder finds a name in a source with it at once; without,
+        it must first learn to compare tokens.
       positions_after_regions: text positions start after the region slots (VLP). Off (ours):
         text positions ignore the slots, whose position embeddings come from the region
         positions anyway; BERT weights then see text where they were trained to.
@@ -78,6 +81,7 @@ class PackingConfig:
     max_answer_tokens: int = 39
     segments: tuple[int, int] = (4, 5)
     per_source: bool = False
+    match_type: int | None = None
     positions_after_regions: bool = True
 
     def __post_init__(self):
@@ -313,6 +317,9 @@ class Packer:
             ids[column : column + len(text)] = text
             if config.per_source:
                 types[column : column + len(text)] = source_type(index, first)
+            if config.match_type is not None:
+                matched = np.isin(np.asarray(text), np.asarray(question))
+                types[column : column + len(text)][matched] = config.match_type
             column += len(text)
         ids[column] = tokenizer.sep_id
         ids[context_end:answer_start] = question

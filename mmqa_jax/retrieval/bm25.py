@@ -7,6 +7,7 @@ The words, the top-k with its ties in row order, and the restricted setting are 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from bm25s.stopwords import STOPWORDS_EN
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Source
 from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
+
+# It logs every small index that the restricted setting builds.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 _WORD = re.compile(r"\w+")
 _STOP_WORDS = frozenset(STOPWORDS_EN)

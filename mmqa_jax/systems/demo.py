@@ -28,7 +28,7 @@ from mmqa_jax.training.run import run_training
 
 DATA, INDEX, RETRIEVAL, PREDICTIONS = "data", "index", "retrieval", "predictions"
 # What reranking and answering start from in the full setting.
-CANDIDATES = "fused_two_pass"
+CANDIDATES = "dense_two_pass"
 
 
 def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
             Console(stderr=True).print(f"{folder}: going on where the last start stopped.")
         with workdir.stage("prepare") as todo:
             if todo:
-                stages.prepare_atlas(folder / DATA, config.countries)
+                # An earlier start may have been killed between the last file and its record.
+                stages.prepare_atlas(folder / DATA, config.countries, overwrite=True)
         corpus = open_corpus(folder / DATA)
         run = _Demo(config, folder, corpus)
         for name in ("contrastive", "embed", "search", "rerank", "select", "answer", "read"):

@@ -29,19 +29,20 @@ def prepare(dataset: str, raw: Path | None, out: Path) -> dict[str, Any]:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
     if not raw.is_dir():
         raise UserError(f"--raw={raw}: no such folder; check the path.")
-    with Progress("Preparing", None, "pictures") as progress:
+    with Progress("Preparing", None, "records") as progress:
         if dataset == "corpus":
-            manifest = prepare_interchange(raw, out, progress=_advance(progress))
+            manifest = prepare_interchange(raw, out, progress=progress.reach)
         else:
             manifest = _prepare_official(raw, "WebQA", out, progress)
     return _summary(manifest, out)
 
 
-def prepare_atlas(out: Path, countries: int = 0) -> dict[str, Any]:
+def prepare_atlas(out: Path, countries: int = 0, *, overwrite: bool = False) -> dict[str, Any]:
     """Builds Atlas in `out`/raw (WebQA's official formats) and prepares it in `out`.
 
     Args:
       countries: how many countries; 0 = all.
+      overwrite: replace what an earlier attempt prepared in `out`.
     """
     from mmqa_jax.data.datasets.atlas import build_atlas
 
@@ -49,8 +50,8 @@ def prepare_atlas(out: Path, countries: int = 0) -> dict[str, Any]:
     if not (raw / "summary.json").exists():
         with Progress("Making Atlas", None, "steps") as progress:
             build_atlas(raw, limit_countries=countries or None, progress=_stage(progress))
-    with Progress("Preparing", None, "pictures") as progress:
-        manifest = _prepare_official(raw, "atlas", out, progress, name="atlas")
+    with Progress("Preparing", None, "records") as progress:
+        manifest = _prepare_official(raw, "atlas", out, progress, name="atlas", overwrite=overwrite)
     return _summary(manifest, out)
 
 
@@ -66,7 +67,7 @@ def embed(data: Path, model: Path, out: Path) -> dict[str, Any]:
     pictures = PictureStore(corpus, config.pictures.size, config.pictures.resize)
     with Progress("Embedding sources", len(corpus), "sources") as progress:
         embeddings = embedder.embed_sources(
-            corpus, pictures, out / _EMBEDDINGS, shard_rows=1024, on_progress=_advance(progress)
+            corpus, pictures, out / _EMBEDDINGS, shard_rows=1024, on_progress=progress.reach
         )
     write_json(out / _RUN, {"data": str(data), "model": str(model)})
     rows, dim = embeddings.vectors.shape
@@ -272,7 +273,12 @@ def _holds_rankings(path: Path) -> bool:
 
 
 def _prepare_official(
-    raw: Path, prefix: str, out: Path, progress: Progress, name: str = "webqa"
+    raw: Path,
+    prefix: str,
+    out: Path,
+    progress: Progress,
+    name: str = "webqa",
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     train_val, test = raw / f"{prefix}_train_val.json", raw / f"{prefix}_test.json"
     if not train_val.exists():
@@ -290,20 +296,9 @@ def _prepare_official(
         corpus_json=extra if extra.exists() else None,
         name=name,
         attribution=notice.read_text(encoding="utf-8") if notice.exists() else "",
-        progress=_advance(progress),
+        overwrite=overwrite,
+        progress=progress.reach,
     )
-
-
-def _advance(progress: Progress) -> Any:
-    """A (done, total) callback that moves a progress bar."""
-    last = 0
-
-    def advance(done: int, total: int) -> None:
-        nonlocal last
-        progress.advance(done - last)
-        last = done
-
-    return advance
 
 
 def _stage(progress: Progress) -> Any:

@@ -159,7 +159,7 @@ def _rerank(
         questions,
         make_packer(config, tokenizer),
         _feed(config, inputs=VLPInputs),
-        **_options(config, ("choices_per_question", "hint_prob")),
+        **_options(config, ("choices_per_question", "alike_share", "hint_prob")),
     )
     return Recipe(
         RerankTask(model), batches, _vlp_fill(config, tokenizer), "Training the source selector"

@@ -29,7 +29,7 @@ def run_training(config: ConfigDict, folder: Path, corpus: Corpus | None = None)
       What `--json` prints: the task, the step and the folder.
     """
     startup.start()
-    if not config.data.dir:
+    if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
     corpus = corpus or open_corpus(config.data.dir)
     with Workdir(folder) as workdir:

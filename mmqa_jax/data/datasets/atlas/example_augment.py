@@ -15,7 +15,8 @@ class AtlasAugment:
     """New names and new colors for question, sources and answer together.
 
     Args:
-      entities: probability that an example's country and answer names are replaced.
+      entities: probability that an example's country and answer names are replaced, and those
+        of the countries that its wrong sources speak of.
       palette: probability that the colors of an example's flags are exchanged, where its
         answer stays true (`palette_safe`).
     """
@@ -37,6 +38,8 @@ class AtlasAugment:
     def _renamed(
         self, raw: RawExample, entities: list[str], rng: np.random.Generator
     ) -> RawExample:
+        # Wrong sources get new names too: else a made-up name would tell the right ones.
+        entities = [*entities, *(s.title for s in raw.sources if s.title and s.title in s.text)]
         texts = [text for source in raw.sources for text in (source.text, source.title)]
         question, texts, answer, _ = replace_entities(
             raw.question, texts, raw.answer, "", entities, self._names, rng

@@ -1,0 +1,443 @@
+"""LLaMA (Touvron et al. 2023): the decoder of LLaMA-1/2/3, Vicuna, SmolLM2 and llama2.c's stories.
+
+Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP; weights in
+transformers' order (rotary pairs are the two halves of a head). Originals: meta-llama/llama
+llama/model.py, transformers models/llama/modeling_llama.py.
+
+Training and scoring run the stacked layers (`Llama.__call__`). Generation runs `Llama.prefill`,
+`extend` and `decode_step` on a `KVCache`, best after `unstack_layers`: XLA copies a slice of a
+stack before it multiplies by it, which doubles the cost of a decode step on CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.layers import (
+    Embedding,
+    Linear,
+    attention,
+    merge_heads,
+    normal_init,
+    ones_init,
+    param,
+    scan_layers,
+    split_heads,
+    stack_layers,
+)
+from mmqa_jax.models.llama_config import LlamaConfig
+
+# Logical axes of a layer's cached keys and values, for `core.mesh.partition_spec`.
+KEY_NAMES = ("batch", "heads", "head_dim", "positions")
+VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
+
+
+def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Angle per position of each rotary pair, float32 [head_size / 2], with the config's scaling.
+
+    `llama3` (transformers `_compute_llama3_parameters`): wavelengths beyond the original context
+    are divided by the factor, short ones stay, those between are interpolated.
+    """
+    # The exponent in float32, the power in float64: the same bits as torch's float32 power.
+    exponents = (np.arange(0, config.head_size, 2) / config.head_size).astype(np.float32)
+    powers = config.rope_theta ** exponents.astype(np.float64)
+    frequencies = np.float32(1) / powers.astype(np.float32)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    scaled = frequencies / np.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return scaled
+    turns = scaling.original_positions * frequencies / np.float32(2 * np.pi)  # in old context
+    smooth = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smooth = np.clip(smooth, 0, 1).astype(np.float32)
+    return (1 - smooth) * scaled + smooth * frequencies
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding: x [B, L, heads, D]; cos, sin float32 [B or 1, L, 1, D / 2]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def grouped_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    implementation: str = "xla",
+    **dropout,
+) -> jax.Array:
+    """`layers.attention` with fewer key/value heads than query heads; none is repeated in memory.
+
+    q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; query heads n * heads / kv_heads onwards read
+    key head n. mask bool [B or 1, 1, Lq or 1, Lk]. Returns [B, Lq, heads, D].
+    """
+    batch, length, heads, size = q.shape
+    groups = heads // k.shape[2]
+    if groups == 1 or implementation != "xla":  # cuDNN groups by itself
+        return attention(
+            q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, **dropout
+        )
+    # The heads of a group become further rows of one head: [B, groups * Lq, kv_heads, D].
+    q = q.reshape(batch, length, -1, groups, size).transpose(0, 3, 1, 2, 4)
+    q = q.reshape(batch, groups * length, -1, size)
+    if is_causal:
+        causal = jnp.tril(jnp.ones((length, k.shape[1]), bool))
+        mask = causal if mask is None else mask & causal
+    if mask is not None and mask.shape[-2] > 1:
+        mask = jnp.concatenate([mask] * groups, axis=-2)
+    out = attention(q, k, v, mask=mask, implementation=implementation, **dropout)
+    out = out.reshape(batch, groups, length, -1, size).transpose(0, 2, 3, 1, 4)
+    return out.reshape(batch, length, heads, size)
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of earlier tokens: slot t of a row holds the token at position t.
+
+    One pair of arrays per layer, not one stack: a layer's update and its reads then stay in
+    place (a donated cache is never copied). Keys lie transposed: on CPU the product with the
+    queries reads them 1.5 times faster so.
+    """
+
+    key: tuple[jax.Array, ...]  # per layer [B, kv_heads, D, T]
+    value: tuple[jax.Array, ...]  # per layer [B, kv_heads, T, D]
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences B."""
+        return self.value[0].shape[0]
+
+    @property
+    def length(self) -> int:
+        """Number of slots T of each sequence."""
+        return self.value[0].shape[2]
+
+    def insert(self, rows: jax.Array, other: KVCache) -> KVCache:
+        """Writes sequence n of `other` into row rows[n], from slot 0 on.
+
+        `other` may have fewer slots (a prefill bucket); the row's later slots keep what they
+        held, which no token sees before it is overwritten. A row number that does not exist
+        (`self.rows`) drops its sequence: so a prefill of fixed size fills fewer slots.
+        """
+        slots = other.length
+        return KVCache(
+            tuple(
+                mine.at[rows, :, :, :slots].set(new.astype(mine.dtype), mode="drop")
+                for mine, new in zip(self.key, other.key, strict=True)
+            ),
+            tuple(
+                mine.at[rows, :, :slots].set(new.astype(mine.dtype), mode="drop")
+                for mine, new in zip(self.value, other.value, strict=True)
+            ),
+        )
+
+
+class RMSNorm(nnx.Module):
+    """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype."""
+
+    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs):
+        self.scale = param(rngs, ones_init, (features,), ("embed",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.square(x32).mean(-1, keepdims=True)
+        y = x32 * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class LlamaLayer(nnx.Module):
+    """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x)))."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        bias = config.attention_bias
+        size, width = config.hidden, config.heads * config.head_size
+        kv_width = config.kv_heads * config.head_size
+        self.input_norm = RMSNorm(size, config.eps, rngs=rngs)
+        self.q = linear(size, width, ("embed", "heads"), use_bias=bias)
+        self.k = linear(size, kv_width, ("embed", "heads"), use_bias=bias)
+        self.v = linear(size, kv_width, ("embed", "heads"), use_bias=bias)
+        self.out = linear(width, size, ("heads", "embed"), use_bias=bias)
+        self.mlp_norm = RMSNorm(size, config.eps, rngs=rngs)
+        self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
+        self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
+        self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
+        self.config = config
+
+    def project(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]."""
+        config, y = self.config, self.input_norm(x)
+        q = rotate(split_heads(self.q(y), config.heads), cos, sin)
+        k = rotate(split_heads(self.k(y), config.kv_heads), cos, sin)
+        return q, k, split_heads(self.v(y), config.kv_heads)
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
+        x = x + self.out(merge_heads(attended))
+        y = self.mlp_norm(x)
+        return x + self.down(ACTIVATIONS[self.config.activation](self.gate(y)) * self.up(y))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        mask: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Causal: x [B, L, H], mask bool [B, 1, 1, L] of open columns -> [B, L, H]."""
+        q, k, v = self.project(x, cos, sin)
+        attended = grouped_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=True,
+            implementation=self.config.attention,
+            dropout_rate=self.config.attention_dropout,
+            dropout_key=dropout_key,
+        )
+        return self.finish(x, attended)
+
+
+class Llama(nnx.Module):
+    """Decoder with its output head. `embed` and `encode` are apart, so that LLaVA can splice."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        init = normal_init(config.init_stddev)
+        self.tokens = Embedding(
+            config.vocab_size, config.hidden, ("vocab", "embed"), rngs=rngs, init=init
+        )
+        self.layers = stack_layers(lambda r: LlamaLayer(config, rngs=r), config.layers, rngs)
+        self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs)
+        self.head = (
+            None
+            if config.tied
+            else Linear(
+                config.hidden,
+                config.vocab_size,
+                ("embed", "vocab"),
+                rngs=rngs,
+                use_bias=False,
+                kernel_init=init,
+            )
+        )
+        self.config = config
+
+    def embed(self, input_ids: jax.Array) -> jax.Array:
+        """int [B, L] -> [B, L, H] in the compute dtype."""
+        return self.tokens(input_ids).astype(self.config.dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states as `encode` gives them [..., H] -> word logits [..., V], float32."""
+        weights = self.tokens.table[...].T if self.head is None else self.head.kernel[...]
+        return jnp.matmul(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the next token at every position, [B, L, V] float32; see `encode`."""
+        embedded = self.embed(input_ids)
+        return self.logits(
+            self.encode(embedded, attention_mask, positions, dropout_key=dropout_key)
+        )
+
+    def encode(
+        self,
+        embedded: jax.Array,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normed hidden states of the last layer.
+
+        Args:
+          embedded: [B, L, H].
+          attention_mask: [B, L], true at real tokens; not needed where padding is on the right,
+            since a token never sees what follows it.
+          positions: int [B, L] of rotary positions; None is 0..L-1 in every row, also behind
+            padding on the left (only distances matter).
+          dropout_key: drops attention weights at `config.attention_dropout`.
+
+        Returns:
+          [B, L, H]. Rows of padding are finite and mean nothing.
+        """
+
+        def body(layer: LlamaLayer, x, _, key):
+            return layer(x, *angles, mask, key), None
+
+        angles, mask = self._prepare(embedded, attention_mask, positions)
+        return self.norm(self._scan(embedded, body, dropout_key)[0])
+
+    def layer_outputs(
+        self,
+        embedded: jax.Array,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Every layer's output before the last norm: [layers, B, L, H]."""
+
+        def body(layer: LlamaLayer, x, _, key):
+            x = layer(x, *angles, mask)
+            return x, x
+
+        angles, mask = self._prepare(embedded, attention_mask, positions)
+        return self._scan(embedded, body, None)[1]
+
+    def empty_cache(self, rows: int, length: int, dtype: str | None = None) -> KVCache:
+        """Zeros for `rows` sequences of up to `length` tokens; dtype defaults to compute's."""
+        config = self.config
+        if length > config.positions:
+            raise UserError(
+                f"a cache of {length} slots: expected at most model.positions = "
+                f"{config.positions}; use shorter prompts or fewer new tokens"
+            )
+        head = (rows, config.kv_heads)
+        key, value = (*head, config.head_size, length), (*head, length, config.head_size)
+        dtype = dtype or config.dtype
+        return KVCache(
+            tuple(jnp.zeros(key, dtype) for _ in range(config.layers)),
+            tuple(jnp.zeros(value, dtype) for _ in range(config.layers)),
+        )
+
+    def prefill(self, embedded: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Encodes prompts, padded on the right, and keeps their keys and values.
+
+        embedded [B, L, H] -> normed hidden [B, L, H] (read a row's last token with `last_token`)
+        and a cache of L slots in the compute dtype. Padding needs no mask: what it leaves in
+        the cache lies behind the prompt and is overwritten before any token sees it.
+        """
+        angles, _ = self._prepare(embedded, None, None)
+        keys, values, x = [], [], embedded
+        for layer in self.each_layer():
+            q, k, v = layer.project(x, *angles)
+            keys.append(k.transpose(0, 2, 3, 1))
+            values.append(v.swapaxes(1, 2))
+            attended = grouped_attention(
+                q, k, v, is_causal=True, implementation=self.config.attention
+            )
+            x = layer.finish(x, attended)
+        return self.norm(x), KVCache(tuple(keys), tuple(values))
+
+    def extend(
+        self, embedded: jax.Array, start: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Encodes further tokens of each row behind those in the cache.
+
+        embedded [B, L, H]; start int [B]: the position of each row's first new token, so that
+        slots 0..start-1 are its past. Rows may be padded on the right as in `prefill`; what
+        would lie past the cache's end is dropped. Returns normed hidden [B, L, H] and the cache
+        with the new keys and values; donate the old one.
+        """
+        positions = start[:, None] + jnp.arange(embedded.shape[1])  # [B, L]
+        angles, _ = self._prepare(embedded, None, positions)
+        rows = jnp.arange(embedded.shape[0])[:, None]
+        seen = jnp.arange(cache.length) <= positions[:, :, None]  # [B, L, T]
+        keys, values, x = [], [], embedded
+        for number, layer in enumerate(self.each_layer()):
+            q, k, v = layer.project(x, *angles)
+            key, value = cache.key[number], cache.value[number]
+            key = key.at[rows, :, :, positions].set(k.astype(key.dtype))
+            value = value.at[rows, :, positions].set(v.astype(value.dtype))
+            attended = grouped_attention(
+                q,
+                key.astype(k.dtype).transpose(0, 3, 1, 2),  # [B, T, kv_heads, D]
+                value.astype(v.dtype).swapaxes(1, 2),
+                mask=seen[:, None],
+                implementation=self.config.attention,
+            )
+            x = layer.finish(x, attended)
+            keys.append(key)
+            values.append(value)
+        return self.norm(x), KVCache(tuple(keys), tuple(values))
+
+    def decode_step(
+        self, tokens: jax.Array, positions: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """One token per row: tokens, positions int [B] -> next token's logits [B, V], cache."""
+        hidden, cache = self.extend(self.embed(tokens[:, None]), positions, cache)
+        return self.logits(hidden[:, 0]), cache
+
+    def each_layer(self) -> Iterator[LlamaLayer]:
+        """The layers one by one, stacked or not."""
+        if isinstance(self.layers, nnx.List):
+            yield from self.layers
+            return
+        graphdef, params = nnx.split(self.layers)
+        for number in range(self.config.layers):
+            yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
+
+    def _prepare(self, embedded, attention_mask, positions):
+        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
+        length = embedded.shape[1]
+        if positions is None:
+            if length > self.config.positions:
+                raise UserError(
+                    f"a batch is {length} tokens long: expected at most model.positions = "
+                    f"{self.config.positions}; use shorter buckets"
+                )
+            positions = jnp.arange(length)[None]
+        angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(self.config)
+        if attention_mask is not None:
+            attention_mask = attention_mask.astype(bool)[:, None, None, :]
+        return (jnp.cos(angles), jnp.sin(angles)), attention_mask
+
+    def _scan(self, x: jax.Array, body: Callable, dropout_key: jax.Array | None):
+        if isinstance(self.layers, nnx.List):
+            raise TypeError("unstacked layers serve prefill, extend and decode_step only")
+        return scan_layers(
+            self.layers,
+            x,
+            body,
+            dropout_key=dropout_key,
+            remat=self.config.remat,
+            unroll=self.config.unroll,
+        )
+
+
+def last_token(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+    """hidden [B, L, H], lengths int [B] -> the state of each row's last real token, [B, H]."""
+    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
+def unstack_layers(model: Llama) -> None:
+    """Replaces the stack of layers by one array per layer, in place, for generation.
+
+    The stacks are freed one by one (whoever else held them loses them): the peak is the model
+    and its largest stack. Shardings are kept, since the layer axis is never split.
+    """
+    graphdef, state = nnx.split(model.layers)
+    take = jax.jit(lambda stack, n: jax.lax.dynamic_index_in_dim(stack, n, 0, keepdims=False))
+    layers: list[list] = [[] for _ in range(model.config.layers)]
+    for path, stack in nnx.to_flat_state(state):
+        value, names = stack.get_value(), stack.get_metadata()["out_sharding"][1:]
+        for number, layer in enumerate(layers):
+            own = nnx.Param(take(value, number), out_sharding=names, eager_sharding=False)
+            layer.append((path, own))
+        value.delete()
+    model.layers = nnx.List(nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers)

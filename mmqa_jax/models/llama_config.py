@@ -1,0 +1,278 @@
+"""Sizes and constants of a LLaMA, the published ones, and transformers' config.json both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bert import ACTIVATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the pretraining's.
+
+    `linear` divides all by `factor` (LongChat, Vicuna 16k); `llama3` only the slow ones
+    (LLaMA-3.1), by the other three numbers. `original_positions` is the pretraining's context.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3"):
+            raise UserError(
+                f"rope_scaling type is {self.kind!r}: expected linear or llama3; use a checkpoint "
+                "with one of these"
+            )
+        if self.factor < 1.0 or self.low_freq_factor >= self.high_freq_factor:
+            raise UserError(
+                f"rope_scaling {self}: expected a factor of at least 1 and low_freq_factor below "
+                "high_freq_factor; correct the config"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and constants of a LLaMA; the defaults are LLaMA-2 7B's.
+
+    `kv_heads` below `heads` is grouped-query attention. `head_dim` None is hidden / heads.
+    `positions` is the longest context; nothing is allocated for it. `tied`: the output head is
+    the token table. `attention_bias` is on all four projections of the attention, `mlp_bias` on
+    all three of the MLP, as in transformers. `attention_dropout` acts on attention weights.
+    `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
+    `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
+    `layers.scan_layers`.
+    """
+
+    vocab_size: int = 32000
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 32
+    mlp: int = 11008
+    head_dim: int | None = None
+    positions: int = 4096
+    eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+    attention_dropout: float = 0.0
+    init_stddev: float = 0.02
+    dtype: str = "float32"
+    attention: str = "xla"
+    remat: str = "none"
+    unroll: int | bool | None = None
+
+    def __post_init__(self):
+        if self.head_dim is None and self.hidden % self.heads:
+            raise UserError(
+                f"model.heads is {self.heads}: expected a divisor of model.hidden = {self.hidden}; "
+                "change one of the two or set model.head_dim"
+            )
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model.kv_heads is {self.kv_heads}: expected a divisor of model.heads = "
+                f"{self.heads}; change one of the two"
+            )
+        if self.head_size % 2:
+            raise UserError(
+                f"model.head_dim is {self.head_size}: expected an even number, since rotary "
+                "positions turn pairs"
+            )
+        if not 0.0 <= self.attention_dropout < 1.0:
+            raise UserError(
+                f"model.attention_dropout is {self.attention_dropout}: expected a rate from 0 to "
+                "below 1"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise UserError(
+                f"model.activation is {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @classmethod
+    def from_hf(cls, published: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
+        """Our config from transformers' `config.json`; absent values are transformers' defaults.
+
+        Reads `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (5).
+
+        Args:
+          published: the file's content, or the `text_config` of a LLaVA's.
+          where: its name, for messages.
+
+        Raises:
+          UserError: another model's config, or an option that this LLaMA has not.
+        """
+        model_type = published.get("model_type", "llama")
+        if model_type != "llama":
+            raise UserError(
+                f"{where}: model_type is {model_type!r}, expected 'llama'; give a LLaMA checkpoint."
+            )
+        rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
+        partial = rope.get("partial_rotary_factor", published.get("partial_rotary_factor", 1.0))
+        if partial not in (None, 1.0):
+            raise UserError(
+                f"{where}: partial_rotary_factor {partial} is not supported; use a checkpoint "
+                "whose heads are rotated whole."
+            )
+        activation = published.get("hidden_act", "silu")
+        if activation not in ACTIVATIONS:
+            raise UserError(
+                f"{where}: hidden_act {activation!r} is not supported; "
+                f"expected one of {', '.join(ACTIVATIONS)}."
+            )
+        hidden = published.get("hidden_size", 4096)
+        heads = published.get("num_attention_heads", 32)
+        head_dim = published.get("head_dim")
+        positions = published.get("max_position_embeddings", 2048)
+        return cls(
+            vocab_size=published.get("vocab_size", 32000),
+            hidden=hidden,
+            layers=published.get("num_hidden_layers", 32),
+            heads=heads,
+            kv_heads=published.get("num_key_value_heads") or heads,
+            mlp=published.get("intermediate_size", 11008),
+            head_dim=None if head_dim == hidden // heads else head_dim,
+            positions=positions,
+            eps=published.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta") or published.get("rope_theta") or 10000.0,
+            rope_scaling=_rope_scaling(rope, positions, where),
+            tied=published.get("tie_word_embeddings", False),
+            attention_bias=published.get("attention_bias", False),
+            mlp_bias=published.get("mlp_bias", False),
+            activation=activation,
+            attention_dropout=published.get("attention_dropout") or 0.0,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """transformers' `config.json`, without token ids; versions 4 and 5 read it."""
+        scaling = self.rope_scaling
+        rope: dict[str, Any] | None = None
+        if scaling is not None:
+            rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+            if scaling.kind == "llama3":
+                rope |= {
+                    "low_freq_factor": scaling.low_freq_factor,
+                    "high_freq_factor": scaling.high_freq_factor,
+                    "original_max_position_embeddings": scaling.original_positions,
+                }
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.mlp,
+            "head_dim": self.head_size,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": rope,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "hidden_act": self.activation,
+            "attention_dropout": self.attention_dropout,
+            "initializer_range": self.init_stddev,
+        }
+
+
+def _rope_scaling(rope: Mapping[str, Any], positions: int, where: str) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3"):
+        raise UserError(
+            f"{where}: rope scaling {kind!r} is not supported; use a checkpoint without scaling, "
+            "or with linear or llama3."
+        )
+    if "factor" not in rope:
+        raise UserError(f"{where}: rope scaling {kind!r} lacks its `factor`; add it.")
+    if kind == "linear":
+        return RopeScaling(kind, float(rope["factor"]))
+    return RopeScaling(
+        kind,
+        float(rope["factor"]),
+        float(rope.get("low_freq_factor", 1.0)),
+        float(rope.get("high_freq_factor", 4.0)),
+        rope.get("original_max_position_embeddings", positions),
+    )
+
+
+def llama_7b(**changes) -> LlamaConfig:
+    """LLaMA-1 7B (eps 1e-6, 2,048 positions)."""
+    return dataclasses.replace(LlamaConfig(eps=1e-6, positions=2048), **changes)
+
+
+def llama_13b(**changes) -> LlamaConfig:
+    """LLaMA-1 13B."""
+    return llama2_13b(**{"eps": 1e-6, "positions": 2048, **changes})
+
+
+def llama2_7b(**changes) -> LlamaConfig:
+    """LLaMA-2 7B, chat or not, and Vicuna-1.5 7B (LLaVA-1.5)."""
+    return LlamaConfig(**changes)
+
+
+def llama2_13b(**changes) -> LlamaConfig:
+    """LLaMA-2 13B and Vicuna-1.5 13B."""
+    sizes = LlamaConfig(hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824)
+    return dataclasses.replace(sizes, **changes)
+
+
+def llama2_70b(**changes) -> LlamaConfig:
+    """LLaMA-2 70B."""
+    sizes = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672)
+    return dataclasses.replace(sizes, **changes)
+
+
+def llama3_8b(**changes) -> LlamaConfig:
+    """LLaMA-3 8B."""
+    sizes = LlamaConfig(
+        vocab_size=128256, kv_heads=8, mlp=14336, positions=8192, rope_theta=500000.0
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def llama31_8b(**changes) -> LlamaConfig:
+    """LLaMA-3.1 8B: LLaMA-3's sizes, 131,072 positions by llama3 scaling."""
+    return llama3_8b(**{"positions": 131072, "rope_scaling": RopeScaling("llama3", 8.0), **changes})
+
+
+def smollm2_135m(**changes) -> LlamaConfig:
+    """HuggingFaceTB/SmolLM2-135M-Instruct."""
+    sizes = LlamaConfig(
+        vocab_size=49152,
+        hidden=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        mlp=1536,
+        positions=8192,
+        rope_theta=100000.0,
+        tied=True,
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def stories260k(**changes) -> LlamaConfig:
+    """karpathy/tinyllamas stories260K: a 260 K-parameter story teller for tests."""
+    sizes = LlamaConfig(
+        vocab_size=512, hidden=64, layers=5, heads=8, kv_heads=4, mlp=172, positions=512, tied=True
+    )
+    return dataclasses.replace(sizes, **changes)
