@@ -86,101 +86,177 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--traceback", action="store_true", help="show a mistake's traceback")
         return added
 
-    demo = verb("demo", _demo, "the whole path on Atlas: data to cited answers and report.",
-                "mmqa demo --workdir=workdir-demo --json")  # fmt: skip
+    demo = verb(
+        "demo",
+        _demo,
+        "the whole path on Atlas: data to cited answers and report.",
+        "mmqa demo --workdir=workdir-demo --json",
+    )
     demo.add_argument("--workdir", default="workdir-demo", help="everything is written here")
     _add_config(demo, default="configs/atlas/demo.py")
 
-    ask = verb("ask", _ask, "answer one question from a demo's workdir, with its sources.",
-               'mmqa ask --workdir=workdir-demo "What is the capital of Kenya?"')  # fmt: skip
+    ask = verb(
+        "ask",
+        _ask,
+        "answer one question from a demo's workdir, with its sources.",
+        'mmqa ask --workdir=workdir-demo "What is the capital of Kenya?"',
+    )
     ask.add_argument("--workdir", default="workdir-demo", help="a finished demo's workdir")
     ask.add_argument("--image", help="a picture file that belongs to the question")
     ask.add_argument("question", nargs="+", help="the question; several are answered in turn")
 
-    prepare = verb("prepare", _prepare, "turn a benchmark's official files into ArrayRecord.",
-                   "mmqa prepare atlas --out=data/atlas")  # fmt: skip
-    prepare.add_argument("dataset", choices=("atlas", "webqa", "corpus"),
-                         help="atlas is made on the spot; corpus is your own documents")  # fmt: skip
+    prepare = verb(
+        "prepare",
+        _prepare,
+        "turn a benchmark's official files into ArrayRecord.",
+        "mmqa prepare atlas --out=data/atlas",
+    )
+    prepare.add_argument(
+        "dataset",
+        choices=("atlas", "webqa", "corpus"),
+        help="atlas is made on the spot; corpus is your own documents",
+    )
     prepare.add_argument("--raw", help="folder with the official files (webqa, corpus)")
     prepare.add_argument("--out", required=True, help="folder to write")
 
-    train = verb("train", _train, "train one model; continues where an interrupted run stopped.",
-                 "mmqa train --config=configs/atlas/rerank.py --config.data.dir=data/atlas "
-                 "--workdir=runs/rerank")  # fmt: skip
+    train = verb(
+        "train",
+        _train,
+        "train one model; continues where an interrupted run stopped.",
+        "mmqa train --config=configs/atlas/rerank.py --config.data.dir=data/atlas "
+        "--workdir=runs/rerank",
+    )
     _add_config(train)
     train.add_argument("--workdir", required=True, help="checkpoints, metrics and weights go here")
 
-    embed = verb("embed", _embed, "embed every source of a corpus with a trained dual encoder.",
-                 "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index")  # fmt: skip
+    embed = verb(
+        "embed",
+        _embed,
+        "embed every source of a corpus with a trained dual encoder.",
+        "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index",
+    )
     _add_data(embed)
     embed.add_argument("--model", required=True, help="workdir of a contrastive training run")
     embed.add_argument("--out", required=True, help="folder for the embeddings")
 
-    index = verb("index", _index, "build a nearest-neighbour index over embeddings.",
-                 "mmqa index --embeddings=runs/index --kind=auto")  # fmt: skip
+    index = verb(
+        "index",
+        _index,
+        "build a nearest-neighbour index over embeddings.",
+        "mmqa index --embeddings=runs/index --kind=auto",
+    )
     index.add_argument("--embeddings", required=True, help="folder written by `mmqa embed`")
-    index.add_argument("--kind", choices=("auto", "scann", "exact"), default="auto",
-                       help="auto: ScaNN where it can be had, exact otherwise")  # fmt: skip
+    index.add_argument(
+        "--kind",
+        choices=("auto", "scann", "exact"),
+        default="auto",
+        help="auto: ScaNN where it can be had, exact otherwise",
+    )
 
-    search = verb("search", _search, "rank sources of the whole collection for every question.",
-                  "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
-                  "--index=runs/index --out=runs/retrieval/dense.jsonl")  # fmt: skip
+    search = verb(
+        "search",
+        _search,
+        "rank sources of the whole collection for every question.",
+        "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
+        "--index=runs/index --out=runs/retrieval/dense.jsonl",
+    )
     _add_data(search)
     _add_split(search)
-    search.add_argument("--method", choices=("bm25", "dense", "fused"), required=True,
-                        help="fused: reciprocal-rank fusion of the other two")  # fmt: skip
+    search.add_argument(
+        "--method",
+        choices=("bm25", "dense", "fused"),
+        required=True,
+        help="fused: reciprocal-rank fusion of the other two",
+    )
     search.add_argument("--model", help="workdir of a contrastive run (dense, fused)")
     search.add_argument("--index", help="folder written by `mmqa index` (dense, fused)")
-    search.add_argument("--two_pass", action="store_true",
-                        help="search again with the title of the first hit (two-hop questions)")  # fmt: skip
+    search.add_argument(
+        "--two_pass",
+        action="store_true",
+        help="search again with the title of the first hit (two-hop questions)",
+    )
     search.add_argument("--top_k", type=int, default=100, help="sources per question (100)")
     search.add_argument("--out", required=True, help="JSON-lines file to write")
 
-    rerank = verb("rerank", _rerank, "score candidate sources with a trained VLP source head.",
-                  "mmqa rerank --data=data/atlas --model=runs/rerank --candidates=restricted "
-                  "--out=runs/retrieval/restricted.jsonl")  # fmt: skip
+    rerank = verb(
+        "rerank",
+        _rerank,
+        "score candidate sources with a trained VLP source head.",
+        "mmqa rerank --data=data/atlas --model=runs/rerank --candidates=restricted "
+        "--out=runs/retrieval/restricted.jsonl",
+    )
     _add_data(rerank)
     _add_split(rerank)
     rerank.add_argument("--model", required=True, help="workdir of a rerank training run")
-    rerank.add_argument("--candidates", default="restricted",
-                        help="`restricted` (each question's own) or a file of `mmqa search`")  # fmt: skip
+    rerank.add_argument(
+        "--candidates",
+        default="restricted",
+        help="`restricted` (each question's own) or a file of `mmqa search`",
+    )
     rerank.add_argument("--top_k", type=int, default=20, help="candidates of a file to score (20)")
     rerank.add_argument("--out", required=True, help="JSON-lines file to write")
 
-    answer = verb("answer", _answer, "answer every question from given sources, with beam search.",
-                  "mmqa answer --data=data/atlas --model=runs/answer --sources=oracle "
-                  "--out=runs/predictions.jsonl")  # fmt: skip
+    answer = verb(
+        "answer",
+        _answer,
+        "answer every question from given sources, with beam search.",
+        "mmqa answer --data=data/atlas --model=runs/answer --sources=oracle "
+        "--out=runs/predictions.jsonl",
+    )
     _add_data(answer)
     _add_split(answer)
     answer.add_argument("--model", required=True, help="workdir of an answer training run")
-    answer.add_argument("--sources", default="oracle",
-                        help="`oracle`, `none`, or a file of `mmqa rerank`")  # fmt: skip
-    answer.add_argument("--threshold", type=float, default=0.2,
-                        help="a second source is cited above this probability (0.2)")  # fmt: skip
+    answer.add_argument(
+        "--sources", default="oracle", help="`oracle`, `none`, or a file of `mmqa rerank`"
+    )
+    answer.add_argument(
+        "--threshold",
+        type=float,
+        default=0.2,
+        help="a second source is cited above this probability (0.2)",
+    )
     answer.add_argument("--out", required=True, help="predictions.jsonl to write")
 
-    evaluate = verb("evaluate", _evaluate, "score predictions or rankings against references.",
-                    "mmqa evaluate atlas --references=data/atlas "
-                    "--predictions=runs/predictions.jsonl --json")  # fmt: skip
+    evaluate = verb(
+        "evaluate",
+        _evaluate,
+        "score predictions or rankings against references.",
+        "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json",
+    )
     evaluate.add_argument("dataset", choices=("atlas", "webqa", "corpus"), help="the benchmark")
     evaluate.add_argument("--references", required=True, help="folder written by `mmqa prepare`")
-    evaluate.add_argument("--predictions", required=True,
-                          help="predictions.jsonl, WebQA submission JSON, or a rankings file")  # fmt: skip
+    evaluate.add_argument(
+        "--predictions",
+        required=True,
+        help="predictions.jsonl, WebQA submission JSON, or a rankings file",
+    )
     _add_split(evaluate)
-    evaluate.add_argument("--lemmatizer", choices=("none", "spacy"), default="none",
-                          help="spacy: the official scorer (needs the `lemma` extra)")  # fmt: skip
+    evaluate.add_argument(
+        "--lemmatizer",
+        choices=("none", "spacy"),
+        default="none",
+        help="spacy: the official scorer (needs the `lemma` extra)",
+    )
 
-    report = verb("report", _report, "write report.html from a demo's workdir.",
-                  "mmqa report --workdir=workdir-demo")  # fmt: skip
+    report = verb(
+        "report",
+        _report,
+        "write report.html from a demo's workdir.",
+        "mmqa report --workdir=workdir-demo",
+    )
     report.add_argument("--workdir", default="workdir-demo", help="a finished demo's workdir")
     return parser
 
 
 def _add_config(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    parser.add_argument("--config", default=default, required=default is None,
-                        metavar="FILE[:MODE]",
-                        help="experiment file; :runlocal is a run of seconds; "
-                        "--config.KEY=VALUE overrides one value")  # fmt: skip
+    parser.add_argument(
+        "--config",
+        default=default,
+        required=default is None,
+        metavar="FILE[:MODE]",
+        help="experiment file; :runlocal is a run of seconds; "
+        "--config.KEY=VALUE overrides one value",
+    )
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.packing = {
         "buckets": ((0, 64), (0, 96), (0, 128), (0, 176), (1, 64), (2, 96)),
         "max_source_tokens": 128,
-        "max_question_tokens": 48,
+        "max_question_tokens": 32,
         "max_answer_tokens": 28,
         "per_source": True,
         "positions_after_regions": False,

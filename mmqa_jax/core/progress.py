@@ -98,7 +98,7 @@ class Progress:
             self._line(self.text())
 
     def reach(self, done: int, total: int) -> None:
-        """Sets how many units are done and how many there are: a callback for what counts itself."""
+        """Sets how many units are done and how many there are (for work that counts itself)."""
         if total != self._total:
             self._total = total
             if self._bar is not None:

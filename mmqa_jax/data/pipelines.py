@@ -159,8 +159,9 @@ def rerank_batches(
 
     Every epoch shows all gold sources of a question and a new draw of its hard negatives:
     `alike_share` of the choices in the gold sources' modality, the others in the other one (the
-    baseline: 16 and 16). Batches mix the pairs of all questions. With `hint_prob` a question is followed by the
-    title of one of its gold sources, as in the reranker's second pass (two-hop questions).
+    baseline: 16 and 16). Batches mix the pairs of all questions. With `hint_prob` a question is
+    followed by the title of one of its gold sources, as in the reranker's second pass (two-hop
+    questions).
 
     A batch has the arrays of sequences.INPUT_FIELDS (see FeedConfig.inputs) and, each [B]:
     labels int32 (1 = relevant), weights float32 (1 / choices of the question: a sum over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,3 +124,24 @@ def _parse(row: Any, place: str) -> Ranking:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def best_of(first: Sequence[Ranking], second: Sequence[Ranking]) -> list[Ranking]:
+    """Two passes as one: every source with the higher of its scores, best first.
+
+    Scores must compare (similarities, probabilities). Equal ones stay in the order in which
+    the passes name them.
+    """
+    merged = []
+    for one, other in zip(first, second, strict=True):
+        scores = dict(zip(one.sources, one.scores, strict=True))
+        for name, score in zip(other.sources, other.scores, strict=True):
+            scores[name] = max(score, scores.get(name, score))
+        merged.append(by_score(one.question_id, scores))
+    return merged
+
+
+def by_score(question_id: str, scores: Mapping[str, float]) -> Ranking:
+    """A question's sources, best first; equal scores stay in their order."""
+    order = sorted(scores, key=lambda name: -scores[name])
+    return Ranking(question_id, tuple(order), tuple(float(scores[name]) for name in order))

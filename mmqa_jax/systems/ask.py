@@ -24,23 +24,24 @@ class Answerer:
     """Retriever, selector and reader of a demo, loaded once, for single questions."""
 
     def __init__(self, folder: Path):
-        from mmqa_jax.systems.parts import BM25Retriever, load_reader, load_reranker
+        from mmqa_jax.systems.parts import TwoPassReranker, load_reader, load_reranker
 
-        needed = folder / "retrieval" / "threshold.json"
+        needed = folder / "retrieval" / "selection.json"
         if not needed.exists() or not (folder / "answer" / "model.json").exists():
             raise UserError(
                 f"--workdir={folder}: holds no finished demo; run `mmqa demo --workdir={folder}`."
             )
         self.corpus: Corpus = open_corpus(folder / "data")
-        self.threshold = read_json(needed)["threshold"]
+        tuned = read_json(needed)
+        self.threshold = tuned["threshold"]
         config = read_json(folder / "config.json")["config"]
         self.top_k = config["select"]["top_k"]
         self.pictures = config["answer"]["pictures"]
         self.dense = stages.open_retriever(
             self.corpus, folder / "contrastive", folder / "index", two_pass=True
         )
-        self.bm25 = BM25Retriever(self.corpus, two_pass=True)
-        self.reranker = load_reranker(folder / "rerank", self.corpus)
+        reranker = load_reranker(folder / "rerank", self.corpus)
+        self.reranker = TwoPassReranker(self.dense, reranker, tuned["weight"])
         self.reader = load_reader(folder / "answer", self.corpus)
 
     def answer(self, text: str, picture: bytes | None = None) -> tuple[Prediction, Ranking]:
@@ -50,8 +51,6 @@ class Answerer:
           text: the question.
           picture: encoded picture that belongs to it; the reader sees it before the sources.
         """
-        from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
-
         if not text.strip():
             raise UserError("the question is empty; write one in quotes.")
         question = Question("asked", "", text)
@@ -59,13 +58,8 @@ class Answerer:
         if picture is not None:
             image = decode(picture, "--image")
             pixels = to_pixels(image, self.pictures["size"], self.pictures["resize"])
-        depth = 5 * self.top_k
-        found = [
-            self.dense.search_texts([question.id], [text], [pixels], depth),
-            self.bm25.search([question], depth),
-        ]
-        candidates = reciprocal_rank_fusion(found, top_k=self.top_k)
-        (relevance,) = self.reranker.score([question], candidates)
+        candidates = self.dense.search([question], self.top_k, [pixels])
+        (relevance,) = self.reranker.score([question], candidates, [pixels])
         cited = webqa.select_sources([relevance], self.threshold)
         (prediction,) = self.reader.answer([question], cited, [pixels])
         return prediction, relevance

@@ -20,13 +20,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
 from mmqa_jax.systems import stages, webqa
 from mmqa_jax.systems.demo_results import SETTINGS, Results, score_demo, show_tables, write_html
 from mmqa_jax.training.run import run_training
 
 DATA, INDEX, RETRIEVAL, PREDICTIONS = "data", "index", "retrieval", "predictions"
+SELECTION = "retrieval/selection.json"
 # What reranking and answering start from in the full setting.
 CANDIDATES = "dense_two_pass"
 
@@ -99,25 +100,40 @@ class _Demo:
         found["restricted_bm25"] = bm25.search_restricted(questions, candidates)
         found["restricted_dense"] = dense.search_restricted(questions, candidates)
         for name, rankings in found.items():
-            write_rankings(self.folder / RETRIEVAL / f"{name}.jsonl", rankings)
+            self._write_rankings(name, rankings)
 
     def select(self) -> None:
-        """Reranks; tunes the threshold on the validation split."""
-        from mmqa_jax.systems.parts import load_reranker
+        """Reranks; tunes the similarity's weight and the threshold on the validation split."""
+        from mmqa_jax.systems.parts import TwoPassReranker, load_reranker
 
-        reranker = load_reranker(self.folder / "rerank", self.corpus)
-        dev = reranker.score(self.dev, webqa.restricted_candidates(self.dev, self.corpus))
-        threshold, sweep = webqa.tune_threshold(self.dev, dev)
-        restricted = webqa.restricted_candidates(self.questions, self.corpus)
-        full = self._rankings(CANDIDATES)
+        reranker = TwoPassReranker(
+            self._dense(two_pass=True), load_reranker(self.folder / "rerank", self.corpus)
+        )
+        dev = webqa.restricted_candidates(self.dev, self.corpus)
+        relevance, similarity = reranker.read(self.dev, dev)
+        weight, threshold, sweep = webqa.tune_selection(self.dev, relevance, similarity)
+        vlp_threshold, _ = webqa.tune_threshold(self.dev, relevance)
+
         top_k = self.config.select.top_k
-        full = [webqa.top(ranking, top_k) for ranking in full]
-        for name, candidates in (("restricted", restricted), ("full", full)):
-            relevance = reranker.score(self.questions, candidates)
-            write_rankings(self.folder / RETRIEVAL / f"{name}_reranked.jsonl", relevance)
+        candidates = {
+            "restricted": webqa.restricted_candidates(self.questions, self.corpus),
+            "full": [webqa.top(ranking, top_k) for ranking in self._rankings(CANDIDATES)],
+        }
+        for name, given in candidates.items():
+            relevance, similarity = reranker.read(self.questions, given)
+            self._write_rankings(f"{name}_vlp", relevance)
+            mixed = webqa.interpolate(relevance, similarity, weight)
+            self._write_rankings(f"{name}_reranked", mixed)
         write_json(
-            self.folder / RETRIEVAL / "threshold.json",
-            {"threshold": threshold, "dev_source_f1": {str(k): v for k, v in sweep.items()}},
+            self.folder / SELECTION,
+            {
+                "weight": weight,
+                "threshold": threshold,
+                "vlp_threshold": vlp_threshold,
+                "dev_source_f1": {
+                    str(w): {str(t): v for t, v in x.items()} for w, x in sweep.items()
+                },
+            },
         )
 
     def read(self) -> None:
@@ -125,7 +141,7 @@ class _Demo:
         from mmqa_jax.systems.parts import load_reader
 
         reader = load_reader(self.folder / "answer", self.corpus)
-        threshold = read_json(self.folder / RETRIEVAL / "threshold.json")["threshold"]
+        threshold = read_json(self.folder / SELECTION)["threshold"]
         none = [webqa.cited_nothing(question) for question in self.questions]
         cited = {
             "question_only": none,
@@ -148,7 +164,10 @@ class _Demo:
             self.corpus, self.folder / "contrastive", self.folder / INDEX, two_pass=two_pass
         )
 
-    def _rankings(self, name: str) -> list:
+    def _write_rankings(self, name: str, rankings: Sequence[Ranking]) -> None:
+        write_rankings(self.folder / RETRIEVAL / f"{name}.jsonl", rankings)
+
+    def _rankings(self, name: str) -> list[Ranking]:
         ids = [question.id for question in self.questions]
         return read_rankings(self.folder / RETRIEVAL / f"{name}.jsonl", ids, self.corpus.row)
 
@@ -183,9 +202,14 @@ def read_results(config: ConfigDict, folder: Path, corpus: Corpus) -> Results:
         setting: stages.read_predictions(folder / PREDICTIONS / f"{setting}.jsonl")
         for setting in SETTINGS
     }
-    threshold = read_json(folder / RETRIEVAL / "threshold.json")["threshold"]
     return Results(
-        folder, to_plain_dict(config), corpus, questions, rankings, predictions, threshold
+        folder,
+        to_plain_dict(config),
+        corpus,
+        questions,
+        rankings,
+        predictions,
+        selection=read_json(folder / SELECTION),
     )
 
 

@@ -51,7 +51,8 @@ class Results:
     Attributes:
       rankings: name of a file in retrieval/ -> rankings, one per question.
       predictions: setting -> predictions, one per question.
-      threshold: of the source selection, tuned on the validation split.
+      selection: `weight` of the similarity and `threshold` of the source selection, and
+        `vlp_threshold` without the similarity, all tuned on the validation split.
     """
 
     folder: Path
@@ -60,7 +61,7 @@ class Results:
     questions: Sequence[Question]
     rankings: Mapping[str, Sequence[Ranking]]
     predictions: Mapping[str, Sequence[Prediction]]
-    threshold: float
+    selection: Mapping[str, Any]
 
 
 def score_demo(results: Results) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def score_demo(results: Results) -> dict[str, Any]:
         "dataset": "atlas",
         "n": len(questions),
         "scorer": "webqa_acc/no_lemma",
-        "threshold": results.threshold,
+        "selection": {k: results.selection[k] for k in ("weight", "threshold", "vlp_threshold")},
         "scores": scores,
         "intervals": intervals,
         "by_category": by_category,
@@ -112,19 +113,22 @@ def score_demo(results: Results) -> dict[str, Any]:
 
 
 def cited_sources(results: Results) -> dict[str, list[Ranking]]:
-    """Cited sources per system: the top two of a retriever, or those VLP selects.
+    """Cited sources per system: the top two of a retriever, or those the reranker selects.
 
-    `bm25`, `dense` and `reranked` choose among each question's candidates (restricted);
-    `full_*` in the whole collection.
+    `bm25`, `dense`, `vlp` (the source head alone) and `reranked` (with the retriever's
+    similarity) choose among each question's candidates (restricted); `full_*` in the whole
+    collection.
     """
-    rankings = results.rankings
+    rankings, tuned = results.rankings, results.selection
     return {
         "bm25": [webqa.top(r, 2) for r in rankings["restricted_bm25"]],
         "dense": [webqa.top(r, 2) for r in rankings["restricted_dense"]],
-        "reranked": webqa.select_sources(rankings["restricted_reranked"], results.threshold),
+        "vlp": webqa.select_sources(rankings["restricted_vlp"], tuned["vlp_threshold"]),
+        "reranked": webqa.select_sources(rankings["restricted_reranked"], tuned["threshold"]),
         "full_bm25": [webqa.top(r, 2) for r in rankings["bm25"]],
         "full_dense": [webqa.top(r, 2) for r in rankings["dense"]],
-        "full_reranked": webqa.select_sources(rankings["full_reranked"], results.threshold),
+        "full_vlp": webqa.select_sources(rankings["full_vlp"], tuned["vlp_threshold"]),
+        "full_reranked": webqa.select_sources(rankings["full_reranked"], tuned["threshold"]),
     }
 
 
@@ -170,7 +174,7 @@ def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
         for name in RETRIEVERS
     ]
     tables.append(Table("recall@20 by category", ["retriever", *groups], rows))
-    cited = ("bm25", "dense", "reranked", "full_bm25", "full_dense", "full_reranked")
+    cited = cited_sources(results)
     rows = [
         [
             name,
@@ -180,7 +184,11 @@ def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
         ]
         for name in cited
     ]
-    note = f"reranked: VLP, threshold {scores['threshold']} tuned on val; others: top two."
+    tuned = scores["selection"]
+    note = (
+        f"bm25, dense: top two. vlp: above {tuned['vlp_threshold']}. reranked: above "
+        f"{tuned['threshold']}, VLP with {tuned['weight']:g} x similarity. Tuned on val."
+    )
     tables.append(
         Table("Source F1 (restricted; full_: whole collection)", ["system", "F1"], rows, note)
     )

@@ -33,9 +33,13 @@ from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.bm25 import BM25, source_text
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
-from mmqa_jax.retrieval.rankings import to_rankings
+from mmqa_jax.retrieval.rankings import best_of, by_score, to_rankings
 from mmqa_jax.retrieval.two_pass import two_pass_search
+from mmqa_jax.systems import webqa
 from mmqa_jax.training.recipes import make_packer, make_source_reader
+
+# uint8[S, S, 3] of each question's picture (None: it has none); None: the questions' own.
+QuestionPixels = Sequence[np.ndarray | None] | None
 
 
 class DenseRetriever:
@@ -57,35 +61,17 @@ class DenseRetriever:
         self.corpus, self.embedder, self.index = corpus, embedder, index
         self.pictures, self.two_pass = pictures, two_pass
 
-    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
-        """The `top_k` sources of every question, best first."""
-        texts = [question.question for question in questions]
-        shown = [self.pictures.question_pixels(question) for question in questions]
-        return self.search_texts([q.id for q in questions], texts, shown, top_k)
-
-    def search_restricted(
-        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    def search(
+        self, questions: Sequence[Question], top_k: int, pixels: QuestionPixels = None
     ) -> list[Ranking]:
-        """Ranks each question's own candidates by one query (restricted setting)."""
-        texts = [question.question for question in questions]
-        shown = [self.pictures.question_pixels(question) for question in questions]
-        queries = self.embedder.embed_questions(texts, shown)
-        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
-        most = max(map(len, rows), default=0)
-        found = self.index.search_within(queries, rows, most)
-        ids = [source.id for source in self.corpus.sources]
-        return to_rankings([q.id for q in questions], *found, ids)
+        """The `top_k` sources of every question, best first.
 
-    def search_texts(
-        self,
-        ids: Sequence[str],
-        texts: Sequence[str],
-        pictures: Sequence[np.ndarray | None],
-        top_k: int,
-    ) -> list[Ranking]:
-        """As `search`, for questions given as text, each with pixels or None."""
+        Args:
+          pixels: uint8[S, S, 3] of each question's picture; default the questions' own.
+        """
         top_k = min(top_k, len(self.corpus))
-        found = self.index.search(self.embedder.embed_questions(texts, pictures), top_k)
+        texts = [question.question for question in questions]
+        found = self.index.search(self._embed(questions, pixels), top_k)
         if self.two_pass:
             found = two_pass_search(
                 lambda queries, k: self.index.search(self.embedder.embed_questions(queries), k),
@@ -94,7 +80,45 @@ class DenseRetriever:
                 top_k,
                 first=found,
             )
-        return to_rankings(ids, *found, [source.id for source in self.corpus.sources])
+        ids = [source.id for source in self.corpus.sources]
+        return to_rankings([q.id for q in questions], *found, ids)
+
+    def search_restricted(
+        self,
+        questions: Sequence[Question],
+        candidates: Sequence[Ranking],
+        pixels: QuestionPixels = None,
+    ) -> list[Ranking]:
+        """Ranks each question's own candidates by cosine (restricted setting).
+
+        With two passes, a source has the higher of its similarities to the question and to the
+        question with the best candidate's title.
+        """
+        found = self._within(questions, candidates, self._embed(questions, pixels))
+        if not self.two_pass:
+            return found
+        hints = self.titles_of_best(found)
+        texts = [f"{q.question} {hint}" for q, hint in zip(questions, hints, strict=True)]
+        again = self._within(questions, candidates, self.embedder.embed_questions(texts))
+        return best_of(found, again)
+
+    def titles_of_best(self, rankings: Sequence[Ranking]) -> list[str]:
+        """Title of each ranking's first source, "" where there is none."""
+        rows = [self.corpus.row[r.sources[0]] if r.sources else None for r in rankings]
+        return ["" if row is None else self.corpus.sources[row].title for row in rows]
+
+    def _embed(self, questions: Sequence[Question], pixels: QuestionPixels) -> np.ndarray:
+        if pixels is None:
+            pixels = [self.pictures.question_pixels(question) for question in questions]
+        return self.embedder.embed_questions([q.question for q in questions], pixels)
+
+    def _within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking], queries: np.ndarray
+    ) -> list[Ranking]:
+        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        found = self.index.search_within(queries, rows, max(map(len, rows), default=0))
+        ids = [source.id for source in self.corpus.sources]
+        return to_rankings([q.id for q in questions], *found, ids)
 
 
 class BM25Retriever:
@@ -156,10 +180,21 @@ class Reranker:
 
         self._relevance = jax.jit(relevance)
 
-    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources by P(relevant), best first; equal ones keep their order."""
+    def score(
+        self,
+        questions: Sequence[Question],
+        candidates: Sequence[Ranking],
+        hints: Sequence[str] | None = None,
+    ) -> list[Ranking]:
+        """The same sources by P(relevant), best first; equal ones keep their order.
+
+        Args:
+          hints: read behind each question: the title that a first hop found.
+        """
         self._check_lengths(questions)
         texts = [question.question for question in questions]
+        if hints is not None:
+            texts = [f"{text} {hint}" for text, hint in zip(texts, hints, strict=True)]
         rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
         scores = np.zeros(sum(map(len, rows)), np.float32)  # all pairs end to end
         batches = rerank_pairs(self._reader, self._packer, texts, rows, batch_size=self.batch_size)
@@ -173,19 +208,59 @@ class Reranker:
         rankings = []
         for given, end in zip(candidates, ends, strict=True):
             values = scores[end - len(given.sources) : end]
-            order = np.argsort(-values, kind="stable")
-            rankings.append(
-                Ranking(
-                    given.question_id,
-                    tuple(given.sources[i] for i in order),
-                    tuple(float(values[i]) for i in order),
-                )
-            )
+            named = dict(zip(given.sources, values, strict=True))
+            rankings.append(by_score(given.question_id, named))
         return rankings
 
     def _check_lengths(self, questions: Sequence[Question]) -> None:
         for question in questions:
             self._packer.question_tokens(question.question, strict=True)
+
+
+class TwoPassReranker:
+    """VLP's relevance, read twice, together with the retriever's similarity.
+
+    Ours, beyond the paper. The second reading has the title of the retriever's best source
+    behind the question, which leads to the second source of a two-hop question.
+
+    Args:
+      weight: of the similarity; see `webqa.interpolate`.
+      second_pass: candidates that are read a second time, those the retriever likes best.
+    """
+
+    def __init__(
+        self,
+        retriever: DenseRetriever,
+        reranker: Reranker,
+        weight: float = 0.0,
+        second_pass: int = 10,
+    ):
+        self.retriever, self.reranker = retriever, reranker
+        self.weight, self.second_pass = weight, second_pass
+
+    def score(
+        self,
+        questions: Sequence[Question],
+        candidates: Sequence[Ranking],
+        pixels: QuestionPixels = None,
+    ) -> list[Ranking]:
+        """The same sources by the interpolated probability, best first."""
+        relevance, similarity = self.read(questions, candidates, pixels)
+        return webqa.interpolate(relevance, similarity, self.weight)
+
+    def read(
+        self,
+        questions: Sequence[Question],
+        candidates: Sequence[Ranking],
+        pixels: QuestionPixels = None,
+    ) -> tuple[list[Ranking], list[Ranking]]:
+        """VLP's relevance after both passes, and the retriever's similarity."""
+        similarity = self.retriever.search_restricted(questions, candidates, pixels)
+        first = self.reranker.score(questions, candidates)
+        again = [webqa.top(ranking, self.second_pass) for ranking in similarity]
+        hints = self.retriever.titles_of_best(similarity)
+        second = self.reranker.score(questions, again, hints)
+        return best_of(first, second), similarity
 
 
 class Reader:
@@ -201,7 +276,7 @@ class Reader:
         self,
         questions: Sequence[Question],
         cited: Sequence[Ranking],
-        question_pixels: Sequence[np.ndarray | None] | None = None,
+        question_pixels: QuestionPixels = None,
     ) -> list[Prediction]:
         """Answers every question from its cited sources (none = from the question alone).
 

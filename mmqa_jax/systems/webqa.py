@@ -17,9 +17,12 @@ import numpy as np
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.webqa import source_f1
+from mmqa_jax.retrieval.rankings import by_score
 
 # Grid of the dev sweep; the paper settles on 0.2 (section 6.1).
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Weights of the retriever's cosine beside VLP's log-odds; 0 is the paper's VLP alone.
+WEIGHTS = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0)
 
 
 class Retriever(Protocol):
@@ -126,6 +129,43 @@ def select_sources(
             )
         )
     return selected
+
+
+def interpolate(
+    relevance: Sequence[Ranking], similarity: Sequence[Ranking], weight: float
+) -> list[Ranking]:
+    """VLP's relevance P and the retriever's similarity s as one probability (ours).
+
+    sigmoid(logit(P) + weight * (s - s of the question's most similar source)): a source that
+    the retriever likes as much as its best keeps P, the others lose. Weight 0 is P alone.
+    """
+    mixed = []
+    for read, found in zip(relevance, similarity, strict=True):
+        cosine = dict(zip(found.sources, found.scores, strict=True))
+        best = max(found.scores, default=0.0)
+        p = np.clip(np.array(read.scores, np.float64), 1e-6, 1 - 1e-6)
+        behind = np.array([cosine[name] - best for name in read.sources], np.float64)
+        logits = np.log(p) - np.log1p(-p) + weight * behind
+        named = dict(zip(read.sources, 1 / (1 + np.exp(-logits)), strict=True))
+        mixed.append(by_score(read.question_id, named))
+    return mixed
+
+
+def tune_selection(
+    questions: Sequence[Question], relevance: Sequence[Ranking], similarity: Sequence[Ranking]
+) -> tuple[float, float, dict[tuple[float, float], float]]:
+    """Weight of the similarity and threshold with the best source F1 (on dev), and all tried.
+
+    Returns:
+      (weight, threshold, {(weight, threshold): mean source F1}); ties go to the smaller weight.
+    """
+    tuned, sweep = {}, {}
+    for weight in WEIGHTS:
+        mixed = interpolate(relevance, similarity, weight)
+        tuned[weight], tried = tune_threshold(questions, mixed)
+        sweep.update({(weight, threshold): f1 for threshold, f1 in tried.items()})
+    best = max(WEIGHTS, key=lambda weight: (sweep[weight, tuned[weight]], -weight))
+    return best, tuned[best], sweep
 
 
 def tune_threshold(

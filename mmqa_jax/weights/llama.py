@@ -325,7 +325,7 @@ def meta_config(params: Mapping[str, Any], vocab_size: int) -> LlamaConfig:
     multiple = params.get("multiple_of", 256)
     scaling = None
     if params.get("use_scaled_rope"):
-        scaling = RopeScaling("llama3", float(params.get("rope_scaling_factor") or 8.0))
+        scaling = RopeScaling("llama3", 8.0)  # model.py apply_scaling
     theta = float(params.get("rope_theta") or 10000.0)
     positions = {500000.0: 8192, 1000000.0: 16384}.get(theta, 4096)
     if theta == 10000.0 and params["norm_eps"] == 1e-6:
