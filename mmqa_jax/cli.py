@@ -232,6 +232,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_split(evaluate)
     evaluate.add_argument(
+        "--only_given",
+        action="store_true",
+        help="score only the questions in the file (a demo answers some of its split)",
+    )
+    evaluate.add_argument(
         "--lemmatizer",
         choices=("none", "spacy"),
         default="none",
@@ -359,6 +364,7 @@ def _evaluate(arguments: argparse.Namespace) -> Result:
         Path(arguments.predictions),
         split=arguments.split,
         lemmatizer=arguments.lemmatizer,
+        only_given=arguments.only_given,
     )
 
 

@@ -12,13 +12,17 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
-    config.pictures = {"size": 48, "patch": 16, "resize": "squash"}
+    config.pictures = {"size": 48, "resize": "squash"}
     config.model = {
         "trunk": "minilm_l6",
         "changes": {"layers": 3, "dropout": 0.0, "attention_dropout": 0.0},
         "frontend": "patches",
         "patch": 16,
+        "whole": True,
+        "colors": True,
+        "tags": True,
         "visual_hidden": (768,),
+        "copy_head": True,
     }
     config.packing = {
         "buckets": ((0, 64), (0, 96), (0, 128), (0, 176), (1, 64), (2, 96)),
@@ -26,6 +30,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "max_question_tokens": 32,
         "max_answer_tokens": 28,
         "per_source": True,
+        "match_type": 1,
         "positions_after_regions": False,
     }
     config.masking = {"mask_prob": 0.5, "max_pred": 24, "probes": True}
@@ -35,7 +40,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "max_sources": 2,
         "distractor_prob": 0.2,
         "no_source_prob": 0.1,
-        "slack": 4,
+        "slack": 8,
         "threads": 2,
     }
     config.train = {
@@ -46,6 +51,7 @@ def get_config(mode: str = "") -> ConfigDict:
             "schedule": "cosine",
             "warmup": 0.1,
             "clip_norm": 1.0,
+            "multipliers": (("^region_", 3.0),),
         },
         "log_every": 10,
         "checkpoint_every": 100,

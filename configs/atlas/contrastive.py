@@ -15,7 +15,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.tokenizer = "minilm:corpus"
     # minilm, scratch, or a folder with BERT weights in transformers' layout.
     config.init = "minilm"
-    config.pictures = {"size": 48, "patch": 8, "resize": "squash"}
+    config.pictures = {"size": 48, "resize": "squash"}
     config.model = {
         "clip": "",  # a CLIP preset instead of a BERT text tower: vit_b_16, ...
         "trunk": "minilm_l6",

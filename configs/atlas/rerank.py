@@ -12,12 +12,15 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
-    config.pictures = {"size": 48, "patch": 16, "resize": "squash"}
+    config.pictures = {"size": 48, "resize": "squash"}
     config.model = {
         "trunk": "minilm_l6",
         "changes": {"layers": 3, "dropout": 0.0, "attention_dropout": 0.0},
         "frontend": "patches",
         "patch": 16,
+        "whole": True,
+        "colors": True,
+        "tags": True,
         "visual_hidden": (768,),
     }
     config.packing = {
@@ -35,7 +38,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "choices_per_question": 8,
         "alike_share": 0.75,
         "hint_prob": 0.3,
-        "slack": 0,
+        "slack": 4,
         "threads": 2,
     }
     config.train = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from mmqa_jax.data.colors import COLOR_TERMS, color_shares
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import patch_boxes, patches
 from mmqa_jax.data.schema import Question, Source
@@ -62,28 +63,70 @@ class Pictures(Protocol):
     def pixels(self, row: int) -> UInt8[np.ndarray, "S S 3"] | None: ...
 
 
+class Tags(NamedTuple):
+    """Words for what a picture shows, as Oscar (Li et al. 2020) gives a detector's.
+
+    Attributes:
+      regions: a word for every region.
+      picture: words for the whole picture, the most visible first.
+    """
+
+    regions: tuple[str, ...]
+    picture: tuple[str, ...]
+
+
 class PatchRegions:
     """Regions = the patches of the picture, their raw pixels scaled to [-1, 1].
 
+    Args:
+      size: side of the pixels, a multiple of `patch`.
+      patch: side of a patch.
+      whole: one more region, last: the whole picture, shrunk to a patch.
+      colors: a region's place also says how much of each basic color it shows (data.colors),
+        as VLP's places say which classes the detector saw.
+
     Attributes:
-      slots: regions of a picture, (size / patch)^2.
+      slots: regions of a picture.
       dim: values of a region, patch * patch * 3.
+      position_dim: values of a region's place: 6 of its box and, with `colors`, 11 shares.
     """
 
-    def __init__(self, size: int, patch: int):
-        """`size` is the side of the pixels, a multiple of `patch`."""
-        self._patch, self._boxes = patch, patch_boxes(size, patch)  # [slots, 6]
-        self.slots, self.dim = len(self._boxes), patch * patch * 3
+    def __init__(self, size: int, patch: int, *, whole: bool = False, colors: bool = False):
+        self._size, self._patch, self._whole, self._colors = size, patch, whole, colors
+        boxes = patch_boxes(size, patch)  # [R, 6]
+        if whole:
+            boxes = np.concatenate([boxes, patch_boxes(size, size)])
+        self._boxes = boxes
+        self.slots, self.dim = len(boxes), patch * patch * 3
+        self.position_dim = boxes.shape[1] + len(COLOR_TERMS) * colors
 
     def __call__(
         self, source: RawSource
-    ) -> tuple[Float[np.ndarray, "R F"], Float[np.ndarray, "R 6"]] | None:
+    ) -> tuple[Float[np.ndarray, "R F"], Float[np.ndarray, "R P"]] | None:
         if source.pixels is None:
             return None
         pixels = source.pixels.astype(np.float32)
-        pixels *= 1 / 127.5
-        pixels -= 1.0
-        return patches(pixels, self._patch), self._boxes
+        shown = patches(pixels, self._patch)  # [R, F], values 0 to 255
+        seen = [shown.reshape(len(shown), -1, 3)]  # pixels of every region
+        if self._whole:
+            step = self._size // self._patch
+            blocks = pixels.reshape(self._patch, step, self._patch, step, 3)
+            shown = np.concatenate([shown, blocks.mean(axis=(1, 3)).reshape(1, -1)])
+            seen.append(pixels.reshape(1, -1, 3))
+        features = shown * np.float32(1 / 127.5) - 1
+        places = self._boxes
+        if self._colors:
+            shares = [color_shares(part.astype(np.uint8)) for part in seen]
+            places = np.concatenate([places, np.concatenate(shares)], axis=1)
+        return features, places
+
+    def tags(self, places: Float[np.ndarray, "R P"]) -> Tags:
+        """What regions with these `places` show, in words: colors, as `colors` counted them."""
+        shares = places[:, -len(COLOR_TERMS) :]  # [R, C], square roots
+        regions = tuple(COLOR_TERMS[term] for term in shares.argmax(axis=1))
+        all_over = np.square(shares).mean(axis=0)
+        order = [term for term in np.argsort(-all_over, kind="stable") if all_over[term] >= 0.02]
+        return Tags(regions, tuple(COLOR_TERMS[term] for term in order))
 
 
 class SourceReader:
@@ -95,6 +138,8 @@ class SourceReader:
       pictures: pixels by row; None where no pipeline looks at pixels.
       regions: a picture's regions for VLP: PatchRegions, or features read by `row`.
       source_text: what is read of a source; default its text (WebQA's baseline).
+      tags: from the places of a picture's regions to its tags: the words of the picture then
+        follow its caption, each region's word stands in its slot. None: no tags.
     """
 
     def __init__(
@@ -104,9 +149,11 @@ class SourceReader:
         pictures: Pictures | None = None,
         regions: Regions | None = None,
         source_text: Callable[[Source], str] | None = None,
+        tags: Callable[[np.ndarray], Tags] | None = None,
     ):
         self.corpus, self.tokenizer = corpus, tokenizer
-        self.pictures, self.regions = pictures, regions
+        self.pictures, self.regions, self._tags = pictures, regions, tags
+        self._tag_tokens: dict[str, list[int]] = {}
         self._texts = [source_text(s) if source_text else s.text for s in corpus.sources]
         self.table = TokenTable(tokenizer, self._texts)
         self.is_image = np.array([s.modality == "image" for s in corpus.sources], bool)
@@ -132,12 +179,23 @@ class SourceReader:
     ) -> Example:
         """Tokens and regions of `raw`; `question` and `answer` are tokens already known."""
         encode = self.tokenizer.encode
-        sources = tuple(
-            SourceTokens(self.tokens(s), self.regions(s) if self.regions else None)
-            for s in raw.sources
-        )
+        sources = tuple(map(self._read, raw.sources))
         if question is None:
             question = encode(clean(raw.question))
         if answer is None:
             answer = encode(clean(raw.answer))
         return Example(sources, question, answer)
+
+    def _read(self, source: RawSource) -> SourceTokens:
+        regions = self.regions(source) if self.regions else None
+        if regions is None or self._tags is None:
+            return SourceTokens(self.tokens(source), regions)
+        tags = self._tags(regions[1])
+        words = [token for word in tags.picture for token in self._tag(word)]
+        in_slots = [self._tag(word)[0] for word in tags.regions]
+        return SourceTokens([*self.tokens(source), *words], regions, in_slots)
+
+    def _tag(self, word: str) -> list[int]:
+        if word not in self._tag_tokens:
+            self._tag_tokens[word] = self.tokenizer.encode(word)
+        return self._tag_tokens[word]

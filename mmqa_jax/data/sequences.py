@@ -147,10 +147,14 @@ class MaskingConfig:
 
 
 class SourceTokens(NamedTuple):
-    """One source: its text as token ids and, for a picture, (features, positions)."""
+    """One source: its text as token ids and, for a picture, (features, positions).
+
+    `tags` are token ids that stand in the slots of the regions; without, [UNK] does (VLP).
+    """
 
     tokens: Tokens
     regions: tuple[np.ndarray, np.ndarray] | None = None  # float32[N, F], float32[N, P]
+    tags: Tokens | None = None  # [N]
 
 
 class Example(NamedTuple):
@@ -336,7 +340,7 @@ class Packer:
         answered[answer_start:end] = True
         features = np.zeros((slots, config.region_dim), np.float32)
         places = np.zeros((slots, config.position_dim), np.float32)
-        lost = self._place_regions(example.sources, shape, features, places, context, types)
+        lost = self._place_regions(example.sources, shape, features, places, context, types, ids)
         kept = length + len(question) + len(answer)
         arrays = {
             "input_ids": ids,
@@ -369,14 +373,15 @@ class Packer:
         places: Float[np.ndarray, "R P"],
         context: Bool[np.ndarray, " L"],
         types: Int[np.ndarray, " L"],
+        ids: Int[np.ndarray, " L"],
     ) -> int:
         """Fills the region slots and opens them; returns how many regions found no slot."""
         config = self.config
         slots, used, lost = config.slots_per_picture, 0, 0
-        for index, (_, regions) in enumerate(sources):
-            if regions is None:
+        for index, source in enumerate(sources):
+            if source.regions is None:
                 continue
-            values, boxes = regions
+            values, boxes = source.regions
             if values.shape[1:] != features.shape[1:] or boxes.shape[1:] != places.shape[1:]:
                 raise UserError(
                     f"A picture has region features of {values.shape[-1]} and positions of "
@@ -389,6 +394,8 @@ class Packer:
             features[start : start + count] = values[:count]
             places[start : start + count] = boxes[:count]
             context[1 + start : 1 + start + count] = True
+            if source.tags is not None:
+                ids[1 + start : 1 + start + count] = source.tags[:count]
             if config.per_source and count:
                 types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
             used += 1

@@ -109,10 +109,10 @@ def _search(
     def step(carry):
         beams, cache = carry
         previous = beams.tokens[:, :, jnp.maximum(beams.step - 1, 0)].reshape(-1)  # [B * K]
-        logits, cache = model.decode_step(
+        log_probs, cache = model.decode_step(
             prefix, cache, previous, beams.step, mask_id=mask_id, token_type=token_type
         )
-        log_probs = jax.nn.log_softmax(logits).reshape(questions, num_beams, -1)
+        log_probs = log_probs.reshape(questions, num_beams, -1)
         beams, parents = beam.advance(
             beams, log_probs, end_id=sep_id, length_penalty=length_penalty
         )

@@ -29,8 +29,9 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
 
     Args:
       section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ),
-        `frontend` (`patches`, `x101` or `vinvl`) and, for patches, `patch` (side in pixels) and
-        `visual_hidden` (sizes of further linears).
+        `frontend` (`patches`, `x101` or `vinvl`) and, for patches, `patch` (side in pixels),
+        `visual_hidden` (sizes of further linears), `region_positions` (values of a patch's place,
+        6), `tags` (slots hold words) and `copy_head` (whether it has one).
       vocab_size: of the tokenizer.
 
     Raises:
@@ -40,7 +41,12 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
     frontend = section["frontend"]
     if frontend == "patches":
         return vlp.vlp_patches(
-            section["patch"], bert=trunk, visual_hidden=section.get("visual_hidden", ())
+            section["patch"],
+            bert=trunk,
+            visual_hidden=section.get("visual_hidden", ()),
+            region_positions=section.get("region_positions", 6),
+            region_tags=section.get("tags", False),
+            copy_head=section.get("copy_head", False),
         )
     published = {"x101": vlp.vlp_base_x101(), "vinvl": vlp.vlp_base_vinvl()}
     if frontend not in published:

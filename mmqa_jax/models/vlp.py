@@ -16,8 +16,10 @@ from flax import nnx
 
 from mmqa_jax.models.bert import Bert, BertConfig, BertLayer, MlmHead, minilm_l6
 from mmqa_jax.models.layers import (
+    Initializer,
     Linear,
     dropout,
+    normal_init,
     prefix_attention,
     scan_layers,
     split_key,
@@ -37,6 +39,8 @@ class VLPConfig:
     region_features: int = 2048
     region_positions: int = 1607
     visual_hidden: tuple[int, ...] = (2048,)
+    region_tags: bool = False  # ours: a slot's word embedding (a tag) is added to its content
+    copy_head: bool = False  # ours, see CopyHead
 
 
 def _vlp_trunk(**changes) -> BertConfig:
@@ -54,15 +58,23 @@ def vlp_base_vinvl(**trunk) -> VLPConfig:
 
 
 def vlp_patches(
-    patch: int, *, bert: BertConfig | None = None, visual_hidden: tuple[int, ...] = (), **trunk
+    patch: int,
+    *,
+    bert: BertConfig | None = None,
+    visual_hidden: tuple[int, ...] = (),
+    region_positions: int = 6,
+    region_tags: bool = False,
+    copy_head: bool = False,
+    **trunk,
 ) -> VLPConfig:
-    """Regions are square patches of raw pixels (patch * patch * 3 values) with 6 box values.
+    """Regions are square patches of raw pixels (patch * patch * 3 values), places of 6 box values or more.
 
     The trunk is MiniLM-L6's shape with VLP's six token types unless `bert` is given; used on the
     Atlas corpus, where no detector runs.
     """
     bert = dataclasses.replace(bert or minilm_l6(types=6), **trunk)
-    return VLPConfig(bert, patch * patch * 3, 6, visual_hidden=tuple(visual_hidden))
+    hidden = tuple(visual_hidden)
+    return VLPConfig(bert, patch * patch * 3, region_positions, hidden, region_tags, copy_head)
 
 
 @flax.struct.dataclass
@@ -80,6 +92,15 @@ class VLPInputs:
 
 
 @flax.struct.dataclass
+class Context:
+    """Source and question as the last layer sees them: what a copy head copies from."""
+
+    hidden: jax.Array  # [B, L, H]
+    ids: jax.Array  # [B, L] int
+    mask: jax.Array  # [B, L] bool
+
+
+@flax.struct.dataclass
 class VLPPrefix:
     """What decoding keeps of source and question: once per question, not per beam."""
 
@@ -87,6 +108,7 @@ class VLPPrefix:
     value: jax.Array  # [layers, B, L, heads, head_dim]
     mask: jax.Array  # [B, L] bool
     next_position: jax.Array  # [B] int: position id of the first generated token
+    context: Context | None  # only for a model with a copy head
 
 
 @flax.struct.dataclass
@@ -127,11 +149,20 @@ def mixed_mask(
 class RegionEncoder(nnx.Module):
     """Linear + ReLU, once per size, then dropout: [B, R, in] -> [B, R, sizes[-1]]."""
 
-    def __init__(self, in_features: int, sizes: tuple[int, ...], rate: float, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        in_features: int,
+        sizes: tuple[int, ...],
+        rate: float,
+        *,
+        rngs: nnx.Rngs,
+        kernel_init: Initializer,
+    ):
         widths = (in_features, *sizes)
         names = [("patch", "proj")] * (len(sizes) - 1) + [("patch", "embed")]
         self.linears = nnx.List(
-            Linear(*widths[i : i + 2], names[i], rngs=rngs) for i in range(len(sizes))
+            Linear(*widths[i : i + 2], names[i], rngs=rngs, kernel_init=kernel_init)
+            for i in range(len(sizes))
         )
         self.rate = rate
 
@@ -141,20 +172,60 @@ class RegionEncoder(nnx.Module):
         return dropout(x, self.rate, dropout_key)
 
 
+class CopyHead(nnx.Module):
+    """Copies answer words out of source and question (See et al. 2017, pointer-generator).
+
+    Ours, not VLP's. A position attends once over the last layer's context and mixes the words
+    found there with those of the masked-LM head; a small model then writes names that training
+    never showed it.
+    """
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.query = Linear(width, width, ("embed", None), rngs=rngs)
+        self.key = Linear(width, width, ("embed", None), rngs=rngs)
+        self.gate = Linear(width, 1, ("embed", None), rngs=rngs)
+
+    def __call__(self, hidden: jax.Array, logits: jax.Array, context: Context) -> jax.Array:
+        """hidden [B, P, H] and its word logits [B, P, V] -> log-probabilities [B, P, V]."""
+        rows, places, vocabulary = logits.shape
+        query, key = self.query(hidden), self.key(context.hidden)
+        scores = jnp.einsum("bph,blh->bpl", query, key).astype(jnp.float32)
+        scores = scores / key.shape[-1] ** 0.5
+        copied = jax.nn.softmax(jnp.where(context.mask[:, None], scores, -jnp.inf))  # [B, P, L]
+        index = (jnp.arange(rows)[:, None, None], jnp.arange(places)[:, None], context.ids[:, None])
+        words = jnp.zeros((rows, places, vocabulary)).at[index].add(copied)
+        gate = self.gate(hidden).astype(jnp.float32)  # [B, P, 1]: log-odds of copying
+        return jnp.logaddexp(
+            jax.nn.log_sigmoid(-gate) + jax.nn.log_softmax(logits),
+            jax.nn.log_sigmoid(gate) + jnp.log(words + 1e-20),
+        )
+
+
 class VLP(nnx.Module):
-    """One model, two heads: `source_logits` on [CLS], `mlm_logits` on any position."""
+    """One model, two heads: `source_logits` on [CLS], `word_log_probs` on any position."""
 
     def __init__(self, config: VLPConfig, *, rngs: nnx.Rngs):
         bert = config.bert
         self.bert = Bert(bert, rngs=rngs)
+        # Small first weights of the content and larger ones of the place, which has few values,
+        # so that neither drowns the other, nor a tag.
         self.region_content = RegionEncoder(
-            config.region_features, (*config.visual_hidden, bert.hidden), bert.dropout, rngs=rngs
+            config.region_features,
+            (*config.visual_hidden, bert.hidden),
+            bert.dropout,
+            rngs=rngs,
+            kernel_init=normal_init(0.01),
         )
         self.region_place = RegionEncoder(
-            config.region_positions, (bert.hidden,), bert.dropout, rngs=rngs
+            config.region_positions,
+            (bert.hidden,),
+            bert.dropout,
+            rngs=rngs,
+            kernel_init=normal_init(0.03),
         )
         self.source_head = Linear(bert.hidden, 2, ("embed", None), rngs=rngs)
         self.mlm_head = MlmHead(bert, rngs=rngs)
+        self.copy_head = CopyHead(bert.hidden, rngs=rngs) if config.copy_head else None
         self.config = config
 
     def _embed(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
@@ -166,10 +237,11 @@ class VLP(nnx.Module):
                 inputs.region_features.astype(dtype),
                 inputs.region_positions.astype(dtype),
             )
-            regions = (
-                self.region_content(content, dropout_key=content_key),  # [B, R, H]
-                self.region_place(place, dropout_key=place_key),
-            )
+            content = self.region_content(content, dropout_key=content_key)  # [B, R, H]
+            if self.config.region_tags:
+                slots = inputs.input_ids[:, 1 : 1 + content.shape[1]]
+                content = content + self.bert.embeddings.word(slots).astype(dtype)
+            regions = content, self.region_place(place, dropout_key=place_key)
         return self.bert.embeddings(
             inputs.input_ids,
             inputs.position_ids,
@@ -194,6 +266,16 @@ class VLP(nnx.Module):
         """Hidden states at the wanted positions [..., H] -> word logits [..., V], float32."""
         return self.mlm_head(hidden, self.bert.embeddings.word)
 
+    def word_log_probs(self, hidden: jax.Array, context: Context | None) -> jax.Array:
+        """Hidden states [B, P, H] -> log-probabilities of words [B, P, V], float32.
+
+        `context` is what a copy head copies from; a model without one ignores it.
+        """
+        logits = self.mlm_logits(hidden)
+        if self.copy_head is None:
+            return jax.nn.log_softmax(logits)
+        return self.copy_head(hidden, logits, context)
+
     def prefill(self, inputs: VLPInputs) -> VLPPrefix:
         """Encode source and question once; whatever lies in answer positions is never seen."""
         mask = inputs.context_mask[:, None, None, :]
@@ -203,11 +285,14 @@ class VLP(nnx.Module):
             attended = layer.attend(query, key, value, mask)
             return layer.finish(x, attended), (key, value)
 
-        _, (key, value) = scan_layers(
+        hidden, (key, value) = scan_layers(
             self.bert.layers, self._embed(inputs, None), body, unroll=self.config.bert.unroll
         )
         last = jnp.max(jnp.where(inputs.context_mask, inputs.position_ids, -1), axis=1)
-        return VLPPrefix(key, value, inputs.context_mask, last + 1)
+        context = None
+        if self.copy_head is not None:
+            context = Context(hidden, inputs.input_ids, inputs.context_mask)
+        return VLPPrefix(key, value, inputs.context_mask, last + 1, context)
 
     def empty_cache(self, rows: int, max_new_tokens: int) -> VLPCache:
         """Zeros for `rows` = questions * beams sequences of `max_new_tokens`."""
@@ -229,7 +314,8 @@ class VLP(nnx.Module):
 
         `previous` [N] int is the token generated last (ignored at step 0), `step` the number of
         tokens generated so far; N = B * beams, beams of one question side by side. Returns
-        logits [N, V] for token number `step`, and the cache with the previous token added.
+        log-probabilities [N, V] of token number `step`, and the cache with the previous token
+        added.
         """
         rows, slots = cache.key.shape[1:3]
         beams = rows // prefix.mask.shape[0]
@@ -275,4 +361,5 @@ class VLP(nnx.Module):
             jax.lax.dynamic_update_slice(cache.key, key, slot),
             jax.lax.dynamic_update_slice(cache.value, value, slot),
         )
-        return self.mlm_logits(x[:, 1]), cache
+        asked = x[:, 1].reshape(-1, beams, x.shape[-1])  # [B, beams, H]
+        return self.word_log_probs(asked, prefix.context).reshape(rows, -1), cache

@@ -51,8 +51,6 @@ class Answerer:
           text: the question.
           picture: encoded picture that belongs to it; the reader sees it before the sources.
         """
-        if not text.strip():
-            raise UserError("the question is empty; write one in quotes.")
         question = Question("asked", "", text)
         pixels: np.ndarray | None = None
         if picture is not None:
@@ -76,6 +74,8 @@ def ask(folder: Path, texts: Sequence[str], image: str | None) -> dict[str, Any]
     Raises:
       UserError: no finished demo there, no such picture, a question too long or empty.
     """
+    if not all(text.strip() for text in texts):
+        raise UserError("the question is empty; write one in quotes.")
     picture = None
     if image is not None:
         load_picture_file(image)  # a file that is no picture is refused before models load

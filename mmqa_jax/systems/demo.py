@@ -130,9 +130,10 @@ class _Demo:
                 "weight": weight,
                 "threshold": threshold,
                 "vlp_threshold": vlp_threshold,
-                "dev_source_f1": {
-                    str(w): {str(t): v for t, v in x.items()} for w, x in sweep.items()
-                },
+                "dev_source_f1": [
+                    {"weight": tried, "threshold": at, "source_f1": f1}
+                    for (tried, at), f1 in sweep.items()
+                ],
             },
         )
 

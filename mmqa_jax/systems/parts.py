@@ -24,11 +24,11 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureStore
 from mmqa_jax.data.inference_batches import answer_inputs, rerank_pairs
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.data.sequences import INPUT_FIELDS
+from mmqa_jax.data.sequences import INPUT_FIELDS, Packer
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.dual_encoder import DualEncoder
-from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
+from mmqa_jax.models.presets import dual_encoder_from_config
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.bm25 import BM25, source_text
 from mmqa_jax.retrieval.embedder import Embedder
@@ -36,7 +36,7 @@ from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
 from mmqa_jax.retrieval.rankings import best_of, by_score, to_rankings
 from mmqa_jax.retrieval.two_pass import two_pass_search
 from mmqa_jax.systems import webqa
-from mmqa_jax.training.recipes import make_packer, make_source_reader
+from mmqa_jax.training.recipes import make_packer, make_source_reader, make_vlp_config
 
 # uint8[S, S, 3] of each question's picture (None: it has none); None: the questions' own.
 QuestionPixels = Sequence[np.ndarray | None] | None
@@ -191,7 +191,7 @@ class Reranker:
         Args:
           hints: read behind each question: the title that a first hop found.
         """
-        self._check_lengths(questions)
+        check_lengths(questions, self._packer)
         texts = [question.question for question in questions]
         if hints is not None:
             texts = [f"{text} {hint}" for text, hint in zip(texts, hints, strict=True)]
@@ -211,10 +211,6 @@ class Reranker:
             named = dict(zip(given.sources, values, strict=True))
             rankings.append(by_score(given.question_id, named))
         return rankings
-
-    def _check_lengths(self, questions: Sequence[Question]) -> None:
-        for question in questions:
-            self._packer.question_tokens(question.question, strict=True)
 
 
 class TwoPassReranker:
@@ -284,8 +280,7 @@ class Reader:
           question_pixels: uint8[S, S, 3] of a picture that belongs to the question; it is
             read before the cited sources. By default the questions' own pictures.
         """
-        for question in questions:
-            self._packer.question_tokens(question.question, strict=True)
+        check_lengths(questions, self._packer)
         if question_pixels is None:
             question_pixels = [self._reader.pictures.question_pixels(q) for q in questions]
         batches = answer_inputs(
@@ -327,6 +322,15 @@ class Reader:
         texts = [self.tokenizer.decode(until_end(beam, self.tokenizer)) for beam in tokens]
         beams = tuple((text, float(score)) for text, score in zip(texts, scores, strict=True))
         return Prediction(question_id, texts[0], cited.sources, cited.scores, beams)
+
+
+def check_lengths(questions: Sequence[Question], packer: Packer) -> None:
+    """UserError for the first question that has more tokens than the model takes."""
+    for question in questions:
+        try:
+            packer.question_tokens(question.question, strict=True)
+        except UserError as error:
+            raise UserError(f"question {question.id}: {error}") from error
 
 
 def until_end(tokens: np.ndarray, tokenizer: WordPiece) -> list[int]:
@@ -375,7 +379,7 @@ def _load_vlp(
     folder: str | os.PathLike, corpus: Corpus, task: str
 ) -> tuple[ConfigDict, Corpus, WordPiece, VLP]:
     config, tokenizer = _read_run(folder, (task,))
-    model_config = vlp_from_config(config.model, tokenizer.vocab_size)
+    model_config = make_vlp_config(config, tokenizer)
     model = _load(folder, lambda: VLP(model_config, rngs=nnx.Rngs(0)))
     return config, corpus, tokenizer, model
 

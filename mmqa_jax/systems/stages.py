@@ -5,7 +5,9 @@ evaluate do. Every stage reads the files of the one before it and writes its own
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.systems import webqa
 
 _EMBEDDINGS, _INDEX, _RUN = "embeddings", "index", "embed.json"
+_KS = (1, 2, 5, 10, 20)
 
 
 def prepare(dataset: str, raw: Path | None, out: Path) -> dict[str, Any]:
@@ -120,8 +123,8 @@ def search(
     from mmqa_jax.retrieval.rankings import write_rankings
     from mmqa_jax.systems.parts import BM25Retriever, FusedRetriever
 
-    if top_k < 1:
-        raise UserError(f"--top_k={top_k}: at least 1 was expected.")
+    check_top_k(top_k)
+    check_out(out)
     if method != "bm25" and not (model and index_dir):
         raise UserError(f"--method={method} needs --model and --index.")
     corpus = open_corpus(data)
@@ -136,9 +139,10 @@ def search(
     retriever = retrievers[0] if len(retrievers) == 1 else FusedRetriever(retrievers)
     rankings = retriever.search(questions, top_k)
     write_rankings(out, rankings)
-    recall = recall_at_k(
-        [set(q.positives) for q in questions], [r.sources for r in rankings], (1, 2, 5, 10, 20)
-    )
+    gold = [set(q.positives) for q in questions]
+    recall = {}
+    if any(gold):  # WebQA hides them in its test split
+        recall = recall_at_k(gold, [r.sources for r in rankings], _KS)
     return {"questions": len(questions), "recall": {f"recall@{k}": v for k, v in recall.items()}}
 
 
@@ -150,6 +154,8 @@ def rerank(
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
     from mmqa_jax.systems.parts import load_reranker
 
+    check_top_k(top_k)
+    check_out(out)
     startup.start()
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
@@ -174,25 +180,39 @@ def answer(
 
     if not 0 <= threshold <= 1:
         raise UserError(f"--threshold={threshold}: a probability from 0 to 1 was expected.")
+    check_out(out)
     startup.start()
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
+    relevance = []
+    if sources not in ("oracle", "none"):  # mistakes in it show before the model loads
+        relevance = read_rankings(sources, [q.id for q in questions], corpus.row)
     reader = load_reader(model, corpus)
     if sources == "oracle":
         predictions = webqa.answer_oracle(questions, reader)
     elif sources == "none":
         predictions = webqa.answer_question_only(questions, reader)
     else:
-        relevance = read_rankings(sources, [q.id for q in questions], corpus.row)
         predictions = reader.answer(questions, webqa.select_sources(relevance, threshold))
     write_predictions(out, predictions)
     return {"questions": len(predictions), "predictions": str(out)}
 
 
 def evaluate(
-    dataset: str, references: Path, predictions: Path, *, split: str, lemmatizer: str
+    dataset: str,
+    references: Path,
+    predictions: Path,
+    *,
+    split: str,
+    lemmatizer: str,
+    only_given: bool = False,
 ) -> dict[str, Any]:
-    """Scores predictions (answers and cited sources) or rankings; prints the tables."""
+    """Scores predictions (answers and cited sources) or rankings; prints the tables.
+
+    Args:
+      only_given: score only the questions that the file holds; otherwise a missing prediction
+        counts 0 and a missing ranking is refused.
+    """
     from rich.console import Console
 
     from mmqa_jax.data.datasets.webqa import read_submission
@@ -205,6 +225,8 @@ def evaluate(
     questions = split_questions(corpus, references, split)
     console = Console()
     if predictions.suffix == ".jsonl" and _holds_rankings(predictions):
+        if only_given:
+            questions = _among(questions, read_rankings(predictions))
         rankings = read_rankings(predictions, [q.id for q in questions], corpus.row)
         found = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
         recall = {
@@ -213,21 +235,24 @@ def evaluate(
         console.print(to_rich(retrieval_table("Retrieval", {predictions.stem: recall}, {})))
         return {"dataset": dataset, "n": len(found.rows), "scores": found.scores, "by_category": {}}
     if predictions.suffix == ".jsonl":
-        given = read_predictions(predictions)
+        given = read_predictions(predictions, corpus.row)
     else:
         given = read_submission(predictions, corpus)
+    if only_given:
+        questions = _among(questions, given)
     answers = score_answers(questions, given, lemmatizer=lemmatizer)
-    sources = score_sources(questions, given)
+    sources = score_sources(questions, given) if any(q.positives for q in questions) else None
     console.print(to_rich(answer_table(f"{dataset}, {split}", answers)))
+    cited = sources.by_category if sources else {}
     by_category = {
-        category: {**scores, **sources.by_category.get(category, {})}
+        category: {**scores, **cited.get(category, {})}
         for category, scores in answers.by_category.items()
     }
     return {
         "dataset": dataset,
         "n": answers.n,
         "missing": answers.missing,
-        "scores": {**answers.scores, **sources.scores},
+        "scores": {**answers.scores, **(sources.scores if sources else {})},
         "by_category": by_category,
     }
 
@@ -249,8 +274,15 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     write_jsonl(path, map(dataclasses.asdict, predictions))
 
 
-def read_predictions(path: Path) -> list[Prediction]:
-    """Reads predictions.jsonl; `question_id` is needed, `answer` and `sources` may be absent."""
+def read_predictions(path: Path, source_ids: Container[str] | None = None) -> list[Prediction]:
+    """Reads predictions.jsonl; `question_id` is needed, `answer` and `sources` may be absent.
+
+    Args:
+      source_ids: the corpus's source ids; None: cited sources are not checked.
+
+    Raises:
+      UserError: names file and line of a malformed row or an unknown source.
+    """
     names = {field.name for field in dataclasses.fields(Prediction)}
     predictions = []
     for number, row in read_jsonl(path):
@@ -258,6 +290,15 @@ def read_predictions(path: Path) -> list[Prediction]:
             raise UserError(f'{path}, line {number}: expected an object with a text "question_id".')
         if not isinstance(row.get("answer", ""), str):
             raise UserError(f'{path}, line {number}: "answer" must be text.')
+        sources = row.get("sources", [])
+        if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
+            raise UserError(f'{path}, line {number}: "sources" must be a list of id strings.')
+        for name in sources:
+            if source_ids is not None and name not in source_ids:
+                raise UserError(
+                    f"{path}, line {number}: source {name!r} is not in the corpus; the file is of "
+                    "another corpus."
+                )
         known = {name: _tuples(value) for name, value in row.items() if name in names}
         predictions.append(Prediction(**known))
     return predictions
@@ -265,6 +306,27 @@ def read_predictions(path: Path) -> list[Prediction]:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _among(questions: Sequence[Question], given: Sequence[Prediction | Ranking]) -> list[Question]:
+    """The questions that were predicted or ranked."""
+    held = {row.question_id for row in given}
+    return [question for question in questions if question.id in held]
+
+
+def check_top_k(top_k: int) -> None:
+    """UserError for a --top_k below 1."""
+    if top_k < 1:
+        raise UserError(f"--top_k={top_k}: at least 1 was expected.")
+
+
+def check_out(path: Path) -> None:
+    """UserError where no file can be written: before hours of work, not after them."""
+    if path.is_dir():
+        raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--out={path}: {parent} is no folder to write to; name another path.")
 
 
 def _holds_rankings(path: Path) -> bool:
@@ -311,6 +373,10 @@ def _stage(progress: Progress) -> Any:
 
 
 def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
-    kept = ("name", "fingerprint", "sources", "questions", "splits", "pictures", "broken_pictures")
-    print(manifest.get("attribution", ""), end="")
-    return {**{k: manifest[k] for k in kept if k in manifest}, "data": str(out)}
+    if attribution := manifest["attribution"].strip():
+        print(attribution)  # with its line break: JSON may follow
+    if broken := manifest["broken_pictures"]:
+        shown = ", ".join(list(broken)[:5]) + (", ..." if len(broken) > 5 else "")
+        print(f"{len(broken)} pictures are broken and left out: {shown}", file=sys.stderr)
+    kept = ("name", "fingerprint", "counts", "splits", "broken_pictures")
+    return {**{key: manifest[key] for key in kept}, "data": str(out)}

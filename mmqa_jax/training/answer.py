@@ -6,10 +6,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
-from mmqa_jax.models.vlp import VLP, VLPConfig
+from mmqa_jax.models.vlp import VLP, Context, VLPConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +32,11 @@ class AnswerTask:
         hidden = model.encode(batch["inputs"], dropout_key=dropout_key)  # [B, L, H]
         positions = batch["masked_positions"]  # [B, P]
         at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
-        logits = model.mlm_logits(at_masks)  # [B, P, V]
+        inputs = batch["inputs"]
+        context = Context(hidden, inputs.input_ids, inputs.context_mask)
+        log_probs = model.word_log_probs(at_masks, context)  # [B, P, V]
         ids, weights = batch["masked_ids"], batch["masked_weights"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids)
+        losses = -jnp.take_along_axis(log_probs, ids[:, :, None], axis=-1)[:, :, 0]  # [B, P]
         total = weights.sum() + 1e-5
-        right = (logits.argmax(axis=-1) == ids).astype(jnp.float32)
+        right = (log_probs.argmax(axis=-1) == ids).astype(jnp.float32)
         return (losses * weights).sum() / total, {"accuracy": (right * weights).sum() / total}

@@ -30,7 +30,7 @@ from mmqa_jax.data.tokenizers import (
     vocabulary_rows,
 )
 from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp import VLPConfig, VLPInputs
 from mmqa_jax.retrieval.bm25 import source_text
 from mmqa_jax.training.answer import AnswerTask
 from mmqa_jax.training.contrastive import ContrastiveTask
@@ -110,13 +110,30 @@ def _all_texts(corpus: Corpus) -> list[str]:
     return texts
 
 
+def make_regions(config: ConfigDict) -> PatchRegions:
+    """A picture's regions as the config's VLP reads them."""
+    model = config.model
+    return PatchRegions(
+        config.pictures.size,
+        model.patch,
+        whole=model.get("whole", False),
+        colors=model.get("colors", False),
+    )
+
+
+def make_vlp_config(config: ConfigDict, tokenizer: WordPiece) -> VLPConfig:
+    """The config's VLP, with as many places per region as `make_regions` gives."""
+    positions = make_regions(config).position_dim
+    return vlp_from_config({**config.model, "region_positions": positions}, tokenizer.vocab_size)
+
+
 def make_packer(config: ConfigDict, tokenizer: WordPiece) -> Packer:
     """The packer of VLP sequences for the config's pictures and token budgets."""
-    regions = PatchRegions(config.pictures.size, config.pictures.patch)
+    regions = make_regions(config)
     packing = PackingConfig(
         slots_per_picture=regions.slots,
         region_dim=regions.dim,
-        position_dim=6,
+        position_dim=regions.position_dim,
         **config.packing.to_dict(),
     )
     return Packer(tokenizer, packing)
@@ -125,10 +142,9 @@ def make_packer(config: ConfigDict, tokenizer: WordPiece) -> Packer:
 def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> SourceReader:
     """Tokens and pixels of the corpus's sources as the config's model reads them."""
     pictures = PictureStore(corpus, config.pictures.size, config.pictures.resize)
-    regions = None
-    if config.task != "contrastive":
-        regions = PatchRegions(config.pictures.size, config.pictures.patch)
-    return SourceReader(corpus, tokenizer, pictures, regions, source_text)
+    regions = None if config.task == "contrastive" else make_regions(config)
+    tags = regions.tags if regions and config.model.get("tags", False) else None
+    return SourceReader(corpus, tokenizer, pictures, regions, source_text, tags)
 
 
 def _contrastive(
@@ -153,7 +169,7 @@ def _contrastive(
 def _rerank(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
-    model = vlp_from_config(config.model, tokenizer.vocab_size)
+    model = make_vlp_config(config, tokenizer)
     batches = rerank_batches(
         make_source_reader(config, corpus, tokenizer),
         questions,
@@ -169,7 +185,7 @@ def _rerank(
 def _answer(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
-    model = vlp_from_config(config.model, tokenizer.vocab_size)
+    model = make_vlp_config(config, tokenizer)
     batches = answer_batches(
         make_source_reader(config, corpus, tokenizer),
         questions,

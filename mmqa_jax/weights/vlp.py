@@ -11,6 +11,7 @@ import pickle
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -38,6 +39,7 @@ _TYPE_TABLE = "bert.embeddings.token_type_embeddings.weight"
 # Parameters that pretrained BERT weights do not know.
 _VISUAL = (r"^region_content/", r"^region_place/")
 _SOURCE_HEAD = r"^source_head/"
+_COPY_HEAD = r"^copy_head/"
 
 
 def vlp_key_map(config: VLPConfig, *, source_head: bool = True) -> KeyMap:
@@ -109,9 +111,9 @@ def init_vlp_from_bert(
 ) -> None:
     """Fills a VLP's trunk from BERT or MiniLM weights, in place.
 
-    Region embeddings and the source head stay as they are. So does the masked-LM head where
-    the checkpoint has none (MiniLM); its decoder is tied to the word table in any case. Two
-    token types fill VLP's six (rows 2, 3, 4 <- 0, row 5 <- 1).
+    Region embeddings, source head and copy head stay as they are. Where the checkpoint has no
+    masked-LM head (MiniLM), its transform starts as the identity, so that hidden states meet
+    the tied word table as they are. Two token types fill VLP's six (rows 2, 3, 4 <- 0, row 5 <- 1).
 
     Args:
       model: VLP whose trunk has the checkpoint's widths.
@@ -134,12 +136,15 @@ def init_vlp_from_bert(
         # The encoder's keys may lack `bert.`; give it to all.
         rename=[(r"^(embeddings|encoder|pooler)\.", r"bert.\1."), *OLD_NAMES],
         ignore=[BUFFERS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."],
-        fresh=(*_VISUAL, _SOURCE_HEAD) + (() if has_head else (r"^mlm_head/",)),
+        fresh=(*_VISUAL, _SOURCE_HEAD, _COPY_HEAD) + (() if has_head else (r"^mlm_head/",)),
         tied=mlm_tied("bert."),
     )
     key_map = _fit_types(key_map, published.types, trunk.types)
     key_map = word_rows(first_layers(key_map, wanted, published.layers), rows)
     nnx.update(model, load_into(nnx.state(model), key_map, source))
+    if not has_head:
+        kernel = model.mlm_head.dense.kernel
+        kernel[...] = jnp.eye(trunk.hidden, dtype=kernel.dtype)
 
 
 def open_checkpoint(path: str | os.PathLike) -> TensorSource:

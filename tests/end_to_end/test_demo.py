@@ -1,0 +1,356 @@
+"""`mmqa demo` as a user runs it: once to its end, again, killed and restarted, asked, re-scored.
+
+The demo and what is killed are real processes. They compile without most optimisations, into
+one cache for this file: compiling is most of what these runs cost.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmqa_jax.cli import main
+from mmqa_jax.core.metrics import read_metrics
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.systems.demo import evaluated_questions
+
+ROOT = Path(__file__).parents[2]
+CONFIG = f"--config={ROOT}/configs/atlas/demo.py:runlocal"
+SETTINGS = ("question_only", "oracle", "restricted", "full")
+STAGES = (
+    "prepare", "contrastive", "embed", "search", "rerank", "select", "answer", "read", "score",
+)  # fmt: skip
+MINUTES = 60
+
+
+class Demo:
+    """A finished demo: its workdir, its corpus, the JSON it printed and what else it said."""
+
+    def __init__(self, workdir: Path, ended: subprocess.CompletedProcess):
+        self.workdir, self.ended = workdir, ended
+        self.result = json.loads(ended.stdout.splitlines()[-1])
+        self.corpus: Corpus = open_corpus(workdir / "data")
+        count = json.loads((workdir / "config.json").read_text())["config"]["evaluate"]["questions"]
+        self.questions = evaluated_questions(self.corpus, count)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment(tmp_path_factory):
+    """Of all processes of this file: CPU, quick compiling, one compile cache, no progress."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMQA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MMQA_PROGRESS", "off")
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+        yield
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The installed `mmqa` with these arguments."""
+    return [str(Path(sys.executable).with_name("mmqa")), *map(str, arguments)]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess:
+    """One `mmqa` in a process of its own."""
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=15 * MINUTES
+    )
+
+
+def run_here(*arguments: str | Path) -> tuple[int, str, str]:
+    """One `mmqa` in this process: exit code, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def evaluate(demo: Demo, predictions: Path) -> dict:
+    """What `mmqa evaluate` says of a file."""
+    code, out, err = run_here(
+        "evaluate", "atlas", f"--references={demo.workdir / 'data'}",
+        f"--predictions={predictions}", "--only_given", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["dataset"] == "atlas"
+    assert result["n"] == len(demo.questions)
+    return result
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, _environment):
+    """The demo on a fresh workdir, uninterrupted."""
+    workdir = tmp_path_factory.mktemp("demo") / "workdir"
+    ended = run("demo", CONFIG, f"--workdir={workdir}", "--json")
+    assert ended.returncode == 0, ended.stderr
+    return Demo(workdir, ended)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def times(folder: Path) -> dict[str, int]:
+    """When every file below a folder was last written; the lock is taken at every start."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+# One uninterrupted run
+
+
+def test_it_prints_every_score_as_one_json_object(demo):
+    scores = demo.result["scores"]
+    wanted = {
+        *(f"source_f1/{name}" for name in ("bm25", "dense", "reranked")),
+        *(f"recall_at_20/{name}" for name in ("bm25", "dense", "fused")),
+        *(f"webqa_acc/{setting}" for setting in SETTINGS),
+    }
+    assert wanted <= scores.keys()
+    assert demo.result["dataset"] == "atlas"
+    assert demo.result["n"] == len(demo.questions) >= 30
+    assert demo.result == json.loads((demo.workdir / "scores.json").read_text())
+    categories = {question.category for question in demo.questions}
+    assert len(categories) >= 5
+    for setting in SETTINGS:
+        by_category = demo.result["by_category"][setting]
+        assert categories <= by_category.keys()
+        for values in by_category.values():
+            assert all(0 <= value <= 1 for value in values.values())
+    assert all(0 <= value <= 1 for value in scores.values())
+    # Retrieval needs no training to find something: BM25 does, and dense is scored on its own.
+    assert scores["recall_at_20/bm25"] > 0.5
+    assert scores["recall_at_20/bm25"] != scores["recall_at_20/dense"]
+
+
+def test_it_says_what_it_did_and_whose_the_material_is(demo):
+    assert "CC BY-SA 4.0" in demo.ended.stdout
+    assert "Its numbers are not WebQA's" in " ".join(demo.ended.stderr.split())
+    for stage in STAGES:
+        assert re.search(rf"│ {stage} +│", demo.ended.stderr), stage
+        assert (demo.workdir / "stages" / f"{stage}.json").exists()
+    assert "Traceback" not in demo.ended.stderr
+    for task in ("contrastive", "rerank", "answer"):
+        losses = [row["loss"] for row in read_metrics(demo.workdir / task) if "loss" in row]
+        assert losses
+        assert all(map(math.isfinite, losses))
+
+
+def assert_same_answers(demo: Demo, workdir: Path, result: dict) -> None:
+    """The JSON's answer scores are those of `mmqa evaluate` on the prediction files."""
+    for setting in SETTINGS:
+        found = evaluate(demo, workdir / "predictions" / f"{setting}.jsonl")
+        assert found["missing"] == 0
+        for name in ("webqa_acc", "exact_match"):
+            value = result["scores"][f"{name}/{setting}"]
+            assert value == pytest.approx(found["scores"][f"{name}/no_lemma"], abs=1e-9)
+            for category, values in found["by_category"].items():
+                ours = result["by_category"][setting][category][name]
+                assert ours == pytest.approx(values[f"{name}/no_lemma"], abs=1e-9)
+
+
+def test_evaluate_finds_the_same_scores_in_the_files(demo, tmp_path):
+    scores = demo.result["scores"]
+    assert_same_answers(demo, demo.workdir, demo.result)
+    for setting, name in (("restricted", "reranked"), ("full", "full_reranked")):
+        found = evaluate(demo, demo.workdir / "predictions" / f"{setting}.jsonl")["scores"]
+        assert scores[f"source_f1/{name}"] == pytest.approx(found["source_f1/official"], abs=1e-9)
+    for name in ("bm25", "dense", "fused", "fused_two_pass"):
+        found = evaluate(demo, demo.workdir / "retrieval" / f"{name}.jsonl")["scores"]
+        assert scores[f"recall_at_20/{name}"] == pytest.approx(found["recall@20"], abs=1e-9)
+    # A retriever alone cites its top two of the question's candidates.
+    for name in ("bm25", "dense"):
+        top = tmp_path / f"{name}.jsonl"
+        with open(top, "w") as file:
+            for row in read_rankings(demo.workdir / "retrieval" / f"restricted_{name}.jsonl"):
+                cited = {"question_id": row.question_id, "sources": row.sources[:2]}
+                file.write(json.dumps(cited) + "\n")
+        found = evaluate(demo, top)["scores"]
+        assert scores[f"source_f1/{name}"] == pytest.approx(found["source_f1/official"], abs=1e-9)
+
+
+def test_other_predictions_give_other_scores(demo, tmp_path):
+    """A reader of a few steps is never right; these answers are, each setting's by its share."""
+    workdir = tmp_path / "workdir"
+    workdir.mkdir()
+    (workdir / "data").symlink_to(demo.workdir / "data")
+    for name in ("stages", "retrieval", "predictions"):
+        shutil.copytree(demo.workdir / name, workdir / name)
+    shutil.copy(demo.workdir / "config.json", workdir)
+    (workdir / "stages" / "score.json").unlink()
+    right = dict(zip(SETTINGS, (4, 1, 2, 3), strict=True))  # every n-th answer is right
+    for setting, every in right.items():
+        path = workdir / "predictions" / f"{setting}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for place, (row, question) in enumerate(zip(rows, demo.questions, strict=True)):
+            assert row["question_id"] == question.id
+            row["answer"] = question.answers[0] if place % every == 0 else "no"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = run_here("demo", CONFIG, f"--workdir={workdir}", "--json")
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert_same_answers(demo, workdir, result)
+    accuracy = [result["scores"][f"webqa_acc/{s}"] for s in ("oracle", "restricted", "full")]
+    assert accuracy[0] > 0.95
+    assert accuracy[0] > accuracy[1] > accuracy[2] > 0.2
+    # What was not changed scores as before.
+    for name, value in demo.result["scores"].items():
+        if name.startswith(("recall", "source_f1")):
+            assert result["scores"][name] == value
+
+
+def test_the_report_shows_the_pictures(demo):
+    html = (demo.workdir / "report.html").read_text()
+    shown = []
+    for encoded in re.findall(r'src="data:image/\w+;base64,([^"]+)"', html):
+        image = Image.open(io.BytesIO(base64.b64decode(encoded)))
+        shown.append(image.convert("RGB"))
+    gold = {
+        row
+        for question in demo.questions
+        for row in demo.corpus.positive_rows(question)
+        if demo.corpus.sources[row].modality == "image"
+    }
+    assert len(gold) >= 5
+    for row in gold:
+        picture = Image.open(io.BytesIO(demo.corpus.picture(row))).convert("RGB")
+        nearest = min(
+            np.abs(np.asarray(picture.resize(image.size), float) - np.asarray(image)).mean()
+            for image in shown
+        )
+        assert nearest < 4, demo.corpus.sources[row].title
+    for question in demo.questions[:3]:
+        assert question.answers[0] in html.replace("&#39;", "'").replace("&#34;", '"')
+
+
+# Asking it
+
+
+@pytest.mark.parametrize("with_picture", [False, True])
+def test_an_answer_cites_sources_of_the_corpus(demo, with_picture, tmp_path):
+    arguments = ["ask", f"--workdir={demo.workdir}", "--json"]
+    if with_picture:
+        row = demo.corpus.modality_rows("image")[0]
+        (tmp_path / "flag.png").write_bytes(demo.corpus.picture(row))
+        arguments += [f"--image={tmp_path / 'flag.png'}", "Which country has this flag?"]
+    else:
+        arguments += ["What is the capital of Kenya?", "Which flag is red?"]
+    ended = run(*arguments)
+    assert ended.returncode == 0, ended.stderr
+    answers = json.loads(ended.stdout.splitlines()[-1])["answers"]
+    assert len(answers) == (1 if with_picture else 2)
+    for answer in answers:
+        assert isinstance(answer["answer"], str)
+        assert answer["question"] in ended.stderr
+        assert 1 <= len(answer["sources"]) <= 2
+        for cited in answer["sources"]:
+            source = demo.corpus.sources[demo.corpus.row[cited["id"]]]
+            assert (cited["title"], cited["text"]) == (source.title, source.text)
+            assert 0 <= cited["score"] <= 1
+
+
+def test_questions_that_cannot_be_asked(demo, tmp_path):
+    ended = run("ask", f"--workdir={demo.workdir}", "What is the capital of " * 20 + "Kenya?")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.search(r"mmqa: .*tokens, the model takes \d+; ask it in fewer words\.", ended.stderr)
+    code, _, err = run_here("ask", f"--workdir={demo.workdir}", "  ")
+    assert (code, err) == (2, "mmqa: the question is empty; write one in quotes.\n")
+
+
+# Starting it again
+
+
+def test_a_second_start_runs_nothing_again(demo):
+    before = times(demo.workdir)
+    code, out, err = run_here("demo", CONFIG, f"--workdir={demo.workdir}", "--json")
+    assert code == 0, err
+    assert "going on where the last start stopped" in err
+    assert json.loads(out.splitlines()[-1]) == demo.result
+    after = times(demo.workdir)
+    assert {name for name in after if after[name] != before.get(name)} <= {"report.html"}
+    assert after.keys() == before.keys()
+    code, out, _ = run_here("report", f"--workdir={demo.workdir}", "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1]) == demo.result
+
+
+def test_another_config_is_refused_on_its_workdir(demo):
+    before = times(demo.workdir)
+    code, out, err = run_here("demo", CONFIG, f"--workdir={demo.workdir}", "--config.seed=1")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"mmqa: .*another config: seed \(0 there, 1 now\).*\n", err)
+    assert times(demo.workdir) == before
+
+
+def killed(workdir: Path, stage: str, reached: Callable[[], bool]) -> None:
+    """Starts the demo and ends it by kill -9 as soon as it has reached a point of `stage`."""
+    process = subprocess.Popen(
+        command("demo", CONFIG, f"--workdir={workdir}", "--json"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not reached():
+            assert process.poll() is None, f"the demo ended before stage {stage}"
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert not (workdir / "stages" / f"{stage}.json").exists(), f"killed after stage {stage}"
+
+
+def curve(run: Path) -> list[dict]:
+    """The rows of metrics.jsonl without what a clock gave."""
+    clock = ("time", "steps_per_second")
+    return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(run)]
+
+
+def test_kill_9_in_three_stages_changes_no_score(demo, tmp_path):
+    workdir = tmp_path / "workdir"
+    raw, shards = workdir / "data" / "raw", workdir / "index" / "embeddings" / "shards"
+    checkpoints = workdir / "contrastive" / "checkpoints"
+
+    def saved() -> bool:
+        names = os.listdir(checkpoints) if checkpoints.exists() else ()
+        return any(name.isdigit() for name in names)  # others are half written
+
+    killed(workdir, "prepare", (raw / "summary.json").exists)
+    killed(workdir, "contrastive", saved)
+    killed(workdir, "embed", (shards / "00000.npy").exists)
+    ended = run("demo", CONFIG, f"--workdir={workdir}", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == demo.result
+    for folder in ("retrieval", "predictions"):
+        assert files(workdir / folder) == files(demo.workdir / folder)
+    for task in ("contrastive", "rerank", "answer"):
+        assert curve(workdir / task) == curve(demo.workdir / task)
+    attempts = {
+        stage: json.loads((workdir / "stages" / f"{stage}.json").read_text())["attempts"]
+        for stage in STAGES
+    }
+    assert attempts == {
+        stage: 1 + (stage in ("prepare", "contrastive", "embed")) for stage in STAGES
+    }

@@ -1,0 +1,468 @@
+"""LLaMA against transformers' LlamaForCausalLM: random weights, config values off their defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.llama import (
+    KVCache,
+    Llama,
+    grouped_attention,
+    last_token,
+    unstack_layers,
+)
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.llama import llama_key_map, load_llama, save_llama
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LAYER_TOLERANCE = {"rtol": 0, "atol": 1e-5}
+MODEL_TOLERANCE = {"rtol": 0, "atol": 1e-4}
+# Tiny models: nearly all the time is compiling.
+FAST = {"xla_backend_optimization_level": 1}
+LENGTH = 520  # short prompts hide mistakes in rotary positions
+LENGTHS = np.array([LENGTH, 7, 301])
+
+COMMON = {
+    "vocab_size": 97,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 640,
+    "initializer_range": 0.08,
+    "attn_implementation": "eager",
+}
+CASES = {
+    "grouped, tied": {
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 3e-4,
+        "rope_theta": 1234.5,
+    },
+    "one key head, llama3 scaling": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 56,
+        "rms_norm_eps": 2e-5,
+        "hidden_act": "gelu_new",
+        # Of the eight frequencies some are kept, some divided, some interpolated.
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 50000.0,
+            "factor": 6.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 5.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "all heads, biases, own head size, linear scaling": {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "head_dim": 14,
+        "intermediate_size": 72,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _exact():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+class Pair(NamedTuple):
+    """A torch model, ours loaded from its checkpoint, and our compiled forward."""
+
+    theirs: transformers.LlamaForCausalLM
+    ours: Llama
+    folder: Path
+    forward: Callable  # (ids, mask, positions) -> logits, all [3, LENGTH]
+
+
+@functools.cache
+def make_pair(case: str, folder: Path) -> Pair:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**COMMON, **CASES[case])
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # fresh norms are 1 and biases 0: they would hide a missing one
+        for parameter in theirs.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    theirs.save_pretrained(folder)
+    ours = load_llama(folder, unroll=1)
+    return Pair(theirs, ours, folder, compiled(ours, lambda m, *inputs: m(*inputs)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(params=list(CASES))
+def pair(request, folder):
+    return make_pair(request.param, folder / request.param)
+
+
+@pytest.fixture
+def grouped(folder):
+    """The first case alone, for what does not depend on the config."""
+    return make_pair(next(iter(CASES)), folder / next(iter(CASES)))
+
+
+def tokens(rows=3, length=LENGTH):
+    return np.random.default_rng(1).integers(0, COMMON["vocab_size"], (rows, length))
+
+
+def compiled(model, function):
+    """function(model, *args) as a function of args alone."""
+    graphdef, state = nnx.split(model)
+    run = jax.jit(
+        lambda state, *args: function(nnx.merge(graphdef, state), *args), compiler_options=FAST
+    )
+    return functools.partial(run, state)
+
+
+def everything():
+    """(mask, positions) of rows that are all real."""
+    return np.ones((3, LENGTH), bool), np.broadcast_to(np.arange(LENGTH), (3, LENGTH))
+
+
+def run_torch(model, ids, **inputs):
+    with torch.no_grad():
+        inputs = {name: torch.from_numpy(value) for name, value in inputs.items()}
+        return model(torch.from_numpy(ids), **inputs).logits.numpy()
+
+
+def test_layers_and_logits_equal(pair):
+    theirs, ours, _, forward = pair
+    ids = tokens()
+    outputs = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: outputs.append(out.numpy()))
+        for layer in theirs.model.layers
+    ]
+    want = run_torch(theirs, ids)
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        embedded = theirs.model.embed_tokens(torch.from_numpy(ids)).numpy()
+
+    def each_layer(model, ids, inputs):
+        # Each layer by itself, on their input, so that errors do not add up.
+        (cos, sin), _ = model._prepare(inputs[0], None, None)
+        graphdef, params = nnx.split(model.layers)
+        alone = jax.lax.map(
+            lambda pair: nnx.merge(graphdef, pair[0])(pair[1], cos, sin), (params, inputs)
+        )
+        return model.embed(ids), alone, model.layer_outputs(inputs[0])
+
+    inputs = np.stack([embedded, *outputs[:-1]])  # [layers, B, L, H]
+    got, alone, stacked = compiled(ours, each_layer)(ids, inputs)
+    np.testing.assert_array_equal(got, embedded)
+    np.testing.assert_allclose(alone, outputs, **LAYER_TOLERANCE)
+    np.testing.assert_allclose(stacked, outputs, **MODEL_TOLERANCE)
+    np.testing.assert_allclose(forward(ids, *everything()), want, **MODEL_TOLERANCE)
+    assert np.abs(want).max() > 1  # the comparison is of numbers that matter
+
+
+def test_padding_equals(pair):
+    theirs, _, _, forward = pair
+    ids = tokens()
+    right = np.arange(LENGTH) < LENGTHS[:, None]
+    for mask in (right, right[:, ::-1].copy()):
+        positions = np.maximum(mask.cumsum(1) - 1, 0)  # as transformers' generate counts them
+        want = run_torch(theirs, ids, attention_mask=mask.astype(np.int64), position_ids=positions)
+        everyone, counted = everything()
+        got = forward(ids, mask, positions)
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got[mask], want[mask], **MODEL_TOLERANCE)
+        # Only distances matter, so that rows need not count from their first real token.
+        got = forward(ids, mask, counted)
+        np.testing.assert_allclose(got[mask], want[mask], **MODEL_TOLERANCE)
+        # What follows a token is not seen: padding on the right needs no mask, on the left it does.
+        got = forward(ids, everyone, counted)
+        difference = np.abs(got[mask] - want[mask]).max()
+        assert difference < 1e-4 if mask is right else difference > 0.1
+
+
+def test_gradients_of_the_language_model_loss_equal(pair):
+    theirs, ours, _, _ = pair
+    ids = tokens()
+    mask = np.arange(LENGTH) < LENGTHS[:, None]
+    labels = np.where(mask, ids, -100)
+    theirs.zero_grad()
+    loss = theirs(
+        torch.from_numpy(ids),
+        attention_mask=torch.from_numpy(mask).long(),
+        labels=torch.from_numpy(labels),
+    ).loss
+    loss.backward()
+
+    def language_model(model, ids, mask):
+        log_probs = jax.nn.log_softmax(model(ids, mask)[:, :-1])
+        picked = jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(picked * mask[:, 1:]) / mask[:, 1:].sum()
+
+    graphdef, state = nnx.split(ours)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.value_and_grad
+    def step(state):
+        return language_model(nnx.merge(graphdef, state), ids, mask)
+
+    value, gradients = step(state)
+    np.testing.assert_allclose(value, loss.item(), rtol=0, atol=1e-5)
+    # The key map run backwards puts our gradients under torch's names and layouts.
+    key_map = dataclasses.replace(llama_key_map(ours.config), tied=())
+    exported = dict(export(gradients, key_map))
+    wanted = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
+    assert exported.keys() == wanted.keys()
+    for name, want in wanted.items():
+        np.testing.assert_allclose(exported[name], want, **MODEL_TOLERANCE, err_msg=name)
+        # Small gradients are as right as large ones; a key bias has none (softmax ignores it).
+        assert deviation(exported[name], want) < 1e-4 or "k_proj.bias" in name, name
+
+
+def test_bfloat16_stays_near_float32(grouped):
+    """The root mean square deviation of the logits is below 2 % of their own."""
+    half = load_llama(grouped.folder, param_dtype="bfloat16", dtype="bfloat16", unroll=1)
+    got = compiled(half, lambda m, ids: m(ids))(tokens())
+    assert got.dtype == jnp.float32
+    assert 1e-4 < deviation(got, grouped.forward(tokens(), *everything())) < 0.02
+
+
+def deviation(got, want):
+    """Root mean square of the difference, in units of want's."""
+    return np.sqrt(np.mean(np.square(got - want)) / np.mean(np.square(want)))
+
+
+def test_generation_with_a_cache_equals_the_whole_forward(pair):
+    """Prefill, insertion into other rows, chunks and single steps, each row at its own place."""
+    _, ours, folder, forward = pair
+    ids = tokens()
+    want = np.asarray(forward(ids, *everything()))
+    unstacked = load_llama(folder)
+    unstack_layers(unstacked)
+    lengths, bucket, slots = np.array([40, 3, 17]), 40, np.array([4, 1, 3])
+    prompts = np.where(np.arange(bucket) < lengths[:, None], ids[:, :bucket], 0)
+
+    def prefill(model, ids, lengths):
+        hidden, cache = model.prefill(model.embed(ids))
+        return model.logits(last_token(hidden, lengths)), cache
+
+    logits, prefilled = compiled(unstacked, prefill)(prompts, lengths)
+    np.testing.assert_allclose(logits, want[np.arange(3), lengths - 1], **MODEL_TOLERANCE)
+    again, of_stack = compiled(ours, prefill)(prompts, lengths)
+    np.testing.assert_allclose(again, logits, **LAYER_TOLERANCE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **LAYER_TOLERANCE), of_stack, prefilled
+    )
+
+    # Six slots, three in use; the last prompt comes a second time and is dropped.
+    cache = jax.tree.map(lambda x: x + 7.0, unstacked.empty_cache(6, 96))  # stale contents
+    cache = cache.insert(jnp.array([*slots, cache.rows]), _rows(prefilled, [0, 1, 2, 2]))
+    graphdef, state = nnx.split(unstacked)
+
+    @functools.partial(jax.jit, donate_argnums=3, compiler_options=FAST)
+    def extend(state, chunk, start, cache):
+        model = nnx.merge(graphdef, state)
+        hidden, cache = model.extend(model.embed(chunk), start, cache)
+        return model.logits(hidden), cache
+
+    @functools.partial(jax.jit, donate_argnums=3, compiler_options=FAST)
+    def step(state, token, position, cache):
+        return nnx.merge(graphdef, state).decode_step(token, position, cache)
+
+    # A chunk of five, of which row 1 has but two real ones.
+    fresh = np.array([5, 2, 5])
+    chunk = np.zeros((6, 5), int)
+    start = np.zeros(6, int)
+    start[slots] = lengths
+    for row, (slot, real) in enumerate(zip(slots, fresh, strict=True)):
+        chunk[slot, :real] = ids[row, lengths[row] : lengths[row] + real]
+    logits, cache = extend(state, chunk, start, cache)
+    for row, (slot, real) in enumerate(zip(slots, fresh, strict=True)):
+        places = lengths[row] + np.arange(real)
+        np.testing.assert_allclose(logits[slot, :real], want[row, places], **MODEL_TOLERANCE)
+
+    at = lengths + fresh
+    for _ in range(4):
+        token, position = np.zeros(6, int), np.full(6, 95)
+        token[slots], position[slots] = ids[np.arange(3), at], at
+        logits, cache = step(state, token, position, cache)
+        np.testing.assert_allclose(logits[slots], want[np.arange(3), at], **MODEL_TOLERANCE)
+        at += 1
+
+
+def _rows(cache: KVCache, rows: list[int]) -> KVCache:
+    return jax.tree.map(lambda x: x[jnp.array(rows)], cache)
+
+
+def test_a_donated_cache_is_updated_in_place():
+    """The step's output is the given cache's memory, and nothing of a layer's size is beside it."""
+    config = LlamaConfig(
+        vocab_size=50, hidden=32, layers=4, heads=4, kv_heads=2, mlp=48, positions=4096
+    )
+    graphdef, stack = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    model = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stack))
+    unstack_layers(model)
+    graphdef, state = nnx.split(model)
+    cache = jax.eval_shape(lambda: model.empty_cache(8, 4096))
+    rows = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def step(state, token, position, cache):
+        return nnx.merge(graphdef, state).decode_step(token, position, cache)
+
+    memory = (
+        jax.jit(step, donate_argnums=3).lower(state, rows, rows, cache).compile().memory_analysis()
+    )
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)]
+    assert memory.alias_size_in_bytes == sum(sizes)
+    assert memory.temp_size_in_bytes < sizes[0]
+
+
+def test_a_cache_of_another_type(grouped):
+    ids = tokens()
+    step = compiled(grouped.ours, lambda m, *inputs: m.decode_step(*inputs))
+    cache, out = grouped.ours.empty_cache(3, 16, "bfloat16"), []
+    for place in range(16):
+        logits, cache = step(ids[:, place], np.full(3, place), cache)
+        out.append(logits)
+    assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
+    want = grouped.forward(ids, *everything())[:, :16]
+    assert 1e-6 < deviation(np.stack(out, axis=1), want) < 0.01
+
+
+def test_eight_devices_equal_one(grouped):
+    """Loaded straight onto a 2 x 2 x 2 mesh: logits, gradients and generation as on one device."""
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    script = Path(__file__).with_name("llama_on_mesh.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(grouped.folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["load", "forward", "gradient", "generation"]
+
+
+def test_export_reloads_in_transformers(pair, tmp_path):
+    theirs, ours, _, _ = pair
+    save_llama(tmp_path, ours.config, nnx.state(ours), more={"eos_token_id": 5}, shard_bytes=40_000)
+    assert len([*tmp_path.glob("model-*-of-*.safetensors")]) > 1
+    again, info = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert again.config.eos_token_id == 5
+    assert again.dtype == torch.float32
+    for name, want in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], want), name
+    ids = tokens(rows=1)
+    np.testing.assert_array_equal(run_torch(again, ids), run_torch(theirs, ids))
+    back = load_llama(tmp_path, unroll=1)
+    assert dataclasses.replace(back.config, init_stddev=0.0) == dataclasses.replace(
+        ours.config, init_stddev=0.0
+    )
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(back), nnx.state(ours))
+
+
+def test_every_parameter_names_its_axes(pair):
+    _, ours, folder, _ = pair
+    known = {"layers", "embed", "mlp", "heads", "vocab"}
+    stacked = dict(nnx.to_flat_state(nnx.state(ours)))
+    for path, variable in stacked.items():
+        names = variable.get_metadata()["out_sharding"]
+        assert len(names) == variable[...].ndim, path
+        assert set(names) <= known, path
+        assert (names[0] == "layers") == (path[0] == "layers"), path
+    unstacked = load_llama(folder)
+    unstack_layers(unstacked)
+    for path, variable in nnx.to_flat_state(nnx.state(unstacked.layers)):
+        of_stack = stacked["layers", *path[1:]]
+        assert ("layers", *variable.get_metadata()["out_sharding"]) == of_stack.get_metadata()[
+            "out_sharding"
+        ]
+        np.testing.assert_array_equal(variable[...], of_stack[...][path[0]])
+
+
+def test_remat_and_attention_dropout(grouped):
+    ids = tokens(rows=2, length=24)
+    ours, state = grouped.ours, nnx.state(grouped.ours)
+
+    def gradients(key, **changes):
+        config = dataclasses.replace(ours.config, **changes)
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+
+        def loss(state):
+            return jnp.mean(nnx.merge(graphdef, state)(ids, dropout_key=key) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(state)
+
+    key = jax.random.key(3, impl="unsafe_rbg")  # quick to compile
+    plain = gradients(None)
+    dropped = gradients(key, attention_dropout=0.5)
+    for got, want in (
+        (gradients(None, attention_dropout=0.5, remat="full"), plain),
+        (gradients(key, attention_dropout=0.5, remat="dots"), dropped),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+    assert abs(float(dropped[0] - plain[0])) > 1e-4
+
+
+def test_grouped_attention_equals_repeated_heads():
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, 7, 6, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, 11, 2, 8)).astype(np.float32)
+    mask = rng.random((2, 1, 7, 11)) < 0.6
+    repeated = [np.repeat(x, 3, axis=2) for x in (k, v)]
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def attend(q, k, v, mask):
+        masked = grouped_attention(q, k, v, mask=mask)
+        causal = grouped_attention(q, k[:, :7], v[:, :7], mask=mask[..., :1, :7], is_causal=True)
+        return masked, causal, grouped_attention(q, k[:, :7], v[:, :7], is_causal=True)
+
+    for got, want in zip(attend(q, k, v, mask), attend(q, *repeated, mask), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_what_the_model_cannot_take_is_named(grouped):
+    _, ours, folder, _ = grouped
+    with pytest.raises(UserError, match="641 tokens long"):
+        jax.eval_shape(ours, jnp.zeros((1, 641), int))
+    with pytest.raises(UserError, match="641 slots"):
+        ours.empty_cache(1, 641)
+    unstacked = load_llama(folder)
+    unstack_layers(unstacked)
+    with pytest.raises(TypeError, match="unstacked layers serve prefill"):
+        unstacked(jnp.zeros((1, 2), int))
+    with pytest.raises(TypeError, match="export the stacked model"):
+        save_llama(folder / "out", unstacked.config, nnx.state(unstacked))

@@ -1,0 +1,112 @@
+"""LLaMA configs: transformers' both ways, published sizes, rotary frequencies, bad values."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models import llama_config as presets
+from mmqa_jax.models.llama import Llama, inverse_frequencies
+from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("scaling", [None, "linear", "llama3"])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_rotary_frequencies_are_transformers(theta, scaling):
+    """Within one rounding of float32, for the published head sizes."""
+    for head_dim in (64, 128):
+        config = LlamaConfig(
+            hidden=4 * head_dim,
+            heads=4,
+            kv_heads=4,
+            rope_theta=theta,
+            rope_scaling=scaling and RopeScaling(scaling, 8.0),
+            positions=131072,
+        )
+        theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+            transformers.LlamaConfig(**config.to_hf())
+        )
+        np.testing.assert_allclose(
+            inverse_frequencies(config), theirs.inv_freq.numpy(), rtol=2.5e-7
+        )
+
+
+def test_configs_of_both_transformers_versions():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    sizes = {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+    }
+    four = sizes | {"rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}}
+    five = sizes | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}}
+    for published in (four, five):
+        assert LlamaConfig.from_hf(published) == presets.llama31_8b()
+    # lmsys/vicuna-7b-v1.5-16k, which names the type as transformers 4.31 did.
+    old = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    old["rope_scaling"] = {"factor": 4.0, "type": "linear"}
+    assert LlamaConfig.from_hf(old).rope_scaling == RopeScaling("linear", 4.0)
+    assert transformers.LlamaConfig(**presets.llama31_8b().to_hf()).rope_parameters == {
+        **scaling,
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        (presets.llama_7b, 6_738_415_616),
+        (presets.llama2_7b, 6_738_415_616),
+        (presets.llama_13b, 13_015_864_320),
+        (presets.llama2_13b, 13_015_864_320),
+        (presets.llama2_70b, 68_976_648_192),
+        (presets.llama3_8b, 8_030_261_248),
+        (presets.llama31_8b, 8_030_261_248),
+        (presets.smollm2_135m, 134_515_008),
+        (presets.stories260k, 260_032),
+    ],
+)
+def test_presets_have_the_published_parameter_counts(preset, count):
+    """Counts of the published models (Hugging Face `num_parameters()`; stories260K's file)."""
+    model = nnx.eval_shape(lambda: Llama(preset(), rngs=nnx.Rngs(0)))
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
+
+
+def test_bad_input_is_named():
+    with pytest.raises(UserError, match="'mistral', expected 'llama'"):
+        LlamaConfig.from_hf({"model_type": "mistral"})
+    with pytest.raises(UserError, match=r"x/config\.json: rope scaling 'yarn' is not supported"):
+        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "yarn"}}, "x/config.json")
+    with pytest.raises(UserError, match="lacks its `factor`"):
+        LlamaConfig.from_hf({"rope_scaling": {"type": "linear"}})
+    with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
+        LlamaConfig.from_hf({"partial_rotary_factor": 0.5})
+    with pytest.raises(UserError, match="hidden_act 'mish'"):
+        LlamaConfig.from_hf({"hidden_act": "mish"})
+    for changes, match in (
+        ({"heads": 3}, "a divisor of model.hidden = 4096"),
+        ({"kv_heads": 5}, "a divisor of model.heads = 32"),
+        ({"head_dim": 5}, "expected an even number"),
+        ({"activation": "mish"}, "'mish'"),
+        ({"attention_dropout": 1.0}, "a rate from 0 to below 1"),
+    ):
+        with pytest.raises(UserError, match=match):
+            LlamaConfig(**changes)
+    with pytest.raises(UserError, match="expected linear or llama3"):
+        RopeScaling("ntk", 2.0)
+    with pytest.raises(UserError, match="a factor of at least 1"):
+        RopeScaling("linear", 0.5)

@@ -1,0 +1,181 @@
+"""Atlas's augmentation of a training example: names and colours change everywhere or nowhere."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from mmqa_jax.data.datasets.atlas.augment import PERMUTED
+from mmqa_jax.data.datasets.atlas.example_augment import AtlasAugment
+from mmqa_jax.data.datasets.atlas.factbook import place_names
+from mmqa_jax.data.datasets.atlas.pictures import COLORS, color_map
+from mmqa_jax.data.examples import RawExample, RawSource
+from mmqa_jax.data.schema import Question
+
+# OpenMoji's shades, one of each color that is exchanged (pictures.PALETTE).
+RGB = {
+    "red": "d22f27", "white": "ffffff", "blue": "1e50a0", "green": "5c9e31",
+    "yellow": "f1b31c", "black": "000000", "orange": "e27022",
+}  # fmt: skip
+STRIPE = 4  # pixels
+
+
+def flag(*colors: str) -> np.ndarray:
+    """Horizontal stripes from top to bottom, uint8[H, W, 3]."""
+    stripes = [np.frombuffer(bytes.fromhex(RGB[color]), np.uint8) for color in colors]
+    return np.stack([s for s in stripes for _ in range(STRIPE)])[:, None].repeat(8, axis=1)
+
+
+def stripes(pixels: np.ndarray) -> list[str]:
+    """The colors of a flag's stripes, read back from its pixels."""
+    colors = color_map(pixels)
+    assert (colors == colors[:, :1]).all()
+    return [COLORS[int(row[0])] for row in colors[::STRIPE]]
+
+
+def record(question: str, **extra) -> Question:
+    return Question("q", "train", question, extra=extra)
+
+
+TWO_HOP = RawExample(
+    "Which anthem has the country whose capital is Nassau?",
+    (
+        RawSource("The capital of the Bahamas is Nassau.", "Bahamas", row=3),
+        RawSource("The Bahamas: its anthem is March On, heard in Nassau.", "Bahamas", row=4),
+        RawSource("Kenya has a coast; Kenyan tea is grown in Kenya.", "Kenya", row=5),
+    ),
+    "The anthem of the Bahamas is March On.",
+    record("Which anthem?", entities=["the Bahamas", "Nassau"], palette_safe=False),
+)
+
+TWO_FLAGS = RawExample(
+    "Is the top stripe of the flag of Chad red, and is Red the color below white on Peru's?",
+    (
+        RawSource("Flag of Chad", "Chad", flag("red", "white", "black"), 0),
+        RawSource("Chad is in Africa; a red line.", "Chad", row=1),
+        RawSource("Banner of Peru", "Peru", flag("white", "red", "yellow"), 2),
+    ),
+    "Yes, red, white and black are on one, white, red and yellow on the other.",
+    record("Is it?", entities=["Chad", "Peru"], palette_safe=True),
+)
+
+
+def fields(raw: RawExample) -> tuple:
+    sources = [
+        (s.text, s.title, None if s.pixels is None else s.pixels.tobytes(), s.row)
+        for s in raw.sources
+    ]
+    return raw.question, raw.answer, sources, raw.record
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_names_are_replaced_alike_in_question_sources_and_answer(seed):
+    new = AtlasAugment(entities=1.0)(TWO_HOP, np.random.default_rng(seed))
+    land, other = new.sources[0].title, new.sources[2].title
+    city = new.question.removeprefix("Which anthem has the country whose capital is ")[:-1]
+    assert len({land, other, city}) == 3
+    assert {land, other, city} <= set(place_names())
+    assert [source.text for source in new.sources] == [
+        f"The capital of {land} is {city}.",
+        f"{land}: its anthem is March On, heard in {city}.",
+        # A wrong source's country is renamed too, and only where it is a whole word.
+        f"{other} has a coast; Kenyan tea is grown in {other}.",
+    ]
+    assert new.sources[1].title == land
+    assert new.answer == f"The anthem of {land} is March On."
+    assert [source.row for source in new.sources] == [3, 4, 5]
+    assert new.record is TWO_HOP.record
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_palette_changes_pixels_and_color_words_together(seed):
+    new = AtlasAugment(palette=1.0)(TWO_FLAGS, np.random.default_rng(seed))
+    chad, text, peru = new.sources
+    top, white, third = stripes(chad.pixels)
+    assert stripes(peru.pixels)[:2] == [white, top]  # one permutation for both flags
+    last = stripes(peru.pixels)[2]
+    assert len({top, white, third, last}) == 4
+    assert {top, white, third, last} <= set(PERMUTED)
+    assert new.question == (
+        f"Is the top stripe of the flag of Chad {top}, and is {top.capitalize()} the color below "
+        f"{white} on Peru's?"
+    )
+    assert new.answer == (
+        f"Yes, {top}, {white} and {third} are on one, {white}, {top} and {last} on the other."
+    )
+    # Snippets and names stay.
+    assert text == TWO_FLAGS.sources[1]
+    assert (chad.text, chad.title, peru.text, peru.title) == (
+        "Flag of Chad", "Chad", "Banner of Peru", "Peru",
+    )  # fmt: skip
+
+
+def test_a_color_may_become_any_other():
+    augment = AtlasAugment(palette=1.0)
+    tops = {
+        stripes(augment(TWO_FLAGS, np.random.default_rng(seed)).sources[0].pixels)[0]
+        for seed in range(60)
+    }
+    assert tops == set(PERMUTED)
+
+
+def test_both_together():
+    new = AtlasAugment(entities=1.0, palette=1.0)(TWO_FLAGS, np.random.default_rng(3))
+    chad, _, peru = new.sources
+    top, white, _ = stripes(chad.pixels)
+    assert "Chad" not in new.question
+    assert new.question.startswith(f"Is the top stripe of the flag of {chad.title} {top}, and")
+    assert new.question.endswith(f"the color below {white} on {peru.title}'s?")
+    assert chad.text == f"Flag of {chad.title}"
+    assert peru.text == f"Banner of {peru.title}"
+
+
+def test_examples_that_must_not_change_stay_as_they_are():
+    always = AtlasAugment(entities=1.0, palette=1.0)
+    for raw, extra in (
+        (TWO_FLAGS, {}),  # nothing is known of it
+        (TWO_FLAGS, {"entities": [], "palette_safe": False}),
+    ):
+        raw = dataclasses.replace(raw, record=record("Is it?", **extra))
+        assert fields(always(raw, np.random.default_rng(0))) == fields(raw)
+    # Safe to recolor, but no picture is shown: its color words must stay true of the snippet.
+    blind = dataclasses.replace(
+        TWO_FLAGS,
+        sources=TWO_FLAGS.sources[1:2],
+        record=record("Is it?", palette_safe=True),
+    )
+    assert fields(always(blind, np.random.default_rng(0))) == fields(blind)
+    never = AtlasAugment()
+    for seed in range(20):
+        assert fields(never(TWO_FLAGS, np.random.default_rng(seed))) == fields(TWO_FLAGS)
+
+
+def test_the_probabilities_are_kept_apart():
+    augment = AtlasAugment(entities=0.3, palette=0.7)
+    renamed = recolored = 0
+    for seed in range(400):
+        new = augment(TWO_FLAGS, np.random.default_rng(seed))
+        renamed += new.sources[0].title != "Chad"
+        recolored += (new.sources[0].pixels != TWO_FLAGS.sources[0].pixels).any()
+    # Four standard deviations of a binomial; one permutation in 210 leaves three colors alone.
+    assert abs(renamed / 400 - 0.3) < 4 * (0.3 * 0.7 / 400) ** 0.5
+    assert abs(recolored / 400 - 0.7) < 4 * (0.3 * 0.7 / 400) ** 0.5
+
+
+def test_same_generator_same_result_and_nothing_is_kept():
+    augment = AtlasAugment(entities=0.7, palette=0.7)
+    state, before = copy.deepcopy(vars(augment)), fields(TWO_FLAGS)
+    first = [fields(augment(TWO_FLAGS, np.random.default_rng(seed))) for seed in range(12)]
+    # In another order, among other examples, and in another process' copy.
+    sent = pickle.loads(pickle.dumps(augment))
+    for seed in reversed(range(12)):
+        augment(TWO_HOP, np.random.default_rng(seed + 100))
+        assert fields(augment(TWO_FLAGS, np.random.default_rng(seed))) == first[seed]
+        assert fields(sent(TWO_FLAGS, np.random.default_rng(seed))) == first[seed]
+    assert len({str(result) for result in first}) > 6
+    assert vars(augment) == state
+    assert fields(TWO_FLAGS) == before  # the example itself is left alone

@@ -1,0 +1,330 @@
+"""From a config to task, batches and starting weights; presets; one training run's bookkeeping."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+from safetensors.numpy import load_file
+
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import write_json
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.models import bert, clip, presets, vlp
+from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.training import recipes, run
+from mmqa_jax.training.answer import AnswerTask
+from mmqa_jax.training.contrastive import ContrastiveTask
+from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.weights.bert import minilm_path
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "atlas"
+TASKS = {"contrastive": ContrastiveTask, "rerank": RerankTask, "answer": AnswerTask}
+TREES = ["cedar", "baobab", "olive", "palm", "banyan", "kapok"]
+
+
+def make_corpus() -> Corpus:
+    sources = [
+        Source(f"s{i}", "text", f"The {tree} grows slowly.", tree) for i, tree in enumerate(TREES)
+    ]
+    questions = [
+        Question(
+            f"q{i}", "train", f"How does the {tree} grow?", answers=("Slowly.",),
+            keywords="slowly", category="text", positives=(f"s{i}",),
+            negatives=tuple(f"s{k}" for k in range(6) if k != i),
+        )
+        for i, tree in enumerate(TREES)
+    ]  # fmt: skip
+    return Corpus(sources, questions, fingerprint="trees")
+
+
+CORPUS = make_corpus()
+
+
+def make_config(name: str, mode: str = "", **overrides) -> ConfigDict:
+    """The published config with a short batch; keyword `a__b` overrides key `a.b`."""
+    changes = {"batches.batch_size": 2, "batches.threads": 0}
+    changes |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config(f"{CONFIGS / name}.py" + (f":{mode}" if mode else ""), changes)
+
+
+@pytest.fixture(scope="module")
+def restricted(tmp_path_factory):
+    """MiniLM's tokenizer with the vocabulary of CORPUS."""
+    return recipes.make_tokenizer("minilm:corpus", CORPUS, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def published():
+    """MiniLM's tensors as its package holds them."""
+    return load_file(minilm_path() / "model.safetensors")
+
+
+UNTOUCHED = -7.0
+
+
+def filled(recipe) -> dict[str, np.ndarray]:
+    """The recipe's model by parameter name, all UNTOUCHED before its `fill`."""
+    model = nnx.eval_shape(lambda: recipe.task.init(jax.random.key(0)))
+    graphdef, shapes = nnx.split(model)
+    start = jax.tree.map(
+        lambda leaf: jax.device_put(np.full(leaf.shape, UNTOUCHED, leaf.dtype)), shapes
+    )
+    model = nnx.merge(graphdef, start)
+    recipe.fill(model)
+    return {name: np.asarray(x) for name, x in flatten_named(nnx.state(model, nnx.Param)).items()}
+
+
+# Tokenizers
+
+
+def test_the_restricted_tokenizer_is_much_smaller_and_kept_with_the_run(restricted, tmp_path):
+    full = minilm_tokenizer()
+    assert restricted.vocab_size < full.vocab_size / 8
+    for source in CORPUS.sources:
+        pieces = [restricted.token(i) for i in restricted.encode(source.text)]
+        assert pieces == [full.token(i) for i in full.encode(source.text)]
+    first = recipes.make_tokenizer("minilm:corpus", CORPUS, tmp_path)
+    assert first.fingerprint == restricted.fingerprint
+    # A run goes on with the tokenizer that it began with, whatever the name says later.
+    assert recipes.make_tokenizer("minilm", CORPUS, tmp_path).fingerprint == first.fingerprint
+
+
+def test_other_tokenizers(restricted, tmp_path):
+    assert recipes.make_tokenizer("minilm", CORPUS, tmp_path / "a").vocab_size == 30_522
+    trained = recipes.make_tokenizer("corpus:90", CORPUS, tmp_path / "b")
+    assert trained.vocab_size <= 90
+    assert trained.unk_id not in trained.encode("how does the baobab grow?")
+    restricted.save(tmp_path / "mine.json")
+    given = recipes.make_tokenizer(str(tmp_path / "mine.json"), CORPUS, tmp_path / "c")
+    assert given.fingerprint == restricted.fingerprint
+    assert (tmp_path / "c" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("corpus:many", r"config key tokenizer=corpus:many: write corpus:N"),
+        ("corpus:7", r"vocab_size=7: the texts alone hold \d+ different characters"),
+        ("nowhere.json", r"nowhere\.json: the tokenizer cannot be read"),
+    ],
+)
+def test_wrong_tokenizers_are_named_and_none_is_kept(name, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        recipes.make_tokenizer(name, CORPUS, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# Recipes and their starting weights
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("mode", ["", "runlocal"])
+def test_every_atlas_config_makes_its_task_and_batches(name, mode, restricted):
+    config = make_config(name, mode)
+    recipe = recipes.make_recipe(config, CORPUS, restricted)
+    assert isinstance(recipe.task, TASKS[name])
+    assert (recipe.fill is None) == (mode == "runlocal")
+    first = next(recipe.batches)
+    again = recipes.make_recipe(config, CORPUS, restricted)
+    jax.tree.map(np.testing.assert_array_equal, next(again.batches), first)
+    if name == "contrastive":
+        assert first["query_ids"].shape == (2, config.batches.query_length)
+    else:
+        assert isinstance(first["inputs"], VLPInputs)
+        slots = recipes.make_packer(config, restricted).config.slots_per_picture
+        buckets = {shown * slots + text for shown, text in config.packing.buckets}
+        assert first["inputs"].input_ids.shape[1] in buckets
+
+
+def test_published_atlas_models_have_the_shapes_of_minilm(restricted):
+    """What the README calls MiniLM is MiniLM: its widths, and its first layers."""
+    for name in TASKS:
+        recipe = recipes.make_recipe(make_config(name), CORPUS, restricted)
+        model = nnx.eval_shape(lambda task=recipe.task: task.init(jax.random.key(0)))
+        trunk = (model.text if name == "contrastive" else model.bert).config
+        assert (trunk.hidden, trunk.heads, trunk.mlp) == (384, 12, 1536)
+        assert trunk.layers == (6 if name == "contrastive" else 3)
+        assert trunk.vocab_size == restricted.vocab_size
+
+
+@pytest.mark.parametrize(("name", "trunk"), [("contrastive", "text"), ("answer", "bert")])
+def test_fill_puts_minilms_rows_of_the_restricted_vocabulary_in(name, trunk, restricted, published):
+    config = make_config(name)
+    config.model.changes.layers = 1
+    parameters = filled(recipes.make_recipe(config, CORPUS, restricted))
+
+    table = published["embeddings.word_embeddings.weight"]
+    words = parameters[f"{trunk}/embeddings/word/table"]
+    assert words.shape == (restricted.vocab_size, 384)
+    full = minilm_tokenizer()
+    for token_id in range(restricted.vocab_size):
+        row = full.token_id(restricted.token(token_id))
+        np.testing.assert_array_equal(words[token_id], table[row])
+    # One word by hand: the id under which MiniLM's vocab.txt lists it.
+    lines = (minilm_path() / "vocab.txt").read_text(encoding="utf-8").split("\n")
+    np.testing.assert_array_equal(words[restricted.token_id("cedar")], table[lines.index("cedar")])
+    # The one layer is MiniLM's first; torch keeps [out, in].
+    np.testing.assert_array_equal(
+        parameters[f"{trunk}/layers/query/kernel"][0],
+        published["encoder.layer.0.attention.self.query.weight"].T,
+    )
+    for parameter, values in parameters.items():
+        # What MiniLM does not have stays as it was made.
+        assert (values == UNTOUCHED).all() != parameter.startswith(f"{trunk}/"), parameter
+
+
+def test_a_folder_without_weights_and_a_vocabulary_that_does_not_fit(restricted, tmp_path):
+    config = make_config("answer", init=str(tmp_path), model__changes__layers=1)
+    with pytest.raises(UserError, match=str(tmp_path)):
+        filled(recipes.make_recipe(config, CORPUS, restricted))
+    # MiniLM's whole table into a smaller vocabulary that is not called minilm:corpus.
+    config = make_config("answer", tokenizer="mine.json", model__changes__layers=1)
+    with pytest.raises(UserError, match=r"word_embeddings.*30522.*384"):
+        filled(recipes.make_recipe(config, CORPUS, restricted))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": "vqa"}, r"config key task=vqa: unknown; use one of contrastive, rerank, answer"),
+        ({"data__split": "val"}, r"config key data\.split=val: .*no such questions"),
+        ({"model__trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown.*minilm_l6"),
+        ({"model__frontend": "x102"}, r"config key model\.frontend=x102: unknown; use patches"),
+        ({"packing__buckets": "()"}, r"packing\.buckets is empty"),
+    ],
+)
+def test_wrong_configs_are_named(change, message, restricted):
+    with pytest.raises(UserError, match=message):
+        recipes.make_recipe(make_config("answer", **change), CORPUS, restricted)
+
+
+def test_augmentation_is_on_where_the_config_says_so(restricted, monkeypatch):
+    asked = []
+
+    class Noted:
+        def __init__(self, **section):
+            asked.append(section)
+
+        def __call__(self, raw, rng):
+            return dataclasses.replace(raw, answer="cedar")
+
+    monkeypatch.setattr("mmqa_jax.data.datasets.atlas.example_augment.AtlasAugment", Noted)
+    recipes.make_recipe(make_config("contrastive"), CORPUS, restricted)
+    assert asked == []
+    config = make_config("answer", augment__entities=0.5, augment__palette=0.0)
+    batch = next(recipes.make_recipe(config, CORPUS, restricted).batches)
+    assert asked == [{"entities": 0.5, "palette": 0.0}]
+    assert (batch["masked_ids"] == restricted.token_id("cedar")).any()
+
+
+# Presets
+
+
+def test_published_sizes_by_name():
+    section = {"trunk": "bert_base_cased", "frontend": "x101"}
+    config = presets.vlp_from_config(section, 28_996)
+    published = vlp.vlp_base_x101()
+    assert config == dataclasses.replace(
+        published, bert=dataclasses.replace(published.bert, eps=config.bert.eps)
+    )
+    assert (
+        presets.vlp_from_config({**section, "frontend": "vinvl"}, 28_996).region_positions == 1601
+    )
+    both = presets.dual_encoder_from_config(
+        {"clip": "vit_b_16", "fusion": "image", "picture_gate": 1.0}, 7
+    )
+    assert both == DualEncoderConfig(
+        clip.vit_b_16().text, clip.vit_b_16().vision, fusion="image", picture_gate=1.0
+    )
+
+
+def test_changes_and_vocabulary_reach_the_model():
+    section = {"trunk": "minilm_l6", "changes": {"layers": 2, "dropout": 0.5}, "frontend": "patches",
+               "patch": 8, "visual_hidden": (16, 32)}  # fmt: skip
+    config = presets.vlp_from_config(section, 77)
+    assert config.bert == dataclasses.replace(
+        bert.minilm_l6(), layers=2, dropout=0.5, vocab_size=77, types=6
+    )
+    assert (config.region_features, config.visual_hidden) == (8 * 8 * 3, (16, 32))
+    section = {"clip": "", "trunk": "minilm_l6", "vision": {"layers": 3}, "fusion": "mean",
+               "picture_gate": 0.1}  # fmt: skip
+    dual = presets.dual_encoder_from_config(section, 77)
+    assert (dual.text.vocab_size, dual.text.types, dual.vision.layers) == (77, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip": "vit_b_17"}, r"config key model\.clip=vit_b_17: unknown; use one of vit_b_32"),
+        (
+            {"changes": {"layer": 2}},
+            r"config key model\.changes\.layer: unknown; use one of .*layers",
+        ),
+        ({"vision": {"depth": 2}}, r"config key model\.vision\.depth: unknown; use one of"),
+        ({"changes": {"hidden": 48}}, r"vision\.embed_dim is 384, the text tower gives 48"),
+        ({"fusion": "sum"}, r"fusion is 'sum', expected one of mean, image"),
+    ],
+)
+def test_wrong_presets_are_named(change, message):
+    section = {"clip": "", "trunk": "minilm_l6", "fusion": "mean", "picture_gate": 0.1}
+    with pytest.raises(UserError, match=message):
+        presets.dual_encoder_from_config({**section, **change}, 77)
+
+
+# A training run
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """`train` replaced by one that notes its arguments and leaves a finished run's model.json."""
+    calls = []
+
+    def train(config, *, workdir, metadata, **arguments):
+        calls.append({"config": config, "metadata": metadata, **arguments})
+        write_json(Path(workdir) / "model.json", {**metadata, "step": config["steps"]})
+
+    monkeypatch.setattr(run, "train", train)
+    return calls
+
+
+def test_a_run_is_trained_once_and_says_what_it_is(trained, tmp_path):
+    config = make_config("rerank", "runlocal", seed=4, train__steps=3)
+    config.tokenizer = "corpus:90"
+    result = run.run_training(config, tmp_path, CORPUS)
+    assert result == {"task": "rerank", "steps": 3, "workdir": str(tmp_path)}
+    (call,) = trained
+    assert call["metadata"] == {"task": "rerank", "corpus": "trees"}
+    assert (call["seed"], call["config"]["steps"]) == (4, 3)
+    assert isinstance(call["task"], RerankTask)
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["seed"] == 4
+    assert run.is_trained(tmp_path, 3)
+    assert not run.is_trained(tmp_path, 4)
+    assert run.run_training(config, tmp_path, CORPUS) == result
+    assert len(trained) == 1
+    config.train.steps = 4
+    with pytest.raises(UserError, match=r"train\.steps \(3 there, 4 now\).*new --workdir"):
+        run.run_training(config, tmp_path, CORPUS)
+    assert len(trained) == 1
+
+
+def test_a_run_needs_data(trained, tmp_path):
+    config = make_config("rerank", "runlocal")
+    with pytest.raises(UserError, match=r"config key data\.dir is empty"):
+        run.run_training(config, tmp_path / "run")
+    config.data.dir = str(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"nothing: no such folder, a prepared corpus was expected"):
+        run.run_training(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert trained == []
