@@ -44,10 +44,10 @@ def get_config(mode: str = "") -> ConfigDict:
         "threads": 2,
     }
     config.train = {
-        "steps": 500,
+        "steps": 400,
         "optimizer": {
             "name": "adamw",
-            "learning_rate": 4e-4,
+            "learning_rate": 7e-4,
             "schedule": "cosine",
             "warmup": 0.1,
             "clip_norm": 1.0,
@@ -64,6 +64,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "num_beams": 5,
         "max_new_tokens": 28,
         "length_penalty": 0.0,
+        "only_best": True,  # a question stops once its best beam is certain
     }
 
     if mode == "runlocal":

@@ -67,7 +67,7 @@ def vlp_patches(
     copy_head: bool = False,
     **trunk,
 ) -> VLPConfig:
-    """Regions are square patches of raw pixels (patch * patch * 3 values), places of 6 box values or more.
+    """Regions are square patches of raw pixels: patch * patch * 3 values, places of 6 or more.
 
     The trunk is MiniLM-L6's shape with VLP's six token types unless `bert` is given; used on the
     Atlas corpus, where no detector runs.

@@ -40,9 +40,9 @@ class Answerer:
         self.dense = stages.open_retriever(
             self.corpus, folder / "contrastive", folder / "index", two_pass=True
         )
-        reranker = load_reranker(folder / "rerank", self.corpus)
+        reranker = load_reranker(folder / "rerank", self.corpus, batch_size=16)
         self.reranker = TwoPassReranker(self.dense, reranker, tuned["weight"])
-        self.reader = load_reader(folder / "answer", self.corpus)
+        self.reader = load_reader(folder / "answer", self.corpus, batch_size=1)
 
     def answer(self, text: str, picture: bytes | None = None) -> tuple[Prediction, Ranking]:
         """Answer with the cited sources, and all candidates by relevance.

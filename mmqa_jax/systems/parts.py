@@ -305,6 +305,7 @@ class Reader:
                     max_new_tokens=self.options.max_new_tokens,
                     token_type=self._packer.config.segments[1],
                     length_penalty=self.options.length_penalty,
+                    only_best=self.options.get("only_best", False),
                 )
                 tokens, scores = jax.device_get((result.tokens, result.scores))
                 for row in np.flatnonzero(real):
@@ -319,6 +320,8 @@ class Reader:
         self, question_id: str, cited: Ranking, tokens: np.ndarray, scores: np.ndarray
     ) -> Prediction:
         """tokens int[K, T], scores float[K], best first -> the answer with its beams."""
+        if self.options.get("only_best", False):
+            tokens, scores = tokens[:1], scores[:1]  # the others are not exact
         texts = [self.tokenizer.decode(until_end(beam, self.tokenizer)) for beam in tokens]
         beams = tuple((text, float(score)) for text, score in zip(texts, scores, strict=True))
         return Prediction(question_id, texts[0], cited.sources, cited.scores, beams)
@@ -365,20 +368,24 @@ def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
     return embedder, config
 
 
-def load_reranker(folder: str | os.PathLike, corpus: Corpus) -> Reranker:
-    """The trained source selector of a rerank run."""
-    return Reranker(*_load_vlp(folder, corpus, "rerank"))
+def load_reranker(
+    folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None
+) -> Reranker:
+    """The trained source selector of a rerank run; `batch_size` instead of its config's."""
+    return Reranker(*_load_vlp(folder, corpus, "rerank", batch_size))
 
 
-def load_reader(folder: str | os.PathLike, corpus: Corpus) -> Reader:
-    """The trained reader of an answer run."""
-    return Reader(*_load_vlp(folder, corpus, "answer"))
+def load_reader(folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None) -> Reader:
+    """The trained reader of an answer run; `batch_size` instead of its config's."""
+    return Reader(*_load_vlp(folder, corpus, "answer", batch_size))
 
 
 def _load_vlp(
-    folder: str | os.PathLike, corpus: Corpus, task: str
+    folder: str | os.PathLike, corpus: Corpus, task: str, batch_size: int | None
 ) -> tuple[ConfigDict, Corpus, WordPiece, VLP]:
     config, tokenizer = _read_run(folder, (task,))
+    if batch_size is not None:
+        config.inference.batch_size = batch_size
     model_config = make_vlp_config(config, tokenizer)
     model = _load(folder, lambda: VLP(model_config, rngs=nnx.Rngs(0)))
     return config, corpus, tokenizer, model
