@@ -15,12 +15,12 @@ def get_config(mode: str = "") -> ConfigDict:
     config.tokenizer = "minilm:corpus"
     # minilm, scratch, or a folder with BERT weights in transformers' layout.
     config.init = "minilm"
-    config.pictures = {"size": 48, "resize": "squash"}
+    config.pictures = {"size": 32, "resize": "squash"}
     config.model = {
         "clip": "",  # a CLIP preset instead of a BERT text tower: vit_b_16, ...
         "trunk": "minilm_l6",
         "changes": {"dropout": 0.0, "attention_dropout": 0.0},
-        "vision": {},
+        "vision": {"image_size": 32},
         "fusion": "mean",
         "picture_gate": 0.1,
     }
@@ -35,7 +35,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "threads": 2,
     }
     config.train = {
-        "steps": 40,
+        "steps": 26,
         "optimizer": {
             "name": "adamw",
             "learning_rate": 1e-4,
@@ -45,18 +45,17 @@ def get_config(mode: str = "") -> ConfigDict:
             "multipliers": (("^vision/", 5.0),),
         },
         "log_every": 5,
-        "checkpoint_every": 20,
+        "checkpoint_every": 13,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,
     }
-    config.inference = {"batch_size": 64, "buckets": (16, 24, 32, 48, 64, 96)}
+    config.inference = {"batch_size": 64, "buckets": (16, 24, 32, 48, 64)}
 
     if mode == "runlocal":
         config.tokenizer, config.init = "corpus:2000", "scratch"
         config.model.changes = {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128}
-        config.model.vision = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128}
-        config.model.vision.embed_dim = 64
+        config.model.vision.update(width=64, layers=2, heads=4, mlp_width=128, embed_dim=64)
         config.batches.batch_size = 8
         config.train.steps, config.train.checkpoint_every = 4, 2
         config.train.log_every = 2

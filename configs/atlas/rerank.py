@@ -24,7 +24,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "visual_hidden": (768,),
     }
     config.packing = {
-        "buckets": ((0, 48), (0, 64), (0, 96), (1, 40), (1, 64)),
+        "buckets": ((0, 52), (0, 68), (0, 96), (1, 52)),
         "max_source_tokens": 64,
         "max_question_tokens": 48,
         "max_answer_tokens": 0,
@@ -32,7 +32,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "match_type": 1,
         "positions_after_regions": False,
     }
-    config.augment = {"entities": 0.0, "palette": 0.0}
+    config.augment = {"entities": 0.5, "palette": 0.0}
     config.batches = {
         "batch_size": 64,
         "choices_per_question": 8,
@@ -42,7 +42,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "threads": 2,
     }
     config.train = {
-        "steps": 300,
+        "steps": 130,
         "optimizer": {
             "name": "adamw",
             "learning_rate": 2e-4,
@@ -51,7 +51,7 @@ def get_config(mode: str = "") -> ConfigDict:
             "clip_norm": 1.0,
         },
         "log_every": 10,
-        "checkpoint_every": 100,
+        "checkpoint_every": 40,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

@@ -146,7 +146,8 @@ def prepare_webqa_format(
     files = [*questions_from, corpus_json, imgs_tsv, lineidx]
     return records.write_records(
         out,
-        release.sources,
+        # By id: the files' order, gold before negatives, would tell in every tie.
+        sorted(release.sources, key=lambda source: source.id),
         release.questions,
         pictures.read_named if pictures else None,
         name=name,

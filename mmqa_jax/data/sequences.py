@@ -63,8 +63,8 @@ class PackingConfig:
       per_source: ours, not VLP's: the first source's slots and text get type 2, the second's
         type 3, so that captions bind to their pictures; and when the text must be cut, each
         source keeps its fair share. Off, the concatenated text is cut as a whole (VLP).
-      match_type: ours: token type of source tokens that stand in the question too, None for no
-        such signal. A small cross-encoder finds a name in a source with it at once; without,
+      match_type: ours: token type of source tokens and tags that stand in the question too, None
+        for no such signal. A small cross-encoder finds a name in a source with it at once; without,
         it must first learn to compare tokens.
       positions_after_regions: text positions start after the region slots (VLP). Off (ours):
         text positions ignore the slots, whose position embeddings come from the region
@@ -341,6 +341,10 @@ class Packer:
         features = np.zeros((slots, config.region_dim), np.float32)
         places = np.zeros((slots, config.position_dim), np.float32)
         lost = self._place_regions(example.sources, shape, features, places, context, types, ids)
+        if config.match_type is not None:
+            shown = ids[1 : 1 + slots]  # tags; [UNK] where there is none
+            matched = np.isin(shown, np.asarray(question)) & (shown != tokenizer.unk_id)
+            types[1 : 1 + slots][matched] = config.match_type
         kept = length + len(question) + len(answer)
         arrays = {
             "input_ids": ids,

@@ -188,17 +188,42 @@ class CopyHead(nnx.Module):
     def __call__(self, hidden: jax.Array, logits: jax.Array, context: Context) -> jax.Array:
         """hidden [B, P, H] and its word logits [B, P, V] -> log-probabilities [B, P, V]."""
         rows, places, vocabulary = logits.shape
-        query, key = self.query(hidden), self.key(context.hidden)
-        scores = jnp.einsum("bph,blh->bpl", query, key).astype(jnp.float32)
-        scores = scores / key.shape[-1] ** 0.5
-        copied = jax.nn.softmax(jnp.where(context.mask[:, None], scores, -jnp.inf))  # [B, P, L]
+        copied, gate = self._attend(hidden, context)
         index = (jnp.arange(rows)[:, None, None], jnp.arange(places)[:, None], context.ids[:, None])
         words = jnp.zeros((rows, places, vocabulary)).at[index].add(copied)
-        gate = self.gate(hidden).astype(jnp.float32)  # [B, P, 1]: log-odds of copying
-        return jnp.logaddexp(
-            jax.nn.log_sigmoid(-gate) + jax.nn.log_softmax(logits),
-            jax.nn.log_sigmoid(gate) + jnp.log(words + 1e-20),
-        )
+        return _mix(gate[:, :, None], jax.nn.log_softmax(logits), words)
+
+    def of_words(
+        self, hidden: jax.Array, logits: jax.Array, context: Context, ids: jax.Array
+    ) -> jax.Array:
+        """As `__call__`, but only of the words ids [B, P]: log-probabilities [B, P].
+
+        Training needs no others; whole distributions over the vocabulary would cost it more
+        than the trunk's layers.
+        """
+        copied, gate = self._attend(hidden, context)
+        same = context.ids[:, None] == ids[:, :, None]  # [B, P, L]
+        return _mix(gate, _log_probs_of(logits, ids), jnp.where(same, copied, 0.0).sum(axis=-1))
+
+    def _attend(self, hidden: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Share of every context word [B, P, L], and the log-odds of copying [B, P]."""
+        query, key = self.query(hidden), self.key(context.hidden)
+        scores = jnp.einsum("bph,blh->bpl", query, key).astype(jnp.float32)
+        scores = jnp.where(context.mask[:, None], scores / key.shape[-1] ** 0.5, -jnp.inf)
+        return jax.nn.softmax(scores), self.gate(hidden)[:, :, 0].astype(jnp.float32)
+
+
+def _mix(gate: jax.Array, log_word: jax.Array, copied: jax.Array) -> jax.Array:
+    """log((1 - g) * p(word) + g * p(copied)), g = sigmoid(gate)."""
+    return jnp.logaddexp(
+        jax.nn.log_sigmoid(-gate) + log_word, jax.nn.log_sigmoid(gate) + jnp.log(copied + 1e-20)
+    )
+
+
+def _log_probs_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """log softmax(logits [..., V]) at ids [...]."""
+    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 class VLP(nnx.Module):
@@ -275,6 +300,13 @@ class VLP(nnx.Module):
         if self.copy_head is None:
             return jax.nn.log_softmax(logits)
         return self.copy_head(hidden, logits, context)
+
+    def log_probs_of(self, hidden: jax.Array, context: Context, ids: jax.Array) -> jax.Array:
+        """`word_log_probs` of the words ids [B, P] alone: [B, P], for training."""
+        logits = self.mlm_logits(hidden)
+        if self.copy_head is None:
+            return _log_probs_of(logits, ids)
+        return self.copy_head.of_words(hidden, logits, context, ids)
 
     def prefill(self, inputs: VLPInputs) -> VLPPrefix:
         """Encode source and question once; whatever lies in answer positions is never seen."""

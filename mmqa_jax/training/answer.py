@@ -28,15 +28,14 @@ class AnswerTask:
     def loss(
         self, model: VLP, batch: dict, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss per masked token, and the share of them predicted rightly."""
-        hidden = model.encode(batch["inputs"], dropout_key=dropout_key)  # [B, L, H]
+        """Mean loss per masked token, and the share of them that got most of the probability."""
+        inputs = batch["inputs"]
+        hidden = model.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
         positions = batch["masked_positions"]  # [B, P]
         at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
-        inputs = batch["inputs"]
         context = Context(hidden, inputs.input_ids, inputs.context_mask)
-        log_probs = model.word_log_probs(at_masks, context)  # [B, P, V]
-        ids, weights = batch["masked_ids"], batch["masked_weights"]
-        losses = -jnp.take_along_axis(log_probs, ids[:, :, None], axis=-1)[:, :, 0]  # [B, P]
+        log_probs = model.log_probs_of(at_masks, context, batch["masked_ids"])  # [B, P]
+        weights = batch["masked_weights"]
         total = weights.sum() + 1e-5
-        right = (log_probs.argmax(axis=-1) == ids).astype(jnp.float32)
-        return (losses * weights).sum() / total, {"accuracy": (right * weights).sum() / total}
+        right = (log_probs > jnp.log(0.5)).astype(jnp.float32)
+        return -(log_probs * weights).sum() / total, {"accuracy": (right * weights).sum() / total}

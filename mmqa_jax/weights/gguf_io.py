@@ -27,7 +27,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GGUFSource:
-    """A GGUF file, memory-mapped; every tensor reads as float32, rows first.
+    """A GGUF file; every tensor reads as float32, rows first.
 
     Raises:
       UserError: the package gguf is not installed, no such file, a broken or foreign one, one
@@ -93,7 +93,10 @@ class GGUFSource:
         from gguf import quants
 
         tensor = self._tensors[key]
-        return quants.dequantize(tensor.data, tensor.tensor_type)
+        # Not through the reader's mapping: its pages would stay resident.
+        raw = np.fromfile(self.name, np.uint8, tensor.n_bytes, offset=tensor.data_offset)
+        stored = raw.view(tensor.data.dtype).reshape(tensor.data.shape)
+        return quants.dequantize(stored, tensor.tensor_type)
 
 
 def open_gguf(path: str | os.PathLike) -> LlamaCheckpoint:

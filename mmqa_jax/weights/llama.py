@@ -32,7 +32,7 @@ from mmqa_jax.weights.keymap import (
     load_into,
 )
 from mmqa_jax.weights.safetensors_io import SafetensorsSource, TensorSource, write_safetensors
-from mmqa_jax.weights.torch_io import TorchSource, read_state_dict, spec_of, to_numpy
+from mmqa_jax.weights.torch_io import TorchFile, TorchSource
 
 _BUFFERS = r"rotary_emb\.inv_freq$"
 _SHARD_BYTES = 5_000_000_000  # of an exported safetensors file, as transformers' default
@@ -360,15 +360,16 @@ class MetaSource:
     def __init__(self, files: list[Path], hidden: int, name: str):
         self.name = name
         self._hidden = hidden
-        self._shards = [read_state_dict(file) for file in files]
-        for file, shard in zip(files, self._shards, strict=True):
-            odd = sorted(shard.keys() ^ self._shards[0].keys())
+        self._files = [TorchFile(file) for file in files]
+        self._parts = [file.specs() for file in self._files]
+        for file, part in zip(files, self._parts, strict=True):
+            odd = sorted(part.keys() ^ self._parts[0].keys())
             if odd:
                 raise UserError(
                     f"{file}: its tensors are not those of {files[0].name} ({odd[0]!r} is in one "
                     "of them alone); fetch both again."
                 )
-        first = self._shards[0].get("layers.0.attention.wo.weight")
+        first = self._parts[0].get("layers.0.attention.wo.weight")
         if first is not None and first.shape[1] * len(files) != hidden:
             raise UserError(
                 f"{name}: holds {len(files)} consolidated.*.pth, their shapes ask for "
@@ -378,11 +379,10 @@ class MetaSource:
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every whole tensor, by key."""
         found = {}
-        for key, tensor in self._shards[0].items():
-            spec, axis = spec_of(tensor), self._axis(key)
-            shape = list(spec.shape)
+        for key, spec in self._parts[0].items():
+            shape, axis = list(spec.shape), self._axis(key)
             if axis is not None:
-                shape[axis] = sum(shard[key].shape[axis] for shard in self._shards)
+                shape[axis] = sum(part[key].shape[axis] for part in self._parts)
             found[key] = jax.ShapeDtypeStruct(tuple(shape), spec.dtype)
         return found
 
@@ -390,12 +390,13 @@ class MetaSource:
         """Reads one tensor from all files."""
         axis = self._axis(key)
         if axis is None:
-            return to_numpy(self._shards[0][key])
-        return np.concatenate([to_numpy(shard[key]) for shard in self._shards], axis=axis)
+            return self._files[0].read(key)
+        return np.concatenate([file.read(key) for file in self._files], axis=axis)
 
     def _axis(self, key: str) -> int | None:
-        if len(self._shards) == 1 or self._shards[0][key].ndim < 2:
+        shape = self._parts[0][key].shape
+        if len(self._parts) == 1 or len(shape) < 2:
             return None
         if key == "tok_embeddings.weight":
-            return 0 if self._shards[0][key].shape[1] == self._hidden else 1
+            return 0 if shape[1] == self._hidden else 1
         return 1 if key.endswith((".wo.weight", ".w2.weight")) else 0

@@ -24,7 +24,7 @@ _V1_BYTES = 256
 
 
 class Llama2cSource:
-    """A llama2.c file, memory-mapped, its tensors under Meta's names.
+    """A llama2.c file, its tensors under Meta's names.
 
     Raises:
       UserError: no such file, one that is not llama2.c's, int8 weights, or a file whose size is
@@ -74,7 +74,6 @@ class Llama2cSource:
                 f"{path}: {size} bytes, its header asks for {offset}; the file is cut short or "
                 "not llama2.c's, fetch it again."
             )
-        self._data = np.memmap(path, mode="r")
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor, by key."""
@@ -87,7 +86,7 @@ class Llama2cSource:
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor from the file."""
         offset, shape = self._places[key]
-        return self._data[offset : offset + 4 * math.prod(shape)].view("<f4").reshape(shape)
+        return np.fromfile(self.name, "<f4", math.prod(shape), offset=offset).reshape(shape)
 
 
 def open_llama2c(path: str | os.PathLike) -> LlamaCheckpoint:

@@ -20,84 +20,111 @@ if TYPE_CHECKING:
     import torch
 
 
+_MAPPED_BYTES = 1 << 30  # read from a mapping before it is made anew
+
+
+class TorchFile:
+    """One torch file of named tensors, memory-mapped where its format allows it.
+
+    Pages of a mapping count as resident memory once they are read, so the mapping is renewed
+    after every GiB: reading a whole model does not keep it in memory.
+
+    Raises:
+      UserError: no such file, a broken one, one that holds anything but named tensors, or torch
+        is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UserError(f"{path}: no such file; check the path.")
+        # The format before torch 1.6 is no zip archive and cannot be mapped.
+        self._mapped = zipfile.is_zipfile(path)
+        self._tensors = _read_state_dict(self.path, self._mapped)
+        self._bytes = 0
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every tensor, by key, without reading any."""
+        return {
+            key: jax.ShapeDtypeStruct(tuple(tensor.shape), _numpy_dtype(tensor))
+            for key, tensor in self._tensors.items()
+        }
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor, a copy: nothing depends on the file afterwards."""
+        array = _to_numpy(self._tensors[key])
+        self._bytes += array.nbytes
+        if self._mapped and self._bytes > _MAPPED_BYTES:
+            self._tensors, self._bytes = _read_state_dict(self.path, mapped=True), 0
+        return array
+
+
 class TorchSource:
-    """State dicts of torch files (`.pth`, `.bin`, `.pt`), memory-mapped.
+    """State dicts of torch files (`.pth`, `.bin`, `.pt`), read one tensor at a time.
 
     Args:
       files: each holds tensors under names of its own (one file, or transformers' shards).
       name: what messages call them; the first file by default.
 
     Raises:
-      UserError: a missing or broken file, one that holds anything but named tensors, a name in
-        two files, or torch is not installed.
+      UserError: as TorchFile, or a name in two files.
     """
 
     def __init__(self, files: Sequence[str | os.PathLike], name: str | None = None):
         self.name = name or str(files[0])
-        self._tensors: dict[str, torch.Tensor] = {}
-        for file in files:
-            tensors = read_state_dict(file)
-            twice = self._tensors.keys() & tensors.keys()
-            if twice:
-                raise UserError(
-                    f"{file}: tensor {min(twice)!r} lies in another file of {self.name} too; "
-                    "keep one of them."
-                )
-            self._tensors |= tensors
+        self._files: dict[str, TorchFile] = {}
+        for path in files:
+            file = TorchFile(path)
+            for key in file.specs():
+                if key in self._files:
+                    raise UserError(
+                        f"{path}: tensor {key!r} lies in another file of {self.name} too; "
+                        "keep one of them."
+                    )
+                self._files[key] = file
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor, by key, without reading any."""
-        return {key: spec_of(tensor) for key, tensor in self._tensors.items()}
+        found = {}
+        for file in dict.fromkeys(self._files.values()):
+            found |= file.specs()
+        return found
 
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor from its file."""
-        return to_numpy(self._tensors[key])
+        return self._files[key].read(key)
 
 
-def read_state_dict(file: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """The tensors of one torch file by name, mapped from disk where its format allows it.
-
-    Raises:
-      UserError: as TorchSource.
-    """
-    file = Path(file)
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; check the path.")
+def _read_state_dict(path: Path, mapped: bool) -> dict[str, torch.Tensor]:
     try:
         import torch
     except ImportError as error:
         raise UserError(
-            f"{file}: reading a torch file needs torch; install it, or convert the file to "
+            f"{path}: reading a torch file needs torch; install it, or convert the file to "
             "safetensors."
         ) from error
     try:
-        # The format before torch 1.6 is no zip archive and cannot be mapped.
-        tensors = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = re.split(r"[.\n]", str(error), maxsplit=1)[0]
         raise UserError(
-            f"{file}: not a torch file of plain tensors ({reason}); fetch it again or convert it "
+            f"{path}: not a torch file of plain tensors ({reason}); fetch it again or convert it "
             "to safetensors."
         ) from error
     if not isinstance(tensors, dict) or not all(torch.is_tensor(t) for t in tensors.values()):
-        raise UserError(f"{file}: not a state dict (names and tensors); give the weights alone.")
+        raise UserError(f"{path}: not a state dict (names and tensors); give the weights alone.")
     return tensors
 
 
-def spec_of(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
-    """Shape and numpy dtype of a torch tensor."""
-    return jax.ShapeDtypeStruct(
-        tuple(tensor.shape), np.dtype(str(tensor.dtype).removeprefix("torch."))
-    )
+def _numpy_dtype(tensor: torch.Tensor) -> np.dtype:
+    return np.dtype(str(tensor.dtype).removeprefix("torch."))
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A torch tensor as numpy, with ml_dtypes' bfloat16 for torch's."""
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy as numpy, with ml_dtypes' bfloat16 for torch's."""
     import torch
 
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+    return tensor.numpy().copy()

@@ -63,14 +63,14 @@ CASES = {
         "intermediate_size": 56,
         "rms_norm_eps": 2e-5,
         "hidden_act": "gelu_new",
-        # Of the eight frequencies some are kept, some divided, some interpolated.
+        # Of the eight frequencies one is kept, two are interpolated, five divided.
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 50000.0,
             "factor": 6.0,
-            "low_freq_factor": 1.5,
+            "low_freq_factor": 0.5,
             "high_freq_factor": 5.0,
-            "original_max_position_embeddings": 128,
+            "original_max_position_embeddings": 90,
         },
     },
     "all heads, biases, own head size, linear scaling": {

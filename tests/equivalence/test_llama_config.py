@@ -1,4 +1,4 @@
-"""LLaMA configs: transformers' both ways, published sizes, rotary frequencies, bad values."""
+"""LLaMA configs: transformers' both ways, Meta's, published sizes, rotary frequencies, bad values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import llama_config as presets
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.weights.llama import meta_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,6 +65,46 @@ def test_configs_of_both_transformers_versions():
         "rope_type": "llama3",
         "rope_theta": 5e5,
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({}, {"positions": 4096, "rope_theta": 10000.0}),
+        ({"norm_eps": 1e-6}, {"positions": 2048, "eps": 1e-6}),
+        ({"rope_theta": 500000.0}, {"positions": 8192}),
+        (
+            {"rope_theta": 500000.0, "use_scaled_rope": True},
+            {"positions": 131072, "rope_scaling": RopeScaling("llama3", 8.0)},
+        ),
+        ({"dim": 4096, "n_heads": 32, "multiple_of": 256}, {"mlp": 11008}),
+        (  # LLaMA-2 70B
+            {
+                "dim": 8192,
+                "n_heads": 64,
+                "n_kv_heads": 8,
+                "multiple_of": 4096,
+                "ffn_dim_multiplier": 1.3,
+            },
+            {"mlp": 28672, "kv_heads": 8},
+        ),
+        (  # LLaMA-3 8B
+            {
+                "dim": 4096,
+                "n_heads": 32,
+                "n_kv_heads": 8,
+                "multiple_of": 1024,
+                "ffn_dim_multiplier": 1.3,
+                "rope_theta": 500000.0,
+            },
+            {"mlp": 14336, "kv_heads": 8},
+        ),
+    ],
+)
+def test_meta_params_tell_the_config(changes, want):
+    params = {"dim": 64, "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5} | changes
+    config = meta_config(params, 100)
+    assert {name: getattr(config, name) for name in want} == want
 
 
 @pytest.mark.parametrize(

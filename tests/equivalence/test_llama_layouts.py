@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.keymap import StateSource, export
 from mmqa_jax.weights.llama import (
     abstract_llama,
@@ -222,48 +222,6 @@ def test_bfloat16_stays_bfloat16(tmp_path):
         whole.norm.scale[...],
         torch.tensor(meta_tensors()["norm.weight"]).to(torch.bfloat16).float().numpy(),
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "want"),
-    [
-        ({}, {"positions": 4096, "rope_theta": 10000.0}),
-        ({"norm_eps": 1e-6}, {"positions": 2048, "eps": 1e-6}),
-        ({"rope_theta": 500000.0}, {"positions": 8192}),
-        (
-            {"rope_theta": 500000.0, "use_scaled_rope": True},
-            {"positions": 131072, "rope_scaling": RopeScaling("llama3", 8.0)},
-        ),
-        ({"dim": 4096, "n_heads": 32, "multiple_of": 256}, {"mlp": 11008}),
-        (  # LLaMA-2 70B
-            {
-                "dim": 8192,
-                "n_heads": 64,
-                "n_kv_heads": 8,
-                "multiple_of": 4096,
-                "ffn_dim_multiplier": 1.3,
-            },
-            {"mlp": 28672, "kv_heads": 8},
-        ),
-        (  # LLaMA-3 8B
-            {
-                "dim": 4096,
-                "n_heads": 32,
-                "n_kv_heads": 8,
-                "multiple_of": 1024,
-                "ffn_dim_multiplier": 1.3,
-                "rope_theta": 500000.0,
-            },
-            {"mlp": 14336, "kv_heads": 8},
-        ),
-    ],
-)
-def test_meta_params_tell_the_config(changes, want):
-    from mmqa_jax.weights.llama import meta_config
-
-    params = {"dim": 64, "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5} | changes
-    config = meta_config(params, 100)
-    assert {name: getattr(config, name) for name in want} == want
 
 
 def llama2c_bytes(tensors, *, version, tied):
@@ -479,6 +437,18 @@ def test_meta_files_that_do_not_fit(tmp_path):
         torch.save(content, file)
         with pytest.raises(UserError, match=rf"00\.pth: {match}"):
             load_llama(folder)
+
+
+def test_renewed_mappings_read_the_same(tmp_path, monkeypatch):
+    """The mapping of a torch file is made anew as it is read, here after every few tensors."""
+    folder = write_meta(tmp_path / "meta", split(meta_tensors(), 2, False))
+    model = load_llama(folder)
+    monkeypatch.setattr("mmqa_jax.weights.torch_io._MAPPED_BYTES", 20_000)
+    opened = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a) or load(*a, **k))
+    same(load_llama(folder), model)
+    assert len(opened) > 6
 
 
 def test_old_torch_files_are_read(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import masked_lm
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp import VLP, Context, VLPConfig, VLPInputs
 
 MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14
 CONFIG = VLPConfig(
@@ -33,10 +35,13 @@ CONFIG = VLPConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> VLP:
+OURS = dataclasses.replace(CONFIG, region_tags=True, copy_head=True)
+
+
+@pytest.fixture(scope="module", params=[CONFIG, OURS], ids=["vlp", "copy"])
+def model(request) -> VLP:
     """Weights large enough that answers differ by question, [SEP] likely enough to end some."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: VLP(CONFIG, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: VLP(request.param, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(2)
     state = nnx.map_state(
         lambda path, x: x.replace(
@@ -76,6 +81,12 @@ def arrays(inputs: VLPInputs) -> dict[str, np.ndarray]:
     return {k: np.asarray(v) for k, v in vars(inputs).items() if v is not None}
 
 
+def read(model: VLP, inputs: VLPInputs, hidden: jax.Array) -> jax.Array:
+    """Log-probabilities of words at hidden [B, P, H], with the context encoded anew."""
+    context = Context(model.encode(inputs), inputs.input_ids, inputs.context_mask)
+    return model.word_log_probs(hidden, context)
+
+
 class FullEncoder:
     """log p(next word | question, words so far) by `encode` on the whole sequence, no cache."""
 
@@ -87,8 +98,7 @@ class FullEncoder:
         @jax.jit
         def run(inputs, at):
             model = nnx.merge(graphdef, state)
-            hidden = model.encode(inputs)
-            return jax.nn.log_softmax(model.mlm_logits(hidden[0, at]))
+            return read(model, inputs, model.encode(inputs)[:, at][:, None])[0, 0]
 
         self.run = run
 
@@ -178,7 +188,13 @@ def test_probes_give_every_step_of_decoding_in_one_pass(model):
     inputs, words = batch(3, 4), (7, 9, 9, 12, SEP)
     log_probs = FullEncoder(model, inputs)
     graphdef, state = nnx.split(model)
-    run = jax.jit(lambda s, x: nnx.merge(graphdef, s).encode(x))
+
+    @jax.jit
+    def run(state, x, start):
+        model = nnx.merge(graphdef, state)
+        at = jax.lax.dynamic_slice_in_dim(model.encode(x), start, len(words), axis=1)
+        return read(model, x, at)
+
     for question in range(3):
         x = {k: v[question : question + 1] for k, v in arrays(inputs).items()}
         first, count = int(log_probs.real[question]), len(words)
@@ -193,10 +209,10 @@ def test_probes_give_every_step_of_decoding_in_one_pass(model):
             x["position_ids"][0, span] = first + np.arange(count)
         x["answer_mask"][0, answer] = True
         x["probe_mask"][0, probes] = True
-        hidden = run(state, VLPInputs(**{k: jnp.asarray(v) for k, v in x.items()}))
-        read = jax.nn.log_softmax(model.mlm_logits(hidden[0, probes]))
+        given = VLPInputs(**{k: jnp.asarray(v) for k, v in x.items()})
+        found = run(state, given, probes.start)[0]
         expected = np.stack([log_probs(question, words[:t]) for t in range(count)])
-        np.testing.assert_allclose(read, expected, atol=1e-4)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_answers_do_not_depend_on_padding_or_batch_mates(model):
@@ -242,3 +258,32 @@ def test_one_compilation_per_shape(model):
 def test_bad_arguments_are_named(model, change, message):
     with pytest.raises(UserError, match=message):
         beam_search(*nnx.split(model), batch(1, 0), mask_id=MASK, sep_id=SEP, **change)
+
+
+def test_a_copy_head_mixes_written_and_copied_words():
+    """Against the mixture in plain numpy; `log_probs_of` reads the same numbers one by one."""
+    rng = np.random.default_rng(0)
+    model = VLP(OURS, rngs=nnx.Rngs(0))
+    hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
+    ids, mask = rng.integers(0, 23, (2, 5)), rng.random((2, 5)) < 0.7
+    mask[:, 0] = True
+    keys = jnp.asarray(rng.normal(size=(2, 5, 16)), jnp.float32)
+    context = Context(keys, jnp.asarray(ids), jnp.asarray(mask))
+    found = np.exp(model.word_log_probs(hidden, context))
+
+    head, logits = model.copy_head, np.asarray(model.mlm_logits(hidden))
+    scores = np.einsum("bph,blh->bpl", head.query(hidden), head.key(keys)) / 16**0.5
+    for b in range(2):
+        for p in range(3):
+            weights = np.exp(scores[b, p]) * mask[b]
+            weights /= weights.sum()
+            written = np.exp(logits[b, p]) / np.exp(logits[b, p]).sum()
+            gate = 1 / (1 + np.exp(-float(head.gate(hidden)[b, p, 0])))
+            mixed = (1 - gate) * written
+            for column in range(5):
+                mixed[ids[b, column]] += gate * weights[column]
+            np.testing.assert_allclose(found[b, p], mixed, rtol=1e-4, atol=1e-6)
+    wanted = rng.integers(0, 23, (2, 3))
+    one_by_one = model.log_probs_of(hidden, context, jnp.asarray(wanted))
+    expected = np.take_along_axis(np.log(found), wanted[:, :, None], axis=2)[:, :, 0]
+    np.testing.assert_allclose(one_by_one, expected, atol=1e-4)

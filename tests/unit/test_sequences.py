@@ -350,3 +350,20 @@ def test_bad_region_features_and_buckets(packer):
         dataclasses.replace(SMALL, buckets=((0, 24), (2, 12)))
     with pytest.raises(UserError, match="buckets is empty"):
         dataclasses.replace(SMALL, buckets=())
+
+
+def test_tags_stand_in_the_slots_and_matched_words_get_their_type(tokenizer):
+    config = dataclasses.replace(SMALL, per_source=True, match_type=1)
+    packer = Packer(tokenizer, config)
+    sources = (
+        SourceTokens([11, 12], picture(2), [21, 41]),
+        SourceTokens([22], picture(3)),
+    )
+    packed = packer.pack_for_selection(Example(sources, [21, 12]), TWO_PICTURES)
+    # [CLS], three slots a picture, texts 11 12 22, [SEP], question 21 12.
+    np.testing.assert_array_equal(
+        packed["input_ids"][:13], [CLS, 21, 41, UNK, UNK, UNK, UNK, 11, 12, 22, SEP, 21, 12]
+    )
+    np.testing.assert_array_equal(
+        packed["token_type_ids"][:13], [4, 1, 2, 2, 3, 3, 3, 2, 1, 3, 4, 5, 5]
+    )

@@ -1,0 +1,53 @@
+"""Basic color terms of pixels and regions, against OpenMoji's palette and counted pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmqa_jax.data.colors import COLOR_TERMS, color_shares, color_terms
+from mmqa_jax.data.datasets.atlas.pictures import PALETTE
+from mmqa_jax.data.examples import PatchRegions, RawSource
+
+RED, WHITE, BLUE = (210, 47, 39), (255, 255, 255), (30, 80, 160)
+
+
+def test_openmoji_shades_have_their_palette_names():
+    """Golden: the names that Atlas's questions are made with. Maroon is no basic term."""
+    for name, shades in PALETTE.items():
+        pixels = np.array([[int(h[i : i + 2], 16) for i in (0, 2, 4)] for h in shades], np.uint8)
+        found = {COLOR_TERMS[term] for term in color_terms(pixels)}
+        assert found == {"brown" if name == "maroon" else name}
+
+
+def test_pure_screen_colors_are_named():
+    for name, rgb in (("red", (255, 0, 0)), ("green", (0, 255, 0)), ("blue", (0, 0, 255))):
+        assert COLOR_TERMS[int(color_terms(np.array(rgb, np.uint8)))] == name
+
+
+def test_shares_are_square_roots_of_parts():
+    patch = np.array([[RED] * 1 + [WHITE] * 3], np.uint8)  # [1, 4, 3]
+    expected = np.zeros((1, len(COLOR_TERMS)))
+    expected[0, COLOR_TERMS.index("red")] = 0.5
+    expected[0, COLOR_TERMS.index("white")] = 0.75**0.5
+    np.testing.assert_allclose(color_shares(patch), expected, rtol=1e-6)
+
+
+def test_regions_tell_where_colors_are_and_tags_name_them():
+    pixels = np.zeros((12, 12, 3), np.uint8)
+    pixels[:4], pixels[4:8], pixels[8:] = RED, WHITE, BLUE
+    pixels[5:7, 5:7] = RED  # a small emblem in the middle patch
+    regions = PatchRegions(12, 4, whole=True, colors=True)
+    features, places = regions(RawSource("flag", pixels=pixels))
+    assert features.shape == (10, 48) == (regions.slots, regions.dim)
+    assert places.shape == (10, 17) == (10, regions.position_dim)
+    np.testing.assert_allclose(features[0].reshape(16, 3)[0], np.array(RED) / 127.5 - 1, rtol=1e-5)
+    np.testing.assert_allclose(places[9, :6], [0, 0, 1, 1, 1, 1])
+    red = places[:, 6 + COLOR_TERMS.index("red")]
+    np.testing.assert_allclose(red[[0, 4, 8, 9]], [1, 0.5, 0, (52 / 144) ** 0.5], rtol=1e-5)
+    # The whole picture's region is the mean of 3 x 3 pixels per value.
+    whole = (features[9].reshape(4, 4, 3) + 1) * 127.5
+    np.testing.assert_allclose(whole[0, 0], RED, atol=1e-3)
+    np.testing.assert_allclose(whole[1, 0], np.mean([RED, WHITE, WHITE], axis=0), atol=1e-3)
+    tags = regions.tags(places)
+    assert tags.regions == ("red",) * 3 + ("white",) * 3 + ("blue",) * 3 + ("red",)
+    assert tags.picture == ("red", "blue", "white")
