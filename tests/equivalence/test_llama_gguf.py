@@ -163,6 +163,21 @@ def test_gguf_tied_head_and_rope_scaling(tmp_path):
         open_llama(file)
 
 
+def test_gguf_biases(tmp_path):
+    """llama.cpp turns the rows of query and key biases as those of the weights."""
+    rng = np.random.default_rng(3)
+    sizes = {"q": 256, "k": 128, "v": 128, "output": 256}
+    biases = {part: rng.normal(size=size).astype(np.float32) for part, size in sizes.items()}
+    file = tmp_path / "model.gguf"
+    add = [(f"blk.0.attn_{part}.bias", bias) for part, bias in biases.items()]
+    write_gguf(file, TYPES.F32, add=add)
+    layers = load_llama(file).layers
+    np.testing.assert_array_equal(layers.q.bias[...][0], hf_rows(biases["q"], 4))
+    np.testing.assert_array_equal(layers.k.bias[...][0], hf_rows(biases["k"], 2))
+    np.testing.assert_array_equal(layers.v.bias[...][0], biases["v"])
+    np.testing.assert_array_equal(layers.out.bias[...][0], biases["output"])
+
+
 def test_gguf_files_that_cannot_be_read(tmp_path):
     file = tmp_path / "model.gguf"
 

@@ -380,7 +380,7 @@ def test_rerank_then_answer_from_what_is_selected(data, models, bm25, tmp_path):
     for prediction, row in zip(rows_of(answers), rows_of(reranked), strict=True):
         assert prediction["question_id"] == row["question_id"]
         assert prediction["sources"] == row["sources"][:2]  # above a threshold of 0
-        assert len(prediction["beams"]) == 2
+        assert len(prediction["beams"]) == 1  # inference.only_best
         assert prediction["answer"] == prediction["beams"][0][0]
 
 

@@ -55,6 +55,10 @@ def model(request) -> VLP:
     )
     model = nnx.merge(graphdef, state)
     model.mlm_head.bias[...] = model.mlm_head.bias[...].at[SEP].add(1.0)
+    if model.copy_head is not None:
+        # [SEP] is never asked to be copied here, so it must win among the written words.
+        model.copy_head.gate.bias[...] -= 1.0
+        model.mlm_head.bias[...] = model.mlm_head.bias[...].at[SEP].add(3.0)
     return model
 
 
@@ -273,12 +277,13 @@ def test_a_copy_head_mixes_written_and_copied_words():
 
     head, logits = model.copy_head, np.asarray(model.mlm_logits(hidden))
     scores = np.einsum("bph,blh->bpl", head.query(hidden), head.key(keys)) / 16**0.5
+    gates = 1 / (1 + np.exp(-np.asarray(head.gate(hidden))))
     for b in range(2):
         for p in range(3):
             weights = np.exp(scores[b, p]) * mask[b]
             weights /= weights.sum()
             written = np.exp(logits[b, p]) / np.exp(logits[b, p]).sum()
-            gate = 1 / (1 + np.exp(-float(head.gate(hidden)[b, p, 0])))
+            gate = gates[b, p, 0]
             mixed = (1 - gate) * written
             for column in range(5):
                 mixed[ids[b, column]] += gate * weights[column]
