@@ -40,13 +40,11 @@ def get_config(mode: str = "") -> ConfigDict:
         "max_sources": 2,
         "distractor_prob": 0.2,
         "no_source_prob": 0.1,
-        # Looking is learned more slowly than reading.
-        "repeats": {"YesNo": 3, "choose": 2, "color": 2},
         "slack": 8,
         "threads": 2,
     }
     config.train = {
-        "steps": 320,
+        "steps": 400,
         "optimizer": {
             "name": "adamw",
             "learning_rate": 7e-4,

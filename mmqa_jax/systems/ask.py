@@ -36,7 +36,8 @@ class Answerer:
         self.threshold = tuned["threshold"]
         config = read_json(folder / "config.json")["config"]
         self.top_k = config["select"]["top_k"]
-        self.pictures = config["answer"]["pictures"]
+        # Retriever and reader may look at pictures of different sizes.
+        self.seen, self.read = (config[task]["pictures"] for task in ("contrastive", "answer"))
         self.dense = stages.open_retriever(
             self.corpus, folder / "contrastive", folder / "index", two_pass=True
         )
@@ -52,14 +53,16 @@ class Answerer:
           picture: encoded picture that belongs to it; the reader sees it before the sources.
         """
         question = Question("asked", "", text)
-        pixels: np.ndarray | None = None
+        seen: np.ndarray | None = None
+        read: np.ndarray | None = None
         if picture is not None:
             image = decode(picture, "--image")
-            pixels = to_pixels(image, self.pictures["size"], self.pictures["resize"])
-        candidates = self.dense.search([question], self.top_k, [pixels])
-        (relevance,) = self.reranker.score([question], candidates, [pixels])
+            seen = to_pixels(image, self.seen["size"], self.seen["resize"])
+            read = to_pixels(image, self.read["size"], self.read["resize"])
+        candidates = self.dense.search([question], self.top_k, [seen])
+        (relevance,) = self.reranker.score([question], candidates, [seen])
         cited = webqa.select_sources([relevance], self.threshold)
-        (prediction,) = self.reader.answer([question], cited, [pixels])
+        (prediction,) = self.reader.answer([question], cited, [read])
         return prediction, relevance
 
 

@@ -264,7 +264,7 @@ def test_generation_with_a_cache_equals_the_whole_forward(pair):
     want = np.asarray(forward(ids, *everything()))
     unstacked = load_llama(folder)
     unstack_layers(unstacked)
-    lengths, bucket, slots = np.array([40, 3, 17]), 40, np.array([4, 1, 3])
+    lengths, bucket, slots = np.array([40, 3, 17]), 40, np.array([4, 1, 5])
     prompts = np.where(np.arange(bucket) < lengths[:, None], ids[:, :bucket], 0)
 
     def prefill(model, ids, lengths):
@@ -279,9 +279,9 @@ def test_generation_with_a_cache_equals_the_whole_forward(pair):
         lambda a, b: np.testing.assert_allclose(a, b, **LAYER_TOLERANCE), of_stack, prefilled
     )
 
-    # Six slots, three in use; the last prompt comes a second time and is dropped.
+    # Six slots, three in use; the first prompt comes a second time and is dropped.
     cache = jax.tree.map(lambda x: x + 7.0, unstacked.empty_cache(6, 96))  # stale contents
-    cache = cache.insert(jnp.array([*slots, cache.rows]), _rows(prefilled, [0, 1, 2, 2]))
+    cache = cache.insert(jnp.array([*slots, cache.rows]), _rows(prefilled, [0, 1, 2, 0]))
     graphdef, state = nnx.split(unstacked)
 
     @functools.partial(jax.jit, donate_argnums=3, compiler_options=FAST)
