@@ -41,7 +41,9 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
     startup.start()
     with Workdir(folder) as workdir:
         if workdir.claim(config):
-            Console(stderr=True).print(f"{folder}: going on where the last start stopped.")
+            Console(stderr=True).print(
+                f"{folder}: going on where the last start stopped.", soft_wrap=True
+            )
         with workdir.stage("prepare") as todo:
             if todo:
                 # An earlier start may have been killed between the last file and its record.
@@ -187,7 +189,7 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
     stage_records = (workdir or Workdir(folder)).stages()
     show_tables(results, scores, stage_records)
     write_html(folder / "report.html", results, scores, stage_records)
-    Console(stderr=True).print(f"Report: {folder / 'report.html'}")
+    Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return scores
 
 
