@@ -223,7 +223,7 @@ def write_html(
     headline = {
         "answer accuracy, oracle sources": scores["scores"]["webqa_acc/oracle"],
         "answer accuracy, full collection": scores["scores"]["webqa_acc/full"],
-        "recall@20, fused two-pass": scores["scores"]["recall_at_20/fused_two_pass"],
+        "recall@20, dense two-pass": scores["scores"]["recall_at_20/dense_two_pass"],
         "source F1, restricted": scores["scores"]["source_f1/reranked"],
     }
     data = ReportData(
