@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 
-_MAPPED_BYTES = 1 << 30  # read from a mapping before it is made anew
+_MAPPED_BYTES = 1 << 28  # read from a mapping before it is made anew
 
 
 class TorchFile:
     """One torch file of named tensors, memory-mapped where its format allows it.
 
     Pages of a mapping count as resident memory once they are read, so the mapping is renewed
-    after every GiB: reading a whole model does not keep it in memory.
+    after every 256 MiB: reading a whole model does not keep it in memory.
 
     Raises:
       UserError: no such file, a broken one, one that holds anything but named tensors, or torch
