@@ -8,7 +8,7 @@ iterator whose whole state is its position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import grain
 import numpy as np
@@ -240,7 +240,6 @@ def answer_batches(
     distractor_prob: float = 0.0,
     shuffle_sources: bool = True,
     no_source_prob: float = 0.0,
-    repeats: Mapping[str, int] | None = None,
 ) -> grain.DatasetIterator[Packed]:
     """Questions with their gold sources and partly masked answers, for masked-LM training.
 
@@ -251,16 +250,12 @@ def answer_batches(
       shuffle_sources: random order of the sources; off, the question's order.
       no_source_prob: a question gets no source at all with this probability; 1 trains the
         question-only model.
-      repeats: category -> how often an epoch shows its questions, 1 by default.
 
     A batch has the arrays of sequences.INPUT_FIELDS (see FeedConfig.inputs), masked_ids,
     masked_positions int32 and masked_weights float32 [B, max_pred], index (places in
     `questions`) and truncated int32[B]. The wording is a random one of the reference answers.
     """
-    repeats = repeats or {}
-    kept = [
-        i for i, q in enumerate(questions) if q.answers for _ in range(repeats.get(q.category, 1))
-    ]
+    kept = [i for i, q in enumerate(questions) if q.answers]
     if not kept:
         raise UserError("answer training: no question has a reference answer; check the split.")
     for name, value in (("distractor_prob", distractor_prob), ("no_source_prob", no_source_prob)):

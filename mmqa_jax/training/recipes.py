@@ -192,7 +192,7 @@ def _answer(
         make_packer(config, tokenizer),
         MaskingConfig(**config.masking.to_dict()),
         _feed(config, inputs=VLPInputs),
-        **_options(config, ("max_sources", "distractor_prob", "no_source_prob", "repeats")),
+        **_options(config, ("max_sources", "distractor_prob", "no_source_prob")),
     )
     return Recipe(AnswerTask(model), batches, _vlp_fill(config, tokenizer), "Training the reader")
 
