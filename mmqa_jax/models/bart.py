@@ -1,0 +1,373 @@
+"""BART (Lewis et al. 2020): the encoder-decoder of BARTScore, which measures WebQA's fluency.
+
+Post-norm layers, learned positions, one word table for encoder, decoder and output. Original:
+transformers models/bart/modeling_bart.py (BartForConditionalGeneration), named below where a
+detail is its own. Scoring is `Bart.log_probs`; generation is `Bart.start` and `decode_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bart_config import BartConfig
+from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    attention,
+    dropout,
+    merge_heads,
+    normal_init,
+    param,
+    scan_layers,
+    split_heads,
+    split_key,
+    stack_layers,
+    zeros_init,
+)
+
+EPS = 1e-5  # of every LayerNorm; the published configs have no entry for it
+POSITION_OFFSET = 2  # row of position 0: the first rows were fairseq's padding index and below
+
+KeysValues = tuple[jax.Array, jax.Array]  # two of [B, L, heads, head_dim]
+
+
+def shift_tokens_right(target_ids: jax.Array, pad: int, start: int) -> jax.Array:
+    """Decoder inputs for targets int [B, T]: `start`, then all but the last; -100 becomes `pad`."""
+    shifted = jnp.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=start)
+    return jnp.where(shifted == -100, pad, shifted)
+
+
+@flax.struct.dataclass
+class BartCache:
+    """What decoding keeps: slot t of a row holds its token at position t; one entry per layer."""
+
+    own: tuple[KeysValues, ...]  # of target tokens, two of [B, T, heads, head_dim] per layer
+    source: tuple[KeysValues, ...]  # of the encoded source, two of [B, S, heads, head_dim]
+    source_mask: jax.Array  # bool [B, 1, 1, S]
+
+
+class BartAttention(nnx.Module):
+    """Multi-head attention with biases, over the layer's own tokens or over the source."""
+
+    def __init__(self, config: BartConfig, heads: int, *, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        size = config.hidden
+        self.query = linear(size, size, ("embed", "heads"))
+        self.key = linear(size, size, ("embed", "heads"))
+        self.value = linear(size, size, ("embed", "heads"))
+        self.out = linear(size, size, ("heads", "embed"))
+        self.heads = heads
+        self.config = config
+
+    def keys_values(self, x: jax.Array) -> KeysValues:
+        """x [B, L, H] -> key, value [B, L, heads, head_dim]."""
+        return split_heads(self.key(x), self.heads), split_heads(self.value(x), self.heads)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        columns: KeysValues,
+        mask: jax.Array | None,
+        *,
+        is_causal: bool = False,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """x [B, L, H], mask bool broadcastable to [B, heads, L, columns] -> [B, L, H]."""
+        attended = attention(
+            split_heads(self.query(x), self.heads),
+            *columns,
+            mask=mask,
+            is_causal=is_causal,
+            dropout_rate=self.config.attention_dropout,
+            dropout_key=dropout_key,
+            implementation=self.config.attention,
+        )
+        return self.out(merge_heads(attended))
+
+
+class BartLayer(nnx.Module):
+    """Post-norm layer: x = LN(x + attention), in the decoder LN(x + cross), then LN(x + mlp)."""
+
+    def __init__(self, config: BartConfig, heads: int, mlp: int, *, cross: bool, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        norm = functools.partial(LayerNorm, config.hidden, EPS, rngs=rngs)
+        self.attention = BartAttention(config, heads, rngs=rngs)
+        self.attention_norm = norm()
+        self.cross = BartAttention(config, heads, rngs=rngs) if cross else None
+        self.cross_norm = norm() if cross else None
+        self.up = linear(config.hidden, mlp, ("embed", "mlp"))
+        self.down = linear(mlp, config.hidden, ("mlp", "embed"))
+        self.mlp_norm = norm()
+        self.config = config
+
+    def __call__(
+        self,
+        x: jax.Array,
+        own: KeysValues,
+        mask: jax.Array | None,
+        source: KeysValues | None = None,
+        source_mask: jax.Array | None = None,
+        *,
+        is_causal: bool = False,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """One layer.
+
+        Args:
+          x: [B, L, H].
+          own: `self.attention.keys_values` of x, or of x and earlier tokens.
+          mask: bool, broadcastable to [B, heads, L, columns of own].
+          source, source_mask: `self.cross.keys_values` of the encoded source, bool [B, 1, 1, S];
+            in the decoder.
+          is_causal: a row sees no later column of its own.
+
+        Returns:
+          [B, L, H].
+        """
+        config = self.config
+        keys = split_key(dropout_key, 6)
+        y = self.attention(x, own, mask, is_causal=is_causal, dropout_key=keys[0])
+        x = self.attention_norm(x + dropout(y, config.dropout, keys[1]))
+        if self.cross is not None:
+            y = self.cross(x, source, source_mask, dropout_key=keys[2])
+            x = self.cross_norm(x + dropout(y, config.dropout, keys[3]))
+        y = ACTIVATIONS[config.activation](self.up(x))  # [B, L, mlp]
+        y = self.down(dropout(y, config.activation_dropout, keys[4]))
+        return self.mlp_norm(x + dropout(y, config.dropout, keys[5]))
+
+
+class BartStack(nnx.Module):
+    """Encoder or decoder: positions, LayerNorm of the embeddings, layers."""
+
+    def __init__(
+        self, config: BartConfig, layers: int, heads: int, mlp: int, *, cross: bool, rngs: nnx.Rngs
+    ):
+        self.positions = Embedding(
+            config.positions + POSITION_OFFSET,
+            config.hidden,
+            ("positions", "embed"),
+            rngs=rngs,
+            init=normal_init(config.init_stddev),
+        )
+        self.norm = LayerNorm(config.hidden, EPS, rngs=rngs)
+        self.layers = stack_layers(
+            lambda r: BartLayer(config, heads, mlp, cross=cross, rngs=r), layers, rngs
+        )
+        self.config = config
+
+    def embed(
+        self, words: jax.Array, first: jax.Array | int = 0, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """Word embeddings [B, L, H] at positions first.. -> [B, L, H] in the compute dtype."""
+        length = words.shape[1]
+        if length > self.config.positions:
+            raise UserError(
+                f"a batch is {length} tokens long: expected at most model.positions = "
+                f"{self.config.positions}; use shorter buckets"
+            )
+        x = words + self.positions(jnp.arange(length) + first + POSITION_OFFSET)
+        return dropout(self.norm(x), self.config.dropout, dropout_key).astype(self.config.dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None,
+        source: jax.Array | None = None,
+        source_mask: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """All layers, causal if there is a source (encoder output [B, S, H]): [B, L, H] -> same."""
+
+        def body(layer: BartLayer, x, _, key):
+            seen = None if source is None else layer.cross.keys_values(source)
+            own = layer.attention.keys_values(x)
+            causal = source is not None
+            return layer(x, own, mask, seen, source_mask, is_causal=causal, dropout_key=key), None
+
+        return scan_layers(
+            self.layers,
+            x,
+            body,
+            dropout_key=dropout_key,
+            remat=self.config.remat,
+            unroll=self.config.unroll,
+        )[0]
+
+    def each_layer(self) -> Iterator[BartLayer]:
+        """The layers one by one."""
+        graphdef, params = nnx.split(self.layers)
+        for number in range(jax.tree.leaves(params)[0].shape[0]):
+            yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
+
+
+class Bart(nnx.Module):
+    """Encoder, decoder and the output product with the word table."""
+
+    def __init__(self, config: BartConfig, *, rngs: nnx.Rngs):
+        self.tokens = Embedding(
+            config.vocab_size,
+            config.hidden,
+            ("vocab", "embed"),
+            rngs=rngs,
+            init=normal_init(config.init_stddev),
+        )
+        self.encoder = BartStack(
+            config,
+            config.encoder_layers,
+            config.encoder_heads,
+            config.encoder_mlp,
+            cross=False,
+            rngs=rngs,
+        )
+        self.decoder = BartStack(
+            config,
+            config.decoder_layers,
+            config.decoder_heads,
+            config.decoder_mlp,
+            cross=True,
+            rngs=rngs,
+        )
+        self.final_logits_bias = param(rngs, zeros_init, (config.vocab_size,), ("vocab",))
+        self.config = config
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """int [B, L] -> word embeddings [B, L, H], scaled if the config says so."""
+        words = self.tokens(ids)
+        return words * self.config.hidden**0.5 if self.config.scale_embedding else words
+
+    def encode(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The encoded source.
+
+        input_ids int [B, S]; attention_mask [B, S], true (or 1) at real tokens; positions count
+        from 0 in every row, padding included. Returns [B, S, H]; padding's rows mean nothing.
+        """
+        first, second = split_key(dropout_key, 2)
+        x = self.encoder.embed(self.embed(input_ids), dropout_key=first)
+        return self.encoder(x, _columns(attention_mask), dropout_key=second)
+
+    def decode(
+        self,
+        decoder_input_ids: jax.Array,
+        source: jax.Array,
+        attention_mask: jax.Array,
+        decoder_attention_mask: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Decoder states of given tokens.
+
+        decoder_input_ids int [B, T]; source [B, S, H] from `encode`, attention_mask [B, S] of it;
+        decoder_attention_mask [B, T], needed only for padding on the left, since a token never
+        sees what follows it. Returns [B, T, H].
+        """
+        first, second = split_key(dropout_key, 2)
+        x = self.decoder.embed(self.embed(decoder_input_ids), dropout_key=first)
+        mask = None if decoder_attention_mask is None else _columns(decoder_attention_mask)
+        return self.decoder(x, mask, source, _columns(attention_mask), dropout_key=second)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Decoder states [..., H] -> word logits [..., V], float32."""
+        weights = self.tokens.table[...].T.astype(hidden.dtype)
+        logits = jnp.matmul(hidden, weights, preferred_element_type=jnp.float32)
+        # A buffer in transformers, not trained.
+        return logits + jax.lax.stop_gradient(self.final_logits_bias[...].astype(jnp.float32))
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        decoder_input_ids: jax.Array,
+        decoder_attention_mask: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the token after each decoder token, [B, T, V] float32.
+
+        See `encode` and `decode` for the arguments.
+        """
+        first, second = split_key(dropout_key, 2)
+        source = self.encode(input_ids, attention_mask, dropout_key=first)
+        hidden = self.decode(
+            decoder_input_ids, source, attention_mask, decoder_attention_mask, dropout_key=second
+        )
+        return self.logits(hidden)
+
+    def log_probs(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        target_ids: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """log p(target token | source, earlier target tokens), teacher forced.
+
+        target_ids int [B, T], padded on the right with the pad id or -100; what stands there is
+        the caller's to leave out. BARTScore (Yuan et al. 2021) is the mean over a row's real
+        tokens, `<s>` and `</s>` among them. Returns [B, T] float32.
+        """
+        shifted = shift_tokens_right(target_ids, self.config.pad, self.config.start)
+        logits = self(input_ids, attention_mask, shifted, dropout_key=dropout_key)
+        wanted = jnp.maximum(target_ids, 0)[..., None]  # -100 names no word
+        picked = jnp.take_along_axis(logits, wanted, axis=-1)[..., 0]
+        return picked - jax.nn.logsumexp(logits, axis=-1)
+
+    def start(self, source: jax.Array, attention_mask: jax.Array, length: int) -> BartCache:
+        """An empty cache for up to `length` target tokens, beside the source's keys and values.
+
+        source [B, S, H] from `encode`, attention_mask [B, S] of it.
+        """
+        config = self.config
+        if length > config.positions:
+            raise UserError(
+                f"a cache of {length} slots: expected at most model.positions = "
+                f"{config.positions}; decode fewer tokens"
+            )
+        heads = config.decoder_heads
+        shape = (source.shape[0], length, heads, config.hidden // heads)
+        empty = lambda: jnp.zeros(shape, source.dtype)  # noqa: E731  each its own, to be donated
+        return BartCache(
+            own=tuple((empty(), empty()) for _ in range(config.decoder_layers)),
+            source=tuple(layer.cross.keys_values(source) for layer in self.decoder.each_layer()),
+            source_mask=_columns(attention_mask),
+        )
+
+    def decode_step(
+        self, tokens: jax.Array, position: jax.Array, cache: BartCache
+    ) -> tuple[jax.Array, BartCache]:
+        """One token a row: tokens int [B], all at `position` (int scalar below the cache's length).
+
+        Returns the next token's logits [B, V] and the cache with this token in it.
+        """
+        x = self.decoder.embed(self.embed(tokens[:, None]), position)
+        seen = jnp.arange(cache.own[0][0].shape[1]) <= position
+        own = []
+        layers = zip(self.decoder.each_layer(), cache.own, cache.source, strict=True)
+        for layer, earlier, source in layers:
+            now = tuple(
+                jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
+                for old, new in zip(earlier, layer.attention.keys_values(x), strict=True)
+            )
+            x = layer(x, now, seen[None, None, None, :], source, cache.source_mask)
+            own.append(now)
+        return self.logits(x[:, 0]), cache.replace(own=tuple(own))
+
+
+def _columns(mask: jax.Array) -> jax.Array:
+    """[B, L] of open columns -> bool [B, 1, 1, L]."""
+    return mask.astype(bool)[:, None, None, :]

@@ -1,0 +1,170 @@
+"""Sizes and constants of a BART, the published ones, and transformers' config.json both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bert import ACTIVATIONS
+
+# Entries of config.json that our BART has not, with the value it stands for.
+_FIXED = {
+    "normalize_before": False,
+    "normalize_embedding": True,
+    "add_final_layer_norm": False,
+    "static_position_embeddings": False,
+    "tie_word_embeddings": True,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BartConfig:
+    """Sizes and constants of a BART; the defaults are bart-large-cnn's.
+
+    `positions` is the longest source and the longest target. `scale_embedding` multiplies word
+    embeddings by sqrt(hidden). `dropout` acts after the embeddings and on every residual branch,
+    `attention_dropout` on attention weights, `activation_dropout` inside the MLP. `pad` and
+    `start` are the token ids of `shift_tokens_right`. `dtype` is the compute dtype (parameters,
+    norms, softmax and logits stay float32), `attention` the implementation of
+    `layers.attention`; `remat` and `unroll` go to `layers.scan_layers`.
+    """
+
+    vocab_size: int = 50264
+    hidden: int = 1024
+    encoder_layers: int = 12
+    decoder_layers: int = 12
+    encoder_heads: int = 16
+    decoder_heads: int = 16
+    encoder_mlp: int = 4096
+    decoder_mlp: int = 4096
+    positions: int = 1024
+    activation: str = "gelu"
+    scale_embedding: bool = False
+    pad: int = 1
+    start: int = 2
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    init_stddev: float = 0.02
+    dtype: str = "float32"
+    attention: str = "xla"
+    remat: str = "none"
+    unroll: int | bool | None = None
+
+    def __post_init__(self):
+        for name in ("encoder_heads", "decoder_heads"):
+            if self.hidden % getattr(self, name):
+                raise UserError(
+                    f"model.{name} is {getattr(self, name)}: expected a divisor of model.hidden = "
+                    f"{self.hidden}; change one of the two"
+                )
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(
+                    f"model.{name} is {getattr(self, name)}: expected a rate from 0 to below 1"
+                )
+        if self.activation not in ACTIVATIONS:
+            raise UserError(
+                f"model.activation is {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}"
+            )
+
+    @classmethod
+    def from_hf(cls, published: Mapping[str, Any], where: str = "config.json") -> BartConfig:
+        """Our config from transformers' `config.json`; absent values are transformers' defaults.
+
+        Args:
+          published: the file's content.
+          where: its name, for messages.
+
+        Raises:
+          UserError: another model's config, or an option that this BART has not (pre-norm as in
+            mBART, an untied head, layer drop).
+        """
+        model_type = published.get("model_type", "bart")
+        if model_type != "bart":
+            raise UserError(
+                f"{where}: model_type is {model_type!r}, expected 'bart'; give a BART checkpoint."
+            )
+        for option, fixed in _FIXED.items():
+            if published.get(option, fixed) not in (None, fixed):
+                raise UserError(
+                    f"{where}: {option} {published[option]!r} is not supported; use a checkpoint "
+                    f"with {fixed!r}, or set it so if you know that the weights allow it."
+                )
+        activation = published.get("activation_function", "gelu")
+        if activation not in ACTIVATIONS:
+            raise UserError(
+                f"{where}: activation_function {activation!r} is not supported; "
+                f"expected one of {', '.join(ACTIVATIONS)}."
+            )
+        return cls(
+            vocab_size=published.get("vocab_size", 50265),
+            hidden=published.get("d_model", 1024),
+            encoder_layers=published.get("encoder_layers", 12),
+            decoder_layers=published.get("decoder_layers", 12),
+            encoder_heads=published.get("encoder_attention_heads", 16),
+            decoder_heads=published.get("decoder_attention_heads", 16),
+            encoder_mlp=published.get("encoder_ffn_dim", 4096),
+            decoder_mlp=published.get("decoder_ffn_dim", 4096),
+            positions=published.get("max_position_embeddings", 1024),
+            activation=activation,
+            scale_embedding=published.get("scale_embedding", False),
+            pad=published.get("pad_token_id", 1),
+            start=published.get("decoder_start_token_id", 2),
+            dropout=published.get("dropout", 0.1),
+            attention_dropout=published.get("attention_dropout", 0.0),
+            activation_dropout=published.get("activation_dropout", 0.0),
+            init_stddev=published.get("init_std", 0.02),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """transformers' `config.json`; ids of other tokens are left at its defaults."""
+        return {
+            "architectures": ["BartForConditionalGeneration"],
+            "model_type": "bart",
+            "is_encoder_decoder": True,
+            "vocab_size": self.vocab_size,
+            "d_model": self.hidden,
+            "encoder_layers": self.encoder_layers,
+            "decoder_layers": self.decoder_layers,
+            "encoder_attention_heads": self.encoder_heads,
+            "decoder_attention_heads": self.decoder_heads,
+            "encoder_ffn_dim": self.encoder_mlp,
+            "decoder_ffn_dim": self.decoder_mlp,
+            "max_position_embeddings": self.positions,
+            "activation_function": self.activation,
+            "scale_embedding": self.scale_embedding,
+            "pad_token_id": self.pad,
+            "decoder_start_token_id": self.start,
+            "dropout": self.dropout,
+            "attention_dropout": self.attention_dropout,
+            "activation_dropout": self.activation_dropout,
+            "init_std": self.init_stddev,
+            "tie_word_embeddings": True,
+        }
+
+
+def bart_large_cnn(**changes) -> BartConfig:
+    """facebook/bart-large-cnn, the architecture of BARTScore."""
+    return BartConfig(**changes)
+
+
+def bart_base(**changes) -> BartConfig:
+    """facebook/bart-base."""
+    base = BartConfig(
+        vocab_size=50265,
+        hidden=768,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_heads=12,
+        decoder_heads=12,
+        encoder_mlp=3072,
+        decoder_mlp=3072,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+    )
+    return dataclasses.replace(base, **changes)

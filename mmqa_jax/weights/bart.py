@@ -1,0 +1,155 @@
+"""BART checkpoints: transformers' folders, BARTScore's `bart.pth`, and export to transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
+from mmqa_jax.models.bart import Bart
+from mmqa_jax.models.bart_config import BartConfig
+from mmqa_jax.weights.keymap import (
+    KeyMap,
+    Rule,
+    Transform,
+    load_into,
+    norm_rules,
+    save_model,
+    transformer_rules,
+)
+from mmqa_jax.weights.safetensors_io import SafetensorsSource, TensorSource
+from mmqa_jax.weights.torch_io import TorchSource
+
+_ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+_BIAS = "final_logits_bias"
+# Published as (1, words); a tensor of two rows has no meaning and is refused.
+_ROW = Transform(lambda x: x.squeeze(0), lambda x: x[None])
+
+
+def bart_rules() -> list[Rule]:
+    """Rules of transformers' BartForConditionalGeneration."""
+    rules = [Rule("model.shared.weight", "tokens/table"), Rule(_BIAS, _BIAS, _ROW)]
+    own = {f"self_attn.{theirs}": f"attention/{ours}" for theirs, ours in _ATTENTION.items()}
+    cross = {f"encoder_attn.{theirs}": f"cross/{ours}" for theirs, ours in _ATTENTION.items()}
+    mlp = {"fc1": "up", "fc2": "down"}
+    norms = {"self_attn_layer_norm": "attention_norm", "final_layer_norm": "mlp_norm"}
+    cross_norm = {"encoder_attn_layer_norm": "cross_norm"}
+    for stack, linears, layer_norms in (
+        ("encoder", own | mlp, norms),
+        ("decoder", own | cross | mlp, norms | cross_norm),
+    ):
+        prefix = f"model.{stack}."
+        rules += [
+            Rule(f"{prefix}embed_positions.weight", f"{stack}/positions/table"),
+            *norm_rules(f"{prefix}layernorm_embedding", f"{stack}/norm"),
+            *transformer_rules(
+                f"{prefix}layers.{{layer}}.", f"{stack}/layers", linears, layer_norms
+            ),
+        ]
+    return rules
+
+
+def bart_key_map() -> KeyMap:
+    """Key map of transformers' BartForConditionalGeneration, and of BartModel.
+
+    The word table has four names, of which a file may hold any. bart-base is published as a
+    BartModel: its keys lack `model.`, and it has no `final_logits_bias` (see `load_bart`).
+    """
+    table = "model.shared.weight"
+    aliases = (
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "lm_head.weight",
+    )
+    return KeyMap(
+        rules=bart_rules(),
+        rename=((r"^(shared|encoder|decoder)\.", r"model.\1."),),
+        ignore=(r"^model\.(encoder|decoder)\.version$",),  # fairseq's
+        tied=tuple((alias, table) for alias in aliases),
+    )
+
+
+def load_bart(
+    folder: str | os.PathLike,
+    *,
+    state_dict: str | os.PathLike | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+    param_dtype: str = "float32",
+    **changes: Any,
+) -> Bart:
+    """Reads a BART checkpoint.
+
+    A folder without `final_logits_bias` has zeros there, as in transformers.
+
+    Args:
+      folder: with transformers' `config.json` and `model.safetensors` or `pytorch_model.bin`.
+      state_dict: a torch file of all tensors that takes the place of the folder's: BARTScore's
+        `bart.pth` (ParaBank2) over bart-large-cnn's folder, of which only `config.json` is read.
+      mesh: where the parameters go, each tensor straight onto its shards; None is the default
+        device.
+      rules: logical axis -> mesh axis.
+      param_dtype: of the parameters; bfloat16 halves memory where nothing is trained.
+      changes: fields of BartConfig that the checkpoint does not decide (dtype, attention, remat,
+        unroll, dropouts).
+
+    Raises:
+      UserError: a missing or broken file, another model's config, tensors that do not fit.
+    """
+    folder = Path(folder)
+    file = folder / "config.json"
+    config = dataclasses.replace(BartConfig.from_hf(read_json(file), str(file)), **changes)
+    source = _folder_source(folder) if state_dict is None else TorchSource([state_dict])
+
+    def typed(leaf, sharding=None):
+        return jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=sharding)
+
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Bart(config, rngs=nnx.Rngs(0))))
+    shardings = () if mesh is None else (state_shardings(state, mesh, rules),)
+    state = jax.tree.map(typed, state, *shardings)
+    key_map = bart_key_map()
+    if state_dict is None and _BIAS not in source.specs():
+        empty = state[_BIAS].get_value()
+        zeros = jnp.zeros(empty.shape, empty.dtype, device=empty.sharding)
+        state[_BIAS] = state[_BIAS].replace(zeros)
+        key_map = dataclasses.replace(key_map, fresh=(_BIAS,))
+    return nnx.merge(graphdef, load_into(state, key_map, source))
+
+
+def save_bart(
+    folder: str | os.PathLike,
+    config: BartConfig,
+    state: nnx.State,
+    *,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes config.json and model.safetensors that transformers loads.
+
+    Args:
+      folder: made if absent. config.json is written last: a folder with it is whole.
+      config, state: of a Bart.
+      more: further entries of config.json (bos_token_id, forced_bos_token_id, ...).
+    """
+    folder = Path(folder)
+    # The word table is written once; transformers ties its other names.
+    key_map = dataclasses.replace(bart_key_map(), tied=())
+    save_model(folder / "model.safetensors", state, key_map)
+    dtype = np.dtype(jax.tree.leaves(state)[0].dtype).name
+    write_json(folder / "config.json", config.to_hf() | {"torch_dtype": dtype} | dict(more or {}))
+
+
+def _folder_source(folder: Path) -> TensorSource:
+    torch_file = folder / "pytorch_model.bin"
+    if torch_file.exists() and not any(folder.glob("model*.safetensors*")):
+        return TorchSource([torch_file])
+    return SafetensorsSource(folder)

@@ -1,0 +1,148 @@
+"""Checkpoints of CLIP's ModifiedResNet: the image tower of OpenAI's RN50 to RN50x64."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.modified_resnet import STRIDE, ModifiedResNet, ModifiedResNetConfig
+from mmqa_jax.weights.keymap import KeyMap, Rule, StateSource, Transform, linear_rules, load_into
+from mmqa_jax.weights.published import PublishedSource, open_published, renames
+from mmqa_jax.weights.safetensors_io import TensorSource
+
+# Conv2d weight (out, in, 3, 3) <-> kernel [3, 3, in, out].
+_CONV_3X3 = Transform(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1))
+# Conv2d weight (out, in, 1, 1) <-> kernel [in, out].
+_CONV_1X1 = Transform(lambda x: x[:, :, 0, 0].T, lambda x: x.T[:, :, None, None])
+
+_TOWER = r"^(?=(?:conv\d|bn\d|layer\d|attnpool)\.)"  # keys of the image tower by itself
+# The rest of a whole CLIP; the last three are sizes that OpenAI's archives keep.
+_TEXT = (
+    r"^(transformer|token_embedding|ln_final)\.",
+    r"^(positional_embedding|text_projection|logit_scale)$",
+    r"^(input_resolution|context_length|vocab_size)$",
+)
+_POOL = r"^visual\.attnpool\."
+_FIRST_CONV = "visual.layer1.0.conv1.weight"
+_POOL_POSITIONS = "visual.attnpool.positional_embedding"
+_POOL_OUT = "visual.attnpool.c_proj.weight"
+
+
+def modified_resnet_key_map(config: ModifiedResNetConfig) -> KeyMap:
+    """Key map of the `visual` part of OpenAI's CLIP; keys may lack `visual.`."""
+    rules = []
+    for n in (1, 2, 3):
+        rules.append(Rule(f"visual.conv{n}.weight", f"conv{n}/kernel", _CONV_3X3))
+        rules += _batch_norm_rules(f"visual.bn{n}", f"bn{n}")
+    for stage in range(4):
+        rules += _bottleneck_rules(f"stage{stage}.first.", f"stages/{stage}/first")
+        rules += [
+            Rule(f"stage{stage}.first.downsample.0.weight", _SHORTCUT.format(stage), _CONV_1X1),
+            *_batch_norm_rules(
+                f"stage{stage}.first.downsample.1", f"stages/{stage}/first/shortcut_bn"
+            ),
+            *_bottleneck_rules(f"stage{stage}.rest.{{layer}}.", f"stages/{stage}/rest"),
+        ]
+    if config.attention_pool:
+        rules.append(Rule(_POOL_POSITIONS, "pool/positions"))
+        for theirs, ours in {"q_proj": "q", "k_proj": "k", "v_proj": "v", "c_proj": "out"}.items():
+            rules += linear_rules(f"visual.attnpool.{theirs}", f"pool/{ours}")
+    return KeyMap(
+        rules=rules,
+        rename=[(_TOWER, "visual."), *renames(_prefixes(config))],
+        ignore=[r"\.num_batches_tracked$", *_TEXT, *([] if config.attention_pool else [_POOL])],
+    )
+
+
+def modified_resnet_config(source: TensorSource, **changes) -> ModifiedResNetConfig:
+    """The config that a checkpoint's shapes tell, as OpenAI's build_model reads them.
+
+    Args:
+      source: a CLIP checkpoint, or its image tower.
+      changes: other fields of the config (dtype, remat, attention_pool, ...).
+
+    Raises:
+      UserError: the checkpoint of something else.
+    """
+    shapes = {re.sub(_TOWER, "visual.", k): spec.shape for k, spec in source.specs().items()}
+    for key in (_FIRST_CONV, _POOL_POSITIONS, _POOL_OUT):
+        if key not in shapes:
+            raise UserError(
+                f"{source.name}: has no {key!r}, so it is no CLIP with a ResNet; give OpenAI's "
+                "RN50, RN101, RN50x4, RN50x16 or RN50x64, with the attention pool."
+            )
+    numbers = [re.match(r"visual\.layer(\d)\.(\d+)\.", key) for key in shapes]
+    blocks = [0, 0, 0, 0]
+    for match in filter(None, numbers):
+        stage = int(match[1]) - 1
+        blocks[stage] = max(blocks[stage], int(match[2]) + 1)
+    side = round((shapes[_POOL_POSITIONS][0] - 1) ** 0.5)
+    sizes = {
+        "width": shapes[_FIRST_CONV][0],
+        "blocks": tuple(blocks),
+        "image_size": side * STRIDE,
+        "embed_dim": shapes[_POOL_OUT][0],
+    }
+    return ModifiedResNetConfig(**(sizes | changes))
+
+
+def load_modified_resnet(
+    path: str | os.PathLike, **changes
+) -> tuple[ModifiedResNetConfig, nnx.State]:
+    """Reads the image tower of a CLIP with a ResNet.
+
+    Args:
+      path: OpenAI's TorchScript archive (`RN50x64.pt`), a torch state dict or safetensors, of
+        the whole CLIP or of its image tower.
+      changes: fields of the config that the shapes do not tell.
+
+    Returns:
+      The config and the filled state of `ModifiedResNet(config)`, float32.
+
+    Raises:
+      UserError: a missing or broken file, another model, tensors that do not fit.
+    """
+    source = open_published(path)
+    config = modified_resnet_config(source, **changes)
+    abstract = nnx.eval_shape(lambda: ModifiedResNet(config, rngs=nnx.Rngs(0)))
+    return config, load_into(nnx.state(abstract), modified_resnet_key_map(config), source)
+
+
+def modified_resnet_source(state: nnx.State, config: ModifiedResNetConfig) -> PublishedSource:
+    """A model's tensors under OpenAI's keys (`visual.*`), to be read or saved."""
+    source = StateSource(state, modified_resnet_key_map(config))
+    return PublishedSource(source, _prefixes(config))
+
+
+_SHORTCUT = "stages/{}/first/shortcut/kernel"
+
+
+def _prefixes(config: ModifiedResNetConfig) -> dict[str, str]:
+    """Block 0 of a stage stands by itself, block n is slice n - 1 of the stack."""
+    table = {}
+    for stage, blocks in enumerate(config.blocks):
+        for block in range(blocks):
+            ours = f"stage{stage}.rest.{block - 1}." if block else f"stage{stage}.first."
+            table[f"visual.layer{stage + 1}.{block}."] = ours
+    return table
+
+
+def _bottleneck_rules(key: str, path: str) -> list[Rule]:
+    rules = []
+    for n, transform in ((1, _CONV_1X1), (2, _CONV_3X3), (3, _CONV_1X1)):
+        rules.append(Rule(f"{key}conv{n}.weight", f"{path}/conv{n}/kernel", transform))
+        rules += _batch_norm_rules(f"{key}bn{n}", f"{path}/bn{n}")
+    return rules
+
+
+def _batch_norm_rules(key: str, path: str) -> list[Rule]:
+    names = {
+        "weight": "scale",
+        "bias": "bias",
+        "running_mean": "mean",
+        "running_var": "variance",
+    }
+    return [Rule(f"{key}.{theirs}", f"{path}/{ours}") for theirs, ours in names.items()]

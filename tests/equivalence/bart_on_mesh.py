@@ -1,0 +1,54 @@
+"""BART on eight fake devices against one; called by test_bart.py with a checkpoint's folder.
+
+The device count is fixed when JAX starts, so that this is a script of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.mesh import batch_sharding, make_mesh, state_shardings
+from mmqa_jax.weights.bart import load_bart
+
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+
+
+def main(folder: str) -> None:
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    spread = load_bart(folder, mesh=mesh, unroll=1)
+    graphdef, state = nnx.split(spread)
+    plain = nnx.state(load_bart(folder, unroll=1))
+    jax.tree.map(np.testing.assert_array_equal, state, plain)
+    shardings = state_shardings(state, mesh)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, s: a.sharding == s, state, shardings)))
+    up = spread.decoder.layers.up.kernel[...]  # [layers, embed, mlp]
+    layers, embed, mlp = up.shape
+    assert up.addressable_shards[0].data.shape == (layers, embed // 2, mlp // 2)
+    print("load")
+
+    rng = np.random.default_rng(0)
+    source, target = (rng.integers(6, spread.config.vocab_size, (4, n)) for n in (20, 12))
+    source_mask, target_mask = (
+        np.arange(ids.shape[1]) < np.array(lengths)[:, None]
+        for ids, lengths in ((source, (20, 3, 17, 9)), (target, (5, 12, 1, 9)))
+    )
+    batch = (source, source_mask, np.where(target_mask, target, -100))
+
+    def forward(state, *batch):
+        return nnx.merge(graphdef, state).log_probs(*batch)
+
+    want = jit(forward)(plain, *batch)
+    by_row = batch_sharding(mesh)
+    got = jit(forward, out_shardings=by_row)(state, *jax.device_put(batch, by_row))
+    np.testing.assert_allclose(got[target_mask], want[target_mask], rtol=0, atol=1e-5)
+    print("forward")
+
+
+if __name__ == "__main__":
+    with jax.default_matmul_precision("highest"):
+        main(sys.argv[1])

@@ -1,0 +1,357 @@
+"""openvqa's MCAN against a torch restatement of openvqa/models/mcan, float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from mcan_torch import MLP, AttFlat, MHAtt, randomize
+from torch import nn
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.mcan_layers import FusionConfig, UnbiasedLayerNorm, torch_linear
+from mmqa_jax.models.mcan_openvqa import (
+    LSTM,
+    MCANOpenVQA,
+    MCANOpenVQAConfig,
+    mcan_large,
+    mcan_small,
+)
+from mmqa_jax.weights.keymap import StateSource, export, save_model
+from mmqa_jax.weights.mcan import load_mcan_openvqa, mcan_openvqa_key_map
+
+# Nothing at its published value.
+CONFIG = MCANOpenVQAConfig(
+    vocab_size=31,
+    fusion=FusionConfig(
+        hidden=24,
+        heads=3,
+        mlp=40,
+        layers=3,
+        flat_mlp=20,
+        glimpses=2,
+        flat_out=36,
+        eps=1e-3,
+        unroll=1,
+    ),
+    word_features=14,
+    region_features=18,
+    answers=13,
+)
+FAST = {"xla_backend_optimization_level": 0}  # nearly all the time is compiling
+jit = functools.partial(jax.jit, compiler_options=FAST)
+LAYER, WHOLE = {"rtol": 0, "atol": 1e-5}, {"rtol": 0, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def _exact():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.a_2, self.b_2 = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x):
+        deviation = x.std(-1, keepdim=True)  # unbiased
+        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (deviation + self.eps) + self.b_2
+
+
+class Feed(nn.Module):
+    def __init__(self, c: FusionConfig):
+        super().__init__()
+        self.mlp = MLP(c.hidden, c.mlp, c.hidden)
+
+
+class SA(nn.Module):
+    def __init__(self, c: FusionConfig):
+        super().__init__()
+        self.mhatt = MHAtt(c.hidden, c.heads, value_bias=True)
+        self.ffn = Feed(c)
+        self.norm1, self.norm2 = Norm(c.hidden, c.eps), Norm(c.hidden, c.eps)
+
+    def forward(self, x, closed):
+        x = self.norm1(x + self.mhatt(x, x, closed))
+        return self.norm2(x + self.ffn.mlp(x))
+
+
+class SGA(nn.Module):
+    def __init__(self, c: FusionConfig):
+        super().__init__()
+        self.mhatt1 = MHAtt(c.hidden, c.heads, value_bias=True)
+        self.mhatt2 = MHAtt(c.hidden, c.heads, value_bias=True)
+        self.ffn = Feed(c)
+        self.norm1, self.norm2, self.norm3 = (Norm(c.hidden, c.eps) for _ in range(3))
+
+    def forward(self, x, question, closed, question_closed):
+        x = self.norm1(x + self.mhatt1(x, x, closed))
+        x = self.norm2(x + self.mhatt2(x, question, question_closed))
+        return self.norm3(x + self.ffn.mlp(x))
+
+
+class Backbone(nn.Module):
+    def __init__(self, c: FusionConfig):
+        super().__init__()
+        self.enc_list = nn.ModuleList(SA(c) for _ in range(c.layers))
+        self.dec_list = nn.ModuleList(SGA(c) for _ in range(c.layers))
+
+
+class Adapter(nn.Module):
+    def __init__(self, a: int, b: int):
+        super().__init__()
+        self.frcn_linear = nn.Linear(a, b)
+
+
+class TorchMCAN(nn.Module):
+    def __init__(self, config: MCANOpenVQAConfig):
+        super().__init__()
+        c = config.fusion
+        self.embedding = nn.Embedding(config.vocab_size, config.word_features)
+        self.lstm = nn.LSTM(config.word_features, c.hidden, batch_first=True)
+        self.adapter = Adapter(config.region_features, c.hidden)
+        self.backbone = Backbone(c)
+        flat = (c.hidden, c.flat_mlp, c.glimpses, c.flat_out)
+        self.attflat_img, self.attflat_lang = AttFlat(*flat), AttFlat(*flat)
+        self.proj_norm = Norm(c.flat_out, c.eps)
+        self.proj = nn.Linear(c.flat_out, config.answers)
+
+    def forward(self, ids, regions):
+        question_closed, closed = ids == 0, regions.abs().sum(-1) == 0
+        x, _ = self.lstm(self.embedding(ids))
+        y = self.adapter.frcn_linear(regions)
+        for layer in self.backbone.enc_list:
+            x = layer(x, question_closed)
+        for layer in self.backbone.dec_list:
+            y = layer(y, x, closed, question_closed)
+        fused = self.attflat_lang(x, question_closed) + self.attflat_img(y, closed)
+        return self.proj(self.proj_norm(fused))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """(torch model, our model loaded from a training state written on several GPUs)."""
+    torch.manual_seed(0)
+    theirs = randomize(TorchMCAN(CONFIG), 1)
+    path = tmp_path_factory.mktemp("mcan") / "epoch13.pkl"
+    parallel = {f"module.{key}": value for key, value in theirs.state_dict().items()}
+    optimizer = torch.optim.Adam(theirs.parameters(), 1e-4).state_dict()
+    state = {"state_dict": parallel, "optimizer": optimizer, "lr_base": 1e-4, "epoch": 13}
+    torch.save(state, path)
+    return theirs, loaded(path)
+
+
+def loaded(path, config: MCANOpenVQAConfig = CONFIG) -> MCANOpenVQA:
+    """A model that was never initialised, filled from a file."""
+    model = nnx.eval_shape(lambda: MCANOpenVQA(config, rngs=nnx.Rngs(0)))
+    load_mcan_openvqa(path, model)
+    return model
+
+
+def batch(regions: int = 7) -> tuple[np.ndarray, np.ndarray]:
+    """Questions of 14, 1 and 6 words; pictures of 7, 2 and 5 regions."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, CONFIG.vocab_size, (3, 14))
+    ids[np.arange(14) >= np.array([14, 1, 6])[:, None]] = 0
+    features = rng.normal(size=(3, regions, CONFIG.region_features)).astype("f4")
+    features[np.arange(regions) >= np.array([7, 2, 5])[:, None]] = 0
+    return ids, features
+
+
+def test_layers_and_logits_equal(pair):
+    theirs, ours = pair
+    ids, regions = batch()
+    open_, image_open = ids != 0, np.abs(regions).sum(-1) > 0
+    seen: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"encoder": [], "decoder": []}
+    record = lambda name: lambda _, x, y: seen[name].append((x[0].numpy(), y.numpy()))  # noqa: E731
+    backbone = theirs.backbone
+    hooks = [layer.register_forward_hook(record("encoder")) for layer in backbone.enc_list]
+    hooks += [layer.register_forward_hook(record("decoder")) for layer in backbone.dec_list]
+    with torch.no_grad():
+        logits = theirs(torch.tensor(ids), torch.tensor(regions))
+        words, _ = theirs.lstm(theirs.embedding(torch.tensor(ids)))
+        question = seen["encoder"][-1][1]
+        flat = theirs.attflat_lang(torch.tensor(question), torch.tensor(~open_))
+    for hook in hooks:
+        hook.remove()
+    graphdef, state = nnx.split(ours)
+
+    @jit
+    def run(state):
+        model = nnx.merge(graphdef, state)
+        fusion = model.fusion
+        return {
+            "lstm": model.lstm(model.words(ids)),
+            # Each layer by itself, on their input, so that errors do not add up.
+            "encoder": each_layer(
+                fusion.encoder, lambda layer, x: layer(x, open_), [x for x, _ in seen["encoder"]]
+            ),
+            "decoder": each_layer(
+                fusion.decoder,
+                lambda layer, x: layer(x, question, image_open, open_),
+                [x for x, _ in seen["decoder"]],
+            ),
+            "flat": fusion.flatten_question(question, open_),
+            "logits": model(ids, regions),
+        }
+
+    got = run(state)
+    np.testing.assert_allclose(got["lstm"], words, **LAYER)
+    for part in ("encoder", "decoder"):
+        np.testing.assert_allclose(got[part], np.stack([y for _, y in seen[part]]), **LAYER)
+    np.testing.assert_allclose(got["flat"], flat, **LAYER)
+    np.testing.assert_allclose(got["logits"], logits, **WHOLE)
+    assert logits.std(0).mean() > 0.01  # rows differ by more than the tolerances
+
+
+def each_layer(stack, call, inputs):
+    graphdef, params = nnx.split(stack)
+    return jax.lax.map(
+        lambda pair: call(nnx.merge(graphdef, pair[0]), pair[1]), (params, np.stack(inputs))
+    )
+
+
+def test_gradients_of_the_training_loss_equal(pair):
+    """Binary cross entropy, summed (configs/vqa/mcan_large.yml)."""
+    theirs, ours = pair
+    ids, regions = batch()
+    targets = np.random.default_rng(1).choice([0.0, 0.3, 0.6, 0.9, 1.0], (3, 13)).astype("f4")
+    theirs.zero_grad()
+    loss = nn.BCEWithLogitsLoss(reduction="sum")(
+        theirs(torch.tensor(ids), torch.tensor(regions)), torch.tensor(targets)
+    )
+    loss.backward()
+    config = dataclasses.replace(CONFIG, fusion=dataclasses.replace(CONFIG.fusion, remat="full"))
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: MCANOpenVQA(config, rngs=nnx.Rngs(0))))
+
+    def bce(state):
+        z = nnx.merge(graphdef, state)(ids, regions)
+        return -(targets * jax.nn.log_sigmoid(z) + (1 - targets) * jax.nn.log_sigmoid(-z)).sum()
+
+    value, gradients = jit(jax.value_and_grad(bce))(nnx.state(ours))
+    np.testing.assert_allclose(value, loss.item(), rtol=0, atol=1e-4)
+    exported = dict(export(gradients, mcan_openvqa_key_map(CONFIG)))
+    wanted = {name: p.grad for name, p in theirs.named_parameters()}
+    assert exported.keys() == wanted.keys()
+    for name, want in wanted.items():
+        np.testing.assert_allclose(exported[name], want, rtol=0, atol=1e-4, err_msg=name)
+
+
+def test_padding_changes_nothing_and_bfloat16_little(pair):
+    _, ours = pair
+    ids, regions = batch()
+    more_ids = np.pad(ids, ((0, 0), (0, 3)))
+    more_regions = np.pad(regions, ((0, 0), (0, 4), (0, 0)))
+    half = dataclasses.replace(CONFIG, fusion=dataclasses.replace(CONFIG.fusion, dtype="bfloat16"))
+    low = nnx.graphdef(nnx.eval_shape(lambda: MCANOpenVQA(half, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(ours)
+
+    @jit
+    def run(state):
+        model = nnx.merge(graphdef, state)
+        return (
+            model.latent(ids, regions),
+            model.latent(more_ids, more_regions),
+            nnx.merge(low, state).latent(ids, regions),
+        )
+
+    plain, padded, rounded = run(state)
+    np.testing.assert_allclose(padded, plain, rtol=0, atol=1e-5)
+    # Latents have size 1; 8 significant bits, an LSTM of 14 steps and 3 + 3 layers.
+    assert rounded.dtype == "float32"
+    assert np.abs(rounded - plain).max() < 0.06
+    assert np.abs(rounded - plain).mean() < 0.012
+
+
+def test_unbiased_norm_by_hand():
+    norm = UnbiasedLayerNorm(4, 0.5, rngs=nnx.Rngs(0))
+    x = np.array([1.0, 2.0, 3.0, 6.0], "f4")  # mean 3, squares 4 + 1 + 0 + 9 over 3
+    np.testing.assert_allclose(norm(x), (x - 3) / (np.sqrt(14 / 3) + 0.5), rtol=1e-6)
+
+
+def test_linears_and_lstm_start_as_torchs():
+    """torch's Linear: uniform within 1 / sqrt(in); its LSTM: within 1 / sqrt(hidden)."""
+    linear = torch_linear(16, 500, ("embed", "mlp"), rngs=nnx.Rngs(0)).kernel[...]
+    recurrent = LSTM(100, 25, rngs=nnx.Rngs(0)).input.kernel[...]
+    for kernel, bound in ((linear, 0.25), (recurrent, 0.2)):
+        assert np.abs(kernel).max() <= bound
+        np.testing.assert_allclose(np.std(kernel), bound / 3**0.5, rtol=0.03)
+
+
+def test_export_reloads_in_torch(pair, tmp_path):
+    theirs, ours = pair
+    key_map = mcan_openvqa_key_map(CONFIG)
+    again = TorchMCAN(CONFIG)
+    exported = export(nnx.state(ours), key_map)
+    again.load_state_dict({key: torch.tensor(tensor) for key, tensor in exported})
+    for name, want in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], want), name
+    save_model(tmp_path / "model.safetensors", nnx.state(ours), key_map)
+    model = loaded(tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(ours))
+
+
+@pytest.mark.parametrize("name", ["img_feat_linear", "frcnfeat_linear"])
+def test_older_names_of_the_region_linear(pair, tmp_path, name):
+    """MILVLG/mcan-vqa core/model/net.py, and openvqa's first releases."""
+    theirs, _ = pair
+    tensors = theirs.state_dict()
+    for part in ("weight", "bias"):
+        tensors[f"{name}.{part}"] = tensors.pop(f"adapter.frcn_linear.{part}")
+    torch.save({"state_dict": tensors}, tmp_path / "epoch13.pkl")
+    model = loaded(tmp_path / "epoch13.pkl")
+    np.testing.assert_array_equal(
+        model.region_adapter.kernel[...].T, theirs.adapter.frcn_linear.weight.detach()
+    )
+
+
+@pytest.mark.parametrize("preset", [mcan_small, mcan_large])
+def test_presets_have_the_published_sizes(preset):
+    config = preset(20572, dtype="bfloat16")
+    model = nnx.eval_shape(lambda: MCANOpenVQA(config, rngs=nnx.Rngs(0)))
+    source = StateSource(nnx.state(model), mcan_openvqa_key_map(config))
+    with torch.device("meta"):
+        theirs = TorchMCAN(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
+    assert {key: spec.shape for key, spec in source.specs().items()} == wanted
+    large = preset is mcan_large  # reference.md 5.3, configs/vqa/mcan_{small,large}.yml
+    hidden, inner, out = (1024, 4096, 2048) if large else (512, 2048, 1024)
+    for key, shape in {
+        "embedding.weight": (20572, 300),
+        "lstm.weight_ih_l0": (4 * hidden, 300),
+        "adapter.frcn_linear.weight": (hidden, 2048),
+        "backbone.dec_list.5.ffn.mlp.fc.linear.weight": (inner, hidden),
+        "backbone.enc_list.5.norm2.a_2": (hidden,),
+        "attflat_lang.mlp.fc.linear.weight": (512, hidden),
+        "proj.weight": (3129, out),
+    }.items():
+        assert wanted[key] == shape
+    fusion = config.fusion
+    assert (fusion.heads, fusion.dropout, fusion.eps, fusion.dtype) == (8, 0.1, 1e-6, "bfloat16")
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        names = variable.get_metadata()["out_sharding"]
+        assert len(names) == len(variable.get_value().shape), path
+        used = [name for name in names if name is not None]
+        assert len(set(used)) == len(used), path
+
+
+def test_mistakes_are_named(pair, tmp_path):
+    theirs, ours = pair
+    ids, regions = batch()
+    with pytest.raises(UserError, match="regions of 10 features, the model takes 18"):
+        ours(ids, regions[..., :10])
+    tensors = theirs.state_dict()
+    tensors["adapter.bbox_linear.weight"] = torch.zeros(8, 5)
+    torch.save({"state_dict": tensors}, tmp_path / "boxes.pkl")
+    with pytest.raises(UserError, match=r"boxes\.pkl: .* without a rule: adapter\.bbox_linear"):
+        loaded(tmp_path / "boxes.pkl")
+    torch.save(theirs.state_dict(), tmp_path / "other.pth")
+    with pytest.raises(UserError, match=r"2 shapes that differ: proj\.weight \(13, 36\)"):
+        loaded(tmp_path / "other.pth", dataclasses.replace(CONFIG, answers=14))
