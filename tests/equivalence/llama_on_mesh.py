@@ -96,7 +96,7 @@ def main(folder: str) -> None:
         token, position = jax.device_put((ids[np.arange(4), at], at), by_row)
         logits, cache = step(state, token, position, cache)
         np.testing.assert_allclose(logits, full[np.arange(4), at], rtol=0, atol=1e-5)
-        at += 1
+        at = at + 1  # a new array: JAX may still read, or alias, the one it was given
     print("generation")
 
 
