@@ -118,6 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument("--raw", help="folder with the official files (webqa, corpus)")
     prepare.add_argument("--out", required=True, help="folder to write")
+    prepare.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the corpus in --out (atlas: prepared anew from the files in its raw folder)",
+    )
+    prepare.add_argument(
+        "--max_broken_pictures",
+        type=int,
+        help="pictures that may be broken and are left out (1 in 100, at least 10)",
+    )
 
     train = verb(
         "train",
@@ -138,6 +148,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(embed)
     embed.add_argument("--model", required=True, help="workdir of a contrastive training run")
     embed.add_argument("--out", required=True, help="folder for the embeddings")
+    embed.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace embeddings of another model or corpus in --out",
+    )
 
     index = verb(
         "index",
@@ -292,7 +307,13 @@ def _prepare(arguments: argparse.Namespace) -> Result:
     from mmqa_jax.systems.stages import prepare
 
     raw = Path(arguments.raw) if arguments.raw else None
-    return prepare(arguments.dataset, raw, Path(arguments.out))
+    return prepare(
+        arguments.dataset,
+        raw,
+        Path(arguments.out),
+        overwrite=arguments.overwrite,
+        max_broken_pictures=arguments.max_broken_pictures,
+    )
 
 
 def _train(arguments: argparse.Namespace) -> Result:
@@ -305,7 +326,12 @@ def _train(arguments: argparse.Namespace) -> Result:
 def _embed(arguments: argparse.Namespace) -> Result:
     from mmqa_jax.systems.stages import embed
 
-    return embed(Path(arguments.data), Path(arguments.model), Path(arguments.out))
+    return embed(
+        Path(arguments.data),
+        Path(arguments.model),
+        Path(arguments.out),
+        overwrite=arguments.overwrite,
+    )
 
 
 def _index(arguments: argparse.Namespace) -> Result:

@@ -2,6 +2,8 @@
 
 from ml_collections import ConfigDict
 
+MODES = ("runlocal",)
+
 
 def get_config(mode: str = "") -> ConfigDict:
     """`runlocal`: a few steps of a small model trained from scratch, for tests."""
@@ -12,7 +14,9 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
-    config.pictures = {"size": 48, "resize": "squash"}
+    # Token types that MiniLM has nothing like: words that match the question, the second source.
+    config.new_types = (1, 3)
+    config.pictures = {"size": 48, "resize": "sample"}
     config.model = {
         "trunk": "minilm_l6",
         "changes": {"layers": 3, "dropout": 0.0, "attention_dropout": 0.0},
@@ -21,30 +25,33 @@ def get_config(mode: str = "") -> ConfigDict:
         "whole": True,
         "colors": True,
         "tags": True,
+        "where": True,
         "visual_hidden": (768,),
         "copy_head": True,
+        "written_words": 1000,
     }
     config.packing = {
-        "buckets": ((0, 64), (0, 96), (0, 128), (0, 176), (1, 64), (2, 96)),
+        "buckets": ((0, 72), (0, 104), (0, 140), (1, 80), (2, 72)),
         "max_source_tokens": 128,
         "max_question_tokens": 32,
-        "max_answer_tokens": 28,
+        "max_answer_tokens": 24,
         "per_source": True,
         "match_type": 1,
         "positions_after_regions": False,
     }
-    config.masking = {"mask_prob": 0.5, "max_pred": 24, "probes": True}
+    config.masking = {"mask_prob": 0.5, "max_pred": 24, "probes": True, "keyword_weight": 20.0}
     config.augment = {"entities": 0.7, "palette": 0.7}
     config.batches = {
         "batch_size": 32,
         "max_sources": 2,
-        "distractor_prob": 0.2,
-        "no_source_prob": 0.1,
+        "distractor_prob": 0.1,
+        "no_source_prob": 0.05,
+        "shares": {"text": 0.4},  # looking takes more examples than reading
         "slack": 8,
         "threads": 2,
     }
     config.train = {
-        "steps": 400,
+        "steps": 560,
         "optimizer": {
             "name": "adamw",
             "learning_rate": 7e-4,
@@ -62,7 +69,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.inference = {
         "batch_size": 64,
         "num_beams": 5,
-        "max_new_tokens": 28,
+        "max_new_tokens": 24,
         "length_penalty": 0.0,
         "only_best": True,  # a question stops once its best beam is certain
     }

@@ -2,6 +2,8 @@
 
 from ml_collections import ConfigDict
 
+MODES = ("runlocal",)
+
 
 def get_config(mode: str = "") -> ConfigDict:
     """`runlocal`: a few steps of a small model trained from scratch, for tests."""

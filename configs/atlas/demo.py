@@ -5,6 +5,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+MODES = ("runlocal",)
+
 
 def get_config(mode: str = "") -> ConfigDict:
     """`runlocal`: the same path in about a minute, on a small part of Atlas, for tests."""

@@ -2,6 +2,8 @@
 
 from ml_collections import ConfigDict
 
+MODES = ("runlocal",)
+
 
 def get_config(mode: str = "") -> ConfigDict:
     """`runlocal`: a few steps of a small model trained from scratch, for tests."""
@@ -12,7 +14,9 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
-    config.pictures = {"size": 48, "resize": "squash"}
+    # Token types that MiniLM has nothing like: words that match the question, the second source.
+    config.new_types = (1, 3)
+    config.pictures = {"size": 48, "resize": "sample"}
     config.model = {
         "trunk": "minilm_l6",
         "changes": {"layers": 3, "dropout": 0.0, "attention_dropout": 0.0},

@@ -8,9 +8,10 @@ A checkpoint holds four items that are committed together or not at all: `params
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -97,16 +98,18 @@ class Checkpoints:
           iterator: Grain iterator, which is set to the saved state.
 
         Raises:
-          UserError: a checkpoint of another config or model, with path and keys.
+          UserError: a checkpoint of another config or model, with path and keys; a damaged one.
         """
         step = self.latest_step()
         if step is None:
             return None
         args = self._ocp.args
         place = self.folder / str(step)
-        light = self._manager.restore(
-            step, args=args.Composite(iterator=args.JsonRestore(), meta=args.JsonRestore())
-        )
+        remedy = "delete that folder to go on without it"
+        with _damage_named(place, remedy):
+            light = self._manager.restore(
+                step, args=args.Composite(iterator=args.JsonRestore(), meta=args.JsonRestore())
+            )
         meta = light["meta"]
         if meta["fingerprint"] != self._fingerprint:
             raise UserError(
@@ -114,14 +117,11 @@ class Checkpoints:
                 f"this run has {self._fingerprint}); name a new --workdir or use that run's config."
             )
         targets = {"params": flatten_named(params), "train": flatten_named(train)}
-        for item, target in targets.items():
-            _check_same_arrays(place / item, target)
-        arrays = self._manager.restore(
-            step,
-            args=args.Composite(
-                **{item: args.StandardRestore(_nest(target)) for item, target in targets.items()}
-            ),
-        )
+        restored = {item: args.StandardRestore(_nest(target)) for item, target in targets.items()}
+        with _damage_named(place, remedy):
+            for item, target in targets.items():
+                _check_same_arrays(place / item, target)
+            arrays = self._manager.restore(step, args=args.Composite(**restored))
         _set_iterator_state(iterator, light["iterator"], place)
         return Restored(
             unflatten_named(params, _unnest(arrays["params"], targets["params"])),
@@ -172,7 +172,7 @@ def load_metadata(folder: str | os.PathLike) -> dict[str, Any]:
     """The metadata that `save_params` wrote.
 
     Raises:
-      UserError: the folder holds no finished weights.
+      UserError: the folder holds no finished weights, or model.json is of another kind.
     """
     file = Path(folder) / "model.json"
     if not file.exists():
@@ -180,7 +180,13 @@ def load_metadata(folder: str | os.PathLike) -> dict[str, Any]:
             f"{folder}: holds no trained weights (no model.json); run the training to its end "
             "or name its workdir."
         )
-    return read_json(file)
+    metadata = read_json(file)
+    if not isinstance(metadata, dict):
+        raise UserError(
+            f"{file}: is not what a training run writes; copy the run anew or train it again in a "
+            "new --workdir."
+        )
+    return metadata
 
 
 def load_params(path: str | os.PathLike, abstract_params: Any) -> Any:
@@ -193,13 +199,12 @@ def load_params(path: str | os.PathLike, abstract_params: Any) -> Any:
         the array goes (the default device where it has none).
 
     Raises:
-      UserError: nothing there, or the weights of another model, with path and keys.
+      UserError: nothing there, the weights of another model, with path and keys, or damaged ones.
     """
     import orbax.checkpoint as ocp
 
     place = _params_folder(Path(path).absolute())
     target = flatten_named(abstract_params)
-    _check_same_arrays(place, target)
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {
         name: jax.ShapeDtypeStruct(
@@ -207,7 +212,9 @@ def load_params(path: str | os.PathLike, abstract_params: Any) -> Any:
         )
         for name, leaf in target.items()
     }
-    with ocp.StandardCheckpointer() as checkpointer:
+    remedy = "copy the run anew or train it again in a new --workdir"
+    with _damage_named(place, remedy), ocp.StandardCheckpointer() as checkpointer:
+        _check_same_arrays(place, target)
         restored = checkpointer.restore(place, _nest(target))
     return unflatten_named(abstract_params, _unnest(restored, target))
 
@@ -253,6 +260,17 @@ def _check_same_arrays(place: Path, target: Mapping[str, Any]) -> None:
             f"{place}: is a checkpoint of another model: {'; '.join(problems[:3])}{more}; "
             "use the config that it was trained with."
         )
+
+
+@contextlib.contextmanager
+def _damage_named(place: Path, remedy: str) -> Iterator[None]:
+    """Turns what Orbax raises for cut or damaged files into a UserError."""
+    try:
+        yield
+    except (UserError, MemoryError, jax.errors.JaxRuntimeError):
+        raise  # not the files' fault, or said already
+    except Exception as error:  # Orbax and TensorStore have no common error
+        raise UserError(f"{place}: files in it are cut or damaged; {remedy}.") from error
 
 
 def _nest(named: Mapping[str, Any]) -> dict[str, Any]:

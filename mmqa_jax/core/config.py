@@ -3,11 +3,14 @@
 A config is an `ml_collections.ConfigDict` from `configs/.../x.py`; the part behind a colon
 (`x.py:runlocal`) is handed to `get_config`. Overrides come from the command line as text and
 are parsed to the type of the value they replace; keys that do not exist are refused.
+
+A config file may name its modes, `MODES = ("runlocal",)`: others are refused then.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import hashlib
 import importlib.util
@@ -15,9 +18,11 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 from ml_collections import ConfigDict, FieldReference
 
@@ -40,8 +45,8 @@ def load_config(
         have that type.
 
     Raises:
-      UserError: no such file, a file without `get_config`, an unknown key (with the nearest
-        known one), or a value of another type.
+      UserError: no such file, a file without `get_config` or with a mistake in it, an unknown
+        mode or key (with the nearest known one), or a value of another type.
     """
     path, _, argument = str(path_with_argument).partition(".py:")
     file = Path(path if path.endswith(".py") else path + ".py")
@@ -97,6 +102,52 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"the known ones are {', '.join(sorted(known))}."
 
 
+def check_section(
+    section: Any, name: str, known: Mapping[str, Any], needed: Iterable[str] = ()
+) -> None:
+    """Checks the keys of a config section, and the types of their values.
+
+    Args:
+      section: the section, or the whole config.
+      name: of the section, such as `model.changes`; empty for the whole config.
+      known: key -> type, as in an annotation; a `dict` is a section.
+      needed: keys that must be there.
+
+    Raises:
+      UserError: not a section; a key that is unknown (with the nearest known one) or missing;
+        a value of another type.
+    """
+    if not _fits(section, dict):
+        raise UserError(f"config key {name}={section!r}: {_describe(dict)} was expected.")
+    prefix = f"{name}." if name else ""
+    for key, value in section.items():
+        if key not in known:
+            raise UserError(f"config key {prefix}{key}: unknown; {nearest(key, known)}")
+        if not _fits(value, known[key]):
+            raise UserError(
+                f"config key {prefix}{key}={value!r}: {_describe(known[key])} was expected; "
+                "correct the value."
+            )
+    for key in needed:
+        if key not in section:
+            raise UserError(f"config key {prefix}{key} is missing; add it.")
+
+
+def parameters_of(maker: Callable[..., Any], *without: str) -> tuple[dict[str, Any], list[str]]:
+    """Parameters of the function or dataclass that a section goes to, for `check_section`.
+
+    Args:
+      without: parameters that do not come from the section.
+
+    Returns:
+      name -> type, and the names without a default.
+    """
+    found = inspect.signature(maker, eval_str=True).parameters
+    kept = [parameter for name, parameter in found.items() if name not in without]
+    needed = [parameter.name for parameter in kept if parameter.default is parameter.empty]
+    return {parameter.name: parameter.annotation for parameter in kept}, needed
+
+
 def _load_module(file: Path) -> Any:
     if not file.is_file():
         raise UserError(f"--config={file}: no such config file; check the path.")
@@ -106,12 +157,8 @@ def _load_module(file: Path) -> Any:
     keep = sys.dont_write_bytecode
     sys.dont_write_bytecode = True  # no __pycache__ beside the user's configs
     try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise UserError(
-            f"{error.filename}, line {error.lineno}: not valid python ({error.msg}); "
-            "repair the config file."
-        ) from error
+        with _mistakes_named(file):
+            spec.loader.exec_module(module)
     finally:
         sys.dont_write_bytecode = keep
     if not callable(getattr(module, "get_config", None)):
@@ -121,13 +168,41 @@ def _load_module(file: Path) -> Any:
     return module
 
 
+@contextlib.contextmanager
+def _mistakes_named(file: Path) -> Iterator[None]:
+    """Turns what a config file raises into a UserError with file and line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(
+            f"{error.filename}, line {error.lineno}: not valid python ({error.msg}); "
+            "repair the config file."
+        ) from error
+    except Exception as error:
+        # The innermost line of this config or of one beside it that it calls.
+        folder = file.resolve().parent
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if Path(f.filename).resolve().parent == folder]
+        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else str(file)
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{place}: the config file fails ({said}); repair it.") from error
+
+
 def _call_get_config(module: Any, file: Path, argument: str) -> ConfigDict:
     if argument and not inspect.signature(module.get_config).parameters:
         raise UserError(
             f"--config={file}:{argument}: get_config of this file takes no mode; "
             f"leave out ':{argument}'."
         )
-    config = module.get_config(argument) if argument else module.get_config()
+    modes = getattr(module, "MODES", None)
+    if argument and modes is not None and argument not in modes:
+        raise UserError(
+            f"--config={file}:{argument}: this file has no such mode; {nearest(argument, modes)}"
+        )
+    with _mistakes_named(file):
+        config = module.get_config(argument) if argument else module.get_config()
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"{file}: get_config must return an ml_collections.ConfigDict, "
@@ -208,7 +283,7 @@ def _boolean(value: Any) -> bool:
 
 
 def _whole(value: float) -> int:
-    if value != int(value):
+    if not value.is_integer():  # nor are inf and nan
         raise ValueError(value)
     return int(value)
 
@@ -235,9 +310,32 @@ def _literal(text: str) -> Any:
         return {"none": None, "true": True, "false": False}.get(text.strip().lower(), text)
 
 
-def _describe(kind: type) -> str:
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a config value is of a type, given as in an annotation."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if origin in (tuple, list, Sequence):
+        if not isinstance(value, list | tuple):
+            return False
+        if origin is tuple and inner[-1] is not Ellipsis:
+            return len(value) == len(inner) and all(map(_fits, value, inner))
+        return all(_fits(item, inner[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, Mapping | ConfigDict)
+    if kind is Any or (isinstance(value, bool) and kind is not bool):
+        return kind is Any  # python counts True as 1
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def _describe(kind: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return names.get(kind, f"a {kind.__name__}")
+    names |= {dict: "a section", tuple: "a tuple", list: "a list"}
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    return names.get(kind) or str(kind).removeprefix("collections.abc.")
 
 
 def _plain(value: Any, key: str) -> Any:

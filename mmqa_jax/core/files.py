@@ -31,6 +31,20 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def no_empty_folders(folder: str | os.PathLike) -> Iterator[None]:
+    """If the block fails, removes `folder` and its parents as far as they are new and empty."""
+    folder = Path(folder).absolute()
+    new = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
+    try:
+        yield
+    except BaseException:
+        for place in new:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                place.rmdir()
+        raise
+
+
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes `value` as indented JSON, whole or not at all."""
     with atomic_write(path) as file:
@@ -47,7 +61,7 @@ def write_jsonl(path: str | os.PathLike, rows: Iterable[Any]) -> None:
 
 def read_json(path: str | os.PathLike) -> Any:
     """Reads a JSON file; raises UserError naming the file and line of a mistake."""
-    text = _read_text(path)
+    text = read_text(path)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -59,7 +73,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
     """Yields (line number, value) of a JSON-lines file; blank lines are passed over."""
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -71,14 +85,31 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
             ) from error
 
 
-def _read_text(path: str | os.PathLike) -> str:
+def read_text(path: str | os.PathLike) -> str:
+    """Reads a UTF-8 text file; raises UserError where there is none."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
     except IsADirectoryError as error:
-        raise UserError(f"{path}: is a folder, a file was expected.") from error
+        raise UserError(f"{path}: is a folder, a file was expected; check the path.") from error
+    except OSError as error:  # below a file, not ours to read
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: not UTF-8 text (byte {error.start}); a JSON file was expected."
+            f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8."
+        ) from error
+
+
+def check_text(value: Any, place: str) -> None:
+    """Refuses JSON with half a character in a string, which cannot be written as UTF-8.
+
+    JSON can spell one: an emoji that was cut in two. `place` begins the UserError's sentence.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise UserError(
+            f"{place}: holds {half}, half of a character; write it whole or take it out."
         ) from error

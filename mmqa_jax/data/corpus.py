@@ -149,7 +149,7 @@ def prepare_webqa_format(
         # By id: the files' order, gold before negatives, would tell in every tie.
         sorted(release.sources, key=lambda source: source.id),
         release.questions,
-        pictures.read_named if pictures else None,
+        pictures.read_named if pictures is not None else None,
         name=name,
         attribution=attribution,
         origin={

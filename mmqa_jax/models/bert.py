@@ -308,7 +308,10 @@ class MlmHead(nnx.Module):
         self.bias = param(rngs, zeros_init, (config.vocab_size,), ("vocab",))
         self.config = config
 
-    def __call__(self, hidden: jax.Array, words: Embedding) -> jax.Array:
-        """hidden [..., H] -> logits [..., V] in float32; `words` is the tied word embedding."""
+    def __call__(self, hidden: jax.Array, words: Embedding, first: int | None = None) -> jax.Array:
+        """hidden [..., H] -> logits [..., V] in float32; `words` is the tied word embedding.
+
+        `first` limits them to the first words of the vocabulary.
+        """
         x = self.norm(ACTIVATIONS[self.config.activation](self.dense(hidden)))
-        return words.attend(x).astype(jnp.float32) + self.bias[...]
+        return words.attend(x, first).astype(jnp.float32) + self.bias[:first]

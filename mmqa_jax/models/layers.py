@@ -96,7 +96,7 @@ class LayerNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table [count, features]; `attend` is the tied output product x @ table.T."""
+    """A table [count, features]; `attend` is the tied output product x @ table[:first].T."""
 
     def __init__(
         self,
@@ -112,8 +112,9 @@ class Embedding(nnx.Module):
     def __call__(self, ids: jax.Array) -> jax.Array:  # int [...] -> [..., features]
         return self.table[...][ids]
 
-    def attend(self, x: jax.Array) -> jax.Array:  # [..., features] -> [..., count]
-        return x @ self.table[...].astype(x.dtype).T
+    def attend(self, x: jax.Array, first: int | None = None) -> jax.Array:
+        # [..., features] -> [..., first], all by default
+        return x @ self.table[:first].astype(x.dtype).T
 
 
 def split_key(key: jax.Array | None, count: int) -> list[jax.Array | None]:

@@ -31,7 +31,8 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
       section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ),
         `frontend` (`patches`, `x101` or `vinvl`) and, for patches, `patch` (side in pixels),
         `visual_hidden` (sizes of further linears), `region_positions` (values of a patch's place,
-        6), `tags` (slots hold words) and `copy_head` (whether it has one).
+        6), `tags` (slots hold words), `copy_head` (whether it has one) and
+        `written_words` (beside a copy head: words that are not copied, the first ones).
       vocab_size: of the tokenizer.
 
     Raises:
@@ -47,6 +48,7 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
             region_positions=section.get("region_positions", 6),
             region_tags=section.get("tags", False),
             copy_head=section.get("copy_head", False),
+            written_words=section.get("written_words"),
         )
     published = {"x101": vlp.vlp_base_x101(), "vinvl": vlp.vlp_base_vinvl()}
     if frontend not in published:

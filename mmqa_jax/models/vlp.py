@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import Bert, BertConfig, BertLayer, MlmHead, minilm_l6
 from mmqa_jax.models.layers import (
     Initializer,
@@ -41,6 +42,16 @@ class VLPConfig:
     visual_hidden: tuple[int, ...] = (2048,)
     region_tags: bool = False  # ours: a slot's word embedding (a tag) is added to its content
     copy_head: bool = False  # ours, see CopyHead
+    # Ours: the masked-LM head writes only the first words of the vocabulary, all others are
+    # copied (as in pointer-generator networks, whose generator knows common words only).
+    written_words: int | None = None
+
+    def __post_init__(self):
+        if self.written_words is not None and not self.copy_head:
+            raise UserError(
+                "config key model.written_words limits what is written, so that all else must be "
+                "copied: set model.copy_head too, or leave it out."
+            )
 
 
 def _vlp_trunk(**changes) -> BertConfig:
@@ -65,6 +76,7 @@ def vlp_patches(
     region_positions: int = 6,
     region_tags: bool = False,
     copy_head: bool = False,
+    written_words: int | None = None,
     **trunk,
 ) -> VLPConfig:
     """Regions are square patches of raw pixels: patch * patch * 3 values, places of 6 or more.
@@ -73,8 +85,15 @@ def vlp_patches(
     Atlas corpus, where no detector runs.
     """
     bert = dataclasses.replace(bert or minilm_l6(types=6), **trunk)
-    hidden = tuple(visual_hidden)
-    return VLPConfig(bert, patch * patch * 3, region_positions, hidden, region_tags, copy_head)
+    return VLPConfig(
+        bert,
+        region_features=patch * patch * 3,
+        region_positions=region_positions,
+        visual_hidden=tuple(visual_hidden),
+        region_tags=region_tags,
+        copy_head=copy_head,
+        written_words=written_words,
+    )
 
 
 @flax.struct.dataclass
@@ -146,6 +165,10 @@ def mixed_mask(
     return seen[:, None]
 
 
+# Log-probability of a word that cannot be written; finite, so that gradients stay numbers.
+_NEVER = -1e9
+
+
 class RegionEncoder(nnx.Module):
     """Linear + ReLU, once per size, then dropout: [B, R, in] -> [B, R, sizes[-1]]."""
 
@@ -185,13 +208,19 @@ class CopyHead(nnx.Module):
         self.key = Linear(width, width, ("embed", None), rngs=rngs)
         self.gate = Linear(width, 1, ("embed", None), rngs=rngs)
 
-    def __call__(self, hidden: jax.Array, logits: jax.Array, context: Context) -> jax.Array:
-        """hidden [B, P, H] and its word logits [B, P, V] -> log-probabilities [B, P, V]."""
-        rows, places, vocabulary = logits.shape
+    def __call__(
+        self, hidden: jax.Array, logits: jax.Array, context: Context, vocabulary: int
+    ) -> jax.Array:
+        """hidden [B, P, H], logits [B, P, W] of the first words -> log-probabilities [B, P, V]."""
+        rows, places, written = logits.shape
         copied, gate = self._attend(hidden, context)
         index = (jnp.arange(rows)[:, None, None], jnp.arange(places)[:, None], context.ids[:, None])
         words = jnp.zeros((rows, places, vocabulary)).at[index].add(copied)
-        return _mix(gate[:, :, None], jax.nn.log_softmax(logits), words)
+        unwritten = ((0, 0), (0, 0), (0, vocabulary - written))
+        log_written = jnp.pad(
+            jax.nn.log_softmax(logits), unwritten, constant_values=_NEVER
+        )  # [B, P, V]
+        return _mix(gate[:, :, None], log_written, words)
 
     def of_words(
         self, hidden: jax.Array, logits: jax.Array, context: Context, ids: jax.Array
@@ -221,9 +250,11 @@ def _mix(gate: jax.Array, log_word: jax.Array, copied: jax.Array) -> jax.Array:
 
 
 def _log_probs_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """log softmax(logits [..., V]) at ids [...]."""
-    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    """log softmax(logits [..., W]) at ids [...]; a word beyond W is never written."""
+    there = jnp.minimum(ids, logits.shape[-1] - 1)
+    chosen = jnp.take_along_axis(logits, there[..., None], axis=-1)[..., 0]
+    log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(ids < logits.shape[-1], log_probs, _NEVER)
 
 
 class VLP(nnx.Module):
@@ -288,8 +319,11 @@ class VLP(nnx.Module):
         return self.source_head(hidden[:, 0]).astype(jnp.float32)
 
     def mlm_logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states at the wanted positions [..., H] -> word logits [..., V], float32."""
-        return self.mlm_head(hidden, self.bert.embeddings.word)
+        """Hidden states at the wanted positions [..., H] -> word logits [..., V], float32.
+
+        With `config.written_words` = W only those of the first W words.
+        """
+        return self.mlm_head(hidden, self.bert.embeddings.word, self.config.written_words)
 
     def word_log_probs(self, hidden: jax.Array, context: Context | None) -> jax.Array:
         """Hidden states [B, P, H] -> log-probabilities of words [B, P, V], float32.
@@ -299,7 +333,15 @@ class VLP(nnx.Module):
         logits = self.mlm_logits(hidden)
         if self.copy_head is None:
             return jax.nn.log_softmax(logits)
-        return self.copy_head(hidden, logits, context)
+        return self.copy_head(hidden, logits, context, self.config.bert.vocab_size)
+
+    def sayable(self, context: Context, ids: jax.Array) -> jax.Array:
+        """Whether the words ids [B, P] can be written or copied at all, bool [B, P]."""
+        written = self.config.written_words
+        if written is None:
+            return jnp.ones(ids.shape, bool)
+        same = (context.ids[:, None] == ids[:, :, None]) & context.mask[:, None]  # [B, P, L]
+        return (ids < written) | same.any(axis=-1)
 
     def log_probs_of(self, hidden: jax.Array, context: Context, ids: jax.Array) -> jax.Array:
         """`word_log_probs` of the words ids [B, P] alone: [B, P], for training."""

@@ -154,7 +154,7 @@ def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any]) 
         if found.get(key) != value:
             raise UserError(
                 f"{folder / MANIFEST}: holds embeddings with {key} {found.get(key)!r}, this job's "
-                f"is {value!r}; delete the folder, or overwrite it explicitly."
+                f"is {value!r}; name another --out or give --overwrite."
             )
 
 

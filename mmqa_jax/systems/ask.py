@@ -61,7 +61,9 @@ class Answerer:
             read = to_pixels(image, self.read["size"], self.read["resize"])
         candidates = self.dense.search([question], self.top_k, [seen])
         (relevance,) = self.reranker.score([question], candidates, [seen])
-        cited = webqa.select_sources([relevance], self.threshold)
+        # A question about the user's own picture need not find anything in the collection.
+        least = 1 if picture is None else 0
+        cited = webqa.select_sources([relevance], self.threshold, min_sources=least)
         (prediction,) = self.reader.answer([question], cited, [read])
         return prediction, relevance
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 from rich.console import Console
 
 from mmqa_jax.core import startup
-from mmqa_jax.core.config import to_plain_dict
+from mmqa_jax.core.config import check_section, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.workdir import Workdir
@@ -24,8 +24,10 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
 from mmqa_jax.systems import stages, webqa
 from mmqa_jax.systems.demo_results import SETTINGS, Results, score_demo, show_tables, write_html
-from mmqa_jax.training.run import run_training
+from mmqa_jax.training.checks import check_config
+from mmqa_jax.training.run import claimed, read_config, run_training
 
+TASKS = ("contrastive", "rerank", "answer")
 DATA, INDEX, RETRIEVAL, PREDICTIONS = "data", "index", "retrieval", "predictions"
 SELECTION = "retrieval/selection.json"
 # What reranking and answering start from in the full setting.
@@ -36,11 +38,12 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
     """Runs what is not yet done in `folder`; returns what `--json` prints.
 
     Raises:
-      UserError: `folder` belongs to another config.
+      UserError: a config that cannot be run, or `folder` belongs to another config.
     """
     startup.start()
-    with Workdir(folder) as workdir:
-        if workdir.claim(config):
+    _check(config)
+    with claimed(folder, config, work="stages/[!.]*.json") as (workdir, resumed):
+        if resumed:
             Console(stderr=True).print(
                 f"{folder}: going on where the last start stopped.", soft_wrap=True
             )
@@ -58,6 +61,37 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
             if todo:
                 run.score()
         return write_demo_report(folder, workdir)
+
+
+def _check(config: ConfigDict) -> None:
+    """Refuses a wrong config now, not when its stage comes."""
+    from mmqa_jax.data.datasets.atlas.build import LEAST_COUNTRIES
+
+    sections = {
+        "search": {"top_k": int, "index": Literal["auto", "scann", "exact"]},
+        "select": {"top_k": int, "dev_questions": int},
+        "evaluate": {"questions": int, "bootstrap": int, "examples": int},
+    }
+    known = {"seed": int, "countries": int, **dict.fromkeys((*sections, *TASKS), dict)}
+    check_section(config, "", known, known)
+    for name, keys in sections.items():
+        check_section(config[name], name, keys, keys)
+    if config.countries != 0 and config.countries < LEAST_COUNTRIES:
+        raise UserError(
+            f"config key countries={config.countries}: 0 (all) or at least {LEAST_COUNTRIES} was "
+            "expected; give a larger number."
+        )
+    for section, key in (("search", "top_k"), ("select", "top_k"), ("evaluate", "bootstrap")):
+        if config[section][key] < 1:
+            raise UserError(
+                f"config key {section}.{key}={config[section][key]}: at least 1 was expected; give "
+                "a larger number."
+            )
+    for name in TASKS:
+        try:
+            check_config(config[name])
+        except UserError as error:
+            raise UserError(f"config section {name}: {error}") from error
 
 
 class _Demo:
@@ -112,9 +146,9 @@ class _Demo:
             self._dense(two_pass=True), load_reranker(self.folder / "rerank", self.corpus)
         )
         dev = webqa.restricted_candidates(self.dev, self.corpus)
-        relevance, similarity = reranker.read(self.dev, dev)
-        weight, threshold, sweep = webqa.tune_selection(self.dev, relevance, similarity)
-        vlp_threshold, _ = webqa.tune_threshold(self.dev, relevance)
+        hops = reranker.read(self.dev, dev)
+        weight, threshold, sweep = webqa.tune_selection(self.dev, hops)
+        vlp_threshold, _ = webqa.tune_threshold(self.dev, webqa.relevance_alone(hops))
 
         top_k = self.config.select.top_k
         candidates = {
@@ -122,10 +156,9 @@ class _Demo:
             "full": [webqa.top(ranking, top_k) for ranking in self._rankings(CANDIDATES)],
         }
         for name, given in candidates.items():
-            relevance, similarity = reranker.read(self.questions, given)
-            self._write_rankings(f"{name}_vlp", relevance)
-            mixed = webqa.interpolate(relevance, similarity, weight)
-            self._write_rankings(f"{name}_reranked", mixed)
+            hops = reranker.read(self.questions, given)
+            self._write_rankings(f"{name}_vlp", webqa.relevance_alone(hops))
+            self._write_rankings(f"{name}_reranked", webqa.combine(hops, weight))
         write_json(
             self.folder / SELECTION,
             {
@@ -152,8 +185,7 @@ class _Demo:
             "restricted": webqa.select_sources(self._rankings("restricted_reranked"), threshold),
             "full": webqa.select_sources(self._rankings("full_reranked"), threshold),
         }
-        for setting in SETTINGS:
-            predictions = reader.answer(self.questions, cited[setting])
+        for setting, predictions in webqa.answer_settings(self.questions, reader, cited).items():
             path = self.folder / PREDICTIONS / f"{setting}.jsonl"
             stages.write_predictions(path, predictions)
 
@@ -182,7 +214,7 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
             f"{folder}: holds no finished demo (no scores.json); run `mmqa demo "
             f"--workdir={folder}` to its end."
         )
-    config = ConfigDict(read_json(folder / "config.json")["config"])
+    config = read_config(folder)
     corpus = open_corpus(folder / DATA)
     scores = read_json(folder / "scores.json")
     results = read_results(config, folder, corpus)

@@ -6,6 +6,7 @@ knows nothing of the others. `load_*` open what a training run left in its workd
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.checkpoint import load_metadata, load_params
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureStore
@@ -37,6 +37,7 @@ from mmqa_jax.retrieval.rankings import best_of, by_score, to_rankings
 from mmqa_jax.retrieval.two_pass import two_pass_search
 from mmqa_jax.systems import webqa
 from mmqa_jax.training.recipes import make_packer, make_source_reader, make_vlp_config
+from mmqa_jax.training.run import read_config
 
 # uint8[S, S, 3] of each question's picture (None: it has none); None: the questions' own.
 QuestionPixels = Sequence[np.ndarray | None] | None
@@ -91,21 +92,55 @@ class DenseRetriever:
     ) -> list[Ranking]:
         """Ranks each question's own candidates by cosine (restricted setting).
 
-        With two passes, a source has the higher of its similarities to the question and to the
-        question with the best candidate's title.
+        With two passes, a source has the higher of its similarities in the two hops.
         """
-        found = self._within(questions, candidates, self._embed(questions, pixels))
         if not self.two_pass:
-            return found
-        hints = self.titles_of_best(found)
-        texts = [f"{q.question} {hint}" for q, hint in zip(questions, hints, strict=True)]
-        again = self._within(questions, candidates, self.embedder.embed_questions(texts))
-        return best_of(found, again)
+            return self._within(questions, candidates, self._embed(questions, pixels))
+        first, second, _ = self.hops(questions, candidates, pixels)
+        return best_of(first, second)
 
-    def titles_of_best(self, rankings: Sequence[Ranking]) -> list[str]:
-        """Title of each ranking's first source, "" where there is none."""
-        rows = [self.corpus.row[r.sources[0]] if r.sources else None for r in rankings]
-        return ["" if row is None else self.corpus.sources[row].title for row in rows]
+    def hops(
+        self,
+        questions: Sequence[Question],
+        candidates: Sequence[Ranking],
+        pixels: QuestionPixels = None,
+    ) -> tuple[list[Ranking], list[Ranking], list[str]]:
+        """Ranks each question's candidates twice, for the two hops that it may take.
+
+        Returns:
+          first: all candidates, by similarity to the question.
+          second: those behind the first's best, by similarity to the question with the title of
+            that best one. Empty where the title is no news: a question that names it has its
+            answer there (and one that shows a picture asks about that).
+          hints: these titles, "" where there is no second hop.
+        """
+        if pixels is None:
+            pixels = [self.pictures.question_pixels(question) for question in questions]
+        first = self._within(questions, candidates, self._embed(questions, pixels))
+        hints = [
+            "" if shown is not None else self._news(question, ranking)
+            for question, ranking, shown in zip(questions, first, pixels, strict=True)
+        ]
+        second = [Ranking(question.id, (), ()) for question in questions]
+        asked = [i for i, hint in enumerate(hints) if hint]
+        if not asked:
+            return first, second, hints
+        texts = [f"{questions[i].question} {hints[i]}" for i in asked]
+        again = self._within(
+            [questions[i] for i in asked],
+            [dataclasses.replace(first[i], sources=first[i].sources[1:]) for i in asked],
+            self.embedder.embed_questions(texts),
+        )
+        for i, ranking in zip(asked, again, strict=True):
+            second[i] = ranking
+        return first, second, hints
+
+    def _news(self, question: Question, ranking: Ranking) -> str:
+        """Title of the ranking's best source, "" if the question names it or there is none."""
+        if not ranking.sources:
+            return ""
+        title = self.corpus.sources[self.corpus.row[ranking.sources[0]]].title
+        return "" if title.lower() in question.question.lower() else title
 
     def _embed(self, questions: Sequence[Question], pixels: QuestionPixels) -> np.ndarray:
         if pixels is None:
@@ -214,14 +249,15 @@ class Reranker:
 
 
 class TwoPassReranker:
-    """VLP's relevance, read twice, together with the retriever's similarity.
+    """VLP's relevance together with the retriever's similarity, over one or two hops.
 
-    Ours, beyond the paper. The second reading has the title of the retriever's best source
-    behind the question, which leads to the second source of a two-hop question.
+    Ours, beyond the paper. Where the title of the retriever's best source is news, the other
+    candidates are read again with that title behind the question: that finds the second source
+    of a two-hop question.
 
     Args:
       weight: of the similarity; see `webqa.interpolate`.
-      second_pass: candidates that are read a second time, those the retriever likes best.
+      second_pass: candidates that are read in the second hop, those the retriever likes best.
     """
 
     def __init__(
@@ -241,22 +277,28 @@ class TwoPassReranker:
         pixels: QuestionPixels = None,
     ) -> list[Ranking]:
         """The same sources by the interpolated probability, best first."""
-        relevance, similarity = self.read(questions, candidates, pixels)
-        return webqa.interpolate(relevance, similarity, self.weight)
+        return webqa.combine(self.read(questions, candidates, pixels), self.weight)
 
     def read(
         self,
         questions: Sequence[Question],
         candidates: Sequence[Ranking],
         pixels: QuestionPixels = None,
-    ) -> tuple[list[Ranking], list[Ranking]]:
-        """VLP's relevance after both passes, and the retriever's similarity."""
-        similarity = self.retriever.search_restricted(questions, candidates, pixels)
-        first = self.reranker.score(questions, candidates)
-        again = [webqa.top(ranking, self.second_pass) for ranking in similarity]
-        hints = self.retriever.titles_of_best(similarity)
-        second = self.reranker.score(questions, again, hints)
-        return best_of(first, second), similarity
+    ) -> list[webqa.Hop]:
+        """VLP's relevance and the retriever's similarity in the first and the second hop."""
+        first, second, hints = self.retriever.hops(questions, candidates, pixels)
+        second = [webqa.top(ranking, self.second_pass) for ranking in second]
+        again = [i for i, ranking in enumerate(second) if ranking.sources]
+        relevance = list(second)  # no second hop, nothing to score
+        scored = self.reranker.score(
+            [questions[i] for i in again], [second[i] for i in again], [hints[i] for i in again]
+        )
+        for i, ranking in zip(again, scored, strict=True):
+            relevance[i] = ranking
+        return [
+            webqa.Hop(self.reranker.score(questions, candidates), first),
+            webqa.Hop(relevance, second),
+        ]
 
 
 class Reader:
@@ -399,7 +441,12 @@ def _read_run(folder: str | os.PathLike, tasks: tuple[str, ...]) -> tuple[Config
             f"{folder}: holds a model of task {metadata.get('task')!r}, {' or '.join(tasks)} was "
             "expected; name the workdir of such a training run."
         )
-    config = ConfigDict(read_json(folder / "config.json")["config"])
+    config = read_config(folder)
+    if config.get("task") != metadata["task"]:
+        raise UserError(
+            f"{folder / 'config.json'}: is not of the run that model.json belongs to; copy the run "
+            "anew or train it again in a new --workdir."
+        )
     return config, load_tokenizer(folder / "tokenizer.json")
 
 

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_jsonl, write_json, write_jsonl
+from mmqa_jax.core.files import (
+    no_empty_folders,
+    read_jsonl,
+    read_text,
+    write_json,
+    write_jsonl,
+)
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus, open_corpus, prepare_interchange, prepare_webqa_format
+from mmqa_jax.data.records import refuse_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.systems import webqa
 
@@ -22,30 +29,52 @@ _EMBEDDINGS, _INDEX, _RUN = "embeddings", "index", "embed.json"
 _KS = (1, 2, 5, 10, 20)
 
 
-def prepare(dataset: str, raw: Path | None, out: Path) -> dict[str, Any]:
-    """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw."""
-    if dataset == "atlas":
-        if raw is not None:
-            raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
-        return prepare_atlas(out)
-    if raw is None:
+def prepare(
+    dataset: str,
+    raw: Path | None,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    max_broken_pictures: int | None = None,
+) -> dict[str, Any]:
+    """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
+
+    Args:
+      overwrite: replace the corpus that lies in `out`.
+      max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
+    """
+    if max_broken_pictures is not None and max_broken_pictures < 0:
+        raise UserError(
+            f"--max_broken_pictures={max_broken_pictures}: 0 or more was expected; give a larger "
+            "number."
+        )
+    if dataset == "atlas" and raw is not None:
+        raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
+    if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
-    if not raw.is_dir():
+    if raw is not None and not raw.is_dir():
         raise UserError(f"--raw={raw}: no such folder; check the path.")
-    with Progress("Preparing", None, "records") as progress:
-        if dataset == "corpus":
-            manifest = prepare_interchange(raw, out, progress=progress.reach)
-        else:
-            manifest = _prepare_official(raw, "WebQA", out, progress)
+    check_out(out, folder=True)
+    if not overwrite:
+        refuse_corpus(out)
+    options = {"overwrite": overwrite, "max_broken_pictures": max_broken_pictures}
+    with no_empty_folders(out):
+        if dataset == "atlas":
+            return prepare_atlas(out, **options)
+        with Progress("Preparing", None, "records") as progress:
+            if dataset == "corpus":
+                manifest = prepare_interchange(raw, out, progress=progress.reach, **options)
+            else:
+                manifest = _prepare_official(raw, "WebQA", out, progress, **options)
     return _summary(manifest, out)
 
 
-def prepare_atlas(out: Path, countries: int = 0, *, overwrite: bool = False) -> dict[str, Any]:
+def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, Any]:
     """Builds Atlas in `out`/raw (WebQA's official formats) and prepares it in `out`.
 
     Args:
       countries: how many countries; 0 = all.
-      overwrite: replace what an earlier attempt prepared in `out`.
+      options: of `prepare`; what an earlier attempt left in `out`/raw is taken as it is.
     """
     from mmqa_jax.data.datasets.atlas import build_atlas
 
@@ -54,23 +83,33 @@ def prepare_atlas(out: Path, countries: int = 0, *, overwrite: bool = False) -> 
         with Progress("Making Atlas", None, "steps") as progress:
             build_atlas(raw, limit_countries=countries or None, progress=_stage(progress))
     with Progress("Preparing", None, "records") as progress:
-        manifest = _prepare_official(raw, "atlas", out, progress, name="atlas", overwrite=overwrite)
+        manifest = _prepare_official(raw, "atlas", out, progress, name="atlas", **options)
     return _summary(manifest, out)
 
 
-def embed(data: Path, model: Path, out: Path) -> dict[str, Any]:
-    """Embeds every source of a corpus; goes on where an interrupted job stopped."""
+def embed(data: Path, model: Path, out: Path, *, overwrite: bool = False) -> dict[str, Any]:
+    """Embeds every source of a corpus; goes on where an interrupted job stopped.
+
+    Args:
+      overwrite: replace embeddings of another model or corpus that lie in `out`.
+    """
     from mmqa_jax.core import startup
     from mmqa_jax.data.images import PictureStore
     from mmqa_jax.systems.parts import load_embedder
 
+    check_out(out / _EMBEDDINGS, folder=True)
     startup.start()
     corpus = open_corpus(data)
     embedder, config = load_embedder(model)
     pictures = PictureStore(corpus, config.pictures.size, config.pictures.resize)
     with Progress("Embedding sources", len(corpus), "sources") as progress:
         embeddings = embedder.embed_sources(
-            corpus, pictures, out / _EMBEDDINGS, shard_rows=1024, on_progress=progress.reach
+            corpus,
+            pictures,
+            out / _EMBEDDINGS,
+            shard_rows=1024,
+            overwrite=overwrite,
+            on_progress=progress.reach,
         )
     write_json(out / _RUN, {"data": str(data), "model": str(model)})
     rows, dim = embeddings.vectors.shape
@@ -126,7 +165,7 @@ def search(
     check_top_k(top_k)
     check_out(out)
     if method != "bm25" and not (model and index_dir):
-        raise UserError(f"--method={method} needs --model and --index.")
+        raise UserError(f"--method={method} needs --model and --index; give both.")
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
     retrievers: list[Any] = []
@@ -179,7 +218,10 @@ def answer(
     from mmqa_jax.systems.parts import load_reader
 
     if not 0 <= threshold <= 1:
-        raise UserError(f"--threshold={threshold}: a probability from 0 to 1 was expected.")
+        raise UserError(
+            f"--threshold={threshold}: a probability from 0 to 1 was expected; give one, such as "
+            "0.2."
+        )
     check_out(out)
     startup.start()
     corpus = open_corpus(data)
@@ -226,7 +268,7 @@ def evaluate(
     console = Console()
     if predictions.suffix == ".jsonl" and _holds_rankings(predictions):
         if only_given:
-            questions = _among(questions, read_rankings(predictions))
+            questions = _among(questions, read_rankings(predictions), predictions)
         rankings = read_rankings(predictions, [q.id for q in questions], corpus.row)
         found = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
         recall = {
@@ -239,7 +281,7 @@ def evaluate(
     else:
         given = read_submission(predictions, corpus)
     if only_given:
-        questions = _among(questions, given)
+        questions = _among(questions, given, predictions)
     answers = score_answers(questions, given, lemmatizer=lemmatizer)
     sources = score_sources(questions, given) if any(q.positives for q in questions) else None
     console.print(to_rich(answer_table(f"{dataset}, {split}", answers)))
@@ -262,10 +304,10 @@ def split_questions(corpus: Corpus, data: Path, split: str) -> list[Question]:
     questions = corpus.questions(split)
     if not questions:
         known = sorted({question.split for question in corpus.questions()})
-        raise UserError(
-            f"--split={split}: {data} has no such questions; choose one of "
-            f"{', '.join(known) or 'none: the corpus has no questions'}."
-        )
+        remedy = f"choose one of {', '.join(known)}"
+        if not known:
+            remedy = "the corpus has no questions at all, prepare it with some"
+        raise UserError(f"--split={split}: {data} has no such questions; {remedy}.")
     return questions
 
 
@@ -287,12 +329,17 @@ def read_predictions(path: Path, source_ids: Container[str] | None = None) -> li
     predictions = []
     for number, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
-            raise UserError(f'{path}, line {number}: expected an object with a text "question_id".')
+            raise UserError(
+                f'{path}, line {number}: expected an object with a text "question_id"; correct '
+                "that line."
+            )
         if not isinstance(row.get("answer", ""), str):
-            raise UserError(f'{path}, line {number}: "answer" must be text.')
+            raise UserError(f'{path}, line {number}: "answer" must be text; correct that line.')
         sources = row.get("sources", [])
         if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
-            raise UserError(f'{path}, line {number}: "sources" must be a list of id strings.')
+            raise UserError(
+                f'{path}, line {number}: "sources" must be a list of id strings; correct that line.'
+            )
         for name in sources:
             if source_ids is not None and name not in source_ids:
                 raise UserError(
@@ -308,23 +355,33 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _among(questions: Sequence[Question], given: Sequence[Prediction | Ranking]) -> list[Question]:
-    """The questions that were predicted or ranked."""
+def _among(
+    questions: Sequence[Question], given: Sequence[Prediction | Ranking], path: Path
+) -> list[Question]:
+    """The questions that the file `path` predicts or ranks; UserError where there are none."""
     held = {row.question_id for row in given}
-    return [question for question in questions if question.id in held]
+    kept = [question for question in questions if question.id in held]
+    if not kept:
+        raise UserError(
+            f"--only_given: {path} holds none of the {len(questions)} questions of this split; "
+            "name another file or --split."
+        )
+    return kept
 
 
 def check_top_k(top_k: int) -> None:
     """UserError for a --top_k below 1."""
     if top_k < 1:
-        raise UserError(f"--top_k={top_k}: at least 1 was expected.")
+        raise UserError(f"--top_k={top_k}: at least 1 was expected; give a larger number.")
 
 
-def check_out(path: Path) -> None:
-    """UserError where no file can be written: before hours of work, not after them."""
-    if path.is_dir():
+def check_out(path: Path, *, folder: bool = False) -> None:
+    """UserError where no file (or folder) can be written: before hours of work, not after them."""
+    if path.is_dir() and not folder:
         raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    here = path.absolute()
+    places = (here, *here.parents) if folder else here.parents
+    parent = next(place for place in places if os.path.exists(place))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"--out={path}: {parent} is no folder to write to; name another path.")
 
@@ -340,7 +397,7 @@ def _prepare_official(
     out: Path,
     progress: Progress,
     name: str = "webqa",
-    overwrite: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     train_val, test = raw / f"{prefix}_train_val.json", raw / f"{prefix}_test.json"
     if not train_val.exists():
@@ -357,9 +414,9 @@ def _prepare_official(
         out,
         corpus_json=extra if extra.exists() else None,
         name=name,
-        attribution=notice.read_text(encoding="utf-8") if notice.exists() else "",
-        overwrite=overwrite,
+        attribution=read_text(notice) if notice.exists() else "",
         progress=progress.reach,
+        **options,
     )
 
 
@@ -377,6 +434,7 @@ def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
         print(attribution)  # with its line break: JSON may follow
     if broken := manifest["broken_pictures"]:
         shown = ", ".join(list(broken)[:5]) + (", ..." if len(broken) > 5 else "")
-        print(f"{len(broken)} pictures are broken and left out: {shown}", file=sys.stderr)
+        are = "picture is" if len(broken) == 1 else "pictures are"
+        print(f"{len(broken)} {are} broken and left out: {shown}", file=sys.stderr)
     kept = ("name", "fingerprint", "counts", "splits", "broken_pictures")
     return {**{key: manifest[key] for key in kept}, "data": str(out)}

@@ -9,20 +9,22 @@ The paper's settings, each a few lines over the same three parts:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.webqa import source_f1
-from mmqa_jax.retrieval.rankings import by_score
+from mmqa_jax.retrieval.rankings import best_of, by_score
 
 # Grid of the dev sweep; the paper settles on 0.2 (section 6.1).
-THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Weights of the retriever's cosine beside VLP's log-odds; 0 is the paper's VLP alone.
-WEIGHTS = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0)
+WEIGHTS = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
 
 
 class Retriever(Protocol):
@@ -80,6 +82,33 @@ def answer_full_scale(
     return reader.answer(questions, select_sources(relevance, threshold))
 
 
+def answer_settings(
+    questions: Sequence[Question], reader: Reader, cited: Mapping[str, Sequence[Ranking]]
+) -> dict[str, list[Prediction]]:
+    """Answers in several settings; the same question with the same sources is read only once.
+
+    Args:
+      cited: setting -> the sources of every question.
+    """
+    place: dict[tuple[str, tuple[str, ...]], int] = {}
+    asked, shown = [], []
+    for rankings in cited.values():
+        for question, ranking in zip(questions, rankings, strict=True):
+            if place.setdefault((question.id, ranking.sources), len(asked)) == len(asked):
+                asked.append(question)
+                shown.append(ranking)
+    answers = reader.answer(asked, shown)
+    return {
+        setting: [
+            dataclasses.replace(
+                answers[place[ranking.question_id, ranking.sources]], source_scores=ranking.scores
+            )
+            for ranking in rankings
+        ]
+        for setting, rankings in cited.items()
+    }
+
+
 def gold_ranking(question: Question) -> Ranking:
     """The question's gold sources, all with score 1."""
     return Ranking(question.id, question.positives, (1.0,) * len(question.positives))
@@ -108,18 +137,19 @@ def restricted_candidates(questions: Sequence[Question], corpus: Corpus) -> list
 
 
 def select_sources(
-    relevance: Sequence[Ranking], threshold: float, max_sources: int = 2
+    relevance: Sequence[Ranking], threshold: float, max_sources: int = 2, min_sources: int = 1
 ) -> list[Ranking]:
     """The sources to cite: the best always, others when P(relevant) > threshold.
 
     WebQA's full-scale selection (section 6.2) keeps two at most; so do the readers.
+    `min_sources=0` lets a question go without, as one that brings its own picture may.
     """
     selected = []
     for ranking in relevance:
         kept = [
             position
             for position, score in enumerate(ranking.scores[:max_sources])
-            if position == 0 or score > threshold
+            if position < min_sources or score > threshold
         ]
         selected.append(
             Ranking(
@@ -129,6 +159,23 @@ def select_sources(
             )
         )
     return selected
+
+
+class Hop(NamedTuple):
+    """What one hop says of its sources; a question without that hop has empty rankings."""
+
+    relevance: Sequence[Ranking]  # by VLP's P(relevant)
+    similarity: Sequence[Ranking]  # by the retriever's cosine
+
+
+def combine(hops: Sequence[Hop], weight: float) -> list[Ranking]:
+    """Every source with the higher of its interpolated probabilities over the hops (ours)."""
+    return functools.reduce(best_of, (interpolate(*hop, weight) for hop in hops))
+
+
+def relevance_alone(hops: Sequence[Hop]) -> list[Ranking]:
+    """The higher of VLP's probabilities over the hops, without the similarity."""
+    return functools.reduce(best_of, (hop.relevance for hop in hops))
 
 
 def interpolate(
@@ -152,7 +199,7 @@ def interpolate(
 
 
 def tune_selection(
-    questions: Sequence[Question], relevance: Sequence[Ranking], similarity: Sequence[Ranking]
+    questions: Sequence[Question], hops: Sequence[Hop]
 ) -> tuple[float, float, dict[tuple[float, float], float]]:
     """Weight of the similarity and threshold with the best source F1 (on dev), and all tried.
 
@@ -161,7 +208,7 @@ def tune_selection(
     """
     tuned, sweep = {}, {}
     for weight in WEIGHTS:
-        mixed = interpolate(relevance, similarity, weight)
+        mixed = combine(hops, weight)
         tuned[weight], tried = tune_threshold(questions, mixed)
         sweep.update({(weight, threshold): f1 for threshold, f1 in tried.items()})
     best = max(WEIGHTS, key=lambda weight: (sweep[weight, tuned[weight]], -weight))

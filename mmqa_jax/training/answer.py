@@ -35,7 +35,8 @@ class AnswerTask:
         at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
         context = Context(hidden, inputs.input_ids, inputs.context_mask)
         log_probs = model.log_probs_of(at_masks, context, batch["masked_ids"])  # [B, P]
-        weights = batch["masked_weights"]
+        # A name that stands in no source cannot be asked of a model that only copies names.
+        weights = batch["masked_weights"] * model.sayable(context, batch["masked_ids"])
         total = weights.sum() + 1e-5
         right = (log_probs > jnp.log(0.5)).astype(jnp.float32)
         return -(log_probs * weights).sum() / total, {"accuracy": (right * weights).sum() / total}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 import signal
 import sys
 import threading
@@ -23,12 +24,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.checkpoint import Checkpoints, save_params
-from mmqa_jax.core.config import config_fingerprint
+from mmqa_jax.core.config import check_section, config_fingerprint, parameters_of
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.training.optimizer import make_optimizer, read_options
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
 from mmqa_jax.training.state import (
     Task,
     TrainState,
@@ -46,13 +47,15 @@ Evaluate = Callable[[nnx.Module, int], Mapping[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class LoopOptions:
+    """The section `train` of a config, without `optimizer` and `rules`; see `train`."""
+
     steps: int
-    log_every: int
-    checkpoint_every: int
-    evaluate_every: int
-    accumulate: int
-    keep: int
+    log_every: int = 10
+    checkpoint_every: int = 500
+    evaluate_every: int = 0
+    accumulate: int = 1
+    keep: int = 2
 
 
 def train(
@@ -73,8 +76,7 @@ def train(
     Args:
       config: the section `train` of a config: `steps`, `optimizer` (see OptimizerOptions), and,
         with these defaults, `log_every` 10, `checkpoint_every` 500, `evaluate_every` 0 (only at
-        the end), `accumulate` 1, `keep` 2 (checkpoints), `rules` (logical -> mesh axes). Keys
-        of the task (batch size, lengths) may stand beside them.
+        the end), `accumulate` 1, `keep` 2 (checkpoints), `rules` (logical -> mesh axes).
       task: model and loss.
       batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis
         the batch of this process. A step is compiled once per shape. Entries `ids` or `index`
@@ -99,7 +101,7 @@ def train(
         is saved), or data that ends too early.
       SystemExit: SIGTERM or Ctrl-C, after saving (code 143 or 130).
     """
-    options = _read(config)
+    options = read_section(config)
     rules = tuple((name, axes) for name, axes in config.get("rules") or DEFAULT_RULES)
     optimizer, schedule = make_optimizer(read_options(config["optimizer"]), options.steps)
     model = split_model(task, seed)
@@ -158,7 +160,7 @@ class _Run:
 
     def __init__(
         self,
-        options: _Options,
+        options: LoopOptions,
         checkpoints: Checkpoints,
         metrics: MetricsWriter,
         progress: Progress,
@@ -291,39 +293,49 @@ def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) 
         ids = {key: batch[key] for key in _ID_KEYS if key in batch}
         batch = {key: value for key, value in batch.items() if key not in _ID_KEYS}
     sharding = batch_sharding(mesh)
-    parts = accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
     for leaf in jax.tree.leaves(batch):
         size = np.shape(leaf)[0] * jax.process_count() if np.ndim(leaf) else 0
-        if size % parts or not size:
-            raise UserError(
-                f"batch of {size}: must be a multiple of {parts} (train.accumulate x mesh axes "
-                "data and fsdp); change the batch size or the mesh."
-            )
+        check_batch_size(size, mesh, accumulate)
     return jax.tree.map(
         lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch
     ), ids
 
 
-def _read(config: Mapping[str, Any]) -> _Options:
-    defaults = {
-        "log_every": 10,
-        "checkpoint_every": 500,
-        "evaluate_every": 0,
-        "accumulate": 1,
-        "keep": 2,
-    }
-    for key in ("steps", "optimizer"):
-        if key not in config:
-            raise UserError(f"config section train: key {key!r} is missing; add it.")
-    values = {"steps": config["steps"]}
-    values.update({key: config.get(key, default) for key, default in defaults.items()})
-    for key, value in values.items():
-        lowest = 0 if key in ("evaluate_every", "checkpoint_every") else 1
-        if not isinstance(value, int) or value < lowest:
+def read_section(config: Mapping[str, Any]) -> LoopOptions:
+    """Reads the section `train`; UserError for an unknown or missing key or a bad value."""
+    known, needed = parameters_of(LoopOptions)
+    check_section(
+        config, "train", {**known, "optimizer": dict, "rules": Any}, [*needed, "optimizer"]
+    )
+    check_section(config["optimizer"], "train.optimizer", *parameters_of(OptimizerOptions))
+    optimizer = read_options(config["optimizer"])
+    for pattern in (optimizer.no_decay, *(pattern for pattern, _ in optimizer.multipliers)):
+        try:
+            re.compile(pattern)
+        except re.error as error:
             raise UserError(
-                f"config key train.{key}={value}: a whole number of at least {lowest} was expected."
+                f"config section train.optimizer: {pattern!r} is no regular expression ({error}); "
+                "correct it."
+            ) from error
+    options = LoopOptions(**{key: config[key] for key in known if key in config})
+    for key, value in dataclasses.asdict(options).items():
+        lowest = 0 if key in ("evaluate_every", "checkpoint_every") else 1
+        if value < lowest:
+            raise UserError(
+                f"config key train.{key}={value}: a whole number of at least {lowest} was "
+                "expected; give a larger one."
             )
-    return _Options(**values)
+    return options
+
+
+def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
+    """UserError where a batch over all processes cannot be split."""
+    parts = accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
+    if size % parts or size < 1:
+        raise UserError(
+            f"batch of {size}: must be a multiple of {parts} (train.accumulate x mesh axes "
+            "data and fsdp); change batches.batch_size or the mesh."
+        )
 
 
 def _quiet() -> bool | None:

@@ -39,6 +39,9 @@ from mmqa_jax.training.state import Task
 from mmqa_jax.weights.bert import fill_bert, minilm_path
 from mmqa_jax.weights.vlp import init_vlp_from_bert, load_vlp
 
+# Of the section `batches`, what goes to FeedConfig: key -> type.
+FEED_KEYS = {"batch_size": int, "slack": int, "threads": int}
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -80,8 +83,8 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece:
 
     Args:
       name: `minilm`; `minilm:corpus`, of its tokens those that the corpus and the training
-        questions need; `corpus:N`, a WordPiece of N tokens trained on them; or the path of a
-        tokenizer.json.
+        questions need, the answers' words first; `corpus:N`, a WordPiece of N tokens trained on
+        them; or the path of a tokenizer.json.
       corpus: what it is trained on.
       folder: of the run; a tokenizer that is already there is taken.
     """
@@ -91,7 +94,8 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece:
     if name == "minilm":
         tokenizer = minilm_tokenizer()
     elif name == "minilm:corpus":
-        tokenizer = restrict_vocabulary(minilm_tokenizer(), _all_texts(corpus))
+        texts, answers = _all_texts(corpus), _answers(corpus)
+        tokenizer = restrict_vocabulary(minilm_tokenizer(), texts, first=answers)
     elif name.startswith("corpus:"):
         size = name.removeprefix("corpus:")
         if not size.isdigit():
@@ -110,14 +114,24 @@ def _all_texts(corpus: Corpus) -> list[str]:
     return texts
 
 
+def _answers(corpus: Corpus) -> list[str]:
+    return [answer for question in corpus.questions("train") for answer in question.answers]
+
+
 def make_regions(config: ConfigDict) -> PatchRegions:
     """A picture's regions as the config's VLP reads them."""
     model = config.model
+    if "patch" not in model:
+        raise UserError(
+            f"config key model.patch is missing: regions of frontend {model.frontend} cannot be "
+            "read yet; use the frontend patches."
+        )
     return PatchRegions(
         config.pictures.size,
         model.patch,
         whole=model.get("whole", False),
         colors=model.get("colors", False),
+        where=model.get("where", False),
     )
 
 
@@ -127,16 +141,20 @@ def make_vlp_config(config: ConfigDict, tokenizer: WordPiece) -> VLPConfig:
     return vlp_from_config({**config.model, "region_positions": positions}, tokenizer.vocab_size)
 
 
-def make_packer(config: ConfigDict, tokenizer: WordPiece) -> Packer:
-    """The packer of VLP sequences for the config's pictures and token budgets."""
+def make_packing(config: ConfigDict) -> PackingConfig:
+    """Shapes of VLP sequences for the config's pictures and token budgets."""
     regions = make_regions(config)
-    packing = PackingConfig(
+    return PackingConfig(
         slots_per_picture=regions.slots,
         region_dim=regions.dim,
         position_dim=regions.position_dim,
         **config.packing.to_dict(),
     )
-    return Packer(tokenizer, packing)
+
+
+def make_packer(config: ConfigDict, tokenizer: WordPiece) -> Packer:
+    """The packer of VLP sequences as the config describes them."""
+    return Packer(tokenizer, make_packing(config))
 
 
 def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> SourceReader:
@@ -155,7 +173,7 @@ def _contrastive(
         make_source_reader(config, corpus, tokenizer),
         questions,
         _feed(config),
-        **_options(config, ("query_length", "source_lengths", "num_negatives", "two_pass")),
+        **_options(config),
     )
 
     def fill(dual_encoder: Any) -> None:
@@ -175,7 +193,7 @@ def _rerank(
         questions,
         make_packer(config, tokenizer),
         _feed(config, inputs=VLPInputs),
-        **_options(config, ("choices_per_question", "alike_share", "hint_prob")),
+        **_options(config),
     )
     return Recipe(
         RerankTask(model), batches, _vlp_fill(config, tokenizer), "Training the source selector"
@@ -192,7 +210,7 @@ def _answer(
         make_packer(config, tokenizer),
         MaskingConfig(**config.masking.to_dict()),
         _feed(config, inputs=VLPInputs),
-        **_options(config, ("max_sources", "distractor_prob", "no_source_prob")),
+        **_options(config),
     )
     return Recipe(AnswerTask(model), batches, _vlp_fill(config, tokenizer), "Training the reader")
 
@@ -206,7 +224,13 @@ def _vlp_fill(config: ConfigDict, tokenizer: WordPiece) -> Callable[[Any], None]
             load_vlp(config.init, vlp, source_head=False)
         else:
             rows, layers = _word_rows(config, tokenizer), vlp.config.bert.layers
-            init_vlp_from_bert(vlp, _bert_folder(config), num_layers=layers, rows=rows)
+            init_vlp_from_bert(
+                vlp,
+                _bert_folder(config),
+                num_layers=layers,
+                rows=rows,
+                new_types=config.get("new_types", ()),
+            )
 
     return fill
 
@@ -243,5 +267,6 @@ def _augmentation(section: Mapping[str, Any]) -> Augment | None:
     return AtlasAugment(**section)
 
 
-def _options(config: ConfigDict, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: config.batches[name] for name in names if name in config.batches}
+def _options(config: ConfigDict) -> dict[str, Any]:
+    """Of the section `batches`, what goes to the task's own pipeline."""
+    return {key: value for key, value in config.batches.items() if key not in FEED_KEYS}

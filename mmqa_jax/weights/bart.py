@@ -15,20 +15,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
+from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
     Transform,
+    abstract_model,
     load_into,
     norm_rules,
     save_model,
     transformer_rules,
 )
-from mmqa_jax.weights.safetensors_io import SafetensorsSource, TensorSource
-from mmqa_jax.weights.torch_io import TorchSource
+from mmqa_jax.weights.sources import open_source
 
 _ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
 _BIAS = "final_logits_bias"
@@ -93,8 +93,8 @@ def load_bart(
     A folder without `final_logits_bias` has zeros there, as in transformers.
 
     Args:
-      folder: with transformers' `config.json` and `model.safetensors` or `pytorch_model.bin`.
-      state_dict: a torch file of all tensors that takes the place of the folder's: BARTScore's
+      folder: with transformers' `config.json` and weights (see `open_source`).
+      state_dict: a file of all tensors that takes the place of the folder's: BARTScore's
         `bart.pth` (ParaBank2) over bart-large-cnn's folder, of which only `config.json` is read.
       mesh: where the parameters go, each tensor straight onto its shards; None is the default
         device.
@@ -109,14 +109,11 @@ def load_bart(
     folder = Path(folder)
     file = folder / "config.json"
     config = dataclasses.replace(BartConfig.from_hf(read_json(file), str(file)), **changes)
-    source = _folder_source(folder) if state_dict is None else TorchSource([state_dict])
+    source = open_source(folder if state_dict is None else state_dict)
 
-    def typed(leaf, sharding=None):
-        return jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=sharding)
-
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Bart(config, rngs=nnx.Rngs(0))))
-    shardings = () if mesh is None else (state_shardings(state, mesh, rules),)
-    state = jax.tree.map(typed, state, *shardings)
+    graphdef, state = abstract_model(
+        lambda: Bart(config, rngs=nnx.Rngs(0)), mesh, rules, param_dtype
+    )
     key_map = bart_key_map()
     if state_dict is None and _BIAS not in source.specs():
         empty = state[_BIAS].get_value()
@@ -146,10 +143,3 @@ def save_bart(
     save_model(folder / "model.safetensors", state, key_map)
     dtype = np.dtype(jax.tree.leaves(state)[0].dtype).name
     write_json(folder / "config.json", config.to_hf() | {"torch_dtype": dtype} | dict(more or {}))
-
-
-def _folder_source(folder: Path) -> TensorSource:
-    torch_file = folder / "pytorch_model.bin"
-    if torch_file.exists() and not any(folder.glob("model*.safetensors*")):
-        return TorchSource([torch_file])
-    return SafetensorsSource(folder)

@@ -24,7 +24,7 @@ from mmqa_jax.weights.keymap import (
     norm_rules,
     transformer_rules,
 )
-from mmqa_jax.weights.safetensors_io import SafetensorsSource
+from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {
     "attention.self.query": "query",
@@ -168,7 +168,7 @@ def word_rows(key_map: KeyMap, rows: np.ndarray | None) -> KeyMap:
 def load_bert(
     folder: str | os.PathLike, *, num_layers: int | None = None, pooler: bool = False
 ) -> tuple[BertConfig, nnx.State]:
-    """Reads a folder with `config.json` and safetensors of a BERT encoder.
+    """Reads a folder with `config.json` and weights (see `open_source`) of a BERT encoder.
 
     Args:
       folder: as `BertModel.save_pretrained` writes it, e.g. `minilm_path()`.
@@ -185,7 +185,7 @@ def load_bert(
     config = dataclasses.replace(published, pooler=pooler, layers=num_layers or published.layers)
     key_map = first_layers(bert_key_map(config), config.layers, published.layers)
     abstract = nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))
-    return config, load_into(nnx.state(abstract), key_map, SafetensorsSource(folder))
+    return config, load_into(nnx.state(abstract), key_map, open_source(folder))
 
 
 def fill_bert(
@@ -212,7 +212,7 @@ def fill_bert(
     wanted = trunk_layers(model.config, published, folder, num_layers)
     key_map = first_layers(bert_key_map(model.config), wanted, published.layers)
     key_map = word_rows(key_map, rows)
-    nnx.update(model, load_into(nnx.state(model), key_map, SafetensorsSource(folder)))
+    nnx.update(model, load_into(nnx.state(model), key_map, open_source(folder)))
 
 
 def trunk_layers(

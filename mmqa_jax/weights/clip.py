@@ -21,7 +21,7 @@ from mmqa_jax.weights.keymap import (
     norm_rules,
     transformer_rules,
 )
-from mmqa_jax.weights.safetensors_io import SafetensorsSource
+from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {
     "self_attn.q_proj": "q",
@@ -94,7 +94,8 @@ def clip_config(published: Mapping[str, Any]) -> CLIPConfig:
 
 
 def load_clip(folder: str | os.PathLike) -> tuple[CLIPConfig, nnx.State]:
-    """Reads a folder written by `CLIPModel.save_pretrained` (config.json, safetensors).
+    """Reads a folder written by `CLIPModel.save_pretrained` (config.json, and weights: see
+    `open_source`).
 
     Returns:
       The config and the filled state of `CLIP(config)`; merge with `nnx.update(model, state)`.
@@ -111,5 +112,5 @@ def load_clip(folder: str | os.PathLike) -> tuple[CLIPConfig, nnx.State]:
         )
     config = clip_config(published)
     abstract = nnx.eval_shape(lambda: CLIP(config, rngs=nnx.Rngs(0)))
-    state = load_into(nnx.state(abstract), clip_key_map(config), SafetensorsSource(folder))
+    state = load_into(nnx.state(abstract), clip_key_map(config), open_source(folder))
     return config, state

@@ -23,8 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
 from mmqa_jax.weights.safetensors_io import TensorSource, write_safetensors
 
 _SHOWN = 10  # offenders listed of each kind
@@ -110,6 +112,29 @@ class _Assignment:
     source_key: str
     slot: tuple[int, ...]  # leading indices into the parameter; () is the whole
     transform: Transform
+
+
+def abstract_model(
+    build: Callable[[], nnx.Module],
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+    param_dtype: str = "float32",
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """A model as shapes with dtypes and shardings, for `load_into`; nothing is allocated.
+
+    Args:
+      build: makes the model; it is traced, not run.
+      mesh: where the parameters go; None is the default device.
+      rules: logical axis -> mesh axis.
+      param_dtype: of all parameters.
+    """
+
+    def typed(leaf, sharding=None):
+        return jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=sharding)
+
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    shardings = () if mesh is None else (state_shardings(state, mesh, rules),)
+    return graphdef, jax.tree.map(typed, state, *shardings)
 
 
 def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.State:

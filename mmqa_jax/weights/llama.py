@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
+from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.weights.keymap import (
@@ -29,10 +29,12 @@ from mmqa_jax.weights.keymap import (
     Rule,
     StateSource,
     Transform,
+    abstract_model,
     load_into,
 )
-from mmqa_jax.weights.safetensors_io import SafetensorsSource, TensorSource, write_safetensors
-from mmqa_jax.weights.torch_io import TorchFile, TorchSource
+from mmqa_jax.weights.safetensors_io import TensorSource, write_safetensors
+from mmqa_jax.weights.sources import open_source
+from mmqa_jax.weights.torch_io import TorchFile
 
 _BUFFERS = r"rotary_emb\.inv_freq$"
 _SHARD_BYTES = 5_000_000_000  # of an exported safetensors file, as transformers' default
@@ -196,25 +198,10 @@ def load_llama(
     """
     config, key_map, source = open_llama(path)
     config = dataclasses.replace(config, **changes)
-    graphdef, state = abstract_llama(config, mesh, rules, param_dtype)
+    graphdef, state = abstract_model(
+        lambda: Llama(config, rngs=nnx.Rngs(0)), mesh, rules, param_dtype
+    )
     return nnx.merge(graphdef, load_into(state, key_map, source))
-
-
-def abstract_llama(
-    config: LlamaConfig,
-    mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
-    param_dtype: str = "float32",
-) -> tuple[nnx.GraphDef, nnx.State]:
-    """A Llama as shapes with dtypes and shardings; nothing is allocated."""
-
-    def typed(leaf, sharding=None):
-        return jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=sharding)
-
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    if mesh is None:
-        return graphdef, jax.tree.map(typed, state)
-    return graphdef, jax.tree.map(typed, state, state_shardings(state, mesh, rules))
 
 
 def save_llama(
@@ -272,22 +259,7 @@ def open_hf(folder: str | os.PathLike) -> LlamaCheckpoint:
     folder = Path(folder)
     file = folder / "config.json"
     config = LlamaConfig.from_hf(read_json(file), str(file))
-    return LlamaCheckpoint(config, llama_key_map(config), _hf_source(folder))
-
-
-def _hf_source(folder: Path) -> TensorSource:
-    if any(folder.glob("model*.safetensors*")):
-        return SafetensorsSource(folder)
-    index, single = folder / "pytorch_model.bin.index.json", folder / "pytorch_model.bin"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{index}: has no `weight_map`; fetch the index file again.")
-        names = sorted(set(weight_map.values()))
-        return TorchSource([folder / name for name in names], str(folder))
-    if single.exists():
-        return TorchSource([single])
-    return SafetensorsSource(folder)  # says what was expected
+    return LlamaCheckpoint(config, llama_key_map(config), open_source(folder))
 
 
 def open_meta(folder: str | os.PathLike) -> LlamaCheckpoint:

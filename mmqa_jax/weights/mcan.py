@@ -25,8 +25,9 @@ from mmqa_jax.weights.keymap import (
     load_into,
     norm_rules,
 )
-from mmqa_jax.weights.published import PublishedSource, open_published, renames
+from mmqa_jax.weights.published import PublishedSource, renames
 from mmqa_jax.weights.safetensors_io import TensorSource
+from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {"linear_q": "query", "linear_k": "key", "linear_v": "value", "linear_merge": "out"}
 # Prophet's rope(q, k) is declared forward(k, q): what linear_k makes asks, what linear_q makes
@@ -124,7 +125,7 @@ def load_mcan(path: str | os.PathLike, model: MCAN, *, pretrained: bool = False)
     Raises:
       UserError: a missing or broken file, tensors or rotary positions that do not fit.
     """
-    source = open_published(path)
+    source = open_source(path)
     if pretrained:
         source = _with_new_answers(source, model.config)
     state = load_into(nnx.state(model), mcan_key_map(model.config), source)
@@ -139,7 +140,7 @@ def load_mcan_openvqa(path: str | os.PathLike, model: MCANOpenVQA) -> None:
       UserError: a missing or broken file, tensors that do not fit.
     """
     key_map = mcan_openvqa_key_map(model.config)
-    nnx.update(model, load_into(nnx.state(model), key_map, open_published(path)))
+    nnx.update(model, load_into(nnx.state(model), key_map, open_source(path)))
 
 
 def mcan_source(state: nnx.State, config: MCANConfig) -> PublishedSource:

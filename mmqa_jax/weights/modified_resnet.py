@@ -10,8 +10,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.modified_resnet import STRIDE, ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.weights.keymap import KeyMap, Rule, StateSource, Transform, linear_rules, load_into
-from mmqa_jax.weights.published import PublishedSource, open_published, renames
+from mmqa_jax.weights.published import PublishedSource, renames
 from mmqa_jax.weights.safetensors_io import TensorSource
+from mmqa_jax.weights.sources import open_source
 
 # Conv2d weight (out, in, 3, 3) <-> kernel [3, 3, in, out].
 _CONV_3X3 = Transform(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1))
@@ -105,7 +106,7 @@ def load_modified_resnet(
     Raises:
       UserError: a missing or broken file, another model, tensors that do not fit.
     """
-    source = open_published(path)
+    source = open_source(path)
     config = modified_resnet_config(source, **changes)
     abstract = nnx.eval_shape(lambda: ModifiedResNet(config, rngs=nnx.Rngs(0)))
     return config, load_into(nnx.state(abstract), modified_resnet_key_map(config), source)

@@ -1,7 +1,7 @@
 """Safetensors files read and written one tensor at a time.
 
-Nothing here holds more than one tensor in memory: files are memory-mapped, headers read
-first, tensors on request.
+Nothing here holds more than one tensor in memory: headers are read first, tensors on request,
+each by its place in the file. (Pages of a mapping would stay resident once they are touched.)
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
@@ -40,6 +40,8 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 _CODES = {name: code for code, name in _DTYPES.items()}
+
+SAFETENSORS = "model.safetensors"  # transformers' name in a folder
 
 
 class TensorSource(Protocol):
@@ -70,11 +72,19 @@ class ArraySource:
         return np.asarray(self._arrays[key])
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies: its file, the first byte, and what it is."""
+
+    file: Path
+    offset: int
+    spec: jax.ShapeDtypeStruct
+
+
 class SafetensorsSource:
-    """A safetensors file, or a folder with model.safetensors or its sharded index.
+    """A safetensors file, the index of a sharded one, or a folder with either.
 
     Args:
-      path: the file, or a folder as `save_pretrained` writes it.
+      path: the file, an index (`*.index.json`), or a folder as `save_pretrained` writes it.
 
     Raises:
       UserError: nothing there, a truncated or foreign file, an index that names a missing file.
@@ -82,33 +92,41 @@ class SafetensorsSource:
 
     def __init__(self, path: str | os.PathLike):
         self.name = str(path)
-        self._files = {}
-        self._specs: dict[str, jax.ShapeDtypeStruct] = {}
+        self._places: dict[str, _Place] = {}
         for file in _files_of(Path(path)):
-            handle = _open(file)
-            for key in handle.keys():  # noqa: SIM118  not a dict
-                view = handle.get_slice(key)
-                code = view.get_dtype()
-                if code not in _DTYPES:
-                    raise UserError(
-                        f"{file}, tensor {key!r}: type {code} is not supported; convert it to "
-                        "float32, float16 or bfloat16."
-                    )
-                if key in self._specs:
+            for key, place in _places(file).items():
+                if key in self._places:
                     raise UserError(
                         f"{path}: tensor {key!r} lies in two of its files; keep one of them."
                     )
-                shape = tuple(view.get_shape())
-                self._specs[key] = jax.ShapeDtypeStruct(shape, np.dtype(_DTYPES[code]))
-                self._files[key] = handle
+                self._places[key] = place
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor, by key, without reading any."""
-        return dict(self._specs)
+        return {key: place.spec for key, place in self._places.items()}
 
     def read(self, key: str) -> np.ndarray:
-        """Reads one tensor from the file."""
-        return self._files[key].get_tensor(key)
+        """Reads one tensor from the file.
+
+        Raises:
+          UserError: the file was removed or cut off since it was opened.
+        """
+        path, offset, spec = self._places[key]
+        data = np.empty(math.prod(spec.shape) * spec.dtype.itemsize, np.uint8)
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                size = file.readinto(data)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read any more ({error.strerror}); load it again."
+            ) from error
+        if size != data.nbytes:
+            raise UserError(
+                f"{path}, tensor {key!r}: {size} bytes are left of {data.nbytes}; the file "
+                "changed while it was read, load it again."
+            )
+        return data.view(spec.dtype).reshape(spec.shape)
 
 
 def write_safetensors(
@@ -154,32 +172,70 @@ def write_safetensors(
             raise ValueError(f"no tensor given for {', '.join(missing)}")
 
 
-def _open(file: Path):
-    try:
-        return safe_open(file, framework="numpy")
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file; check the path.") from error
-    except (SafetensorError, OSError) as error:
+def files_in(folder: Path, name: str) -> list[Path]:
+    """Files of a checkpoint in a folder: `name` itself or its shards; none if it has neither.
+
+    Raises:
+      UserError: the index of the shards is broken.
+    """
+    index = folder / f"{name}.index.json"
+    if (folder / name).exists():
+        return [folder / name]
+    return indexed_files(index) if index.exists() else []
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files that an index names: {"weight_map": {tensor: file beside the index}}.
+
+    Raises:
+      UserError: no such file, not JSON, or it names no files.
+    """
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not names or not all(isinstance(name, str) for name in names):
         raise UserError(
-            f"{file}: not a whole safetensors file ({error}); fetch or convert it again."
-        ) from error
+            f"{index}: has no `weight_map` of tensors to files; fetch the index file again."
+        )
+    return [index.parent / name for name in sorted(set(names))]
 
 
-def _files_of(path: Path) -> Iterator[Path]:
+def _files_of(path: Path) -> list[Path]:
+    if path.name.endswith(".index.json"):
+        return indexed_files(path)
     if not path.is_dir():
-        yield path
-        return
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if single.exists():
-        yield single
-    elif index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{index}: has no `weight_map`; fetch the index file again.")
-        yield from (path / name for name in sorted(set(weight_map.values())))
-    else:
+        return [path]
+    files = files_in(path, SAFETENSORS)
+    if not files:
         raise UserError(
-            f"{path}: holds neither model.safetensors nor model.safetensors.index.json; "
+            f"{path}: holds neither {SAFETENSORS} nor {SAFETENSORS}.index.json; "
             "give the folder or file of a safetensors checkpoint."
         )
+    return files
+
+
+def _places(path: Path) -> dict[str, _Place]:
+    """Reads a file's header."""
+    try:
+        # The library checks that header and size agree; it does not tell where tensors lie.
+        with safe_open(path, framework="numpy"), open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; check the path.") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path}: not a whole safetensors file ({error}); fetch or convert it again."
+        ) from error
+    header.pop("__metadata__", None)
+    found = {}
+    for key, entry in header.items():
+        code = entry["dtype"]
+        if code not in _DTYPES:
+            raise UserError(
+                f"{path}, tensor {key!r}: type {code} is not supported; convert it to "
+                "float32, float16 or bfloat16."
+            )
+        spec = jax.ShapeDtypeStruct(tuple(entry["shape"]), np.dtype(_DTYPES[code]))
+        found[key] = _Place(path, 8 + length + entry["data_offsets"][0], spec)
+    return found

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
-import re
-from pathlib import Path
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -29,7 +28,8 @@ from mmqa_jax.weights.bert import (
     word_rows,
 )
 from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, load_into
-from mmqa_jax.weights.safetensors_io import ArraySource, SafetensorsSource, TensorSource
+from mmqa_jax.weights.safetensors_io import SafetensorsSource
+from mmqa_jax.weights.sources import open_source
 
 # Rows of a two-row type table that fill VLP's six (modeling.py l.693-700): 2, 3, 4 <- 0; 5 <- 1.
 _TYPE_ROWS = np.array([0, 1, 0, 0, 0, 1])
@@ -79,7 +79,7 @@ def load_vlp(
     """Fills a VLP from a WebQA or VLP checkpoint, in place.
 
     Args:
-      path: a safetensors file or folder, or a torch file (`model.11.bin`; needs torch).
+      path: a file or folder (see `open_source`), e.g. `model.11.bin`.
       model: a VLP whose config has the checkpoint's sizes. A checkpoint with two token types
         fills six by VLP's rule.
       source_head: the checkpoint has the source-selection head; else it stays as it is.
@@ -89,7 +89,7 @@ def load_vlp(
     Raises:
       UserError: a missing or broken file, tensors that do not fit.
     """
-    source = open_checkpoint(path)
+    source = open_source(path)
     key_map = vlp_key_map(model.config, source_head=source_head)
     types = source.specs().get(_TYPE_TABLE)
     if types is not None:
@@ -108,6 +108,7 @@ def init_vlp_from_bert(
     *,
     num_layers: int | None = None,
     rows: np.ndarray | None = None,
+    new_types: Sequence[int] = (),
 ) -> None:
     """Fills a VLP's trunk from BERT or MiniLM weights, in place.
 
@@ -121,12 +122,20 @@ def init_vlp_from_bert(
       num_layers: take only the checkpoint's first so many layers, the number of the model's
         trunk; None demands that the numbers be equal.
       rows: see weights.bert.fill_bert.
+      new_types: token types that mean something the checkpoint has no type for (ours). To each
+        a random vector of length 1, that of a word, is added: a copy of another type, like
+        those VLP starts from, is told apart only after hundreds of steps.
 
     Raises:
-      UserError: the trunk's constants or sizes are not the checkpoint's.
+      UserError: no such token types, or the trunk's constants or sizes are not the checkpoint's.
     """
     published = read_bert_config(folder)
     trunk = model.config.bert
+    if not all(0 <= number < trunk.types for number in new_types):
+        raise UserError(
+            f"config key new_types={tuple(new_types)}: token types 0 to {trunk.types - 1} were "
+            "expected; change the config."
+        )
     # VLP's eps (1e-5) is not BERT's, yet VLP started from BERT: eps is not compared.
     wanted = trunk_layers(trunk, published, folder, num_layers, ("heads", "activation"))
     source = SafetensorsSource(folder)
@@ -142,45 +151,13 @@ def init_vlp_from_bert(
     key_map = _fit_types(key_map, published.types, trunk.types)
     key_map = word_rows(first_layers(key_map, wanted, published.layers), rows)
     nnx.update(model, load_into(nnx.state(model), key_map, source))
+    table = model.bert.embeddings.token_type.table
+    for number in new_types:
+        vector = jax.random.normal(jax.random.key(number), (trunk.hidden,), table.dtype)
+        table[...] = table[...].at[number].add(vector / jnp.linalg.norm(vector))
     if not has_head:
         kernel = model.mlm_head.dense.kernel
         kernel[...] = jnp.eye(trunk.hidden, dtype=kernel.dtype)
-
-
-def open_checkpoint(path: str | os.PathLike) -> TensorSource:
-    """Opens safetensors, or a torch file (`.bin`, `.pt`, `.pth`) without running its pickle.
-
-    Raises:
-      UserError: a missing or broken file, one that is no state dict, or torch is not installed.
-    """
-    path = Path(path)
-    if path.suffix not in (".bin", ".pt", ".pth"):
-        return SafetensorsSource(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; check the path.")
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(
-            f"{path}: reading a torch file needs torch; install it, or convert the file to "
-            "safetensors."
-        ) from error
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = re.split(r"[.\n]", str(error), maxsplit=1)[0]
-        raise UserError(
-            f"{path}: not a torch file of plain tensors ({reason}); fetch it again or convert it "
-            "to safetensors."
-        ) from error
-    if not isinstance(tensors, dict) or not all(torch.is_tensor(t) for t in tensors.values()):
-        raise UserError(f"{path}: not a state dict (names and tensors); give the weights alone.")
-    # numpy has no bfloat16 of torch's; float32 holds all of its values.
-    arrays = {
-        key: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        for key, tensor in tensors.items()
-    }
-    return ArraySource(arrays, str(path))
 
 
 def _fit_types(key_map: KeyMap, theirs: int, ours: int) -> KeyMap:

@@ -109,7 +109,9 @@ def test_a_state_dict_that_does_not_fit_is_named(large_cnn, tmp_path):
     assert "tensors that should be equal: lm_head.weight and model.shared.weight" in message(other)
     wide = tensors | {"final_logits_bias": torch.zeros(2, VOCAB)}
     assert "shapes that differ: final_logits_bias (2, 102)" in message(wide)
-    assert "not a state dict" in message({"state_dict": tensors})
+    torch.save({"state_dict": tensors, "epoch": 3}, pth)  # a training state is taken
+    assert same(load_bart(tmp_path, state_dict=pth), tensors)
+    assert "not a state dict" in message({"model": tensors})
     assert "not a state dict" in message(tensors | {"epoch": 3})
 
 

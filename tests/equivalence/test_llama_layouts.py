@@ -16,9 +16,8 @@ from safetensors.numpy import load_file, save_file
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.weights.keymap import StateSource, export
+from mmqa_jax.weights.keymap import StateSource, abstract_model, export
 from mmqa_jax.weights.llama import (
-    abstract_llama,
     llama_key_map,
     load_llama,
     meta_key_map,
@@ -284,7 +283,7 @@ TINY = LlamaConfig(vocab_size=20, hidden=16, layers=2, heads=2, kv_heads=1, mlp=
 @pytest.fixture(scope="module")
 def tiny():
     rng = np.random.default_rng(11)
-    graphdef, state = abstract_llama(TINY)
+    graphdef, state = abstract_model(lambda: Llama(TINY, rngs=nnx.Rngs(0)))
     return nnx.merge(
         graphdef,
         jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape).astype(np.float32)), state),

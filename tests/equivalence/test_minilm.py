@@ -195,6 +195,13 @@ def test_vlp_starts_from_minilm(ours):
         assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)), head
     with pytest.raises(UserError, match="give num_layers=3"):
         init_vlp_from_bert(model, minilm_path())
+    with pytest.raises(UserError, match=r"new_types=\(6,\): token types 0 to 5 were expected"):
+        init_vlp_from_bert(model, minilm_path(), num_layers=3, new_types=(6,))
+    # Types of our own start a word's length away from the row they are copied from.
+    init_vlp_from_bert(model, minilm_path(), num_layers=3, new_types=(1, 3))
+    moved = np.asarray(model.bert.embeddings.token_type.table[...]) - types[[0, 1, 0, 0, 0, 1]]
+    np.testing.assert_allclose(np.linalg.norm(moved, axis=1), [0, 1, 0, 1, 0, 0], atol=1e-5)
+    assert abs(moved[1] @ moved[3]) < 0.3
 
 
 def test_missing_package_says_how_to_install(monkeypatch):

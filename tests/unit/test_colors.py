@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from mmqa_jax.data.colors import COLOR_TERMS, color_shares, color_terms
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.atlas.pictures import PALETTE
-from mmqa_jax.data.examples import PatchRegions, RawSource
+from mmqa_jax.data.examples import PatchRegions, RawExample, RawSource, SourceReader
+from mmqa_jax.data.schema import Source
+from mmqa_jax.data.tokenizers import minilm_tokenizer
 
 RED, WHITE, BLUE = (210, 47, 39), (255, 255, 255), (30, 80, 160)
 
@@ -51,3 +54,34 @@ def test_regions_tell_where_colors_are_and_tags_name_them():
     tags = regions.tags(places)
     assert tags.regions == ("red",) * 3 + ("white",) * 3 + ("blue",) * 3 + ("red",)
     assert tags.picture == ("red", "blue", "white")
+
+
+def test_tags_can_say_which_color_lies_where():
+    pixels = np.zeros((12, 12, 3), np.uint8)
+    pixels[:, :4], pixels[:, 4:] = BLUE, RED
+    pixels[8:, 4:] = WHITE
+    regions = PatchRegions(12, 4, whole=True, colors=True, where=True)
+    _, places = regions(RawSource("flag", pixels=pixels))
+    tags = regions.tags(places)
+    assert tags.picture == ("red", "blue", "white")
+    assert " ".join(tags.parts) == (
+        "top red bottom white left blue right red center red "
+        "upper left blue upper right red lower left blue lower right white"
+    )
+
+
+def test_parts_are_read_where_one_picture_is_shown():
+    """Two pictures have no room for them, and are asked about as wholes."""
+    regions = PatchRegions(12, 4, colors=True, where=True)
+    flag = RawSource("flag", pixels=np.full((12, 12, 3), RED, np.uint8))
+    corpus = Corpus([Source("s", "text", "flag")], [])
+    reader = SourceReader(corpus, minilm_tokenizer(), None, regions, tags=regions.tags)
+
+    def text(*sources: RawSource) -> str:
+        tokens = reader.example(RawExample("what?", sources)).sources[0].tokens
+        return reader.tokenizer.decode(tokens)
+
+    assert text(flag, flag) == "flag red"
+    alone = text(flag, RawSource("a snippet"))
+    assert alone.startswith("flag top red bottom red left red")
+    assert alone.endswith("lower right red red")

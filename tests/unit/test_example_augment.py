@@ -179,3 +179,23 @@ def test_same_generator_same_result_and_nothing_is_kept():
     assert len({str(result) for result in first}) > 6
     assert vars(augment) == state
     assert fields(TWO_FLAGS) == before  # the example itself is left alone
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_key_words_change_with_the_answer(seed):
+    """New names and new colors reach the key words, so that they still stand in the answer."""
+    augment = AtlasAugment(entities=1.0, palette=1.0)
+    named = dataclasses.replace(TWO_HOP, keywords="Bahamas")
+    renamed = augment(named, np.random.default_rng(seed))
+    assert renamed.keywords != "Bahamas"
+    assert renamed.keywords in renamed.answer
+    colored = RawExample(
+        "Which color is on top of the flag of Chad?",
+        (RawSource("Flag of Chad", "Chad", flag("red", "white", "black"), 0),),
+        "It is red.",
+        record("Which color?", palette_safe=True),
+        "red",
+    )
+    changed = augment(colored, np.random.default_rng(seed))
+    assert changed.answer == f"It is {changed.keywords}."
+    assert changed.keywords == stripes(changed.sources[0].pixels)[0]

@@ -43,6 +43,22 @@ def test_crop_is_clips_preprocessing(shape, size):
     np.testing.assert_allclose(images.normalise(pixels), expected, atol=2e-6)
 
 
+def test_sample_mixes_no_colors():
+    """A checkerboard of two colors stays one; squashing it makes gray."""
+    board = np.indices((90, 60)).sum(axis=0) % 2 * np.array([[[255]]]).T  # [1, 90, 60]
+    image = Image.fromarray(np.repeat(board[0].astype(np.uint8)[..., None], 3, axis=2))
+    sampled, squashed = (images.to_pixels(image, 16, way) for way in ("sample", "squash"))
+    assert sampled.shape == (16, 16, 3)
+    assert set(np.unique(sampled)) <= {0, 255}
+    assert squashed.min() > 0  # gray
+    assert squashed.max() < 255
+    halves = np.zeros((40, 90, 3), np.uint8)
+    halves[:, 45:] = 255
+    expected = np.zeros((16, 16, 3), np.uint8)
+    expected[:, 8:] = 255
+    np.testing.assert_array_equal(images.to_pixels(Image.fromarray(halves), 16, "sample"), expected)
+
+
 def test_squash_scales_both_sides():
     image = Image.new("RGB", (80, 20), (255, 0, 0))
     image.paste((0, 0, 255), (40, 0, 80, 20))  # left red, right blue

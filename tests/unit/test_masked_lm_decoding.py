@@ -292,3 +292,37 @@ def test_a_copy_head_mixes_written_and_copied_words():
     one_by_one = model.log_probs_of(hidden, context, jnp.asarray(wanted))
     expected = np.take_along_axis(np.log(found), wanted[:, :, None], axis=2)[:, :, 0]
     np.testing.assert_allclose(one_by_one, expected, atol=1e-4)
+
+
+def test_words_beyond_the_written_ones_are_only_copied():
+    """Against a full head whose logits of the later words are -inf."""
+    rng = np.random.default_rng(0)
+    limited = VLP(dataclasses.replace(OURS, written_words=9), rngs=nnx.Rngs(0))
+    hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
+    ids, mask = jnp.asarray([[1, 12, 4, 12], [20, 8, 9, 3]]), jnp.asarray([[1, 1, 1, 0], [1] * 4])
+    keys = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32)
+    context = Context(keys, ids, mask.astype(bool))
+    found = np.exp(limited.word_log_probs(hidden, context))  # [B, P, V]
+
+    whole = VLP(OURS, rngs=nnx.Rngs(0))  # the same parameters
+    logits = np.array(whole.mlm_logits(hidden))
+    np.testing.assert_allclose(limited.mlm_logits(hidden), logits[:, :, :9], atol=1e-6)
+    logits[:, :, 9:] = -1e9
+    expected = whole.copy_head(hidden, jnp.asarray(logits), context, 23)
+    np.testing.assert_allclose(found, np.exp(expected), atol=1e-6)
+    np.testing.assert_allclose(found.sum(-1), 1.0, atol=1e-5)
+    assert found[0, :, 13:].max() < 1e-15
+    assert found[0, :, 12].min() > 0
+
+    wanted = jnp.asarray([[12, 13, 2], [9, 8, 22]])
+    sayable = np.asarray(limited.sayable(context, wanted))
+    np.testing.assert_array_equal(sayable, [[True, False, True], [True, True, False]])
+    one_by_one = np.exp(limited.log_probs_of(hidden, context, wanted))
+    picked = np.take_along_axis(found, np.asarray(wanted)[:, :, None], axis=2)[:, :, 0]
+    np.testing.assert_allclose(one_by_one[sayable], picked[sayable], atol=1e-6)
+    assert np.asarray(whole.sayable(context, wanted)).all()
+
+
+def test_written_words_without_a_copy_head_are_refused():
+    with pytest.raises(UserError, match=r"model\.written_words .* set model.copy_head too"):
+        dataclasses.replace(CONFIG, written_words=9)

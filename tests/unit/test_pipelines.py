@@ -334,6 +334,27 @@ def test_a_distractor_joins_single_gold_sources_at_the_given_rate(reader, packer
     assert 0.22 < counts[1, False] / (counts[1, False] + counts[1, True]) < 0.38
 
 
+def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
+    """Of 20 texts beside 10 pictures half are left out: as many texts as pictures are shown."""
+    questions = [
+        dataclasses.replace(question, category="text" if place % 3 else "picture")
+        for place, question in enumerate(QUESTIONS)
+    ]
+    seen = []
+    for seed in range(40):
+        iterator = answer_batches(
+            reader, questions, packer, MaskingConfig(), FeedConfig(2, seed=seed, threads=0),
+            shares={"text": 0.5},
+        )  # fmt: skip
+        first = [next(iterator) for _ in range(6)]  # of about 10
+        shown = {int(place) for b in first for place in b["index"]}
+        seen.append(sum(questions[place].category == "text" for place in shown) / len(shown))
+    whole = answer_batches(reader, questions, packer, MaskingConfig(), FeedConfig(2, threads=0))
+    shown = {int(place) for b in epoch_of(whole, 34, 2) for place in b["index"]}
+    assert shown == set(range(30))
+    assert 0.42 < np.mean(seen) < 0.58  # two thirds without shares
+
+
 def test_question_only_hides_all_sources(reader, packer):
     iterator = answer_batches(
         reader, QUESTIONS, packer, MaskingConfig(), FeedConfig(8, threads=0), no_source_prob=1.0

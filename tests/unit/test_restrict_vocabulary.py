@@ -119,6 +119,18 @@ def test_it_depends_on_the_texts_alone(full, small, corpus):
     assert full.vocab_size == 30_522  # the tokenizer it was made from is left alone
 
 
+def test_words_of_the_first_texts_come_first(full, corpus):
+    answers = ["yes", "red", "red", "no, red", "yes"]
+    small = restrict_vocabulary(full, corpus, first=answers)
+    words = [small.token(i) for i in range(small.vocab_size)]
+    assert words[:9] == [*SPECIAL_TOKENS, "red", "yes", ",", "no"]
+    plain = restrict_vocabulary(full, [*corpus, *answers])
+    assert sorted(words) == sorted(plain.token(i) for i in range(plain.vocab_size))
+    rest = [full.token_id(word) for word in words[9:]]
+    assert rest == sorted(rest)
+    assert small.encode("no, red") == [words.index(word) for word in ("no", ",", "red")]
+
+
 def test_tokens_that_the_pretrained_vocabulary_lacks_are_named(full):
     other = train_wordpiece(["Ouagadougou Yamoussoukro " * 5], 60, lowercase=True)
     with pytest.raises(UserError, match=r"\d+ of its tokens are not in the pretrained vocabulary"):

@@ -230,6 +230,23 @@ def test_masking_is_80_10_10_and_reaches_every_answer_token(packer):
     assert places[5:10].min() / places[5:10].max() > 0.85
 
 
+@pytest.mark.parametrize("probes", [False, True])
+def test_key_words_of_the_answer_weigh_more(tokenizer, probes):
+    """The predicted key words share the further weight."""
+    config = PackingConfig(((0, 40),), 3, 2, 1, max_question_tokens=5, max_answer_tokens=8)
+    packer = Packer(tokenizer, config)
+    example = Example(
+        (SourceTokens([11, 12]),), [21], [1001, 1002, 1003, 1002], keywords=[1002, 999]
+    )
+    masking = MaskingConfig(1.0, 8, probes=probes, keyword_weight=6.0)
+    packed = packer.pack_for_answer(example, 0, masking, np.random.default_rng(0))
+    assert packed["masked_ids"].tolist() == [1001, 1002, 1003, 1002, SEP, 0, 0, 0]
+    assert packed["masked_weights"].tolist() == [1.0, 4.0, 1.0, 4.0, 1.0, 0.0, 0.0, 0.0]
+    plain = dataclasses.replace(masking, keyword_weight=0.0)
+    packed = packer.pack_for_answer(example, 0, plain, np.random.default_rng(0))
+    assert packed["masked_weights"].tolist() == [1.0] * 5 + [0.0] * 3
+
+
 def test_per_source_types_bind_captions_to_their_pictures(tokenizer):
     packer = Packer(tokenizer, dataclasses.replace(SMALL, per_source=True))
     sources = (SourceTokens([11, 12], picture(3)), SourceTokens([13], picture(2)))

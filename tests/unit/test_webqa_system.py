@@ -49,6 +49,36 @@ class Parts:
         return [Prediction(q.id, "so", c.sources) for q, c in zip(questions, cited, strict=True)]
 
 
+def test_settings_that_cite_the_same_are_read_once():
+    """Every setting gets the answers that reading it alone gives, with its own scores."""
+
+    class Reader:
+        def __init__(self):
+            self.read: list[tuple[str, tuple[str, ...]]] = []
+
+        def answer(self, questions, cited):
+            self.read += [(q.id, c.sources) for q, c in zip(questions, cited, strict=True)]
+            return [
+                Prediction(q.id, f"{q.id} from {'+'.join(c.sources)}", c.sources, c.scores)
+                for q, c in zip(questions, cited, strict=True)
+            ]
+
+    questions = [question("x"), question("y")]
+    cited = {
+        "oracle": [ranking("x", a=1.0, b=1.0), ranking("y", c=1.0)],
+        "restricted": [ranking("x", b=0.9, a=0.8), ranking("y", c=0.7)],
+        "full": [ranking("x", a=0.6, b=0.5), ranking("y", d=0.4)],
+    }
+    reader = Reader()
+    answers = webqa.answer_settings(questions, reader, cited)
+    assert sorted(reader.read) == sorted(
+        [("x", ("a", "b")), ("x", ("b", "a")), ("y", ("c",)), ("y", ("d",))]
+    )
+    assert answers == {
+        setting: Reader().answer(questions, rankings) for setting, rankings in cited.items()
+    }
+
+
 def test_the_best_source_always_and_a_second_one_above_the_threshold():
     relevance = [
         ranking("low", a=0.1, b=0.09),
@@ -155,7 +185,7 @@ def test_weight_and_threshold_are_the_best_of_all_tried():
         questions.append(question(f"q{number}", "a", "b"))
         relevance.append(ranking(f"q{number}", b=p, a=p - 0.05))
         similarity.append(ranking(f"q{number}", a=0.8, b=0.8 - rng.uniform(0.02, 0.2)))
-    weight, threshold, sweep = webqa.tune_selection(questions, relevance, similarity)
+    weight, threshold, sweep = webqa.tune_selection(questions, [webqa.Hop(relevance, similarity)])
     assert len(sweep) == len(webqa.WEIGHTS) * len(webqa.THRESHOLDS)
     for (tried, at), value in sweep.items():
         mixed = webqa.interpolate(relevance, similarity, tried)
@@ -166,7 +196,7 @@ def test_weight_and_threshold_are_the_best_of_all_tried():
     assert sweep[weight, threshold] > max(sweep[0.0, t] for t in webqa.THRESHOLDS) + 0.1
     # Where the similarity says nothing new, it is left out.
     alike = [ranking(r.question_id, a=0.5, b=0.5) for r in relevance]
-    assert webqa.tune_selection(questions, relevance, alike)[0] == 0.0
+    assert webqa.tune_selection(questions, [webqa.Hop(relevance, alike)])[0] == 0.0
 
 
 def test_question_only_and_oracle_read_nothing_and_the_gold_sources():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import check_text, read_json, write_json
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question, Source
 
@@ -74,6 +74,7 @@ class Release:
             place = f"{path}, Guid {guid}"
             if not isinstance(datum, dict):
                 raise UserError(f"{place}: is {_kind(datum)}; expected an object with Q and facts.")
+            check_text({guid: datum}, place)
             listed = {key: self._add_facts(datum, key, place) for key in _FACT_LISTS}
             if facts_only:
                 continue
@@ -281,12 +282,16 @@ def read_submission(path: PathLike, corpus: Corpus | None = None) -> list[Predic
     for guid, row in data.items():
         place = f"{path}, Guid {guid}"
         if not isinstance(row, dict) or not isinstance(row.get("answer"), str):
-            raise UserError(f'{place}: expected {{"sources": [...], "answer": "..."}}.')
+            raise UserError(
+                f'{place}: {{"sources": [...], "answer": "..."}} was expected; correct it.'
+            )
         sources = row.get("sources")
         if not isinstance(sources, list) or not all(
             isinstance(name, int | str) and not isinstance(name, bool) for name in sources
         ):
-            raise UserError(f"{place}: sources must be a list of image_id and snippet_id.")
+            raise UserError(
+                f"{place}: sources must be a list of image_id and snippet_id; correct it."
+            )
         names = [canonical.get(guid, {}).get(str(name), str(name)) for name in sources]
         predictions.append(Prediction(guid, row["answer"], tuple(names)))
     return predictions

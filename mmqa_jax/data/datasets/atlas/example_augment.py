@@ -41,25 +41,29 @@ class AtlasAugment:
         # Wrong sources get new names too: else a made-up name would tell the right ones.
         entities = [*entities, *(s.title for s in raw.sources if s.title and s.title in s.text)]
         texts = [text for source in raw.sources for text in (source.text, source.title)]
-        question, texts, answer, _ = replace_entities(
-            raw.question, texts, raw.answer, "", entities, self._names, rng
+        question, texts, answer, keywords = replace_entities(
+            raw.question, texts, raw.answer, raw.keywords, entities, self._names, rng
         )
         sources = tuple(
             dataclasses.replace(source, text=texts[2 * i], title=texts[2 * i + 1])
             for i, source in enumerate(raw.sources)
         )
-        return dataclasses.replace(raw, question=question, sources=sources, answer=answer)
+        return dataclasses.replace(
+            raw, question=question, sources=sources, answer=answer, keywords=keywords
+        )
 
     def _recolored(self, raw: RawExample, rng: np.random.Generator) -> RawExample:
         shown = [source.pixels for source in raw.sources if source.pixels is not None]
         if not shown:
             return raw
-        pixels, (question, answer) = permute_palette(
-            np.stack(shown), [raw.question, raw.answer], rng
+        pixels, (question, answer, keywords) = permute_palette(
+            np.stack(shown), [raw.question, raw.answer, raw.keywords], rng
         )
         recolored = iter(pixels)
         sources = tuple(
             source if source.pixels is None else dataclasses.replace(source, pixels=next(recolored))
             for source in raw.sources
         )
-        return dataclasses.replace(raw, question=question, sources=sources, answer=answer)
+        return dataclasses.replace(
+            raw, question=question, sources=sources, answer=answer, keywords=keywords
+        )

@@ -1,0 +1,143 @@
+"""What a config alone tells about a training run, checked before the run writes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import check_section, parameters_of
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import MESH_AXES, make_mesh
+from mmqa_jax.data.images import Resize
+from mmqa_jax.data.pipelines import answer_batches, contrastive_batches, rerank_batches
+from mmqa_jax.data.sequences import MaskingConfig, PackingConfig
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
+from mmqa_jax.training.loop import check_batch_size, read_section
+from mmqa_jax.training.recipes import FEED_KEYS, make_packing, make_regions
+
+_BATCHES = {
+    "contrastive": contrastive_batches,
+    "rerank": rerank_batches,
+    "answer": answer_batches,
+}
+# Key -> type, of what no dataclass or function describes.
+_VALUES = {"task": str, "seed": int, "tokenizer": str, "init": str}
+_DATA = {"dir": str, "split": str}
+_PICTURES = {"size": int, "resize": Resize}
+_AUGMENT = {"entities": float, "palette": float}
+_DUAL_ENCODER = {
+    "clip": str,
+    "trunk": str,
+    "changes": dict,
+    "vision": dict,
+    "fusion": str,
+    "picture_gate": float,
+}
+_VLP = {
+    "trunk": str,
+    "changes": dict,
+    "frontend": str,
+    "patch": int,
+    "whole": bool,
+    "where": bool,
+    "colors": bool,
+    "tags": bool,
+    "visual_hidden": tuple[int, ...],
+    "copy_head": bool,
+    "written_words": int | None,
+}
+_INFERENCE: dict[str, dict[str, Any]] = {
+    "contrastive": {"batch_size": int, "buckets": tuple[int, ...]},
+    "rerank": {"batch_size": int},
+    "answer": {
+        "batch_size": int,
+        "num_beams": int,
+        "max_new_tokens": int,
+        "length_penalty": float,
+    },
+}
+_ANY_VOCABULARY = 30_522  # the real one is not known yet, and no other size depends on it
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses an experiment's config that cannot be trained, as far as the config tells.
+
+    Raises:
+      UserError: a key that is unknown or missing, a value of another type, sizes that do not fit
+        together or the devices.
+    """
+    task = config.get("task")
+    if task not in list(_BATCHES):
+        raise UserError(f"config key task={task}: unknown; use one of {', '.join(_BATCHES)}.")
+    sections = ["data", "mesh", "pictures", "model", "batches", "train", "inference"]
+    sections += ["packing"] * (task != "contrastive") + ["masking"] * (task == "answer")
+    known = {**_VALUES, **dict.fromkeys(sections, dict)}
+    check_section(config, "", {**known, "augment": dict, "new_types": tuple[int, ...]}, known)
+    check_section(config.data, "data", _DATA, _DATA)
+    check_section(config.mesh, "mesh", dict.fromkeys(MESH_AXES, int))
+    check_section(config.pictures, "pictures", _PICTURES, _PICTURES)
+    check_section(config.get("augment", {}), "augment", _AUGMENT)
+    known = _INFERENCE[task]
+    optional = {"only_best": bool} if task == "answer" else {}
+    check_section(config.inference, "inference", {**known, **optional}, known)
+    known, needed = parameters_of(
+        _BATCHES[task], "reader", "questions", "packer", "masking", "feed"
+    )
+    check_section(config.batches, "batches", {**FEED_KEYS, **known}, ["batch_size", *needed])
+    if task == "contrastive":
+        _check_dual_encoder(config)
+    else:
+        _check_vlp(config)
+    options = read_section(config.train)
+    check_batch_size(
+        config.batches.batch_size, make_mesh(config.mesh.to_dict()), options.accumulate
+    )
+
+
+def _check_dual_encoder(config: ConfigDict) -> None:
+    model = config.model
+    needed = ["fusion", "picture_gate"] + ["trunk"] * (not model.get("clip"))
+    check_section(model, "model", _DUAL_ENCODER, needed)
+    _check_sizes(model.get("changes", {}), "model.changes", BertConfig)
+    _check_sizes(model.get("vision", {}), "model.vision", VisionConfig)
+    side = dual_encoder_from_config(model, _ANY_VOCABULARY).vision.image_size
+    if config.pictures.size != side:
+        raise UserError(
+            f"config key pictures.size={config.pictures.size}: the vision tower takes {side}; set "
+            "pictures.size and model.vision.image_size to the same number."
+        )
+
+
+def _check_vlp(config: ConfigDict) -> None:
+    model = config.model
+    patch = ["patch"] * (model.get("frontend") == "patches")
+    check_section(model, "model", _VLP, ["trunk", "frontend", *patch])
+    _check_sizes(model.get("changes", {}), "model.changes", BertConfig)
+    taken = vlp_from_config(model, _ANY_VOCABULARY).region_features
+    given = make_regions(config).dim
+    if given != taken:
+        raise UserError(
+            f"config key model.frontend={model.frontend}: takes regions of {taken} values, "
+            f"patches of side {model.patch} have {given}; use the frontend patches."
+        )
+    check_section(
+        config.packing,
+        "packing",
+        *parameters_of(PackingConfig, "slots_per_picture", "region_dim", "position_dim"),
+    )
+    make_packing(config)
+    if config.task == "answer":
+        check_section(config.masking, "masking", *parameters_of(MaskingConfig))
+
+
+def _check_sizes(section: Any, name: str, fields: type) -> None:
+    known, _ = parameters_of(fields)
+    check_section(section, name, known)
+    for key, value in section.items():
+        if known[key] is int and value < 1:
+            raise UserError(
+                f"config key {name}.{key}={value}: at least 1 was expected; give a larger number."
+            )

@@ -1,0 +1,49 @@
+"""Checkpoints opened by what lies at a path, whatever their format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.weights.safetensors_io import (
+    SAFETENSORS,
+    SafetensorsSource,
+    TensorSource,
+    files_in,
+    indexed_files,
+)
+from mmqa_jax.weights.torch_io import TORCH_SUFFIXES, TorchSource
+
+_TORCH = "pytorch_model.bin"
+
+
+def open_source(path: str | os.PathLike) -> TensorSource:
+    """Opens a checkpoint's tensors, reading headers only.
+
+    Args:
+      path: a safetensors file; a torch file (`.bin`, `.pkl`, `.pt`, `.pth`; see TorchFile for
+        what it may hold); the index of either's shards (`*.index.json`); or a folder with
+        transformers' `model.safetensors` or `pytorch_model.bin`, whole or as shards with their
+        index. Where a folder has both, safetensors are read.
+
+    Raises:
+      UserError: nothing there, a missing or broken file, one that holds anything but named
+        tensors, or torch is not installed and needed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if files_in(path, SAFETENSORS):
+            return SafetensorsSource(path)
+        files = files_in(path, _TORCH)
+        if not files:
+            raise UserError(
+                f"{path}: holds neither {SAFETENSORS} nor {_TORCH}, nor an index of their "
+                "shards; give the folder or the file of a checkpoint."
+            )
+        return TorchSource(files, str(files[0] if len(files) == 1 else path))
+    if path.name.endswith(".bin.index.json"):
+        return TorchSource(indexed_files(path), str(path))
+    if path.suffix in TORCH_SUFFIXES:
+        return TorchSource([path])
+    return SafetensorsSource(path)

