@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -83,6 +84,7 @@ def check_config(config: ConfigDict) -> None:
     known = _INFERENCE[task]
     optional = {"only_best": bool} if task == "answer" else {}
     check_section(config.inference, "inference", {**known, **optional}, known)
+    _check_positive(config.inference, "inference", known)
     known, needed = parameters_of(
         _BATCHES[task], "reader", "questions", "packer", "masking", "feed"
     )
@@ -136,8 +138,13 @@ def _check_vlp(config: ConfigDict) -> None:
 def _check_sizes(section: Any, name: str, fields: type) -> None:
     known, _ = parameters_of(fields)
     check_section(section, name, known)
+    _check_positive(section, name, known)
+
+
+def _check_positive(section: Any, name: str, known: Mapping[str, Any]) -> None:
+    """Every whole number of these sections is a size or a count."""
     for key, value in section.items():
-        if known[key] is int and value < 1:
+        if known.get(key) is int and value < 1:
             raise UserError(
                 f"config key {name}.{key}={value}: at least 1 was expected; give a larger number."
             )

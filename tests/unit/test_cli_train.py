@@ -86,6 +86,7 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         ("c.model.chnges = {}", r"model\.chnges: unknown; did you mean 'changes'"),
         ("c.model.changes.layer = 1", r"model\.changes\.layer: unknown; did you mean 'layers'"),
         ("c.inference.num_beams = 5", r"inference\.num_beams: unknown"),
+        ("c.inference.batch_size = 0", r"inference\.batch_size=0: at least 1 was expected"),
         ("c.masking = {}", r"key masking: unknown"),
         ("c.modle = {}", r"key modle: unknown; did you mean 'model'"),
         ("del c.mesh", r"key mesh is missing; add it"),
