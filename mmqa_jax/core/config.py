@@ -325,6 +325,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return all(_fits(item, inner[0]) for item in value)
     if kind is dict:
         return isinstance(value, Mapping | ConfigDict)
+    if origin is dict:
+        return _fits(value, dict) and all(_fits(item, inner[1]) for item in value.values())
     if kind is Any or (isinstance(value, bool) and kind is not bool):
         return kind is Any  # python counts True as 1
     return isinstance(value, int | float if kind is float else kind)

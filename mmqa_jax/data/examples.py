@@ -231,6 +231,7 @@ class SourceReader:
         if regions is None or self._tags is None:
             return SourceTokens(self.tokens(source), regions)
         tags = self._tags(regions[1])
+        # The colors last: what is listed ends where the text ends.
         said = (*(tags.parts if alone else ()), *tags.picture)
         words = [token for word in said for token in self._tag(word)]
         in_slots = [self._tag(word)[0] for word in tags.regions]

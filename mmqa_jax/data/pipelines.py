@@ -240,7 +240,7 @@ def answer_batches(
     distractor_prob: float = 0.0,
     shuffle_sources: bool = True,
     no_source_prob: float = 0.0,
-    shares: dict | None = None,
+    shares: dict[str, float] | None = None,
 ) -> grain.DatasetIterator[Packed]:
     """Questions with their gold sources and partly masked answers, for masked-LM training.
 
@@ -264,12 +264,25 @@ def answer_batches(
     for name, value in (("distractor_prob", distractor_prob), ("no_source_prob", no_source_prob)):
         if not 0 <= value <= 1:
             raise UserError(f"{name}={value}: a probability in 0..1 was expected.")
+    shares = shares or {}
+    categories = {questions[i].category for i in kept}
+    for name, value in shares.items():
+        if name not in categories:
+            raise UserError(
+                f"config key batches.shares.{name}: no question is of this category; use one of "
+                f"{', '.join(sorted(categories))}."
+            )
+        if not 0 < value <= 1:
+            raise UserError(
+                f"config key batches.shares.{name}={value}: a share above 0, 1 at most, was "
+                "expected; change it."
+            )
     shown = [] if no_source_prob == 1 else kept
     golds = {i: np.array(reader.corpus.positive_rows(questions[i])[:max_sources]) for i in shown}
     negatives = {i: _negative_rows(reader, questions[i]) for i in shown if distractor_prob}
     asked = TokenTable(reader.tokenizer, [clean(q.question) for q in questions])
     keywords = TokenTable(reader.tokenizer, [clean(q.keywords) for q in questions])
-    chances = np.array([(shares or {}).get(questions[i].category, 1.0) for i in kept])
+    chances = np.array([shares.get(questions[i].category, 1.0) for i in kept])
     wordings = [len(questions[i].answers) for i in kept]
     first_wording = np.cumsum([0, *wordings])
     answers = TokenTable(

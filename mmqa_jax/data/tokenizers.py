@@ -13,7 +13,7 @@ from jaxtyping import Int
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write
+from mmqa_jax.core.files import atomic_write, read_text
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _TOKENIZE_ROWS = 4096
@@ -124,12 +124,7 @@ def load_tokenizer(path: str | os.PathLike) -> WordPiece:
     Raises:
       UserError: no such file, not a tokenizer, not WordPiece, or a special token is missing.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{path}: the tokenizer cannot be read ({error.strerror}); give a tokenizer.json."
-        ) from error
+    text = read_text(path)
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception for every mistake

@@ -47,6 +47,11 @@ class VLPConfig:
     written_words: int | None = None
 
     def __post_init__(self):
+        if self.written_words is not None and self.written_words < 1:
+            raise UserError(
+                f"config key model.written_words={self.written_words}: at least 1 was expected; "
+                "give a larger number or leave it out."
+            )
         if self.written_words is not None and not self.copy_head:
             raise UserError(
                 "config key model.written_words limits what is written, so that all else must be "

@@ -18,6 +18,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.images import decode, load_picture_file, to_pixels
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.systems import stages, webqa
+from mmqa_jax.training.run import read_config
 
 
 class Answerer:
@@ -34,7 +35,7 @@ class Answerer:
         self.corpus: Corpus = open_corpus(folder / "data")
         tuned = read_json(needed)
         self.threshold = tuned["threshold"]
-        config = read_json(folder / "config.json")["config"]
+        config = read_config(folder)
         self.top_k = config["select"]["top_k"]
         # Retriever and reader may look at pictures of different sizes.
         self.seen, self.read = (config[task]["pictures"] for task in ("contrastive", "answer"))

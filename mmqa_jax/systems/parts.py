@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,9 @@ class DenseRetriever:
         if not ranking.sources:
             return ""
         title = self.corpus.sources[self.corpus.row[ranking.sources[0]]].title
-        return "" if title.lower() in question.question.lower() else title
+        # Whole words: a question about Nigeria does not name Niger.
+        named = re.search(rf"(?<!\w){re.escape(title)}(?!\w)", question.question, re.IGNORECASE)
+        return "" if named else title
 
     def _embed(self, questions: Sequence[Question], pixels: QuestionPixels) -> np.ndarray:
         if pixels is None:

@@ -16,7 +16,7 @@ class AnswerTask:
     """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
 
     The original's normalisation: summed over the batch, divided by the number of masked
-    tokens + 1e-5.
+    tokens + 1e-5; where tokens have weights (MaskingConfig.keyword_weight), by their sum.
     """
 
     config: VLPConfig
@@ -28,7 +28,10 @@ class AnswerTask:
     def loss(
         self, model: VLP, batch: dict, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss per masked token, and the share of them that got most of the probability."""
+        """Mean loss per masked token, and the share of them that got most of the probability.
+
+        Both by the tokens' weights.
+        """
         inputs = batch["inputs"]
         hidden = model.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
         positions = batch["masked_positions"]  # [B, P]

@@ -118,6 +118,12 @@ def _check_vlp(config: ConfigDict) -> None:
     patch = ["patch"] * (model.get("frontend") == "patches")
     check_section(model, "model", _VLP, ["trunk", "frontend", *patch])
     _check_sizes(model.get("changes", {}), "model.changes", BertConfig)
+    if model.get("written_words") and not config.tokenizer.startswith(("minilm:corpus", "corpus:")):
+        raise UserError(
+            f"config key model.written_words={model.written_words}: writes the first words of the "
+            f"vocabulary, but tokenizer {config.tokenizer} does not put common ones first; set "
+            "tokenizer to minilm:corpus or leave model.written_words out."
+        )
     taken = vlp_from_config(model, _ANY_VOCABULARY).region_features
     given = make_regions(config).dim
     if given != taken:
