@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.weights.registry import NAMES, describe
 
 Result = dict[str, Any]
 _INTERRUPTED = 130
@@ -127,6 +128,49 @@ def _parser() -> argparse.ArgumentParser:
         "--max_broken_pictures",
         type=int,
         help="pictures that may be broken and are left out (1 in 100, at least 10)",
+    )
+
+    convert = verb(
+        "convert",
+        _convert,
+        "turn published weights into Orbax weights for any mesh, or back into safetensors.",
+        "mmqa convert --model=llama --source=downloads/SmolLM2-135M --out=weights/smollm2",
+    )
+    convert.description += (
+        " A layout is known by its content. The way back: --source=weights/smollm2 --export=hf.\n\n"
+        f"models, what is read, and what --export=hf writes:\n{describe()}"
+    )
+    convert.add_argument(
+        "--model", required=True, choices=NAMES, metavar="NAME", help=f"one of {', '.join(NAMES)}"
+    )
+    convert.add_argument(
+        "--source", required=True, metavar="PATH", help="checkpoint file or folder"
+    )
+    convert.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    convert.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of the parameters (the source's: bfloat16 if all of it is, float32 else)",
+    )
+    convert.add_argument(
+        "--export",
+        choices=("hf",),
+        help="write safetensors and config.json instead, from a converted folder or any source",
+    )
+    convert.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a config value that the checkpoint does not tell, e.g. --set bert.heads=12",
+    )
+    convert.add_argument(
+        "--clip",
+        metavar="DIR",
+        help="llava: its CLIP, where the checkpoint has no vision tower",
+    )
+    convert.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier conversion in --out"
     )
 
     train = verb(
@@ -313,6 +357,24 @@ def _prepare(arguments: argparse.Namespace) -> Result:
         Path(arguments.out),
         overwrite=arguments.overwrite,
         max_broken_pictures=arguments.max_broken_pictures,
+    )
+
+
+def _convert(arguments: argparse.Namespace) -> Result:
+    import jax
+
+    from mmqa_jax.weights.convert import convert
+
+    jax.config.update("jax_platforms", "cpu")  # needs no accelerator, nor shall it hold one
+    return convert(
+        arguments.model,
+        Path(arguments.source),
+        Path(arguments.out),
+        dtype=arguments.dtype,
+        export=arguments.export,
+        overwrite=arguments.overwrite,
+        changes=arguments.set,
+        clip=Path(arguments.clip) if arguments.clip else None,
     )
 
 

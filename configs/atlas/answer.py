@@ -15,7 +15,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
     # Token types that MiniLM has nothing like: words that match the question, the second source.
-    config.new_types = (1, 3)
+    config.new_types = (0, 1, 3)
     config.pictures = {"size": 48, "resize": "sample"}
     config.model = {
         "trunk": "minilm_l6",
@@ -31,12 +31,12 @@ def get_config(mode: str = "") -> ConfigDict:
         "written_words": 1000,
     }
     config.packing = {
-        "buckets": ((0, 72), (0, 104), (0, 140), (1, 80), (2, 72)),
+        "buckets": ((0, 92), (0, 144), (1, 80), (1, 104), (2, 88)),
         "max_source_tokens": 128,
         "max_question_tokens": 32,
         "max_answer_tokens": 24,
         "per_source": True,
-        "match_type": 1,
+        "match_types": (1, 0),
         "positions_after_regions": False,
     }
     config.masking = {"mask_prob": 0.5, "max_pred": 24, "probes": True, "keyword_weight": 20.0}
@@ -71,6 +71,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "num_beams": 5,
         "max_new_tokens": 24,
         "length_penalty": 0.0,
+        "no_repeat_ngram": 3,
         "only_best": True,  # a question stops once its best beam is certain
     }
 

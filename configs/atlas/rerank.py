@@ -15,7 +15,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
     # Token types that MiniLM has nothing like: words that match the question, the second source.
-    config.new_types = (1, 3)
+    config.new_types = (0, 1, 3)
     config.pictures = {"size": 48, "resize": "sample"}
     config.model = {
         "trunk": "minilm_l6",
@@ -33,7 +33,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "max_question_tokens": 48,
         "max_answer_tokens": 0,
         "per_source": True,
-        "match_type": 1,
+        "match_types": (1,),
         "positions_after_regions": False,
     }
     config.augment = {"entities": 0.5, "palette": 0.0}
@@ -60,7 +60,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "accumulate": 1,
         "keep": 1,
     }
-    config.inference = {"batch_size": 128}
+    config.inference = {"batch_size": 32}
 
     if mode == "runlocal":
         config.tokenizer, config.init = "corpus:2000", "scratch"

@@ -92,6 +92,9 @@ PARTS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
+_TYPICAL_COLORS = 4  # that a picture shows
+
+
 class PatchRegions:
     """Regions = the patches of the picture, their raw pixels scaled to [-1, 1].
 
@@ -190,9 +193,28 @@ class SourceReader:
         self.corpus, self.tokenizer = corpus, tokenizer
         self.pictures, self.regions, self._tags = pictures, regions, tags
         self._tag_tokens: dict[str, list[int]] = {}
+        self._where_length = 0  # tokens that say what lies where
+        if regions is not None and tags is not None:
+            parts = tags(np.zeros((regions.slots, regions.position_dim), np.float32)).parts
+            self._where_length = sum(len(self._tag(word)) for word in parts)
         self._texts = [source_text(s) if source_text else s.text for s in corpus.sources]
         self.table = TokenTable(tokenizer, self._texts)
         self.is_image = np.array([s.modality == "image" for s in corpus.sources], bool)
+
+    def text_length(
+        self, rows: Int[np.ndarray, "*N S"], own_pictures: int = 0
+    ) -> Int[np.ndarray, "*N"]:
+        """Tokens of the sources `rows` together (-1: none), to choose a bucket by.
+
+        Tags depend on the pixels; a typical number of them is assumed. `own_pictures` come
+        with the question.
+        """
+        there = rows >= 0
+        text = np.where(there, self.table.lengths[rows], 0).sum(axis=-1)
+        if self._tags is None:
+            return text
+        pictures = (there & self.is_image[rows]).sum(axis=-1) + own_pictures
+        return text + _TYPICAL_COLORS * pictures + self._where_length * (pictures == 1)
 
     def raw(self, row: int) -> RawSource:
         """The source in `row` with its pixels."""

@@ -44,7 +44,7 @@ def rerank_pairs(
     buckets = [
         packer.config.bucket_index(int(reader.is_image[row]), int(text), 2)
         for row, text in zip(
-            rows, reader.table.lengths[rows] + asked.lengths[question], strict=True
+            rows, reader.text_length(rows[:, None]) + asked.lengths[question], strict=True
         )
     ]
 
@@ -83,7 +83,7 @@ def answer_inputs(
     buckets = [
         packer.config.bucket_index(
             len(own[i]) + sum(bool(reader.is_image[row]) for row in rows),
-            int(sum(reader.table.lengths[row] for row in rows) + asked.lengths[i]),
+            int(reader.text_length(np.array(rows, int), len(own[i])) + asked.lengths[i]),
             2,
         )
         for i, rows in enumerate(sources)

@@ -192,7 +192,7 @@ def rerank_batches(
         sizes, rows = np.array(sizes), np.concatenate(chosen)  # [questions], [pairs]
         question, hint = np.repeat(kept, sizes), np.repeat(hints, sizes)  # [pairs]
         relevant = np.concatenate([np.full(len(c), k % 3 == 0) for k, c in enumerate(chosen)])
-        text = reader.table.lengths[rows] + asked.lengths[question] + feed.slack
+        text = reader.text_length(rows[:, None]) + asked.lengths[question] + feed.slack
         text = text + np.where(hint >= 0, titles.lengths[hint], 0)
         buckets = _lookup(config.bucket_index, reader.is_image[rows].astype(int), text, 2)
         weights = np.repeat(1.0 / sizes, sizes)
@@ -306,7 +306,7 @@ def answer_batches(
         wording = rng.integers(wordings)
         row = first_wording[:-1] + wording
         there = rows >= 0
-        text = np.where(there, reader.table.lengths[rows], 0).sum(axis=1)
+        text = reader.text_length(rows)
         answer_lengths = answers.lengths[row]
         if masking.probes:  # every answer token and the last [SEP] stand there twice
             answer_lengths = 2 * answer_lengths + 1

@@ -63,9 +63,10 @@ class PackingConfig:
       per_source: ours, not VLP's: the first source's slots and text get type 2, the second's
         type 3, so that captions bind to their pictures; and when the text must be cut, each
         source keeps its fair share. Off, the concatenated text is cut as a whole (VLP).
-      match_type: ours: token type of source tokens and tags that stand in the question too, None
-        for no such signal. A small cross-encoder finds a name in a source with it at once; without,
-        it must first learn to compare tokens.
+      match_types: ours: token type of the tokens and tags of the first, second ... source (the last
+        for all further ones) that stand in the question too, () for no such signal. A small
+        cross-encoder finds a name in a source with it at once; without, it must first learn to
+        compare tokens. With two types it also sees which of two sources holds what was asked for.
       positions_after_regions: text positions start after the region slots (VLP). Off (ours):
         text positions ignore the slots, whose position embeddings come from the region
         positions anyway; BERT weights then see text where they were trained to.
@@ -81,7 +82,7 @@ class PackingConfig:
     max_answer_tokens: int = 39
     segments: tuple[int, int] = (4, 5)
     per_source: bool = False
-    match_type: int | None = None
+    match_types: tuple[int, ...] = ()
     positions_after_regions: bool = True
 
     def __post_init__(self):
@@ -317,9 +318,7 @@ class Packer:
             ids[column : column + len(text)] = text
             if config.per_source:
                 types[column : column + len(text)] = source_type(index, first)
-            if config.match_type is not None:
-                matched = np.isin(np.asarray(text), np.asarray(question))
-                types[column : column + len(text)][matched] = config.match_type
+            self._mark(types[column : column + len(text)], text, question, index)
             column += len(text)
         ids[column] = tokenizer.sep_id
         ids[context_end:answer_start] = question
@@ -336,11 +335,9 @@ class Packer:
         answered[answer_start:end] = True
         features = np.zeros((slots, config.region_dim), np.float32)
         places = np.zeros((slots, config.position_dim), np.float32)
-        lost = self._place_regions(example.sources, shape, features, places, context, types, ids)
-        if config.match_type is not None:
-            shown = ids[1 : 1 + slots]  # tags; [UNK] where there is none
-            matched = np.isin(shown, np.asarray(question)) & (shown != tokenizer.unk_id)
-            types[1 : 1 + slots][matched] = config.match_type
+        lost = self._place_regions(
+            example.sources, question, shape, features, places, context, types, ids
+        )
         kept = length + len(question) + len(answer)
         arrays = {
             "input_ids": ids,
@@ -365,9 +362,19 @@ class Packer:
             return texts
         return [cut(np.concatenate([np.asarray(t, np.int32) for t in texts]), budget, rng)]
 
+    def _mark(
+        self, types: Int[np.ndarray, " N"], tokens: Tokens, question: Tokens, index: int
+    ) -> None:
+        """Gives the tokens of source `index` that stand in the question their type."""
+        marks = self.config.match_types
+        if marks:
+            matched = np.isin(np.asarray(tokens), np.asarray(question))
+            types[matched] = marks[min(index, len(marks) - 1)]
+
     def _place_regions(
         self,
         sources: Sequence[SourceTokens],
+        question: Tokens,
         shape: Bucket,
         features: Float[np.ndarray, "R F"],
         places: Float[np.ndarray, "R P"],
@@ -394,10 +401,13 @@ class Packer:
             features[start : start + count] = values[:count]
             places[start : start + count] = boxes[:count]
             context[1 + start : 1 + start + count] = True
-            if source.tags is not None:
-                ids[1 + start : 1 + start + count] = source.tags[:count]
             if config.per_source and count:
                 types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
+            if source.tags is not None:
+                ids[1 + start : 1 + start + count] = source.tags[:count]
+                self._mark(
+                    types[1 + start : 1 + start + count], source.tags[:count], question, index
+                )
             used += 1
         return lost
 

@@ -52,6 +52,29 @@ def start(questions: int, beams: int, max_new_tokens: int) -> BeamState:
     )
 
 
+def forbid_repeats(
+    log_probs: jax.Array, tokens: jax.Array, step: jax.Array, ngram: int
+) -> jax.Array:
+    """VLP's forbid_duplicate_ngrams: no word that would close an n-gram a second time.
+
+    log_probs [B, K, V] of the next word, tokens [B, K, T] of which `step` are written. Returns
+    log_probs, 10,000 less at the forbidden words.
+    """
+    windows = tokens.shape[2] - ngram + 1
+    tail = jax.lax.dynamic_slice_in_dim(
+        tokens, jnp.maximum(step - ngram + 1, 0), ngram - 1, axis=2
+    )  # [B, K, n - 1]: what the next word would close
+    starts = jnp.arange(windows)
+    seen = (starts + ngram <= step) & (step >= ngram)  # [windows]: written wholly
+    for offset in range(ngram - 1):
+        same = tokens[:, :, offset : offset + windows] == tail[:, :, offset, None]
+        seen = seen & same  # [B, K, windows]
+    questions, beams = tokens.shape[:2]
+    rows = (jnp.arange(questions)[:, None, None], jnp.arange(beams)[:, None])
+    closing = tokens[:, :, ngram - 1 :]  # [B, K, windows]
+    return log_probs.at[*rows, closing].add(jnp.where(seen, -1e4, 0.0))
+
+
 def advance(
     state: BeamState, log_probs: jax.Array, *, end_id: int, length_penalty: float = 0.0
 ) -> tuple[BeamState, jax.Array]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import beam
-from mmqa_jax.decoding.beam import BeamResult
+from mmqa_jax.decoding.beam import BeamResult, BeamState
+from mmqa_jax.decoding.mask_search import search
 from mmqa_jax.models.vlp import VLPInputs
 
 
@@ -30,14 +30,16 @@ def beam_search(
     max_new_tokens: int = 30,
     token_type: int = 5,
     length_penalty: float = 0.0,
+    no_repeat_ngram: int = 0,
     only_best: bool = False,
 ) -> BeamResult:
     """Answer a batch of questions; (graphdef, state) = nnx.split(VLP model).
 
     Defaults are WebQA's. Generated tokens get the position ids after the question's last token
     and `token_type` (the question's segment). One compilation per batch shape.
-    `only_best` stops a question once its best answer is certain: row 0 of the result is then
-    exact, the other rows are not.
+    `no_repeat_ngram` = n forbids a second occurrence of any n words in a row (VLP's
+    forbid_duplicate_ngrams; 0: all may repeat). `only_best` stops a question once its best
+    answer is certain: row 0 of the result is then exact, the other rows are not.
 
     Raises UserError when the beams exceed the vocabulary or the answer does not fit behind the
     batch's longest sequence.
@@ -54,6 +56,11 @@ def beam_search(
             f"the batch is {length} tokens long and the model has {config.positions} positions; "
             "use shorter buckets or fewer new tokens"
         )
+    if not (no_repeat_ngram == 0 or 2 <= no_repeat_ngram <= max_new_tokens):
+        raise UserError(
+            f"no_repeat_ngram is {no_repeat_ngram}: expected 0 (repeats allowed) or 2 to "
+            f"max_new_tokens = {max_new_tokens}"
+        )
     if not 0 <= token_type < config.types:
         raise UserError(
             f"token_type is {token_type}: expected 0 to {config.types - 1}, the model's token types"
@@ -68,6 +75,7 @@ def beam_search(
         max_new_tokens=max_new_tokens,
         token_type=token_type,
         length_penalty=length_penalty,
+        no_repeat_ngram=no_repeat_ngram,
         only_best=only_best,
     )
 
@@ -81,6 +89,7 @@ def beam_search(
         "max_new_tokens",
         "token_type",
         "length_penalty",
+        "no_repeat_ngram",
         "only_best",
     ),
 )
@@ -95,33 +104,27 @@ def _search(
     max_new_tokens,
     token_type,
     length_penalty,
+    no_repeat_ngram,
     only_best,
 ) -> BeamResult:
     model = nnx.merge(graphdef, state)
-    questions = inputs.input_ids.shape[0]
-    prefix = model.prefill(inputs)
 
-    def unfinished(carry):
-        beams, _ = carry
-        complete = beam.complete(beams, only_best=only_best, length_penalty=length_penalty)
-        return (beams.step < max_new_tokens) & ~jnp.all(complete)
+    def advance(beams: BeamState, log_probs: jax.Array) -> tuple[BeamState, jax.Array]:
+        if no_repeat_ngram:
+            log_probs = beam.forbid_repeats(log_probs, beams.tokens, beams.step, no_repeat_ngram)
+        return beam.advance(beams, log_probs, end_id=sep_id, length_penalty=length_penalty)
 
-    def step(carry):
-        beams, cache = carry
-        previous = beams.tokens[:, :, jnp.maximum(beams.step - 1, 0)].reshape(-1)  # [B * K]
-        log_probs, cache = model.decode_step(
-            prefix, cache, previous, beams.step, mask_id=mask_id, token_type=token_type
-        )
-        log_probs = log_probs.reshape(questions, num_beams, -1)
-        beams, parents = beam.advance(
-            beams, log_probs, end_id=sep_id, length_penalty=length_penalty
-        )
-        rows = (jnp.arange(questions)[:, None] * num_beams + parents).reshape(-1)
-        return beams, cache.select(rows)
-
-    carry = (
-        beam.start(questions, num_beams, max_new_tokens),
-        model.empty_cache(questions * num_beams, max_new_tokens),
+    beams = search(
+        model,
+        model.prefill(inputs),
+        rows=inputs.input_ids.shape[0],
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        advance=advance,
+        complete=functools.partial(
+            beam.complete, only_best=only_best, length_penalty=length_penalty
+        ),
+        mask_id=mask_id,
+        token_type=token_type,
     )
-    beams, _ = jax.lax.while_loop(unfinished, step, carry)
     return beam.ranked(beams)

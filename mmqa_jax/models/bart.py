@@ -2,33 +2,29 @@
 
 Post-norm layers, learned positions, one word table for encoder, decoder and output. Original:
 transformers models/bart/modeling_bart.py (BartForConditionalGeneration), named below where a
-detail is its own. Scoring is `Bart.log_probs`; generation is `Bart.start` and `decode_step`.
+detail is its own. It scores given texts (`Bart.log_probs`); it does not generate.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.config_checks import check_length
 from mmqa_jax.models.layers import (
+    Attention,
     Embedding,
     LayerNorm,
     Linear,
-    attention,
     dropout,
-    merge_heads,
     normal_init,
     param,
     scan_layers,
-    split_heads,
     split_key,
     stack_layers,
     zeros_init,
@@ -37,8 +33,6 @@ from mmqa_jax.models.layers import (
 EPS = 1e-5  # of every LayerNorm; the published configs have no entry for it
 POSITION_OFFSET = 2  # row of position 0: the first rows were fairseq's padding index and below
 
-KeysValues = tuple[jax.Array, jax.Array]  # two of [B, L, heads, head_dim]
-
 
 def shift_tokens_right(target_ids: jax.Array, pad: int, start: int) -> jax.Array:
     """Decoder inputs for targets int [B, T]: `start`, then all but the last; -100 becomes `pad`."""
@@ -46,63 +40,25 @@ def shift_tokens_right(target_ids: jax.Array, pad: int, start: int) -> jax.Array
     return jnp.where(shifted == -100, pad, shifted)
 
 
-@flax.struct.dataclass
-class BartCache:
-    """What decoding keeps: slot t of a row holds its token at position t; one entry per layer."""
-
-    own: tuple[KeysValues, ...]  # of target tokens, two of [B, T, heads, head_dim] per layer
-    source: tuple[KeysValues, ...]  # of the encoded source, two of [B, S, heads, head_dim]
-    source_mask: jax.Array  # bool [B, 1, 1, S]
-
-
-class BartAttention(nnx.Module):
-    """Multi-head attention with biases, over the layer's own tokens or over the source."""
-
-    def __init__(self, config: BartConfig, heads: int, *, rngs: nnx.Rngs):
-        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
-        size = config.hidden
-        self.query = linear(size, size, ("embed", "heads"))
-        self.key = linear(size, size, ("embed", "heads"))
-        self.value = linear(size, size, ("embed", "heads"))
-        self.out = linear(size, size, ("heads", "embed"))
-        self.heads = heads
-        self.config = config
-
-    def keys_values(self, x: jax.Array) -> KeysValues:
-        """x [B, L, H] -> key, value [B, L, heads, head_dim]."""
-        return split_heads(self.key(x), self.heads), split_heads(self.value(x), self.heads)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        columns: KeysValues,
-        mask: jax.Array | None,
-        *,
-        is_causal: bool = False,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """x [B, L, H], mask bool broadcastable to [B, heads, L, columns] -> [B, L, H]."""
-        attended = attention(
-            split_heads(self.query(x), self.heads),
-            *columns,
-            mask=mask,
-            is_causal=is_causal,
-            dropout_rate=self.config.attention_dropout,
-            dropout_key=dropout_key,
-            implementation=self.config.attention,
-        )
-        return self.out(merge_heads(attended))
-
-
 class BartLayer(nnx.Module):
     """Post-norm layer: x = LN(x + attention), in the decoder LN(x + cross), then LN(x + mlp)."""
 
     def __init__(self, config: BartConfig, heads: int, mlp: int, *, cross: bool, rngs: nnx.Rngs):
-        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        init = normal_init(config.init_stddev)
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=init)
         norm = functools.partial(LayerNorm, config.hidden, EPS, rngs=rngs)
-        self.attention = BartAttention(config, heads, rngs=rngs)
+        attention = functools.partial(
+            Attention,
+            config.hidden,
+            heads,
+            rngs=rngs,
+            kernel_init=init,
+            dropout_rate=config.attention_dropout,
+            implementation=config.attention,
+        )
+        self.attention = attention()
         self.attention_norm = norm()
-        self.cross = BartAttention(config, heads, rngs=rngs) if cross else None
+        self.cross = attention() if cross else None
         self.cross_norm = norm() if cross else None
         self.up = linear(config.hidden, mlp, ("embed", "mlp"))
         self.down = linear(mlp, config.hidden, ("mlp", "embed"))
@@ -112,30 +68,26 @@ class BartLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        own: KeysValues,
         mask: jax.Array | None,
-        source: KeysValues | None = None,
+        source: jax.Array | None = None,
         source_mask: jax.Array | None = None,
         *,
-        is_causal: bool = False,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """One layer.
+        """One layer, causal in the decoder.
 
         Args:
           x: [B, L, H].
-          own: `self.attention.keys_values` of x, or of x and earlier tokens.
-          mask: bool, broadcastable to [B, heads, L, columns of own].
-          source, source_mask: `self.cross.keys_values` of the encoded source, bool [B, 1, 1, S];
-            in the decoder.
-          is_causal: a row sees no later column of its own.
+          mask: bool, broadcastable to [B, heads, L, L]; None opens all columns.
+          source, source_mask: the encoded source [B, S, H], bool [B, 1, 1, S]; in the decoder.
 
         Returns:
           [B, L, H].
         """
         config = self.config
         keys = split_key(dropout_key, 6)
-        y = self.attention(x, own, mask, is_causal=is_causal, dropout_key=keys[0])
+        causal = self.cross is not None
+        y = self.attention(x, x, mask, is_causal=causal, dropout_key=keys[0])
         x = self.attention_norm(x + dropout(y, config.dropout, keys[1]))
         if self.cross is not None:
             y = self.cross(x, source, source_mask, dropout_key=keys[2])
@@ -164,17 +116,11 @@ class BartStack(nnx.Module):
         )
         self.config = config
 
-    def embed(
-        self, words: jax.Array, first: jax.Array | int = 0, dropout_key: jax.Array | None = None
-    ) -> jax.Array:
-        """Word embeddings [B, L, H] at positions first.. -> [B, L, H] in the compute dtype."""
+    def embed(self, words: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Word embeddings [B, L, H] with their positions -> [B, L, H] in the compute dtype."""
         length = words.shape[1]
-        if length > self.config.positions:
-            raise UserError(
-                f"a batch is {length} tokens long: expected at most model.positions = "
-                f"{self.config.positions}; use shorter buckets"
-            )
-        x = words + self.positions(jnp.arange(length) + first + POSITION_OFFSET)
+        check_length(length, self.config.positions)
+        x = words + self.positions(jnp.arange(length) + POSITION_OFFSET)
         return dropout(self.norm(x), self.config.dropout, dropout_key).astype(self.config.dtype)
 
     def __call__(
@@ -185,13 +131,10 @@ class BartStack(nnx.Module):
         source_mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """All layers, causal if there is a source (encoder output [B, S, H]): [B, L, H] -> same."""
+        """All layers: [B, L, H] -> same; `mask` and the others as in BartLayer."""
 
         def body(layer: BartLayer, x, _, key):
-            seen = None if source is None else layer.cross.keys_values(source)
-            own = layer.attention.keys_values(x)
-            causal = source is not None
-            return layer(x, own, mask, seen, source_mask, is_causal=causal, dropout_key=key), None
+            return layer(x, mask, source, source_mask, dropout_key=key), None
 
         return scan_layers(
             self.layers,
@@ -201,12 +144,6 @@ class BartStack(nnx.Module):
             remat=self.config.remat,
             unroll=self.config.unroll,
         )[0]
-
-    def each_layer(self) -> Iterator[BartLayer]:
-        """The layers one by one."""
-        graphdef, params = nnx.split(self.layers)
-        for number in range(jax.tree.leaves(params)[0].shape[0]):
-            yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
 
 
 class Bart(nnx.Module):
@@ -326,46 +263,6 @@ class Bart(nnx.Module):
         wanted = jnp.maximum(target_ids, 0)[..., None]  # -100 names no word
         picked = jnp.take_along_axis(logits, wanted, axis=-1)[..., 0]
         return picked - jax.nn.logsumexp(logits, axis=-1)
-
-    def start(self, source: jax.Array, attention_mask: jax.Array, length: int) -> BartCache:
-        """An empty cache for up to `length` target tokens, beside the source's keys and values.
-
-        source [B, S, H] from `encode`, attention_mask [B, S] of it.
-        """
-        config = self.config
-        if length > config.positions:
-            raise UserError(
-                f"a cache of {length} slots: expected at most model.positions = "
-                f"{config.positions}; decode fewer tokens"
-            )
-        heads = config.decoder_heads
-        shape = (source.shape[0], length, heads, config.hidden // heads)
-        empty = lambda: jnp.zeros(shape, source.dtype)  # noqa: E731  each its own, to be donated
-        return BartCache(
-            own=tuple((empty(), empty()) for _ in range(config.decoder_layers)),
-            source=tuple(layer.cross.keys_values(source) for layer in self.decoder.each_layer()),
-            source_mask=_columns(attention_mask),
-        )
-
-    def decode_step(
-        self, tokens: jax.Array, position: jax.Array, cache: BartCache
-    ) -> tuple[jax.Array, BartCache]:
-        """One token a row: tokens int [B], all at `position` (int scalar below the cache's length).
-
-        Returns the next token's logits [B, V] and the cache with this token in it.
-        """
-        x = self.decoder.embed(self.embed(tokens[:, None]), position)
-        seen = jnp.arange(cache.own[0][0].shape[1]) <= position
-        own = []
-        layers = zip(self.decoder.each_layer(), cache.own, cache.source, strict=True)
-        for layer, earlier, source in layers:
-            now = tuple(
-                jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
-                for old, new in zip(earlier, layer.attention.keys_values(x), strict=True)
-            )
-            x = layer(x, now, seen[None, None, None, :], source, cache.source_mask)
-            own.append(now)
-        return self.logits(x[:, 0]), cache.replace(own=tuple(own))
 
 
 def _columns(mask: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
 
 # Entries of config.json that our BART has not, with the value it stands for.
 _FIXED = {
@@ -57,20 +58,10 @@ class BartConfig:
 
     def __post_init__(self):
         for name in ("encoder_heads", "decoder_heads"):
-            if self.hidden % getattr(self, name):
-                raise UserError(
-                    f"model.{name} is {getattr(self, name)}: expected a divisor of model.hidden = "
-                    f"{self.hidden}; change one of the two"
-                )
+            check_divides(f"model.{name}", getattr(self, name), "model.hidden", self.hidden)
         for name in ("dropout", "attention_dropout", "activation_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(
-                    f"model.{name} is {getattr(self, name)}: expected a rate from 0 to below 1"
-                )
-        if self.activation not in ACTIVATIONS:
-            raise UserError(
-                f"model.activation is {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}"
-            )
+            check_rate(f"model.{name}", getattr(self, name))
+        check_known("model.activation", self.activation, ACTIVATIONS)
 
     @classmethod
     def from_hf(cls, published: Mapping[str, Any], where: str = "config.json") -> BartConfig:
@@ -96,11 +87,7 @@ class BartConfig:
                     f"with {fixed!r}, or set it so if you know that the weights allow it."
                 )
         activation = published.get("activation_function", "gelu")
-        if activation not in ACTIVATIONS:
-            raise UserError(
-                f"{where}: activation_function {activation!r} is not supported; "
-                f"expected one of {', '.join(ACTIVATIONS)}."
-            )
+        check_known(f"{where}: activation_function", activation, ACTIVATIONS)
         return cls(
             vocab_size=published.get("vocab_size", 50265),
             hidden=published.get("d_model", 1024),

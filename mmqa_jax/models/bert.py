@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.config_checks import check_divides, check_known, check_length, check_rate
 from mmqa_jax.models.layers import (
     Embedding,
     LayerNorm,
@@ -27,6 +28,7 @@ from mmqa_jax.models.layers import (
     scan_layers,
     split_heads,
     split_key,
+    split_last,
     stack_layers,
     zeros_init,
 )
@@ -68,20 +70,10 @@ class BertConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        if self.hidden % self.heads:
-            raise UserError(
-                f"model.heads is {self.heads}: expected a divisor of model.hidden = {self.hidden}; "
-                "change one of the two"
-            )
+        check_divides("model.heads", self.heads, "model.hidden", self.hidden)
         for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(
-                    f"model.{name} is {getattr(self, name)}: expected a rate from 0 to below 1"
-                )
-        if self.activation not in ACTIVATIONS:
-            raise UserError(
-                f"model.activation is {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}"
-            )
+            check_rate(f"model.{name}", getattr(self, name))
+        check_known("model.activation", self.activation, ACTIVATIONS)
 
 
 def bert_base_cased(**changes) -> BertConfig:
@@ -237,6 +229,25 @@ class Bert(nnx.Module):
 
         return self._scan(embedded, body, dropout_key)[0]
 
+    def encode_first(
+        self, embedded: jax.Array, mask: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """As `encode`, but only the first position's hidden state [B, H].
+
+        The last layer then computes one row instead of L: a quarter less work with three layers.
+        """
+        before, last = split_last(self.layers)
+        of_before, of_weights, of_last = split_key(dropout_key, 3)
+
+        def body(layer: BertLayer, x, _, key):
+            return layer(x, mask, key), None
+
+        x, _ = self._scan(embedded, body, of_before, before)
+        _, key, value = last.project(x)
+        query, _, _ = last.project(x[:, :1])
+        attended = last.attend(query, key, value, mask[:, :, :1], of_weights)
+        return last.finish(x[:, :1], attended, of_last)[:, 0]
+
     def layer_outputs(self, embedded: jax.Array, mask: jax.Array) -> jax.Array:
         """Every layer's output, without dropout: [layers, B, L, H]."""
 
@@ -246,9 +257,9 @@ class Bert(nnx.Module):
 
         return self._scan(embedded, body, None)[1]
 
-    def _scan(self, x, body, dropout_key):
+    def _scan(self, x, body, dropout_key, layers=None):
         return scan_layers(
-            self.layers,
+            layers or self.layers,
             x,
             body,
             dropout_key=dropout_key,
@@ -271,14 +282,10 @@ class Bert(nnx.Module):
         bool or 0/1; token types default to 0 and positions to 0..L-1. Returns [B, L, H].
         """
         length = input_ids.shape[1]
-        if length > self.config.positions and position_ids is None:
-            raise UserError(
-                f"a batch is {length} tokens long: expected at most model.positions = "
-                f"{self.config.positions}; use shorter buckets"
-            )
         if token_type_ids is None:
             token_type_ids = jnp.zeros_like(input_ids)
         if position_ids is None:
+            check_length(length, self.config.positions)
             position_ids = jnp.broadcast_to(jnp.arange(length), input_ids.shape)
         mask = mask.astype(bool)
         mask = mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
@@ -289,7 +296,7 @@ class Bert(nnx.Module):
     def pool(self, hidden: jax.Array) -> jax.Array:
         """hidden [B, L, H] -> tanh of a linear map of the first position [B, H]."""
         if self.pooler is None:
-            raise UserError("this BERT was built without its pooler: set model.pooler to True")
+            raise UserError("this BERT was built without its pooler: set model.pooler to True.")
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import layers
+from mmqa_jax.models.config_checks import check_divides, check_known
 
 # Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -30,16 +31,8 @@ _ACTIVATIONS = {
 
 
 def _check_transformer(name: str, config: VisionConfig | TextConfig) -> None:
-    if config.width % config.heads:
-        raise UserError(
-            f"{name}: width {config.width} is not a multiple of heads {config.heads}; "
-            "choose sizes that divide (CLIP: width / 64 heads)."
-        )
-    if config.activation not in _ACTIVATIONS:
-        raise UserError(
-            f"{name}: activation {config.activation!r} is not known; "
-            f"use one of {', '.join(_ACTIVATIONS)}."
-        )
+    check_divides(f"{name}.heads", config.heads, f"{name}.width", config.width)
+    check_known(f"{name}.activation", config.activation, _ACTIVATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +65,8 @@ class VisionConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        _check_transformer("clip vision", self)
-        if self.image_size % self.patch_size:
-            raise UserError(
-                f"clip vision: image_size {self.image_size} is not a multiple of patch_size "
-                f"{self.patch_size}; choose sizes that divide."
-            )
+        _check_transformer("vision", self)
+        check_divides("vision.patch_size", self.patch_size, "vision.image_size", self.image_size)
 
     @property
     def patches(self) -> int:
@@ -113,7 +102,7 @@ class TextConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        _check_transformer("clip text", self)
+        _check_transformer("text", self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ one config would then have unequal graph definitions, and a jitted step would co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.config_checks import check_known
 
 Names = tuple[str | None, ...]
 
@@ -90,9 +92,13 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         centred = x32 - x32.mean(-1, keepdims=True)
-        variance = jnp.square(centred).mean(-1, keepdims=True)
-        y = centred * (jax.lax.rsqrt(variance + self.eps) * self.scale[...]) + self.bias[...]
+        y = centred * (self.factor(centred) * self.scale[...]) + self.bias[...]
         return y.astype(x.dtype)
+
+    def factor(self, centred: jax.Array) -> jax.Array:
+        """One over the deviation of rows with mean 0: float32 [..., features] -> [..., 1]."""
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        return jax.lax.rsqrt(variance + self.eps)
 
 
 class Embedding(nnx.Module):
@@ -159,7 +165,7 @@ def attention(
         if dropout_key is not None and dropout_rate > 0.0:
             raise UserError(
                 f"attention implementation {implementation!r} cannot drop attention weights: "
-                "set the attention dropout to 0 or use 'xla'"
+                "set the attention dropout to 0 or use 'xla'."
             )
         return jax.nn.dot_product_attention(
             q, k, v, mask=mask, is_causal=is_causal, implementation=implementation
@@ -219,6 +225,62 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
+class Attention(nnx.Module):
+    """Multi-head attention of x over a context (x itself, or what it looks at)."""
+
+    def __init__(
+        self,
+        size: int,
+        heads: int,
+        *,
+        rngs: nnx.Rngs,
+        kernel_init: Initializer = default_init,
+        value_bias: bool = True,
+        dropout_rate: float = 0.0,
+        implementation: str = "xla",
+    ):
+        """`dropout_rate` and `implementation` are those of the function `attention`."""
+        linear = functools.partial(Linear, size, size, rngs=rngs, kernel_init=kernel_init)
+        self.query = linear(("embed", "heads"))
+        self.key = linear(("embed", "heads"))
+        self.value = linear(("embed", "heads"), use_bias=value_bias)
+        self.out = linear(("heads", "embed"))
+        self.heads = heads
+        self.dropout_rate = dropout_rate
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: jax.Array,
+        context: jax.Array,
+        mask: jax.Array | None,
+        *,
+        is_causal: bool = False,
+        rotate: Callable[[jax.Array], jax.Array] | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """x [B, Lx, H], context [B, Lc, H] -> [B, Lx, H].
+
+        mask bool, broadcastable to [B, heads, Lx, Lc], or None (all open); `rotate` turns queries
+        and keys [B, L, heads, head_dim] by their positions.
+        """
+        query = split_heads(self.query(x), self.heads)
+        key, value = (split_heads(f(context), self.heads) for f in (self.key, self.value))
+        if rotate is not None:
+            query, key = rotate(query), rotate(key)
+        attended = attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=is_causal,
+            dropout_rate=self.dropout_rate,
+            dropout_key=dropout_key,
+            implementation=self.implementation,
+        )
+        return self.out(merge_heads(attended))
+
+
 def stack_layers(
     make_layer: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
 ) -> nnx.Module:
@@ -236,6 +298,13 @@ _REMAT_POLICIES = {
     "full": None,  # keep only the layer inputs
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+
+def split_last(layers: nnx.Module) -> tuple[nnx.Module, nnx.Module]:
+    """A stack made by `stack_layers` as the stack of all layers but the last, and the last."""
+    graphdef, params = nnx.split(layers)
+    before = jax.tree.map(lambda p: p[:-1], params)
+    return nnx.merge(graphdef, before), nnx.merge(graphdef, jax.tree.map(lambda p: p[-1], params))
 
 
 def scan_layers(
@@ -268,7 +337,6 @@ def scan_layers(
         return body(nnx.merge(graphdef, layer_params), carry, x, key)
 
     if remat != "none":
-        if remat not in _REMAT_POLICIES:
-            raise UserError(f"remat is {remat!r}: expected one of none, full, dots")
+        check_known("model.remat", remat, ("none", *_REMAT_POLICIES))
         step = jax.checkpoint(step, policy=_REMAT_POLICIES[remat], prevent_cse=False)
     return jax.lax.scan(step, carry, (params, xs, keys), length=count, unroll=unroll)

@@ -22,6 +22,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.config_checks import check_length
 from mmqa_jax.models.layers import (
     Embedding,
     Linear,
@@ -396,11 +397,7 @@ class Llama(nnx.Module):
         """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
         length = embedded.shape[1]
         if positions is None:
-            if length > self.config.positions:
-                raise UserError(
-                    f"a batch is {length} tokens long: expected at most model.positions = "
-                    f"{self.config.positions}; use shorter buckets"
-                )
+            check_length(length, self.config.positions)
             positions = jnp.arange(length)[None]
         angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(self.config)
         if attention_mask is not None:

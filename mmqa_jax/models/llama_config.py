@@ -8,6 +8,9 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
+
+SCALINGS = ("linear", "llama3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +28,11 @@ class RopeScaling:
     original_positions: int = 8192
 
     def __post_init__(self):
-        if self.kind not in ("linear", "llama3"):
-            raise UserError(
-                f"rope_scaling type is {self.kind!r}: expected linear or llama3; use a checkpoint "
-                "with one of these"
-            )
+        check_known("rope_scaling type", self.kind, SCALINGS)
         if self.factor < 1.0 or self.low_freq_factor >= self.high_freq_factor:
             raise UserError(
                 f"rope_scaling {self}: expected a factor of at least 1 and low_freq_factor below "
-                "high_freq_factor; correct the config"
+                "high_freq_factor; correct the config."
             )
 
 
@@ -73,30 +72,16 @@ class LlamaConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        if self.head_dim is None and self.hidden % self.heads:
-            raise UserError(
-                f"model.heads is {self.heads}: expected a divisor of model.hidden = {self.hidden}; "
-                "change one of the two or set model.head_dim"
-            )
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"model.kv_heads is {self.kv_heads}: expected a divisor of model.heads = "
-                f"{self.heads}; change one of the two"
-            )
+        if self.head_dim is None:
+            check_divides("model.heads", self.heads, "model.hidden", self.hidden)
+        check_divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
         if self.head_size % 2:
             raise UserError(
                 f"model.head_dim is {self.head_size}: expected an even number, since rotary "
-                "positions turn pairs"
+                "positions turn pairs; change it."
             )
-        if not 0.0 <= self.attention_dropout < 1.0:
-            raise UserError(
-                f"model.attention_dropout is {self.attention_dropout}: expected a rate from 0 to "
-                "below 1"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise UserError(
-                f"model.activation is {self.activation!r}: expected one of {', '.join(ACTIVATIONS)}"
-            )
+        check_rate("model.attention_dropout", self.attention_dropout)
+        check_known("model.activation", self.activation, ACTIVATIONS)
 
     @property
     def head_size(self) -> int:
@@ -129,11 +114,7 @@ class LlamaConfig:
                 "whose heads are rotated whole."
             )
         activation = published.get("hidden_act", "silu")
-        if activation not in ACTIVATIONS:
-            raise UserError(
-                f"{where}: hidden_act {activation!r} is not supported; "
-                f"expected one of {', '.join(ACTIVATIONS)}."
-            )
+        check_known(f"{where}: hidden_act", activation, ACTIVATIONS)
         hidden = published.get("hidden_size", 4096)
         heads = published.get("num_attention_heads", 32)
         head_dim = published.get("head_dim")
@@ -196,7 +177,7 @@ def _rope_scaling(rope: Mapping[str, Any], positions: int, where: str) -> RopeSc
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
+    if kind not in SCALINGS:
         raise UserError(
             f"{where}: rope scaling {kind!r} is not supported; use a checkpoint without scaling, "
             "or with linear or llama3."

@@ -9,6 +9,7 @@ the rotary positions of the image.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +17,16 @@ import numpy as np
 from flax import nnx
 from jax.nn.initializers import Initializer
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
 from mmqa_jax.models.layers import (
+    Attention,
     LayerNorm,
     Linear,
     Names,
-    attention,
     dropout,
-    merge_heads,
-    ones_init,
-    param,
     scan_layers,
-    split_heads,
     split_key,
     stack_layers,
-    zeros_init,
 )
 
 _CLOSED = -1e9  # the published score of a closed token
@@ -49,24 +45,16 @@ def torch_linear(
     return Linear(in_features, out_features, names, rngs=rngs, use_bias=use_bias, kernel_init=init)
 
 
-class UnbiasedLayerNorm(nnx.Module):
+class UnbiasedLayerNorm(LayerNorm):
     """openvqa's LayerNorm (openvqa/ops/layer_norm.py): divides by (standard deviation + eps).
 
-    The deviation is the unbiased one, with features - 1 in its denominator. Computed in float32,
-    returned in x's dtype.
+    The deviation is the unbiased one, with features - 1 in its denominator.
     """
 
-    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs, name: str = "embed"):
-        self.scale = param(rngs, ones_init, (features,), (name,))
-        self.bias = param(rngs, zeros_init, (features,), (name,))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        centred = x32 - x32.mean(-1, keepdims=True)
-        deviation = jnp.sqrt(jnp.square(centred).sum(-1, keepdims=True) / (x.shape[-1] - 1))
-        y = self.scale[...] * centred / (deviation + self.eps) + self.bias[...]
-        return y.astype(x.dtype)
+    def factor(self, centred: jax.Array) -> jax.Array:
+        """As LayerNorm.factor: float32 [..., features] -> [..., 1]."""
+        variance = jnp.square(centred).sum(-1, keepdims=True) / (centred.shape[-1] - 1)
+        return 1 / (jnp.sqrt(variance) + self.eps)
 
 
 NORMS = {"layer": LayerNorm, "unbiased": UnbiasedLayerNorm}
@@ -105,17 +93,9 @@ class FusionConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        if self.hidden % self.heads:
-            raise UserError(
-                f"mcan: hidden {self.hidden} is not a multiple of heads {self.heads}; choose sizes "
-                "that divide."
-            )
-        if self.norm not in NORMS:
-            raise UserError(
-                f"mcan: norm {self.norm!r} is not known; use one of {', '.join(NORMS)}."
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"mcan: dropout {self.dropout}; give a rate from 0 to below 1.")
+        check_divides("mcan.fusion.heads", self.heads, "mcan.fusion.hidden", self.hidden)
+        check_known("mcan.fusion.norm", self.norm, NORMS)
+        check_rate("mcan.fusion.dropout", self.dropout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,46 +137,6 @@ def rotate_pairs(x: jax.Array, rotation: Rotation) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-class Attention(nnx.Module):
-    """Multi-head attention of x over a context."""
-
-    def __init__(self, config: FusionConfig, *, rngs: nnx.Rngs):
-        size = config.hidden
-        self.query = torch_linear(size, size, ("embed", "heads"), rngs=rngs)
-        self.key = torch_linear(size, size, ("embed", "heads"), rngs=rngs)
-        self.value = torch_linear(
-            size, size, ("embed", "heads"), rngs=rngs, use_bias=config.value_bias
-        )
-        self.out = torch_linear(size, size, ("heads", "embed"), rngs=rngs)
-        self.config = config
-
-    def __call__(
-        self,
-        x: jax.Array,
-        context: jax.Array,
-        mask: jax.Array | None,
-        *,
-        rotation: Rotation | None = None,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """x [B, Lx, H], context [B, Lc, H], mask bool [B, Lc] or None (all open) -> [B, Lx, H]."""
-        heads = self.config.heads
-        query = split_heads(self.query(x), heads)
-        key, value = (split_heads(f(context), heads) for f in (self.key, self.value))
-        if rotation is not None:
-            query, key = rotate_pairs(query, rotation), rotate_pairs(key, rotation)
-        attended = attention(
-            query,
-            key,
-            value,
-            mask=None if mask is None else mask[:, None, None],
-            dropout_rate=self.config.dropout,
-            dropout_key=dropout_key,
-            implementation=self.config.attention,
-        )
-        return self.out(merge_heads(attended))
-
-
 class FeedForward(nnx.Module):
     """Linear, ReLU, dropout, linear: [..., in] -> [..., out]."""
 
@@ -218,59 +158,64 @@ class FeedForward(nnx.Module):
         return self.down(dropout(jax.nn.relu(self.up(x)), self.rate, dropout_key))
 
 
-class EncoderLayer(nnx.Module):
-    """Self-attention and MLP, each added to its input and normed afterwards."""
+class MCANLayer(nnx.Module):
+    """Post-norm layer: self-attention, if `guided` attention to the question, then an MLP."""
 
-    def __init__(self, config: FusionConfig, *, rngs: nnx.Rngs):
-        norm = NORMS[config.norm]
-        self.attention = Attention(config, rngs=rngs)
-        self.attention_norm = norm(config.hidden, config.eps, rngs=rngs)
+    def __init__(self, config: FusionConfig, *, guided: bool, rngs: nnx.Rngs):
+        norm = functools.partial(NORMS[config.norm], config.hidden, config.eps, rngs=rngs)
+        attention = functools.partial(
+            Attention,
+            config.hidden,
+            config.heads,
+            rngs=rngs,
+            kernel_init=uniform_init(config.hidden**-0.5),
+            value_bias=config.value_bias,
+            dropout_rate=config.dropout,
+            implementation=config.attention,
+        )
+        self.attention = attention()
+        self.attention_norm = norm()
+        self.guided = attention() if guided else None
+        self.guided_norm = norm() if guided else None
         self.ffn = FeedForward(config.hidden, config.mlp, config.hidden, config.dropout, rngs=rngs)
-        self.ffn_norm = norm(config.hidden, config.eps, rngs=rngs)
-        self.rate = config.dropout
-
-    def __call__(
-        self, x: jax.Array, mask: jax.Array, dropout_key: jax.Array | None = None
-    ) -> jax.Array:
-        """x [B, L, H], mask bool [B, L] -> [B, L, H]."""
-        keys = split_key(dropout_key, 4)
-        y = self.attention(x, x, mask, dropout_key=keys[0])
-        x = self.attention_norm(x + dropout(y, self.rate, keys[1]))
-        y = self.ffn(x, keys[2])
-        return self.ffn_norm(x + dropout(y, self.rate, keys[3]))
-
-
-class DecoderLayer(nnx.Module):
-    """Self-attention of the image, attention to the question, MLP; post-norm."""
-
-    def __init__(self, config: FusionConfig, *, rngs: nnx.Rngs):
-        norm = NORMS[config.norm]
-        self.attention = Attention(config, rngs=rngs)
-        self.attention_norm = norm(config.hidden, config.eps, rngs=rngs)
-        self.guided = Attention(config, rngs=rngs)
-        self.guided_norm = norm(config.hidden, config.eps, rngs=rngs)
-        self.ffn = FeedForward(config.hidden, config.mlp, config.hidden, config.dropout, rngs=rngs)
-        self.ffn_norm = norm(config.hidden, config.eps, rngs=rngs)
+        self.ffn_norm = norm()
         self.rate = config.dropout
 
     def __call__(
         self,
         x: jax.Array,
-        question: jax.Array,
         mask: jax.Array | None,
-        question_mask: jax.Array,
+        question: jax.Array | None = None,
+        question_mask: jax.Array | None = None,
         *,
         rotation: Rotation | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """x [B, R, H], question [B, L, H], masks bool [B, R] (or None) and [B, L] -> [B, R, H]."""
+        """One layer.
+
+        Args:
+          x: [B, L, H].
+          mask: bool [B, L], or None (all open).
+          question, question_mask: what is attended to, [B, Q, H] and bool [B, Q]; if guided.
+          rotation: positions of the self-attention.
+
+        Returns:
+          [B, L, H].
+        """
         keys = split_key(dropout_key, 6)
-        y = self.attention(x, x, mask, rotation=rotation, dropout_key=keys[0])
+        rotate = None if rotation is None else functools.partial(rotate_pairs, rotation=rotation)
+        y = self.attention(x, x, _columns(mask), rotate=rotate, dropout_key=keys[0])
         x = self.attention_norm(x + dropout(y, self.rate, keys[1]))
-        y = self.guided(x, question, question_mask, dropout_key=keys[2])
-        x = self.guided_norm(x + dropout(y, self.rate, keys[3]))
+        if self.guided is not None:
+            y = self.guided(x, question, _columns(question_mask), dropout_key=keys[2])
+            x = self.guided_norm(x + dropout(y, self.rate, keys[3]))
         y = self.ffn(x, keys[4])
         return self.ffn_norm(x + dropout(y, self.rate, keys[5]))
+
+
+def _columns(mask: jax.Array | None) -> jax.Array | None:
+    """bool [B, L] of open columns -> [B, 1, 1, L]."""
+    return None if mask is None else mask[:, None, None]
 
 
 class AttentionFlatten(nnx.Module):
@@ -305,8 +250,9 @@ class Fusion(nnx.Module):
     """Question and image features to one latent vector."""
 
     def __init__(self, config: FusionConfig, *, rngs: nnx.Rngs):
-        self.encoder = stack_layers(lambda r: EncoderLayer(config, rngs=r), config.layers, rngs)
-        self.decoder = stack_layers(lambda r: DecoderLayer(config, rngs=r), config.layers, rngs)
+        layer = functools.partial(MCANLayer, config)
+        self.encoder = stack_layers(lambda r: layer(guided=False, rngs=r), config.layers, rngs)
+        self.decoder = stack_layers(lambda r: layer(guided=True, rngs=r), config.layers, rngs)
         self.flatten_question = AttentionFlatten(config, rngs=rngs)
         self.flatten_image = AttentionFlatten(config, rngs=rngs)
         self.norm = NORMS[config.norm](config.flat_out, config.eps, rngs=rngs, name="proj")
@@ -328,32 +274,18 @@ class Fusion(nnx.Module):
         None = all are. Returns [B, flat_out] float32.
         """
         keys = split_key(dropout_key, 4)
-        config = self.config
+        run = functools.partial(scan_layers, remat=self.config.remat, unroll=self.config.unroll)
 
-        def encode(layer: EncoderLayer, x, _, key):
-            return layer(x, question_mask, key), None
+        def encode(layer: MCANLayer, x, _, key):
+            return layer(x, question_mask, dropout_key=key), None
 
-        question, _ = scan_layers(
-            self.encoder,
-            question,
-            encode,
-            dropout_key=keys[0],
-            remat=config.remat,
-            unroll=config.unroll,
-        )
+        encoded, _ = run(self.encoder, question, encode, dropout_key=keys[0])
 
-        def decode(layer: DecoderLayer, x, _, key):
-            x = layer(x, question, image_mask, question_mask, rotation=rotation, dropout_key=key)
+        def decode(layer: MCANLayer, x, _, key):
+            x = layer(x, image_mask, encoded, question_mask, rotation=rotation, dropout_key=key)
             return x, None
 
-        image, _ = scan_layers(
-            self.decoder,
-            image,
-            decode,
-            dropout_key=keys[1],
-            remat=config.remat,
-            unroll=config.unroll,
-        )
-        fused = self.flatten_question(question, question_mask, keys[2])
+        image, _ = run(self.decoder, image, decode, dropout_key=keys[1])
+        fused = self.flatten_question(encoded, question_mask, keys[2])
         fused = fused + self.flatten_image(image, image_mask, keys[3])
         return self.norm(fused.astype(jnp.float32))

@@ -15,15 +15,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert import Bert, BertConfig, BertLayer, MlmHead, minilm_l6
+from mmqa_jax.models.bert import Bert, BertConfig, MlmHead, minilm_l6
 from mmqa_jax.models.layers import (
     Initializer,
     Linear,
     dropout,
     normal_init,
-    prefix_attention,
-    scan_layers,
     split_key,
+)
+from mmqa_jax.models.mask_appending import (
+    Prefix,
+    WrittenCache,
+    append_mask,
+    empty_cache,
+    encode_prefix,
 )
 
 
@@ -126,25 +131,22 @@ class Context:
 
 @flax.struct.dataclass
 class VLPPrefix:
-    """What decoding keeps of source and question: once per question, not per beam."""
+    """What decoding keeps of source and question."""
 
-    key: jax.Array  # [layers, B, L, heads, head_dim]
-    value: jax.Array  # [layers, B, L, heads, head_dim]
-    mask: jax.Array  # [B, L] bool
-    next_position: jax.Array  # [B] int: position id of the first generated token
+    encoded: Prefix
     context: Context | None  # only for a model with a copy head
 
 
-@flax.struct.dataclass
-class VLPCache:
-    """Keys and values of the generated tokens ([MASK] never enters): N = questions * beams."""
+def said_before(inputs: VLPInputs, positions: jax.Array) -> jax.Array:
+    """Which words of the sequence the answer holds before columns `positions` [B, P].
 
-    key: jax.Array  # [layers, N, T, heads, head_dim]
-    value: jax.Array  # [layers, N, T, heads, head_dim]
-
-    def select(self, rows: jax.Array) -> VLPCache:
-        """The cache of beams `rows` [N], after the beams were reordered."""
-        return VLPCache(self.key[:, rows], self.value[:, rows])
+    Returns bool [B, P, L]; a word that is masked there is not held.
+    """
+    ids, places = inputs.input_ids, inputs.position_ids
+    same = ids[:, :, None] == ids[:, None, :]  # [B, answer L, L]
+    asked = jnp.take_along_axis(places, positions, axis=1)  # [B, P]
+    earlier = inputs.answer_mask[:, None] & (places[:, None] < asked[:, :, None])  # [B, P, L]
+    return jnp.einsum("bpa,bal->bpl", earlier.astype(jnp.float32), same.astype(jnp.float32)) > 0
 
 
 def mixed_mask(
@@ -172,6 +174,12 @@ def mixed_mask(
 
 # Log-probability of a word that cannot be written; finite, so that gradients stay numbers.
 _NEVER = -1e9
+
+
+def _mask_of(inputs: VLPInputs) -> jax.Array:
+    return mixed_mask(
+        inputs.context_mask, inputs.answer_mask, inputs.probe_mask, inputs.position_ids
+    )
 
 
 class RegionEncoder(nnx.Module):
@@ -212,13 +220,22 @@ class CopyHead(nnx.Module):
         self.query = Linear(width, width, ("embed", None), rngs=rngs)
         self.key = Linear(width, width, ("embed", None), rngs=rngs)
         self.gate = Linear(width, 1, ("embed", None), rngs=rngs)
+        self.again = Linear(width, 1, ("embed", None), rngs=rngs)
 
     def __call__(
-        self, hidden: jax.Array, logits: jax.Array, context: Context, vocabulary: int
+        self,
+        hidden: jax.Array,
+        logits: jax.Array,
+        context: Context,
+        said: jax.Array,
+        vocabulary: int,
     ) -> jax.Array:
-        """hidden [B, P, H], logits [B, P, W] of the first words -> log-probabilities [B, P, V]."""
+        """hidden [B, P, H], logits [B, P, W] of the first words -> log-probabilities [B, P, V].
+
+        said [B, P, L] bool: context words that the answer holds before the asked place.
+        """
         rows, places, written = logits.shape
-        copied, gate = self._attend(hidden, context)
+        copied, gate = self._attend(hidden, context, said)
         index = (jnp.arange(rows)[:, None, None], jnp.arange(places)[:, None], context.ids[:, None])
         words = jnp.zeros((rows, places, vocabulary)).at[index].add(copied)
         unwritten = ((0, 0), (0, 0), (0, vocabulary - written))
@@ -228,22 +245,34 @@ class CopyHead(nnx.Module):
         return _mix(gate[:, :, None], log_written, words)
 
     def of_words(
-        self, hidden: jax.Array, logits: jax.Array, context: Context, ids: jax.Array
+        self,
+        hidden: jax.Array,
+        logits: jax.Array,
+        context: Context,
+        said: jax.Array,
+        ids: jax.Array,
     ) -> jax.Array:
         """As `__call__`, but only of the words ids [B, P]: log-probabilities [B, P].
 
         Training needs no others; whole distributions over the vocabulary would cost it more
         than the trunk's layers.
         """
-        copied, gate = self._attend(hidden, context)
+        copied, gate = self._attend(hidden, context, said)
         same = context.ids[:, None] == ids[:, :, None]  # [B, P, L]
         return _mix(gate, _log_probs_of(logits, ids), jnp.where(same, copied, 0.0).sum(axis=-1))
 
-    def _attend(self, hidden: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """Share of every context word [B, P, L], and the log-odds of copying [B, P]."""
+    def _attend(
+        self, hidden: jax.Array, context: Context, said: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Share of every context word [B, P, L], and the log-odds of copying [B, P].
+
+        What was said already gets a score of its own: a list names each of its items once
+        (See et al. 2017, coverage).
+        """
         query, key = self.query(hidden), self.key(context.hidden)
-        scores = jnp.einsum("bph,blh->bpl", query, key).astype(jnp.float32)
-        scores = jnp.where(context.mask[:, None], scores / key.shape[-1] ** 0.5, -jnp.inf)
+        scores = jnp.einsum("bph,blh->bpl", query, key) / key.shape[-1] ** 0.5
+        scores = (scores + said * self.again(hidden)).astype(jnp.float32)
+        scores = jnp.where(context.mask[:, None], scores, -jnp.inf)
         return jax.nn.softmax(scores), self.gate(hidden)[:, :, 0].astype(jnp.float32)
 
 
@@ -314,14 +343,20 @@ class VLP(nnx.Module):
     def encode(self, inputs: VLPInputs, *, dropout_key: jax.Array | None = None) -> jax.Array:
         """Hidden states of the last layer under the mixed mask, [B, L, H]."""
         embed_key, layers_key = split_key(dropout_key, 2)
-        mask = mixed_mask(
-            inputs.context_mask, inputs.answer_mask, inputs.probe_mask, inputs.position_ids
-        )
-        return self.bert.encode(self._embed(inputs, embed_key), mask, dropout_key=layers_key)
+        x = self._embed(inputs, embed_key)
+        return self.bert.encode(x, _mask_of(inputs), dropout_key=layers_key)
 
-    def source_logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [B, L, H] -> [B, 2] in float32; class 0 = the source is relevant."""
-        return self.source_head(hidden[:, 0]).astype(jnp.float32)
+    def source_logits(
+        self, inputs: VLPInputs, *, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """Source selection: [B, 2] in float32; class 0 = the source is relevant.
+
+        The head reads [CLS], so that the last layer computes nothing else.
+        """
+        embed_key, layers_key = split_key(dropout_key, 2)
+        x = self._embed(inputs, embed_key)
+        first = self.bert.encode_first(x, _mask_of(inputs), dropout_key=layers_key)  # [B, H]
+        return self.source_head(first).astype(jnp.float32)
 
     def mlm_logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states at the wanted positions [..., H] -> word logits [..., V], float32.
@@ -330,15 +365,18 @@ class VLP(nnx.Module):
         """
         return self.mlm_head(hidden, self.bert.embeddings.word, self.config.written_words)
 
-    def word_log_probs(self, hidden: jax.Array, context: Context | None) -> jax.Array:
+    def word_log_probs(
+        self, hidden: jax.Array, context: Context | None, said: jax.Array | None
+    ) -> jax.Array:
         """Hidden states [B, P, H] -> log-probabilities of words [B, P, V], float32.
 
-        `context` is what a copy head copies from; a model without one ignores it.
+        `context` is what a copy head copies from, `said` [B, P, L] bool which of its words the
+        answer holds already; a model without a copy head ignores both.
         """
         logits = self.mlm_logits(hidden)
         if self.copy_head is None:
             return jax.nn.log_softmax(logits)
-        return self.copy_head(hidden, logits, context, self.config.bert.vocab_size)
+        return self.copy_head(hidden, logits, context, said, self.config.bert.vocab_size)
 
     def sayable(self, context: Context, ids: jax.Array) -> jax.Array:
         """Whether the words ids [B, P] can be written or copied at all, bool [B, P]."""
@@ -348,97 +386,58 @@ class VLP(nnx.Module):
         same = (context.ids[:, None] == ids[:, :, None]) & context.mask[:, None]  # [B, P, L]
         return (ids < written) | same.any(axis=-1)
 
-    def log_probs_of(self, hidden: jax.Array, context: Context, ids: jax.Array) -> jax.Array:
+    def log_probs_of(
+        self, hidden: jax.Array, context: Context, said: jax.Array, ids: jax.Array
+    ) -> jax.Array:
         """`word_log_probs` of the words ids [B, P] alone: [B, P], for training."""
         logits = self.mlm_logits(hidden)
         if self.copy_head is None:
             return _log_probs_of(logits, ids)
-        return self.copy_head.of_words(hidden, logits, context, ids)
+        return self.copy_head.of_words(hidden, logits, context, said, ids)
 
     def prefill(self, inputs: VLPInputs) -> VLPPrefix:
         """Encode source and question once; whatever lies in answer positions is never seen."""
         mask = inputs.context_mask[:, None, None, :]
-
-        def body(layer: BertLayer, x, _, __):
-            query, key, value = layer.project(x)
-            attended = layer.attend(query, key, value, mask)
-            return layer.finish(x, attended), (key, value)
-
-        hidden, (key, value) = scan_layers(
-            self.bert.layers, self._embed(inputs, None), body, unroll=self.config.bert.unroll
-        )
+        hidden, key, value = encode_prefix(self.bert, self._embed(inputs, None), mask)
         last = jnp.max(jnp.where(inputs.context_mask, inputs.position_ids, -1), axis=1)
         context = None
         if self.copy_head is not None:
             context = Context(hidden, inputs.input_ids, inputs.context_mask)
-        return VLPPrefix(key, value, inputs.context_mask, last + 1, context)
+        return VLPPrefix(Prefix(key, value, inputs.context_mask, last + 1), context)
 
-    def empty_cache(self, rows: int, max_new_tokens: int) -> VLPCache:
+    def empty_cache(self, rows: int, max_new_tokens: int) -> WrittenCache:
         """Zeros for `rows` = questions * beams sequences of `max_new_tokens`."""
-        bert = self.config.bert
-        shape = (bert.layers, rows, max_new_tokens, bert.heads, bert.hidden // bert.heads)
-        return VLPCache(jnp.zeros(shape, bert.dtype), jnp.zeros(shape, bert.dtype))
+        return empty_cache(self.config.bert, rows, max_new_tokens)
 
     def decode_step(
         self,
         prefix: VLPPrefix,
-        cache: VLPCache,
-        previous: jax.Array,
+        cache: WrittenCache,
+        generated: jax.Array,
         step: jax.Array,
         *,
         mask_id: int,
         token_type: int,
-    ) -> tuple[jax.Array, VLPCache]:
-        """Feed [previous token, [MASK]] and read the word at [MASK].
+    ) -> tuple[jax.Array, WrittenCache]:
+        """One word for every beam; the arguments are those of `mask_appending.append_mask`.
 
-        `previous` [N] int is the token generated last (ignored at step 0), `step` the number of
-        tokens generated so far; N = B * beams, beams of one question side by side. Returns
-        log-probabilities [N, V] of token number `step`, and the cache with the previous token
-        added.
+        Returns log-probabilities [N, V] of token number `step`, and the cache with the previous
+        token added.
         """
-        rows, slots = cache.key.shape[1:3]
-        beams = rows // prefix.mask.shape[0]
-        tokens = jnp.stack([previous, jnp.full_like(previous, mask_id)], axis=1)  # [N, 2]
-        start = jnp.repeat(prefix.next_position, beams)[:, None]  # [N, 1]
-        positions = jnp.maximum(start + step + jnp.array([-1, 0]), 0)  # [N, 2]
-        x = self.bert.embeddings(tokens, positions, jnp.full_like(tokens, token_type))
-
-        # Columns: generated tokens before `previous`, then `previous`, then [MASK].
-        earlier = jnp.arange(slots) < step - 1
-        open_columns = jnp.stack(
-            [
-                jnp.concatenate([earlier, jnp.array([True, False])]),
-                jnp.concatenate([earlier, jnp.stack([step > 0, jnp.array(True)])]),
-            ]
-        )[None, None]  # [1, 1, 2, T + 2]
-
-        def body(layer: BertLayer, x, past, _):
-            prefix_key, prefix_value, past_key, past_value = past
-            query, key, value = layer.project(x)  # [N, 2, heads, head_dim]
-            attended = prefix_attention(
-                query,
-                prefix_key,
-                prefix_value,
-                prefix.mask,
-                jnp.concatenate([past_key, key], axis=1),
-                jnp.concatenate([past_value, value], axis=1),
-                mask=open_columns,
-            )
-            return layer.finish(x, attended), (key[:, :1], value[:, :1])
-
-        # Layers read the caches; only the new token's keys and values come out of the scan and
-        # are written in place: carrying the caches through ys would copy them at every token.
-        x, (key, value) = scan_layers(
-            self.bert.layers,
-            x,
-            body,
-            xs=(prefix.key, prefix.value, cache.key, cache.value),
-            unroll=self.config.bert.unroll,
-        )
-        slot = (0, 0, jnp.maximum(step - 1, 0), 0, 0)  # step 0 fills slot 0, step 1 overwrites it
-        cache = VLPCache(
-            jax.lax.dynamic_update_slice(cache.key, key, slot),
-            jax.lax.dynamic_update_slice(cache.value, value, slot),
-        )
-        asked = x[:, 1].reshape(-1, beams, x.shape[-1])  # [B, beams, H]
-        return self.word_log_probs(asked, prefix.context).reshape(rows, -1), cache
+        asked, cache = append_mask(
+            self.bert,
+            prefix.encoded,
+            cache,
+            generated,
+            step,
+            mask_id=mask_id,
+            token_type=token_type,
+        )  # [B, beams, H]
+        said = None
+        if prefix.context is not None:
+            answer = generated.reshape(*asked.shape[:2], -1)  # [B, beams, T]
+            same = answer[..., None] == prefix.context.ids[:, None, None]  # [B, beams, T, L]
+            written = jnp.arange(answer.shape[2]) < step
+            said = (same & written[:, None]).any(axis=2)  # [B, beams, L]
+        log_probs = self.word_log_probs(asked, prefix.context, said)
+        return log_probs.reshape(len(generated), -1), cache

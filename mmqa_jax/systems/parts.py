@@ -214,7 +214,7 @@ class Reranker:
 
         def relevance(state: Any, inputs: VLPInputs) -> jax.Array:  # -> [B] P(relevant)
             vlp = nnx.merge(graphdef, state)
-            return jax.nn.softmax(vlp.source_logits(vlp.encode(inputs)))[:, 0]
+            return jax.nn.softmax(vlp.source_logits(inputs))[:, 0]
 
         self._relevance = jax.jit(relevance)
 
@@ -350,6 +350,7 @@ class Reader:
                     max_new_tokens=self.options.max_new_tokens,
                     token_type=self._packer.config.segments[1],
                     length_penalty=self.options.length_penalty,
+                    no_repeat_ngram=self.options.get("no_repeat_ngram", 0),
                     only_best=self.options.get("only_best", False),
                 )
                 tokens, scores = jax.device_get((result.tokens, result.scores))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.vlp import VLP, Context, VLPConfig
+from mmqa_jax.models.vlp import VLP, Context, VLPConfig, said_before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,8 @@ class AnswerTask:
         positions = batch["masked_positions"]  # [B, P]
         at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
         context = Context(hidden, inputs.input_ids, inputs.context_mask)
-        log_probs = model.log_probs_of(at_masks, context, batch["masked_ids"])  # [B, P]
+        said = said_before(inputs, positions)  # [B, P, L]
+        log_probs = model.log_probs_of(at_masks, context, said, batch["masked_ids"])  # [B, P]
         # A name that stands in no source cannot be asked of a model that only copies names.
         weights = batch["masked_weights"] * model.sayable(context, batch["masked_ids"])
         total = weights.sum() + 1e-5

@@ -17,7 +17,7 @@ from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
 from mmqa_jax.training.loop import check_batch_size, read_section
-from mmqa_jax.training.recipes import FEED_KEYS, make_packing, make_regions
+from mmqa_jax.training.recipes import FEED_KEYS, READERS, make_packing, region_sizes
 
 _BATCHES = {
     "contrastive": contrastive_batches,
@@ -29,6 +29,14 @@ _VALUES = {"task": str, "seed": int, "tokenizer": str, "init": str}
 _DATA = {"dir": str, "split": str}
 _PICTURES = {"size": int, "resize": Resize}
 _AUGMENT = {"entities": float, "palette": float}
+_FEATURES = {
+    "root": str,
+    "files": dict,
+    "id_map": str,
+    "names": str,
+    "slots": int,
+    "max_missing": int,
+}
 _DUAL_ENCODER = {
     "clip": str,
     "trunk": str,
@@ -76,13 +84,18 @@ def check_config(config: ConfigDict) -> None:
     sections = ["data", "mesh", "pictures", "model", "batches", "train", "inference"]
     sections += ["packing"] * (task != "contrastive") + ["masking"] * (task == "answer")
     known = {**_VALUES, **dict.fromkeys(sections, dict)}
-    check_section(config, "", {**known, "augment": dict, "new_types": tuple[int, ...]}, known)
+    check_section(
+        config,
+        "",
+        {**known, "augment": dict, "features": dict, "new_types": tuple[int, ...]},
+        known,
+    )
     check_section(config.data, "data", _DATA, _DATA)
     check_section(config.mesh, "mesh", dict.fromkeys(MESH_AXES, int))
     check_section(config.pictures, "pictures", _PICTURES, _PICTURES)
     check_section(config.get("augment", {}), "augment", _AUGMENT)
     known = _INFERENCE[task]
-    optional = {"only_best": bool} if task == "answer" else {}
+    optional = {"only_best": bool, "no_repeat_ngram": int} if task == "answer" else {}
     check_section(config.inference, "inference", {**known, **optional}, known)
     _check_positive(config.inference, "inference", known)
     known, needed = parameters_of(
@@ -125,7 +138,16 @@ def _check_vlp(config: ConfigDict) -> None:
             "tokenizer to minilm:corpus or leave model.written_words out."
         )
     taken = vlp_from_config(model, _ANY_VOCABULARY).region_features
-    given = make_regions(config).dim
+    if model.frontend in READERS:
+        where = {"x101": "root", "vinvl": "files"}[model.frontend]
+        check_section(config.get("features", {}), "features", _FEATURES, [where])
+        for number in config.features.get("files", {}):
+            if not number.isdigit():
+                raise UserError(
+                    f"config key features.files.{number}: a number was expected, image_id // "
+                    "10,000,000 of the pictures in that TSV; change the key."
+                )
+    given = region_sizes(config).dim
     if given != taken:
         raise UserError(
             f"config key model.frontend={model.frontend}: takes regions of {taken} values, "

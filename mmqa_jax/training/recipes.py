@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,8 +17,18 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.examples import Augment, PatchRegions, SourceReader
 from mmqa_jax.data.feed import FeedConfig
-from mmqa_jax.data.images import PictureStore
+from mmqa_jax.data.images import BrokenPictures, PictureStore
 from mmqa_jax.data.pipelines import answer_batches, contrastive_batches, rerank_batches
+from mmqa_jax.data.regions import (
+    BOX,
+    FEATURES,
+    FeatureRegions,
+    VinVLFeatures,
+    X101Features,
+    feature_ids,
+    read_class_names,
+    read_id_map,
+)
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.sequences import MaskingConfig, Packer, PackingConfig
 from mmqa_jax.data.tokenizers import (
@@ -39,6 +49,8 @@ from mmqa_jax.training.state import Task
 from mmqa_jax.weights.bert import fill_bert, minilm_path
 from mmqa_jax.weights.vlp import init_vlp_from_bert, load_vlp
 
+# Frontends whose regions a detector found beforehand -> what reads its files.
+READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
 # Of the section `batches`, what goes to FeedConfig: key -> type.
 FEED_KEYS = {"batch_size": int, "slack": int, "threads": int}
 
@@ -118,14 +130,49 @@ def _answers(corpus: Corpus) -> list[str]:
     return [answer for question in corpus.questions("train") for answer in question.answers]
 
 
-def make_regions(config: ConfigDict) -> PatchRegions:
+class RegionSizes(NamedTuple):
+    """Regions of a picture, values of a region and of its place."""
+
+    slots: int
+    dim: int
+    position_dim: int
+
+
+def region_sizes(config: ConfigDict) -> RegionSizes:
+    """What the config's VLP reads of a picture; no file is opened."""
+    reader = READERS.get(config.model.frontend)
+    if reader is not None:
+        return RegionSizes(config.features.get("slots", 100), FEATURES, BOX + reader.classes)
+    regions = _patch_regions(config)
+    return RegionSizes(regions.slots, regions.dim, regions.position_dim)
+
+
+def make_regions(config: ConfigDict, corpus: Corpus) -> PatchRegions | FeatureRegions:
     """A picture's regions as the config's VLP reads them."""
+    frontend = config.model.frontend
+    if frontend not in READERS:
+        return _patch_regions(config)
+    section = config.features
+    reader = (
+        X101Features(section.root)
+        if frontend == "x101"
+        else VinVLFeatures({int(number): path for number, path in section.files.items()})
+    )
+    id_map = read_id_map(section.id_map) if section.get("id_map") else None
+    ids = feature_ids(corpus.sources, id_map)
+    names = read_class_names(section.names, reader) if section.get("names") else None
+    missing = BrokenPictures(
+        sum(number is not None for number in ids),
+        section.get("max_missing"),
+        "fetch their features or raise features.max_missing",
+    )
+    return FeatureRegions(
+        reader, ids, slots=section.get("slots", 100), names=names, missing=missing
+    )
+
+
+def _patch_regions(config: ConfigDict) -> PatchRegions:
     model = config.model
-    if "patch" not in model:
-        raise UserError(
-            f"config key model.patch is missing: regions of frontend {model.frontend} cannot be "
-            "read yet; use the frontend patches."
-        )
     return PatchRegions(
         config.pictures.size,
         model.patch,
@@ -136,14 +183,14 @@ def make_regions(config: ConfigDict) -> PatchRegions:
 
 
 def make_vlp_config(config: ConfigDict, tokenizer: WordPiece) -> VLPConfig:
-    """The config's VLP, with as many places per region as `make_regions` gives."""
-    positions = make_regions(config).position_dim
+    """The config's VLP, with as many places per region as its regions have."""
+    positions = region_sizes(config).position_dim
     return vlp_from_config({**config.model, "region_positions": positions}, tokenizer.vocab_size)
 
 
 def make_packing(config: ConfigDict) -> PackingConfig:
     """Shapes of VLP sequences for the config's pictures and token budgets."""
-    regions = make_regions(config)
+    regions = region_sizes(config)
     return PackingConfig(
         slots_per_picture=regions.slots,
         region_dim=regions.dim,
@@ -159,8 +206,11 @@ def make_packer(config: ConfigDict, tokenizer: WordPiece) -> Packer:
 
 def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> SourceReader:
     """Tokens and pixels of the corpus's sources as the config's model reads them."""
-    pictures = PictureStore(corpus, config.pictures.size, config.pictures.resize)
-    regions = None if config.task == "contrastive" else make_regions(config)
+    by_features = config.model.get("frontend") in READERS  # pixels are not looked at
+    pictures = (
+        None if by_features else PictureStore(corpus, config.pictures.size, config.pictures.resize)
+    )
+    regions = None if config.task == "contrastive" else make_regions(config, corpus)
     tags = regions.tags if regions and config.model.get("tags", False) else None
     return SourceReader(corpus, tokenizer, pictures, regions, source_text, tags)
 

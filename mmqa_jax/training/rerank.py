@@ -31,7 +31,7 @@ class RerankTask:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Weighted mean cross-entropy over the pairs, and how many are classified rightly."""
         inputs: VLPInputs = batch["inputs"]
-        logits = model.source_logits(model.encode(inputs, dropout_key=dropout_key))  # [B, 2]
+        logits = model.source_logits(inputs, dropout_key=dropout_key)  # [B, 2]
         relevant = batch["labels"]  # [B] 1 = relevant
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, 1 - relevant)
         weights = batch["weights"]

@@ -154,7 +154,7 @@ def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.St
       UserError: the checkpoint does not fit; one sentence lists all offenders.
     """
     leaves = {_join(path): leaf for path, leaf in nnx.to_flat_state(state)}
-    plan = _plan(leaves, key_map, source)
+    plan = plan_loading(leaves, key_map, source)
     filled = []
     for path, leaf in nnx.to_flat_state(state):
         assignments = plan.get(_join(path))
@@ -232,7 +232,7 @@ def save_model(path: str | os.PathLike, state: nnx.State, key_map: KeyMap) -> No
     write_safetensors(path, specs, ((key, source.read(key)) for key in specs))
 
 
-def _plan(
+def plan_loading(
     leaves: Mapping[str, Any], key_map: KeyMap, source: TensorSource
 ) -> dict[str, list[_Assignment]]:
     """Matches every source key with its place; raises UserError listing what does not fit."""

@@ -89,7 +89,7 @@ def mcan_key_map(config: MCANConfig) -> KeyMap:
         rename=renames(_prefixes(config)),
         ignore=[
             BUFFERS,
-            r"^decoder\.\d+\.attention\.rope\.(sin|cos)$",  # computed; `_check_rotation`
+            r"^decoder\.\d+\.attention\.rope\.(sin|cos)$",  # computed; `check_rotation`
             *([] if text.pooler else [r"^bert\.pooler\."]),
         ],
     )
@@ -129,7 +129,7 @@ def load_mcan(path: str | os.PathLike, model: MCAN, *, pretrained: bool = False)
     if pretrained:
         source = _with_new_answers(source, model.config)
     state = load_into(nnx.state(model), mcan_key_map(model.config), source)
-    _check_rotation(source, model.config)
+    check_rotation(source, model.config)
     nnx.update(model, state)
 
 
@@ -221,7 +221,7 @@ def _rotation(config: MCANConfig) -> dict[str, np.ndarray]:
     return {"sin": rotation.sin, "cos": rotation.cos}
 
 
-def _check_rotation(source: TensorSource, config: MCANConfig) -> None:
+def check_rotation(source: TensorSource, config: MCANConfig) -> None:
     """Refuses a checkpoint that was trained on another grid or another base."""
     tables = _rotation(config)
     for key in source.specs():

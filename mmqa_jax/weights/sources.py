@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
@@ -25,7 +26,8 @@ def open_source(path: str | os.PathLike) -> TensorSource:
       path: a safetensors file; a torch file (`.bin`, `.pkl`, `.pt`, `.pth`; see TorchFile for
         what it may hold); the index of either's shards (`*.index.json`); or a folder with
         transformers' `model.safetensors` or `pytorch_model.bin`, whole or as shards with their
-        index. Where a folder has both, safetensors are read.
+        index. Where a folder has both, safetensors are read. A file's content says which of the
+        two it is, and its name where the content is neither's (a file cut short).
 
     Raises:
       UserError: nothing there, a missing or broken file, one that holds anything but named
@@ -44,6 +46,33 @@ def open_source(path: str | os.PathLike) -> TensorSource:
         return TorchSource(files, str(files[0] if len(files) == 1 else path))
     if path.name.endswith(".bin.index.json"):
         return TorchSource(indexed_files(path), str(path))
-    if path.suffix in TORCH_SUFFIXES:
+    kind = read_magic(path) if path.is_file() else "other"
+    if kind == "torch" or (kind != "safetensors" and path.suffix in TORCH_SUFFIXES):
         return TorchSource([path])
     return SafetensorsSource(path)
+
+
+def read_magic(path: Path) -> str:
+    """What a file's first bytes say: gguf, safetensors, torch, index (JSON of shards) or other.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(9)
+        size = path.stat().st_size
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); check the path and its permissions."
+        ) from error
+    if path.name.endswith(".index.json"):
+        return "index"
+    if head.startswith(b"GGUF"):
+        return "gguf"
+    # The length of a JSON header, and its brace; a pickle may begin with the same two bytes.
+    if head[8:] == b"{" and struct.unpack("<Q", head[:8])[0] <= size - 8:
+        return "safetensors"
+    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "torch"
+    return "other"

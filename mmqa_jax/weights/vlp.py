@@ -93,7 +93,7 @@ def load_vlp(
     key_map = vlp_key_map(model.config, source_head=source_head)
     types = source.specs().get(_TYPE_TABLE)
     if types is not None:
-        key_map = _fit_types(key_map, types.shape[0], model.config.bert.types)
+        key_map = fit_types(key_map, types.shape[0], model.config.bert.types)
     if fresh_visual:
         rules = [r for r in key_map.rules if not r.path.startswith("region_")]
         ignore = (*key_map.ignore, r"^vis_embed\.", r"^vis_pe_embed\.")
@@ -148,7 +148,7 @@ def init_vlp_from_bert(
         fresh=(*_VISUAL, _SOURCE_HEAD, _COPY_HEAD) + (() if has_head else (r"^mlm_head/",)),
         tied=mlm_tied("bert."),
     )
-    key_map = _fit_types(key_map, published.types, trunk.types)
+    key_map = fit_types(key_map, published.types, trunk.types)
     key_map = word_rows(first_layers(key_map, wanted, published.layers), rows)
     nnx.update(model, load_into(nnx.state(model), key_map, source))
     table = model.bert.embeddings.token_type.table
@@ -160,7 +160,8 @@ def init_vlp_from_bert(
         kernel[...] = jnp.eye(trunk.hidden, dtype=kernel.dtype)
 
 
-def _fit_types(key_map: KeyMap, theirs: int, ours: int) -> KeyMap:
+def fit_types(key_map: KeyMap, theirs: int, ours: int) -> KeyMap:
+    """The key map that makes two token types (BERT's) six (VLP's), where that is the difference."""
     if (theirs, ours) != (2, 6):
         return key_map  # equal, or a difference that loading reports
     rules = [

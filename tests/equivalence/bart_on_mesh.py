@@ -1,7 +1,4 @@
-"""BART on eight fake devices against one; called by test_bart.py with a checkpoint's folder.
-
-The device count is fixed when JAX starts, so that this is a script of its own.
-"""
+"""BART on eight fake devices against one; called by test_bart.py with a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -10,22 +7,16 @@ import sys
 
 import jax
 import numpy as np
+from compare import LAYER, jit, load_on_mesh
 from flax import nnx
 
-from mmqa_jax.core.mesh import batch_sharding, make_mesh, state_shardings
+from mmqa_jax.core.mesh import batch_sharding
 from mmqa_jax.weights.bart import load_bart
-
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
 def main(folder: str) -> None:
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    spread = load_bart(folder, mesh=mesh, unroll=1)
+    mesh, spread, whole = load_on_mesh(functools.partial(load_bart, folder, unroll=1))
     graphdef, state = nnx.split(spread)
-    plain = nnx.state(load_bart(folder, unroll=1))
-    jax.tree.map(np.testing.assert_array_equal, state, plain)
-    shardings = state_shardings(state, mesh)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, s: a.sharding == s, state, shardings)))
     up = spread.decoder.layers.up.kernel[...]  # [layers, embed, mlp]
     layers, embed, mlp = up.shape
     assert up.addressable_shards[0].data.shape == (layers, embed // 2, mlp // 2)
@@ -42,10 +33,10 @@ def main(folder: str) -> None:
     def forward(state, *batch):
         return nnx.merge(graphdef, state).log_probs(*batch)
 
-    want = jit(forward)(plain, *batch)
+    want = jit(forward)(nnx.state(whole), *batch)
     by_row = batch_sharding(mesh)
     got = jit(forward, out_shardings=by_row)(state, *jax.device_put(batch, by_row))
-    np.testing.assert_allclose(got[target_mask], want[target_mask], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[target_mask], want[target_mask], **LAYER)
     print("forward")
 
 

@@ -1,7 +1,4 @@
-"""LLaMA on eight fake devices against one; called by test_llama.py with a checkpoint's folder.
-
-The device count is fixed when JAX starts, so that this is a script of its own.
-"""
+"""LLaMA on eight fake devices against one; called by test_llama.py with a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -11,26 +8,19 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compare import LAYER, jit, load_on_mesh
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from mmqa_jax.core.mesh import batch_sharding, make_mesh, partition_spec, state_shardings
+from mmqa_jax.core.mesh import batch_sharding, partition_spec, state_shardings
 from mmqa_jax.models.llama import KEY_NAMES, VALUE_NAMES, KVCache, unstack_layers
 from mmqa_jax.weights.llama import load_llama
 
-FAST = {"xla_backend_optimization_level": 1}
-jit = functools.partial(jax.jit, compiler_options=FAST)
-
 
 def main(folder: str) -> None:
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    spread = load_llama(folder, mesh=mesh, unroll=1)
-    alone = load_llama(folder, unroll=1)
+    mesh, spread, whole = load_on_mesh(functools.partial(load_llama, folder, unroll=1))
     graphdef, state = nnx.split(spread)
-    plain = nnx.state(alone)
-    jax.tree.map(np.testing.assert_array_equal, state, plain)
-    shardings = state_shardings(state, mesh)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, s: a.sharding == s, state, shardings)))
+    plain = nnx.state(whole)
     up = spread.layers.up.kernel[...]  # [layers, embed, mlp]
     layers, embed, mlp = up.shape
     assert up.addressable_shards[0].data.shape == (layers, embed // 2, mlp // 2)
@@ -45,7 +35,7 @@ def main(folder: str) -> None:
 
     want = jit(forward)(plain, ids, mask)
     got = jit(forward)(state, *batch)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got, want, **LAYER)
     print("forward")
 
     def loss(state, ids, mask):
@@ -54,10 +44,8 @@ def main(folder: str) -> None:
         return -jnp.sum(picked * mask[:, 1:]) / mask[:, 1:].sum()
 
     expected = jit(jax.grad(loss))(plain, ids, mask)
-    gradient = jit(jax.grad(loss), out_shardings=shardings)(state, *batch)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), gradient, expected
-    )
+    gradient = jit(jax.grad(loss), out_shardings=state_shardings(state, mesh))(state, *batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
     print("gradient")
 
     unstack_layers(spread)
@@ -89,13 +77,13 @@ def main(folder: str) -> None:
         return nnx.merge(graphdef, state).decode_step(token, position, cache)
 
     logits, cache = prefill(state, jax.device_put(ids[:, :10], by_row), cache)
-    np.testing.assert_allclose(logits[mask[:, :10]], want[:, :10][mask[:, :10]], rtol=0, atol=1e-5)
-    full = np.asarray(jit(lambda s, i: nnx.merge(nnx.graphdef(alone), s)(i))(plain, ids))
+    np.testing.assert_allclose(logits[mask[:, :10]], want[:, :10][mask[:, :10]], **LAYER)
+    full = np.asarray(jit(lambda s, i: nnx.merge(nnx.graphdef(whole), s)(i))(plain, ids))
     at = np.array([10, 3, 10, 9])  # rows of several lengths
     for _ in range(3):
         token, position = jax.device_put((ids[np.arange(4), at], at), by_row)
         logits, cache = step(state, token, position, cache)
-        np.testing.assert_allclose(logits, full[np.arange(4), at], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(logits, full[np.arange(4), at], **LAYER)
         at = at + 1  # a new array: JAX may still read, or alias, the one it was given
     print("generation")
 

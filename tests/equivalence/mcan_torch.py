@@ -70,12 +70,3 @@ class AttFlat(nn.Module):
         weights = weights.softmax(1)
         sums = [(weights[:, :, n, None] * x).sum(1) for n in range(weights.shape[-1])]
         return self.linear_merge(torch.cat(sums, 1))
-
-
-def randomize(model: nn.Module, seed: int, scale: float = 0.1) -> nn.Module:
-    """Adds noise: fresh biases are 0 and norms 1, which would hide a missing or swapped one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-    return model.eval()

@@ -10,6 +10,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from compare import (
+    LAYER,
+    WHOLE,
+    abstract,
+    alone,
+    compiled,
+    forward,
+    jit,
+    names_its_axes,
+    randomize,
+    with_config,
+)
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -48,15 +60,6 @@ def torch_config(config: BertConfig) -> transformers.BertConfig:
         attn_implementation="eager",
         pad_token_id=None,  # torch drops the gradient of a padding row
     )
-
-
-def randomize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Biases and norm weights start at 0 and 1, which would hide swapped parameters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.15 * torch.randn(p.shape, generator=generator))
-    return model.eval()
 
 
 def copy_bert(tensors: dict[str, torch.Tensor], model: Bert, prefix: str = "") -> None:
@@ -115,7 +118,7 @@ def batch(config: BertConfig, rows=5, length=23):
 @pytest.fixture(scope="module")
 def pair():
     torch.manual_seed(0)
-    theirs = randomize(transformers.BertModel(torch_config(CONFIG)), 1)
+    theirs = randomize(transformers.BertModel(torch_config(CONFIG)), 1, 0.15)
     ours = Bert(CONFIG, rngs=nnx.Rngs(0))
     copy_bert(theirs.state_dict(), ours)
     return ours, theirs
@@ -136,29 +139,30 @@ def test_whole_model_and_pooler(pair):
     ours, theirs = pair
     ids, types, mask = batch(CONFIG)
     expected = run_torch(theirs, ids, types, mask)
-    hidden = ours(jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(types))
-    np.testing.assert_allclose(
-        hidden[mask], expected.last_hidden_state.numpy()[mask], atol=1e-4, rtol=0
-    )
-    np.testing.assert_allclose(ours.pool(hidden), expected.pooler_output.numpy(), atol=1e-4, rtol=0)
+    hidden = compiled(ours, forward)(ids, mask, types)
+    np.testing.assert_allclose(hidden[mask], expected.last_hidden_state.numpy()[mask], **WHOLE)
+    np.testing.assert_allclose(ours.pool(hidden), expected.pooler_output.numpy(), **WHOLE)
 
 
 def test_each_layer_from_the_reference_input(pair):
     ours, theirs = pair
     ids, types, mask = batch(CONFIG)
-    expected = [h.numpy() for h in run_torch(theirs, ids, types, mask).hidden_states]
+    expected = run_torch(theirs, ids, types, mask).hidden_states
+    expected = np.stack([h.numpy() for h in expected])  # [layers + 1, B, L, H]
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    embedded = ours.embeddings(*map(jnp.asarray, (ids, positions, types)))
-    np.testing.assert_allclose(embedded, expected[0], atol=1e-5, rtol=0)
+    columns = mask[:, None, None, :]
 
-    graphdef, params = nnx.split(ours.layers)
-    columns = jnp.asarray(mask)[:, None, None, :]
-    for i in range(CONFIG.layers):
-        layer = nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], params))
-        y = layer(jnp.asarray(expected[i]), columns)
-        np.testing.assert_allclose(y[mask], expected[i + 1][mask], atol=1e-5, rtol=0)
-    stacked = ours.layer_outputs(jnp.asarray(expected[0]), columns)
-    np.testing.assert_allclose(stacked[:, mask], np.stack(expected[1:])[:, mask], atol=1e-4, rtol=0)
+    def run(model, states):
+        return (
+            model.embeddings(ids, positions, types),
+            alone(model.layers, lambda layer, x: layer(x, columns), states[:-1]),
+            model.layer_outputs(states[0], columns),
+        )
+
+    embedded, each, stacked = compiled(ours, run)(expected)
+    np.testing.assert_allclose(embedded, expected[0], **LAYER)
+    np.testing.assert_allclose(each[:, mask], expected[1:, mask], **LAYER)
+    np.testing.assert_allclose(stacked[:, mask], expected[1:, mask], **WHOLE)
 
 
 def test_explicit_positions_and_row_mask(pair):
@@ -176,15 +180,15 @@ def test_explicit_positions_and_row_mask(pair):
         for layer in theirs.encoder.layer:
             out = layer(expected, additive)
             expected = out[0] if isinstance(out, tuple) else out
-    hidden = ours(*map(jnp.asarray, (ids, rows, types, positions)))
-    np.testing.assert_allclose(hidden, expected.numpy(), atol=1e-4, rtol=0)
+    hidden = compiled(ours, forward)(ids, rows, types, positions)
+    np.testing.assert_allclose(hidden, expected.numpy(), **WHOLE)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_mlm_loss_and_every_gradient(activation):
     config = dataclasses.replace(CONFIG, activation=activation, eps=1e-5, pooler=False)
     torch.manual_seed(0)
-    theirs = randomize(transformers.BertForMaskedLM(torch_config(config)), 2)
+    theirs = randomize(transformers.BertForMaskedLM(torch_config(config)), 2, 0.15)
     ours = nnx.Dict(bert=Bert(config, rngs=nnx.Rngs(0)), head=MlmHead(config, rngs=nnx.Rngs(1)))
     copy_bert(theirs.state_dict(), ours.bert, "bert.")
     copy_head(theirs.state_dict(), ours.head)
@@ -200,11 +204,11 @@ def test_mlm_loss_and_every_gradient(activation):
     loss.backward()
     graphdef, params = nnx.split(ours)
 
-    @jax.jit
+    @jit
     @jax.value_and_grad
     def our_loss(params):
         model = nnx.merge(graphdef, params)
-        hidden = model.bert(jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(types))
+        hidden = model.bert(ids, mask, types)
         logits = model.head(hidden, model.bert.embeddings.word)
         picked = jnp.take_along_axis(
             jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], axis=-1
@@ -221,29 +225,30 @@ def test_mlm_loss_and_every_gradient(activation):
     flat = dict(nnx.to_flat_state(nnx.state(expected)))
     seen = 0
     for path, grad in nnx.to_flat_state(grads):
-        np.testing.assert_allclose(grad[...], flat[path][...], atol=1e-4, rtol=0, err_msg=str(path))
+        np.testing.assert_allclose(grad[...], flat[path][...], **WHOLE, err_msg=str(path))
         seen += float(np.abs(grad[...]).max()) > 1e-3
     assert seen >= len(flat) - 1  # all but the key bias, whose true gradient is 0
 
 
 def test_remat_and_unroll_leave_loss_and_gradients_alone():
     config = dataclasses.replace(CONFIG, layers=2, pooler=False)
-    ids, types, mask = (jnp.asarray(x) for x in batch(config, rows=3))
+    ids, types, mask = batch(config, rows=3)
     key = jax.random.key(5, impl="unsafe_rbg")  # quick to compile
     rng = np.random.default_rng(0)
+    model = abstract(Bert, config)
     state = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32) * 0.3,
-        nnx.state(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))),
+        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32) * 0.3, nnx.state(model)
     )
+    model = nnx.merge(nnx.graphdef(model), state)
 
     def run(config):
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
+        graphdef, state = nnx.split(with_config(model, config))
 
         def loss(state):
-            model = nnx.merge(graphdef, state)
-            return jnp.mean(model(ids, mask, types, dropout_key=key)[..., 0] ** 3)
+            hidden = nnx.merge(graphdef, state)(ids, mask, types, dropout_key=key)
+            return jnp.mean(hidden[..., 0] ** 3)
 
-        return jax.jit(jax.value_and_grad(loss))(state)
+        return jit(jax.value_and_grad(loss))(state)
 
     value, grads = run(dataclasses.replace(config, unroll=True))
     for remat in ("none", "full", "dots"):
@@ -256,12 +261,8 @@ def test_remat_and_unroll_leave_loss_and_gradients_alone():
 
 def test_dropout_key_decides_and_none_is_deterministic(pair):
     ours, _ = pair
-    ids, types, mask = (jnp.asarray(x) for x in batch(CONFIG))
-    graphdef, state = nnx.split(ours)
-    apply = jax.jit(
-        lambda state, key: nnx.merge(graphdef, state)(ids, mask, types, dropout_key=key)
-    )
-    run = lambda key: np.asarray(apply(state, key))  # noqa: E731
+    ids, types, mask = batch(CONFIG)
+    run = compiled(ours, lambda model, key: model(ids, mask, types, dropout_key=key))
     one, two = (jax.random.key(seed, impl="unsafe_rbg") for seed in (1, 2))
     plain = run(None)
     np.testing.assert_array_equal(plain, run(None))
@@ -280,18 +281,14 @@ def test_presets_have_the_published_parameter_counts():
         (B.minilm_l6, 22_713_216),
     ]:
         config = preset(pooler=True)
-        model = nnx.eval_shape(lambda config=config: Bert(config, rngs=nnx.Rngs(0)))
-        assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
+        parameters = jax.tree.leaves(nnx.state(abstract(Bert, config)))
+        assert sum(x.size for x in parameters) == count
 
 
 def test_every_parameter_names_its_axes(pair):
     ours, _ = pair
     known = {"layers", "embed", "mlp", "heads", "vocab", "positions", "proj", None}
-    for path, variable in nnx.to_flat_state(nnx.state(ours)):
-        names = variable.get_metadata()["out_sharding"]
-        assert len(names) == variable[...].ndim, path
-        assert set(names) <= known, path
-        assert (names[0] == "layers") == (path[0] == "layers"), path
+    names_its_axes(ours, known)
 
 
 def test_bad_input_is_named():
@@ -302,7 +299,7 @@ def test_bad_input_is_named():
     with pytest.raises(UserError, match=r"attention_dropout is 1"):
         BertConfig(attention_dropout=1.0)
     tiny = B.bert_tiny(hidden=8, heads=2, mlp=8, layers=1, positions=4)
-    model = nnx.eval_shape(lambda: Bert(tiny, rngs=nnx.Rngs(0)))
+    model = abstract(Bert, tiny)
     with pytest.raises(UserError, match="5 tokens long"):
         model(jnp.zeros((1, 5), int), jnp.ones((1, 5), bool))
     with pytest.raises(UserError, match="pooler"):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import WHOLE, compiled, forward, same_parameters
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -27,7 +28,6 @@ from mmqa_jax.weights.llama import (
 
 torch = pytest.importorskip("torch")
 
-FAST = {"xla_backend_optimization_level": 1}
 LENGTH = 512
 # params.json of LLaMA-3 in small; 256 * ceil(1.3 * 2 / 3 * 4 * 64 / 16) = 224 hidden units.
 PARAMS = {
@@ -140,32 +140,11 @@ def ids():
     return np.random.default_rng(5).integers(0, VOCAB, (2, LENGTH))
 
 
-@pytest.fixture(scope="module")
-def forward():
-    """logits(model, ids); models of one config compile once."""
-    runs = {}
-
-    def run(model, ids):
-        graphdef, state = nnx.split(model)
-        if graphdef not in runs:
-            runs[graphdef] = jax.jit(
-                lambda state, ids: nnx.merge(graphdef, state)(ids), compiler_options=FAST
-            )
-        with jax.default_matmul_precision("highest"):
-            return np.asarray(runs[graphdef](state, ids))
-
-    return run
-
-
-def same(model, other):
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
-
-
-def test_meta_files_whole_and_sharded(tmp_path, ids, forward):
+def test_meta_files_whole_and_sharded(tmp_path, ids):
     tensors = meta_tensors()
     model = load_llama(write_meta(tmp_path / "one", [tensors]), unroll=1)
     want = meta_logits(tensors, ids, theta=3000.0, eps=3e-4)
-    np.testing.assert_allclose(forward(model, ids), want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(compiled(model, forward)(ids), want, **WHOLE)
     assert np.abs(want).max() > 1
     assert model.config == LlamaConfig(
         vocab_size=VOCAB,
@@ -180,7 +159,7 @@ def test_meta_files_whole_and_sharded(tmp_path, ids, forward):
     )
     for name, vocab_parallel in (("llama2", False), ("llama3", True)):
         folder = write_meta(tmp_path / name, split(tensors, 2, vocab_parallel))
-        same(load_llama(folder, unroll=1), model)
+        same_parameters(load_llama(folder, unroll=1), model)
     # And back: our parameters under Meta's names are the given tensors.
     back = dict(export(nnx.state(model), meta_key_map(model.config)))
     assert back.keys() == tensors.keys()
@@ -188,7 +167,7 @@ def test_meta_files_whole_and_sharded(tmp_path, ids, forward):
         np.testing.assert_array_equal(back[key], array, err_msg=key)
 
 
-def test_meta_file_becomes_transformers(tmp_path, ids, forward):
+def test_meta_file_becomes_transformers(tmp_path, ids):
     transformers = pytest.importorskip("transformers")
     tensors = meta_tensors(seed=1)
     model = load_llama(write_meta(tmp_path / "meta", split(tensors, 2, False)))
@@ -199,7 +178,7 @@ def test_meta_file_becomes_transformers(tmp_path, ids, forward):
     with torch.no_grad():
         got = theirs.eval()(torch.from_numpy(ids)).logits.numpy()
     want = meta_logits(tensors, ids, theta=3000.0, eps=3e-4)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got, want, **WHOLE)
 
 
 def test_bfloat16_stays_bfloat16(tmp_path):
@@ -248,7 +227,7 @@ def llama2c_bytes(tensors, *, version, tied):
 
 @pytest.mark.parametrize("version", [0, 1])
 @pytest.mark.parametrize("tied", [True, False])
-def test_llama2c_files(tmp_path, ids, forward, version, tied):
+def test_llama2c_files(tmp_path, ids, version, tied):
     tensors = meta_tensors(tied=tied, seed=2)
     file = tmp_path / "model.bin"
     file.write_bytes(llama2c_bytes(tensors, version=version, tied=tied))
@@ -256,7 +235,7 @@ def test_llama2c_files(tmp_path, ids, forward, version, tied):
     assert model.config.tied == tied
     assert model.config.positions == LENGTH
     want = meta_logits(tensors, ids, theta=10000.0, eps=1e-5)
-    np.testing.assert_allclose(forward(model, ids), want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(compiled(model, forward)(ids), want, **WHOLE)
 
 
 def test_llama2c_files_that_are_not_whole(tmp_path):
@@ -300,7 +279,7 @@ def test_sharded_safetensors(tmp_path, tiny):
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 4000 + 1500 for file in files)  # header included
-    same(load_llama(folder), tiny)
+    same_parameters(load_llama(folder), tiny)
     missing = files[1].name
     files[1].unlink()
     with pytest.raises(UserError, match=rf"{missing}: no such file"):
@@ -314,7 +293,7 @@ def test_torch_shards_of_transformers(tmp_path, tiny):
     (tmp_path / "config.json").write_text(json.dumps(TINY.to_hf()))
     whole = {key: torch.tensor(array) for key, array in tensors.items()}
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    same(load_llama(tmp_path), tiny)
+    same_parameters(load_llama(tmp_path), tiny)
     (tmp_path / "pytorch_model.bin").unlink()
     keys = list(tensors)
     parts = {
@@ -325,7 +304,7 @@ def test_torch_shards_of_transformers(tmp_path, tiny):
         torch.save({key: whole[key] for key in part}, tmp_path / name)
     index = {"weight_map": {key: name for name, part in parts.items() for key in part}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    same(load_llama(tmp_path), tiny)
+    same_parameters(load_llama(tmp_path), tiny)
     torch.save({key: whole[key] for key in keys[6:]}, tmp_path / "pytorch_model-00002-of-00002.bin")
     with pytest.raises(UserError, match=f"tensor '{keys[6]}' lies in another file"):
         load_llama(tmp_path)
@@ -446,7 +425,7 @@ def test_renewed_mappings_read_the_same(tmp_path, monkeypatch):
     opened = []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a) or load(*a, **k))
-    same(load_llama(folder), model)
+    same_parameters(load_llama(folder), model)
     assert len(opened) > 6
 
 

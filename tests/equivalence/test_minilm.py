@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import LAYER, WHOLE, abstract, alone, compiled, forward
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -54,58 +55,44 @@ def theirs(batch):
 def ours():
     config, state = load_bert(minilm_path())
     assert config == minilm_l6()
-    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))), state)
+    return nnx.merge(nnx.graphdef(abstract(Bert, config)), state)
 
 
 def _build(make):
     return init_sharded(make, make_mesh(devices=jax.devices()[:1]))
 
 
-def _run(model, function, *args):
-    graphdef, state = nnx.split(model)
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(lambda s, *a: function(nnx.merge(graphdef, s), *a))(state, *args))
-
-
 def test_hidden_states_and_sentence_vectors_equal(batch, theirs, ours):
     ids, mask = batch
-    hidden = _run(ours, lambda m, i, a: m(i, a), ids, mask)
+    hidden = compiled(ours, forward)(ids, mask)
     real = mask.astype(bool)
-    np.testing.assert_allclose(hidden[real], theirs[-1][real], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(hidden[real], theirs[-1][real], **WHOLE)
     weights = mask[..., None]
     pooled = (theirs[-1] * weights).sum(1) / weights.sum(1)
     unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
     got = np.asarray(mean_pool(jnp.asarray(hidden), jnp.asarray(mask)))
     got = got / np.linalg.norm(got, axis=1, keepdims=True)
-    np.testing.assert_allclose(got @ got.T, unit @ unit.T, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got @ got.T, unit @ unit.T, **WHOLE)
     # The weights mean something: the two sentences on bread are nearest to each other.
     assert np.argsort(got[4] @ got.T)[-2] == 3
 
 
 def test_each_layer_equals(batch, theirs, ours):
-    mask = jnp.asarray(batch[1], bool)
-    graphdef, state = nnx.split(ours.layers)
-
-    @jax.jit
-    def one(params, x):
-        with jax.default_matmul_precision("highest"):
-            return nnx.merge(graphdef, params)(x, mask[:, None, None, :])
-
-    real = np.asarray(mask)
-    for layer in range(6):
-        got = one(jax.tree.map(lambda p, n=layer: p[n], state), jnp.asarray(theirs[layer]))
-        np.testing.assert_allclose(
-            np.asarray(got)[real], theirs[layer + 1][real], rtol=0, atol=1e-5, err_msg=str(layer)
-        )
+    real = batch[1].astype(bool)
+    columns = real[:, None, None, :]
+    got = compiled(
+        ours.layers, lambda stack, x: alone(stack, lambda layer, y: layer(y, columns), x)
+    )(theirs[:-1])
+    np.testing.assert_allclose(got[:, real], theirs[1:, real], **LAYER)
 
 
 def test_first_layers_on_request_only(batch, theirs):
     config, state = load_bert(minilm_path(), num_layers=4)
     assert config.layers == 4
-    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))), state)
-    got = _run(model, lambda m, i, a: m(i, a), *batch)
+    model = nnx.merge(nnx.graphdef(abstract(Bert, config)), state)
+    got = compiled(model, forward)(*batch)
     real = batch[1].astype(bool)
-    np.testing.assert_allclose(got[real], theirs[4][real], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got[real], theirs[4][real], **WHOLE)
     with pytest.raises(UserError, match="the model has 4 layers, 6 of the checkpoint's 6"):
         fill_bert(model, minilm_path())
     with pytest.raises(UserError, match="7 layers wanted, the checkpoint has 6"):
@@ -113,7 +100,7 @@ def test_first_layers_on_request_only(batch, theirs):
 
 
 def test_constants_that_no_shape_shows_are_compared():
-    model = nnx.eval_shape(lambda: Bert(minilm_l6(heads=6), rngs=nnx.Rngs(0)))
+    model = abstract(Bert, minilm_l6(heads=6))
     with pytest.raises(UserError, match="heads is 6, the checkpoint's 12"):
         fill_bert(model, minilm_path())
 
@@ -133,23 +120,24 @@ def test_dual_encoder_keeps_minilm(batch, theirs):
         text, image = m.encode_text(ids, mask), m.encode_image(pixels)
         return jnp.stack([text, image, m.encode_source(ids, mask, pixels, has_image)])
 
-    text, image, source = _run(model, embed, ids, mask, pixels, has_image)
+    inputs = (ids, mask, pixels, has_image)
+    text, image, source = compiled(model, embed)(*inputs)
     weights = mask[..., None]
     pooled = (theirs[2] * weights).sum(1) / weights.sum(1)
     unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
-    np.testing.assert_allclose(text, unit, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(text, unit, **WHOLE)
     # reference.md 7: h = (h_T + h_I) / 2, or the one there is; compared by cosine.
     both = (text + image) / 2
     both /= np.linalg.norm(both, axis=1, keepdims=True)
     np.testing.assert_allclose(source, np.where(has_image[:, None], both, text), atol=1e-5)
 
     model.config = dataclasses.replace(config, fusion="image")
-    alone = _run(model, embed, ids, mask, pixels, has_image)[2]
-    np.testing.assert_allclose(alone, np.where(has_image[:, None], image, text), atol=1e-6)
+    pictures = compiled(model, embed)(*inputs)[2]
+    np.testing.assert_allclose(pictures, np.where(has_image[:, None], image, text), atol=1e-6)
 
     model.config = config
     model.picture_gate[...] = jnp.float32(0)  # a closed gate is the caption alone
-    closed = _run(model, embed, ids, mask, pixels, has_image)[2]
+    closed = compiled(model, embed)(*inputs)[2]
     np.testing.assert_allclose(closed, text, atol=1e-5)
 
 

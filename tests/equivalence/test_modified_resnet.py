@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
+from compare import LAYER, WHOLE, abstract, alone, compiled, forward, names_its_axes, with_config
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -27,15 +27,6 @@ CONFIG = ModifiedResNetConfig(
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning"
 )
-FAST = {"xla_backend_optimization_level": 1}  # nearly all the time is compiling
-jit = functools.partial(jax.jit, compiler_options=FAST)
-LAYER, WHOLE = {"rtol": 0, "atol": 1e-5}, {"rtol": 0, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def _exact():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 class TorchBlock(nn.Module):
@@ -179,11 +170,7 @@ def pair(tmp_path_factory):
     torch.jit.save(whole, str(path))
     config, state = load_modified_resnet(path, eps=CONFIG.eps, unroll=1)
     assert config == CONFIG
-    return theirs, nnx.merge(nnx.graphdef(abstract(config)), state)
-
-
-def abstract(config: ModifiedResNetConfig) -> ModifiedResNet:
-    return nnx.eval_shape(lambda: ModifiedResNet(config, rngs=nnx.Rngs(0)))
+    return theirs, nnx.merge(nnx.graphdef(abstract(ModifiedResNet, config)), state)
 
 
 def pictures(height: int, width: int, count: int = 3) -> np.ndarray:
@@ -210,19 +197,15 @@ def test_blocks_grid_and_pooled_output_equal(pair):
         stages = [list(stage) for stage in seen]  # before other pictures come
         stem, grid = nhwc(theirs.stem(nchw(square))), nhwc(theirs.grid(nchw(square)))
         wide_grid = nhwc(theirs.grid(nchw(wide)))
-    graphdef, state = nnx.split(ours)
 
-    @jit
-    def run(state):
-        model = nnx.merge(graphdef, state)
+    def run(model):
         return {
             "stem": model.stem(square),
-            # Each block by itself, on their input, so that errors do not add up.
             "first": [
                 stage.first(pairs[0][0]) for stage, pairs in zip(model.stages, stages, strict=True)
             ],
             "rest": [
-                each_block(stage.rest, [x for x, _ in pairs[1:]])
+                alone(stage.rest, forward, np.stack([x for x, _ in pairs[1:]]))
                 for stage, pairs in zip(model.stages[1:], stages[1:], strict=True)
             ],
             "grid": model.grid_features(square),
@@ -231,7 +214,7 @@ def test_blocks_grid_and_pooled_output_equal(pair):
             "pooled": model(square),
         }
 
-    got = run(state)
+    got = compiled(ours, run)()
     np.testing.assert_allclose(got["stem"], stem, **LAYER)
     for n in range(4):
         np.testing.assert_allclose(got["first"][n], stages[n][0][1], **LAYER)
@@ -248,18 +231,11 @@ def test_blocks_grid_and_pooled_output_equal(pair):
     assert pooled.std() > 0.1
 
 
-def each_block(stack, inputs):
-    graphdef, params = nnx.split(stack)
-    return jax.lax.map(
-        lambda pair: nnx.merge(graphdef, pair[0])(pair[1]), (params, np.stack(inputs))
-    )
-
-
 def test_bfloat16_stays_near_float32(pair):
     theirs, ours = pair
-    graphdef = nnx.graphdef(abstract(dataclasses.replace(CONFIG, dtype="bfloat16")))
+    half = with_config(ours, dataclasses.replace(CONFIG, dtype="bfloat16"))
     x = pictures(96, 96)
-    got = jit(lambda state: nnx.merge(graphdef, state).grid_features(x))(nnx.state(ours))
+    got = compiled(half, lambda model: model.grid_features(x))()
     with torch.no_grad():
         want = nhwc(theirs.grid(nchw(x)))
     assert got.dtype == "bfloat16"
@@ -291,7 +267,7 @@ def test_half_precision_tower_alone_without_its_pool(pair, tmp_path):
     torch.save(tensors, tmp_path / "tower.pth")
     config, state = load_modified_resnet(tmp_path / "tower.pth", attention_pool=False)
     assert config.blocks == CONFIG.blocks
-    model = nnx.merge(nnx.graphdef(abstract(config)), state)
+    model = nnx.merge(nnx.graphdef(abstract(ModifiedResNet, config)), state)
     kernel = model.stages[2].rest.conv2.kernel[...]
     assert kernel.dtype == "float32"
     np.testing.assert_array_equal(
@@ -308,12 +284,7 @@ def test_trainable_parameters_leave_out_the_statistics(pair):
     _, ours = pair
     trained = {path[-1] for path, _ in nnx.to_flat_state(nnx.state(ours, nnx.Param))}
     assert trained == {"kernel", "scale", "bias", "positions"}
-    for path, variable in nnx.to_flat_state(nnx.state(ours)):
-        names = variable.get_metadata()["out_sharding"]
-        assert len(names) == variable[...].ndim, path
-        used = [name for name in names if name is not None]
-        assert len(set(used)) == len(used), path
-        assert (names[0] == "layers") == ("rest" in path), path
+    names_its_axes(ours, stacks=("rest",))
 
 
 @pytest.mark.parametrize("name", ["rn50", "rn101", "rn50x4", "rn50x16", "rn50x64"])
@@ -329,7 +300,7 @@ def test_presets_have_the_published_sizes(name):
     config = getattr(modified_resnet, name)()
     assert config == ModifiedResNetConfig(width, blocks, image_size, embed_dim)
     assert (config.heads, config.features, config.eps) == (heads, 32 * width, 1e-5)
-    source = modified_resnet_source(nnx.state(abstract(config)), config)
+    source = modified_resnet_source(nnx.state(abstract(ModifiedResNet, config)), config)
     ours = {key: spec.shape for key, spec in source.specs().items()}
     with torch.device("meta"):
         theirs = TorchResNet(config)
@@ -341,7 +312,9 @@ def test_presets_have_the_published_sizes(name):
 
 
 def test_prophets_grid_of_512_pixels():
-    model = abstract(modified_resnet.rn50x64(attention_pool=False, dtype="bfloat16"))
+    model = abstract(
+        ModifiedResNet, modified_resnet.rn50x64(attention_pool=False, dtype="bfloat16")
+    )
     graphdef, state = nnx.split(model)
     grid = jax.eval_shape(
         lambda state, x: nnx.merge(graphdef, state).grid_features(x),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from compare import LAYER, WHOLE, abstract, compiled, names_its_axes
 from flax import nnx
 from torch import nn
 
@@ -137,6 +139,7 @@ def copy(theirs: TorchVLP, ours: VLP) -> None:
     ours.mlm_head.bias[...] = array(theirs.decoder_bias)
 
 
+@functools.cache
 def make_pair(name: str) -> tuple[VLP, TorchVLP]:
     config = CONFIGS[name]
     torch.manual_seed(0)
@@ -190,19 +193,16 @@ def test_hidden_states_and_both_heads(frontend, regions):
         h = theirs(tensors, torch.tensor(loop_mask(x)))
         source, words = theirs.context_classifier(h[:, 0]), theirs.mlm(h)
     inputs = VLPInputs(**{k: jnp.asarray(v) for k, v in x.items()})
-    graphdef, state = nnx.split(ours)
 
-    @jax.jit
-    def run(state, inputs):
-        model = nnx.merge(graphdef, state)
+    def run(model, inputs):
         hidden = model.encode(inputs)
-        return hidden, model.source_logits(hidden), model.mlm_logits(hidden)
+        return hidden, model.source_logits(inputs), model.mlm_logits(hidden)
 
-    hidden, source_logits, mlm_logits = run(state, inputs)
+    hidden, source_logits, mlm_logits = compiled(ours, run)(inputs)
     used = x["context_mask"] | x["answer_mask"]
-    np.testing.assert_allclose(hidden[used], h.numpy()[used], atol=1e-4, rtol=0)
-    np.testing.assert_allclose(source_logits, source.numpy(), atol=1e-4, rtol=0)
-    np.testing.assert_allclose(mlm_logits[used], words.numpy()[used], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(hidden[used], h.numpy()[used], **WHOLE)
+    np.testing.assert_allclose(source_logits, source.numpy(), **WHOLE)
+    np.testing.assert_allclose(mlm_logits[used], words.numpy()[used], **WHOLE)
 
 
 @pytest.mark.parametrize("frontend", ["x101", "vinvl"])
@@ -213,8 +213,8 @@ def test_region_frontend_alone(frontend):
     with torch.no_grad():
         content = theirs.vis_embed(torch.tensor(features)).numpy()
         place = theirs.vis_pe_embed(torch.tensor(positions)).numpy()
-    np.testing.assert_allclose(ours.region_content(jnp.asarray(features)), content, atol=1e-5)
-    np.testing.assert_allclose(ours.region_place(jnp.asarray(positions)), place, atol=1e-5)
+    np.testing.assert_allclose(ours.region_content(jnp.asarray(features)), content, **LAYER)
+    np.testing.assert_allclose(ours.region_place(jnp.asarray(positions)), place, **LAYER)
 
 
 def test_mixed_mask_entry_by_entry():
@@ -226,9 +226,8 @@ def test_mixed_mask_entry_by_entry():
 def test_source_score_does_not_depend_on_answer_padding_or_closed_slots():
     ours, _ = make_pair("x101")
     x = batch(CONFIGS["x101"], 5)
-    logits = lambda x: ours.source_logits(  # noqa: E731
-        ours.encode(VLPInputs(**{k: jnp.asarray(v) for k, v in x.items()}))
-    )
+    run = compiled(ours, VLP.source_logits)
+    logits = lambda x: run(VLPInputs(**x))  # noqa: E731
     before = logits(x)
     changed = dict(x)
     changed["input_ids"] = np.where(x["context_mask"], x["input_ids"], 7)
@@ -240,26 +239,22 @@ def test_source_score_does_not_depend_on_answer_padding_or_closed_slots():
 
 
 def test_presets_are_the_published_shapes():
-    x101 = nnx.eval_shape(lambda: VLP(vlp_base_x101(layers=1), rngs=nnx.Rngs(0)))
+    x101 = abstract(VLP, vlp_base_x101(layers=1))
     shapes = [linear.kernel.shape for linear in x101.region_content.linears]
     assert shapes == [(2048, 2048), (2048, 768)]
     assert x101.region_place.linears[0].kernel.shape == (1607, 768)
     assert x101.bert.embeddings.token_type.table.shape == (6, 768)
     assert x101.config.bert.eps == 1e-5
-    vinvl = nnx.eval_shape(lambda: VLP(vlp_base_vinvl(layers=1), rngs=nnx.Rngs(0)))
+    vinvl = abstract(VLP, vlp_base_vinvl(layers=1))
     assert [linear.kernel.shape for linear in vinvl.region_content.linears] == [(2048, 768)]
     assert vinvl.region_place.linears[0].kernel.shape == (1601, 768)
-    atlas = nnx.eval_shape(lambda: VLP(vlp_patches(8, layers=2), rngs=nnx.Rngs(0)))
+    atlas = abstract(VLP, vlp_patches(8, layers=2))
     assert atlas.region_content.linears[0].kernel.shape == (192, 384)
     assert atlas.region_place.linears[0].kernel.shape == (6, 384)
 
 
 def test_every_parameter_names_its_axes():
-    for path, variable in nnx.to_flat_state(nnx.state(make_pair("x101")[0])):
-        names = variable.get_metadata()["out_sharding"]
-        assert len(names) == variable[...].ndim, path
-        used = [name for name in names if name is not None]
-        assert len(set(used)) == len(used), path
+    names_its_axes(make_pair("x101")[0])
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -16,7 +16,7 @@ from mmqa_jax.cli import _parser, _split_config_overrides
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 VERBS = (
-    "demo", "ask", "prepare", "train", "embed", "index", "search", "rerank", "answer",
+    "demo", "ask", "prepare", "convert", "train", "embed", "index", "search", "rerank", "answer",
     "evaluate", "report",
 )  # fmt: skip
 

@@ -213,11 +213,9 @@ def test_bad_official_files(webqa_raw, refused, tmp_path):
     refused(*flags, message=r"list no facts, so the corpus is empty; check the files")
     (webqa_raw / "WebQA_train_val.json").write_text(good)
     (webqa_raw / "imgs.lineidx").unlink()
-    refused(
-        *flags, message=r"imgs\.lineidx: no such file; fetch WebQA's imgs\.tsv and imgs\.lineidx"
-    )
+    refused(*flags, message=r"imgs\.lineidx: no such file; fetch imgs\.tsv and imgs\.lineidx")
     (webqa_raw / "imgs.tsv").unlink()
-    refused(*flags, message=r"imgs\.tsv: no such file; fetch WebQA's imgs\.tsv and imgs\.lineidx")
+    refused(*flags, message=r"imgs\.tsv: no such file; fetch imgs\.tsv and imgs\.lineidx")
     (webqa_raw / "imgs.tsv").write_bytes(b"")
     (webqa_raw / "imgs.lineidx").write_bytes(b"")
     refused(*flags, message=r"imgs\.tsv, row 0: .*has 0 rows; .*fetch them again")

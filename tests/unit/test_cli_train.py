@@ -53,6 +53,28 @@ def test_configs_that_fit_no_run(changes, message, data, refused, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.written_words": 0}, r"model\.written_words=0: at least 1 was expected; .* larger"),
+        ({"model.written_words": -3}, r"model\.written_words=-3: at least 1 was expected"),
+        (
+            {"model.copy_head": False},
+            r"model\.written_words .*: set model\.copy_head too, or leave",
+        ),
+        (
+            {"tokenizer": "minilm"},
+            r"model\.written_words=1000: .* tokenizer minilm does not put common ones first; set "
+            r"tokenizer to minilm:corpus or leave model\.written_words out",
+        ),
+        ({"batches.shares.text": 2.0}, r"batches\.shares\.text=2\.0: a share above 0, 1 at most"),
+    ],
+)
+def test_configs_that_fit_no_reader(changes, message, data, refused, tmp_path):
+    refused("train", *train_flags("answer", data, tmp_path / "run", **changes), message=message)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_refused_config_leaves_the_workdir_to_the_corrected_one(data, refused, tmp_path):
     """Whether it is refused at once, once the corpus is open, or when the weights are filled in."""
     run = tmp_path / "new" / "run"

@@ -85,3 +85,29 @@ def test_parts_are_read_where_one_picture_is_shown():
     alone = text(flag, RawSource("a snippet"))
     assert alone.startswith("flag top red bottom red left red")
     assert alone.endswith("lower right red red")
+
+
+def test_the_bucket_knows_of_the_tags():
+    """`text_length` is what `example` then holds, but for the number of colors (4 assumed)."""
+    regions = PatchRegions(12, 4, colors=True, where=True)
+    sources = [
+        Source("a", "image", "a flag"),
+        Source("b", "image", "b"),
+        Source("c", "text", "c d"),
+    ]
+    reader = SourceReader(Corpus(sources, []), minilm_tokenizer(), None, regions, tags=regions.tags)
+    pixels = np.full((12, 12, 3), RED, np.uint8)  # one color
+
+    def read(*rows: int) -> int:
+        shown = [RawSource(sources[r].text, pixels=pixels if r < 2 else None) for r in rows]
+        example = reader.example(RawExample("what?", tuple(shown)))
+        return sum(len(source.tokens) for source in example.sources)
+
+    rows = np.array([[0, 1], [0, 2], [2, -1], [1, -1]])
+    colors = np.array([2, 1, 0, 1])
+    held = [read(0, 1), read(0, 2), read(2), read(1)]
+    np.testing.assert_array_equal(reader.text_length(rows), np.array(held) + 3 * colors)
+    own = reader.text_length(rows[2], 1)  # a picture of the question's, without a caption
+    assert own == reader.text_length(rows[3]) - len(reader.table[1]) + len(reader.table[2])
+    plain = SourceReader(Corpus(sources, []), minilm_tokenizer(), None, regions)
+    np.testing.assert_array_equal(plain.text_length(rows), [3, 4, 2, 1])

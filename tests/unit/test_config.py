@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,10 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_fingerprint, load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bart_config import BartConfig
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.models.mcan_layers import FusionConfig
 
 FILE = """
 from ml_collections import ConfigDict
@@ -135,6 +140,61 @@ def test_fingerprint_follows_values_alone():
     assert config_fingerprint({"a": 1}) != config_fingerprint({"a": "1"})
     with pytest.raises(UserError, match=r"config key b\.f: holds a function"):
         to_plain_dict({"b": {"f": test_files_that_are_no_config_are_named}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        (BertConfig, {"heads": 5}, "model.heads is 5: expected a divisor of model.hidden = 768"),
+        (BertConfig, {"heads": 0}, "model.heads is 0: expected a divisor of model.hidden = 768"),
+        (BertConfig, {"dropout": 1.0}, "model.dropout is 1.0: expected a rate from 0 to below 1"),
+        (
+            BertConfig,
+            {"attention_dropout": -0.1},
+            "model.attention_dropout is -0.1: expected a rate",
+        ),
+        (
+            BertConfig,
+            {"activation": "mish"},
+            "model.activation is 'mish': expected one of gelu, gel",
+        ),
+        (
+            BartConfig,
+            {"decoder_heads": 7},
+            "model.decoder_heads is 7: expected a divisor of model.h",
+        ),
+        (BartConfig, {"activation_dropout": 2}, "model.activation_dropout is 2: expected a rate"),
+        (LlamaConfig, {"heads": 3}, "model.heads is 3: expected a divisor of model.hidden = 4096"),
+        (
+            LlamaConfig,
+            {"kv_heads": 5},
+            "model.kv_heads is 5: expected a divisor of model.heads = 32",
+        ),
+        (LlamaConfig, {"head_dim": 5}, "model.head_dim is 5: expected an even number"),
+        (
+            FusionConfig,
+            {"heads": 7},
+            "mcan.fusion.heads is 7: expected a divisor of mcan.fusion.hid",
+        ),
+        (
+            FusionConfig,
+            {"norm": "rms"},
+            "mcan.fusion.norm is 'rms': expected one of layer, unbiased",
+        ),
+        (FusionConfig, {"dropout": float("nan")}, "mcan.fusion.dropout is nan: expected a rate"),
+        (
+            RopeScaling,
+            {"kind": "ntk", "factor": 2.0},
+            "rope_scaling type is 'ntk': expected one of",
+        ),
+        (RopeScaling, {"kind": "linear", "factor": 0.5}, "expected a factor of at least 1"),
+    ],
+)
+def test_a_model_config_says_what_is_wrong_and_what_to_do(kind, changes, said):
+    """One sentence: the key and its value, what was expected, the remedy, a full stop."""
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        kind(**changes)
+    assert re.fullmatch(r"[^;]+: expected [^;]+; (change|use|correct) .+\.", str(caught.value))
 
 
 def test_light_modules_do_not_import_jax():

@@ -334,13 +334,17 @@ def test_a_distractor_joins_single_gold_sources_at_the_given_rate(reader, packer
     assert 0.22 < counts[1, False] / (counts[1, False] + counts[1, True]) < 0.38
 
 
-def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
-    """Of 20 texts beside 10 pictures half are left out: as many texts as pictures are shown."""
-    questions = [
+def in_categories() -> list[Question]:
+    """20 questions on texts, 10 on pictures."""
+    return [
         dataclasses.replace(question, category="text" if place % 3 else "picture")
         for place, question in enumerate(QUESTIONS)
     ]
-    seen = []
+
+
+def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
+    """Of 20 texts beside 10 pictures half are left out: as many texts as pictures are shown."""
+    questions, seen = in_categories(), []
     for seed in range(40):
         iterator = answer_batches(
             reader, questions, packer, MaskingConfig(), FeedConfig(2, seed=seed, threads=0),
@@ -353,6 +357,41 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
     shown = {int(place) for b in epoch_of(whole, 34, 2) for place in b["index"]}
     assert shown == set(range(30))
     assert 0.42 < np.mean(seen) < 0.58  # two thirds without shares
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        (
+            {"txt": 0.5},
+            r"batches\.shares\.txt: no question is of this category; use one of picture, text\.",
+        ),
+        (
+            {"text": 0.5, "Picture": 1.0},
+            r"batches\.shares\.Picture: no question is of this category",
+        ),
+        ({"text": 0}, r"batches\.shares\.text=0: a share above 0, 1 at most, was expected"),
+        ({"text": 1.5}, r"batches\.shares\.text=1\.5: a share above 0, 1 at most"),
+        ({"picture": -0.1}, r"batches\.shares\.picture=-0\.1: a share above 0"),
+        ({"picture": float("nan")}, r"batches\.shares\.picture=nan: a share above 0"),
+    ],
+)
+def test_shares_that_cannot_be(reader, packer, shares, message):
+    with pytest.raises(UserError, match=message):
+        answer_batches(
+            reader, in_categories(), packer, MaskingConfig(), FeedConfig(8), shares=shares
+        )
+
+
+def test_a_category_without_answers_has_no_share(reader, packer):
+    """What is not trained on cannot be thinned out."""
+    questions = [
+        q if q.category == "text" else dataclasses.replace(q, answers=()) for q in in_categories()
+    ]
+    with pytest.raises(UserError, match=r"shares\.picture: no question .* use one of text\."):
+        answer_batches(
+            reader, questions, packer, MaskingConfig(), FeedConfig(8), shares={"picture": 0.5}
+        )
 
 
 def test_question_only_hides_all_sources(reader, packer):

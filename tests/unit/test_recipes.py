@@ -117,7 +117,7 @@ def test_other_tokenizers(restricted, tmp_path):
     [
         ("corpus:many", r"config key tokenizer=corpus:many: write corpus:N"),
         ("corpus:7", r"vocab_size=7: the texts alone hold \d+ different characters"),
-        ("nowhere.json", r"nowhere\.json: the tokenizer cannot be read"),
+        ("nowhere.json", r"nowhere\.json: no such file"),
     ],
 )
 def test_wrong_tokenizers_are_named_and_none_is_kept(name, message, tmp_path):

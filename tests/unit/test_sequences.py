@@ -370,7 +370,7 @@ def test_bad_region_features_and_buckets(packer):
 
 
 def test_tags_stand_in_the_slots_and_matched_words_get_their_type(tokenizer):
-    config = dataclasses.replace(SMALL, per_source=True, match_type=1)
+    config = dataclasses.replace(SMALL, per_source=True, match_types=(1,))
     packer = Packer(tokenizer, config)
     sources = (
         SourceTokens([11, 12], picture(2), [21, 41]),
@@ -383,4 +383,11 @@ def test_tags_stand_in_the_slots_and_matched_words_get_their_type(tokenizer):
     )
     np.testing.assert_array_equal(
         packed["token_type_ids"][:13], [4, 1, 2, 2, 3, 3, 3, 2, 1, 3, 4, 5, 5]
+    )
+    config = dataclasses.replace(config, match_types=(1, 0))  # which source holds the word
+    packed = Packer(tokenizer, config).pack_for_selection(
+        Example((*sources, SourceTokens([12])), [21, 12, 22]), TWO_PICTURES
+    )
+    np.testing.assert_array_equal(
+        packed["token_type_ids"][:13], [4, 1, 2, 2, 3, 3, 3, 2, 1, 0, 0, 4, 5]
     )

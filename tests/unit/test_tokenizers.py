@@ -170,6 +170,11 @@ def test_bad_tokenizer_files(tmp_path):
     path.write_text("{")
     with pytest.raises(UserError, match="not a tokenizer"):
         load_tokenizer(path)
+    path.write_bytes('{"version": "São"}'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"tokenizer\.json: not UTF-8 text \(byte 14\); save"):
+        load_tokenizer(path)
+    with pytest.raises(UserError, match=r"is a folder, a file was expected"):
+        load_tokenizer(tmp_path)
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.BPE()).save(str(path))

@@ -11,9 +11,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.evaluation.webqa import EPSILON
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.demo import evaluated_questions, evenly
 from mmqa_jax.systems.demo_results import question_groups
+from mmqa_jax.systems.parts import DenseRetriever
 
 SOURCES = [Source(name, "text", f"text of {name}") for name in "abcdefgh"]
 
@@ -226,6 +229,49 @@ def test_full_scale_is_retrieval_then_selection_then_reading():
     assert prediction.sources == ("e",)  # .15 is below the paper's .2
     webqa.answer_full_scale([question("one", "e")], parts, parts, parts, top_k=2, threshold=0.1)
     assert parts.cited == [ranking("one", e=0.8, d=0.15)]
+
+
+class Alike:
+    """An embedder whose every text is nearest to the first of three sources; it notes them."""
+
+    def __init__(self):
+        self.asked: list[str] = []
+
+    def embed_questions(self, texts, pixels=None):
+        self.asked += texts
+        return np.tile(np.array([0.9, 0.4, 0.1], np.float32), (len(texts), 1))
+
+
+@pytest.mark.parametrize(
+    ("title", "text", "hops"),
+    [
+        ("Niger", "Which river is Nigeria named after?", 2),
+        ("Niger", "Which river is the Niger's largest tributary?", 1),
+        ("Niger", "how long is the NIGER", 1),
+        ("Oman", "Who was the first king of Romania?", 2),
+        ("Guinea", "What is the capital of Guinea-Bissau?", 1),  # a whole word of it
+        ("Korea (South)", "What is on the flag of Korea (South)?", 1),
+        ("Korea (South)", "What is on the flag of Korea?", 2),
+        ("", "Which river is Nigeria named after?", 1),  # no title to ask with
+    ],
+)
+def test_a_second_hop_is_taken_where_the_question_does_not_name_the_title(title, text, hops):
+    """Words count whole: Nigeria does not name Niger."""
+    sources = [Source("first", "text", "", title), *SOURCES[:2]]
+    index = ExactIndex(Embeddings(np.eye(3, dtype=np.float32), "model", "corpus"))
+    embedder = Alike()
+    retriever = DenseRetriever(Corpus(sources), embedder, index, None, two_pass=True)
+    asked = [Question("q", "test", text)]
+    first, second, hints = retriever.hops(asked, [ranking("q", a=0.0, b=0.0, first=0.0)], [None])
+    assert first[0].sources == ("first", "a", "b")
+    if hops == 2:
+        assert hints == [title]
+        assert embedder.asked == [text, f"{text} {title}"]
+        assert second[0].sources == ("a", "b")
+    else:
+        assert hints == [""]
+        assert embedder.asked == [text]
+        assert second == [ranking("q")]
 
 
 def test_questions_are_taken_evenly():

@@ -11,14 +11,12 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json, write_json
 from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question, Source
 
 if TYPE_CHECKING:
@@ -182,16 +180,10 @@ class ImagesTsv:
     """
 
     def __init__(self, path: PathLike, lineidx: PathLike | None = None):
-        self.path = Path(path)
-        self.lineidx = Path(lineidx) if lineidx is not None else self.path.with_suffix(".lineidx")
-        for file in (self.path, self.lineidx):
-            if not file.is_file():
-                raise UserError(f"{file}: no such file; fetch WebQA's imgs.tsv and imgs.lineidx.")
-        self._offsets = np.append(_read_offsets(self.lineidx), self.path.stat().st_size)  # [rows+1]
-        self._file = open(self.path, "rb")  # noqa: SIM115 - lives as long as the object
+        self._tsv = IndexedTsv(path, lineidx)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._tsv)
 
     def read_named(self, name: str) -> bytes:
         """The picture of a Source.image that Release made."""
@@ -204,40 +196,23 @@ class ImagesTsv:
           PictureError: the line is cut or its base64 is broken.
           UserError: there is no such row, or the lineidx points to another line.
         """
-        place = f"{self.path}, row {row}"
-        if not 0 <= row < len(self):
-            raise UserError(
-                f"{place}: {self.lineidx} has {len(self)} rows; the files do not belong together "
-                "or are cut, fetch them again."
-            )
-        start, end = int(self._offsets[row]), int(self._offsets[row + 1])
-        if start >= self._offsets[-1]:
-            raise UserError(
-                f"{place}: the file ends at byte {self._offsets[-1]}, before that row at byte "
-                f"{start}; it is cut, fetch it again."
-            )
-        if end > self._offsets[-1]:
-            raise PictureError(f"{place}: the file ends within it; fetch it again.")
-        before = 1 if start else 0  # the line break in front must be there too
-        line = os.pread(self._file.fileno(), end - start + before, start - before)
-        text = line[before:].rstrip(b"\r\n")
-        number, tab, encoded = text.partition(b"\t")
-        is_line = (
-            line[:before].strip() == b""
-            and b"\n" not in text
-            and (len(text) < len(line) - before or row == len(self) - 1)
-        )
-        if not is_line or not number.isdigit() or int(number) % IMAGE_ROWS != row:
+        place = f"{self._tsv.path}, row {row}"
+        try:
+            number, *rest = self._tsv.columns(row)
+        except CutLine as error:
+            raise PictureError(str(error)) from error
+        if not number.isdigit() or int(number) % IMAGE_ROWS != row:
             found = number[:20].decode("ascii", "replace")
             raise UserError(
-                f"{place}: bytes {start} to {end}, where {self.lineidx} points, hold {found!r} and "
-                "not that row's line; the two files do not belong together, fetch them again."
+                f"{place}: holds {found!r} and not that row's line; TSV and lineidx do not belong "
+                "together, fetch them again."
             )
+        encoded = b"".join(rest)
         try:
             data = base64.b64decode(encoded, validate=True)
         except binascii.Error as error:
             raise PictureError(f"{place}: broken base64 ({error}); fetch it again.") from error
-        if not tab or not data:
+        if not data:
             raise PictureError(f"{place}: holds no picture; fetch it again.")
         return data
 
@@ -353,25 +328,6 @@ def _read_unique(path: PathLike) -> Any:
             return json.load(file, object_pairs_hook=unique)
     except (OSError, ValueError):
         return read_json(path)  # raises the UserError that names the line
-
-
-def _read_offsets(path: Path) -> np.ndarray:
-    """Byte offsets [rows] of a lineidx file, rising."""
-    lines = path.read_bytes().split()
-    try:
-        offsets = np.array(lines, dtype=np.int64)
-    except (ValueError, OverflowError):
-        number = next(n for n, line in enumerate(lines, start=1) if not line.isdigit())
-        raise UserError(
-            f"{path}, line {number}: not a byte offset; fetch imgs.lineidx again."
-        ) from None
-    falls = np.flatnonzero(np.diff(offsets) <= 0)
-    if len(falls):
-        raise UserError(
-            f"{path}, line {falls[0] + 2}: offset not above the line before; "
-            "fetch imgs.lineidx again."
-        )
-    return offsets
 
 
 def _string(fields: dict[str, Any], key: str, place: str) -> str:

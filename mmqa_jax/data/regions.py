@@ -1,0 +1,437 @@
+"""Regions that a detector found: X101-FPN pickles and VinVL TSVs, as VLP and Oscar read them.
+
+Formats: WebQnA/WebQA_Baseline vlp/webqa_loader.py and vlp/ImgDataTsv.py; zdxdsw/WebQA_x101fpn
+featureExtraction.py. One picture is read at a time, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_text
+from mmqa_jax.data.array_pickle import ForeignObject, load_arrays
+from mmqa_jax.data.examples import RawSource, Tags
+from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
+from mmqa_jax.data.schema import Source
+
+FEATURES = 2048  # both detectors' values of a region
+BOX = 6  # values of a box, in VLP's places and in Oscar's regions
+# A file of features holds rows image_id % ID_RANGE of the pictures of one range.
+ID_RANGE = 10_000_000
+
+_EPS = 1e-5
+_NONE = "holds no regions; run the detector on that picture."
+
+
+class RegionError(UserError):
+    """This picture has no regions that can be read; others may have."""
+
+
+class Detections(NamedTuple):
+    """What a detector found in one picture, N regions, as the file orders them."""
+
+    features: Float[np.ndarray, "N F"]
+    boxes: Float[np.ndarray, "N 4"]  # x1, y1, x2, y2 in pixels
+    scores: Float[np.ndarray, " N"]
+    classes: Float[np.ndarray, "N C"]  # of every class, background included
+    labels: Int[np.ndarray, " N"]  # each region's class, background not counted
+    words: tuple[str, ...] | None = None  # the labels' names, where the file says them
+    image_size: tuple[int, int] | None = None  # height, width, where the file says it
+
+
+class RegionReader(Protocol):
+    """Detections by image id, and where the classes lie without the background."""
+
+    classes: int
+    foreground: slice
+
+    def read(self, image_id: int) -> Detections: ...
+
+
+def vlp_places(found: Detections) -> Float[np.ndarray, "N P"]:
+    """VLP's place vectors, P = 6 + C (webqa_loader.py l.611-623).
+
+    x and y as parts of the largest one of this picture's boxes, area, score; then the classes;
+    both parts normalised without parameters.
+    """
+    boxes = found.boxes.astype(np.float32)
+    width, height = (boxes[:, axes].max() + _EPS for axes in ([0, 2], [1, 3]))
+    x1, y1, x2, y2 = (boxes / np.array([width, height] * 2, np.float32)).T
+    area = np.maximum((y2 - y1) * (x2 - x1), 0)
+    box = np.stack([x1, y1, x2, y2, area, found.scores], axis=1)  # [N, 6]
+    return np.concatenate([_normed(box), _normed(found.classes)], axis=1).astype(np.float32)
+
+
+def oscar_regions(
+    found: Detections, image_size: tuple[int, int] | None = None
+) -> Float[np.ndarray, "N 2054"]:
+    """Oscar's regions: features, then x1, y1, x2, y2, width and height as parts of the picture.
+
+    Li et al. 2020, section 4 (six values of position); their order as in the released features
+    (microsoft/Oscar issue 33). `image_size` (height, width) in the boxes' pixels; None takes
+    the file's.
+
+    Raises:
+      UserError: neither says the picture's size.
+    """
+    size = image_size or found.image_size
+    if size is None:
+        raise UserError(
+            "regions for Oscar need the picture's height and width, which these features do not "
+            "hold; give image_size."
+        )
+    height, width = size
+    corners = found.boxes / np.array([width, height] * 2, np.float32)
+    sides = corners[:, 2:] - corners[:, :2]
+    return np.concatenate([found.features, corners, sides], axis=1).astype(np.float32)
+
+
+def _normed(x: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
+    centred = x - x.mean(axis=1, keepdims=True)
+    return centred / np.sqrt(np.square(centred).mean(axis=1, keepdims=True) + _EPS)
+
+
+class X101Features:
+    """X101-FPN features as WebQA released them: one pickle per picture.
+
+    `fc1_features` are taken before their ReLU and `cls_features` as logits, as the baseline takes
+    them (reference.md 1.1).
+
+    Args:
+      root: folder with `{dev|test|train}/{id % 10,000,000 // 1000}/{id}.pkl`.
+    """
+
+    classes = 1601
+    foreground = slice(0, 1600)  # detectron2 has the background last
+
+    _SPLITS = ("dev", "test", "train")  # the baseline's order
+
+    def __init__(self, root: str | os.PathLike):
+        self.root = Path(root)
+        if not any((self.root / split).is_dir() for split in self._SPLITS):
+            raise UserError(
+                f"{self.root}: has none of the folders {', '.join(self._SPLITS)}; give the folder "
+                "where the X101-FPN features were unpacked."
+            )
+
+    def read(self, image_id: int) -> Detections:
+        """Detections of a picture by its id in the released files (40,000,000 and up).
+
+        Raises:
+          RegionError: no file, a broken one, or arrays of other shapes.
+          ForeignObject: the file wants a class that is no array.
+        """
+        place = Path(str(image_id % ID_RANGE // 1000), f"{image_id}.pkl")
+        files = [self.root / split / place for split in self._SPLITS]
+        path = next((file for file in files if file.is_file()), None)
+        if path is None:
+            raise RegionError(
+                f"{self.root}: none of {', '.join(self._SPLITS)} has {place}; fetch the features "
+                f"of picture {image_id}."
+            )
+        try:
+            content = load_arrays(path)
+        except ForeignObject:
+            raise
+        except UserError as error:
+            raise RegionError(str(error)) from error
+        if not isinstance(content, dict):
+            raise RegionError(f"{path}: holds no dictionary; fetch it again.")
+        boxes = _values(content, "pred_boxes", path, (None, 4))
+        count = len(boxes)
+        size = content.get("image_size")
+        if not (
+            isinstance(size, tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
+        ):
+            size = None
+        found = Detections(
+            features=_values(content, "fc1_features", path, (count, FEATURES)),
+            boxes=boxes,
+            scores=_values(content, "scores", path, (count,)),
+            classes=_values(content, "cls_features", path, (count, self.classes)),
+            labels=_values(content, "pred_classes", path, (count,)).astype(np.int64),
+            image_size=size,
+        )
+        return _checked(found, str(path), self.foreground)
+
+
+def _values(
+    content: Mapping[Any, Any], key: str, path: Path, shape: tuple[int | None, ...]
+) -> np.ndarray:
+    """One entry as float32; None in `shape` is any number of regions."""
+    value = content.get(key)
+    wanted = ", ".join("number" if size is None else str(size) for size in shape)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
+        raise RegionError(
+            f"{path}, {key}: an array of shape ({wanted}) was expected; fetch the file again."
+        )
+    fits = len(shape) == value.ndim and all(
+        size is None or size == given for size, given in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        raise RegionError(
+            f"{path}, {key}: shape {value.shape}, expected ({wanted}); give features of the "
+            "detector that the model was made for."
+        )
+    return value.astype(np.float32)
+
+
+class VinVLFeatures:
+    """VinVL features: TSVs with a lineidx, a picture a line, regions as JSON in the last column.
+
+    {"objects": [{"rect": [x1, y1, x2, y2], "conf": score, "feature": base64 of 2048 float32,
+    "scores_all": base64 of 1595 float32, "class": name (may be absent)}]}
+
+    Args:
+      files: TSV of each range of ids: image_id // 10,000,000 -> file. The baseline's are 0 (gold),
+        1 (negative) and 2 (negatives of the other modality).
+    """
+
+    classes = 1595
+    foreground = slice(1, 1595)  # maskrcnn_benchmark has the background first
+
+    def __init__(self, files: Mapping[int, str | os.PathLike]):
+        self._files = {number: IndexedTsv(path) for number, path in files.items()}
+
+    def read(self, image_id: int) -> Detections:
+        """Detections of a picture: row image_id % 10,000,000 of its range's file.
+
+        Raises:
+          RegionError: no file or no regions for it, a broken line, values of other lengths.
+          UserError: the lineidx points at another picture's line.
+        """
+        number, row = divmod(image_id, ID_RANGE)
+        if number not in self._files:
+            ranges = ", ".join(map(str, self._files))
+            raise RegionError(
+                f"picture {image_id}: features of pictures {number * ID_RANGE} and up were not "
+                f"given (given: {ranges}); name their TSV."
+            )
+        tsv = self._files[number]
+        place = f"{tsv.path}, row {row}"
+        try:
+            columns = tsv.columns(row)
+        except CutLine as error:
+            raise RegionError(str(error)) from error
+        name = columns[0].strip().decode("ascii", "replace")
+        if name == "None":  # how the baseline's files mark a picture without regions
+            raise RegionError(f"{place}: {_NONE}")
+        if not name.isdigit() or int(name) % ID_RANGE != row:
+            raise UserError(
+                f"{place}: holds {name[:20]!r} and not picture {image_id}; TSV and lineidx do not "
+                "belong together or are another data set's, fetch them again."
+            )
+        try:
+            objects = json.loads(columns[-1])["objects"]
+            return self._detections(objects, place)
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise RegionError(
+                f"{place}: the last column is not a JSON object with a list `objects` of regions "
+                f"({reason}); fetch the file again."
+            ) from error
+
+    def _detections(self, objects: Sequence[Mapping[str, Any]], place: str) -> Detections:
+        if not objects:
+            raise RegionError(f"{place}: {_NONE}")
+        boxes = np.array([o["rect"] for o in objects], np.float32).reshape(len(objects), -1)
+        if boxes.shape[1] != 4:
+            raise RegionError(f"{place}: boxes of {boxes.shape[1]} values, expected 4.")
+        vectors = {"feature": FEATURES, "scores_all": self.classes}
+        features, classes = (
+            np.array(
+                [
+                    _floats(o[key], size, f"{place}, region {n}, {key}")
+                    for n, o in enumerate(objects)
+                ]
+            ).reshape(len(objects), size)
+            for key, size in vectors.items()
+        )
+        words = [o.get("class") for o in objects]
+        named = all(isinstance(word, str) for word in words)
+        found = Detections(
+            features=features,
+            boxes=boxes,
+            scores=np.array([o["conf"] for o in objects], np.float32),
+            classes=classes,
+            labels=classes[:, self.foreground].argmax(axis=1),
+            words=tuple(words) if named else None,
+        )
+        return _checked(found, place, self.foreground)
+
+
+def _floats(text: Any, size: int, place: str) -> Float[np.ndarray, " size"]:
+    """`size` little-endian float32 from base64."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise RegionError(f"{place}: broken base64 ({error}); fetch the file again.") from error
+    if len(data) != 4 * size:
+        raise RegionError(
+            f"{place}: {len(data) / 4:g} values, expected {size}; give features of the detector "
+            "that the model was made for, or fetch the file again if it is cut."
+        )
+    return np.frombuffer(data, "<f4")
+
+
+def _checked(found: Detections, place: str, foreground: slice) -> Detections:
+    if len(found.boxes) == 0:
+        raise RegionError(f"{place}: {_NONE}")
+    for name in ("features", "boxes", "scores", "classes"):
+        if not np.isfinite(getattr(found, name)).all():
+            raise RegionError(f"{place}: {name} hold NaN or infinity; fetch the file again.")
+    last = foreground.stop - foreground.start - 1
+    if found.labels.min() < 0 or found.labels.max() > last:
+        raise RegionError(f"{place}: classes beyond 0 to {last}; fetch the file again.")
+    return found
+
+
+def read_id_map(path: str | os.PathLike) -> dict[int, int]:
+    """The baseline's image_id_map_0328.pkl: WebQA's image id -> id in the released features.
+
+    Raises:
+      UserError: no such file, or not a dictionary of numbers.
+    """
+    content = load_arrays(path)
+    if not isinstance(content, dict) or not all(
+        type(number) is int for pair in content.items() for number in pair
+    ):
+        raise UserError(
+            f"{path}: a dictionary of image id to image id was expected; fetch "
+            "misc/image_id_map_0328.pkl of WebQA_Baseline."
+        )
+    return content
+
+
+def read_class_names(path: str | os.PathLike, reader: RegionReader) -> tuple[str, ...]:
+    """Names of the detector's classes, one a line, without the background.
+
+    Raises:
+      UserError: no such file, or not one line per class.
+    """
+    names = tuple(line.strip() for line in read_text(path).splitlines())
+    count = reader.foreground.stop - reader.foreground.start
+    if len(names) != count or not all(names):
+        raise UserError(
+            f"{path}: {len(names)} lines, {sum(map(bool, names))} of them not empty; expected the "
+            f"names of the detector's {count} classes, one a line, without the background."
+        )
+    return names
+
+
+def tag_words(found: Detections, names: Sequence[str] | None = None) -> tuple[str, ...]:
+    """A word for every region: the file's own, or its class among `names`.
+
+    Joined by spaces they are the labels that Oscar reads (run_captioning.py, get_od_labels).
+
+    Raises:
+      UserError: the file names no classes and `names` were not given.
+    """
+    if found.words is not None:
+        return found.words
+    if names is None:
+        raise UserError(
+            "these features do not name their classes; give the detector's class names, one a "
+            "line in a file."
+        )
+    return tuple(names[label] for label in found.labels)
+
+
+def feature_ids(
+    sources: Sequence[Source], id_map: Mapping[int, int] | None = None
+) -> list[int | None]:
+    """Each source's id in the feature files; None for snippets.
+
+    Args:
+      sources: of a WebQA corpus, where a picture's id is its image id in decimal.
+      id_map: see read_id_map; None where the files go by the corpus's ids.
+
+    Raises:
+      UserError: a picture's id is no number, or the map lacks it.
+    """
+    ids: list[int | None] = []
+    for source in sources:
+        if source.modality != "image":
+            ids.append(None)
+            continue
+        if not source.id.isdigit():
+            raise UserError(
+                f"source {source.id}: a picture with a number for its id was expected, by which "
+                "its features are found; prepare the corpus from WebQA's files."
+            )
+        number = int(source.id)
+        if id_map is not None and number not in id_map:
+            raise UserError(
+                f"source {source.id}: the map of image ids lacks it; give the map of this release."
+            )
+        ids.append(number if id_map is None else id_map[number])
+    return ids
+
+
+class FeatureRegions:
+    """A source's regions for VLP out of a detector's files; takes the place of PatchRegions.
+
+    Args:
+      reader: X101Features or VinVLFeatures.
+      ids: each source's id in its files (see feature_ids).
+      slots: regions of a picture that are read, the first ones.
+      names: class names, for `tags`.
+      missing: counts pictures whose regions cannot be read, which then count as shown without
+        any; None raises.
+
+    Attributes:
+      slots, dim, position_dim: as PatchRegions.
+    """
+
+    def __init__(
+        self,
+        reader: RegionReader,
+        ids: Sequence[int | None],
+        *,
+        slots: int = 100,
+        names: Sequence[str] | None = None,
+        missing: BrokenPictures | None = None,
+    ):
+        self._reader, self._ids, self._names, self._missing = reader, ids, names, missing
+        self.slots, self.dim, self.position_dim = slots, FEATURES, BOX + reader.classes
+
+    def __call__(
+        self, source: RawSource
+    ) -> tuple[Float[np.ndarray, "R F"], Float[np.ndarray, "R P"]] | None:
+        """Features and places; None for a snippet, and for a picture that has no row."""
+        image_id = None if source.row is None else self._ids[source.row]
+        if image_id is None:
+            return None
+        try:
+            found = self._reader.read(image_id)
+        except RegionError as error:
+            if self._missing is None:
+                raise
+            self._missing.add(str(image_id), str(error))
+            return None
+        return found.features[: self.slots], vlp_places(found)[: self.slots]
+
+    def tags(self, places: Float[np.ndarray, "R P"]) -> Tags:
+        """What regions with these `places` show, in words: the class that each shows most.
+
+        Raises:
+          UserError: no names were given.
+        """
+        if self._names is None:
+            raise UserError(
+                "tags of regions need the detector's class names; give a file of them, one a line."
+            )
+        classes = places[:, BOX:][:, self._reader.foreground]  # normalised, order kept
+        words = tuple(self._names[label] for label in classes.argmax(axis=1))
+        return Tags(words, tuple(dict.fromkeys(words)))

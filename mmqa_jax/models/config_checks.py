@@ -1,0 +1,45 @@
+"""Checks that the configs of several models need; `name` in each is what the user has set.
+
+All raise UserError: `model.heads is 5: expected a divisor of model.hidden = 36; change one of the
+two.`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+
+
+def check_divides(name: str, count: int, whole_name: str, whole: int) -> None:
+    """Whether `count` (heads) divides `whole` (their common width)."""
+    if count < 1 or whole % count:
+        raise UserError(
+            f"{name} is {count}: expected a divisor of {whole_name} = {whole}; change one of the "
+            "two."
+        )
+
+
+def check_rate(name: str, rate: float) -> None:
+    """Whether dropout at this rate leaves something."""
+    if not 0.0 <= rate < 1.0:
+        raise UserError(f"{name} is {rate}: expected a rate from 0 to below 1; change it.")
+
+
+def check_known(name: str, value: Any, known: Iterable[Any]) -> None:
+    """Whether a choice is among those that there are."""
+    known = list(known)
+    if value not in known:
+        raise UserError(
+            f"{name} is {value!r}: expected one of {', '.join(map(str, known))}; use one of these."
+        )
+
+
+def check_length(length: int, positions: int) -> None:
+    """Whether a batch is short enough for the positions of the model."""
+    if length > positions:
+        raise UserError(
+            f"a batch is {length} tokens long: expected at most model.positions = {positions}; use "
+            "shorter buckets."
+        )

@@ -1,0 +1,251 @@
+"""LLaVA-1.5 (Liu et al. 2023): a LLaMA that reads CLIP's patches as if they were words.
+
+CLIP-L/336's states after its last layer but one, without the class token, are 576 vectors per
+picture. Two linears with a GELU between bring them to the LLaMA's width, where they take the
+places of the picture's placeholder among the word embeddings; the rest is the LLaMA alone.
+Originals: haotian-liu/LLaVA llava/model/llava_arch.py, multimodal_encoder/clip_encoder.py and
+multimodal_projector/builder.py; transformers models/llava/modeling_llava.py.
+
+Shapes are static: `expand_images` repeats on the host every placeholder once per patch and pads
+the rows to a bucket; `Llava.embed` then replaces embeddings in place. Generation runs the
+LLaMA's own `prefill`, `extend` and `decode_step` on what `embed` gives:
+
+    hidden, cache = llava.llama.prefill(llava.embed(input_ids, llava.encode_images(pixels)))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.clip import VisionConfig, VisionTower, vit_l_14_336
+from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.layers import Linear, normal_init
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b, llama2_13b
+
+# The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
+ORIGINAL_IMAGE_TOKEN = -200
+
+
+@dataclasses.dataclass(frozen=True)
+class LlavaConfig:
+    """Both towers and what joins them; the defaults are LLaVA-1.5's in transformers' layout.
+
+    Attributes:
+      vision: of the CLIP tower; `embed_dim` is not used (LLaVA has no projection of CLIP's).
+      llama: of the language model.
+      feature_layer: which of CLIP's states are read, counted as in `VisionTower.patch_features`.
+      projector_activation: between the projector's two linears.
+      projector_bias: whether these have biases.
+      image_token: id of a picture's placeholder; it is never looked up in the word table, and may
+        lie outside of it (`ORIGINAL_IMAGE_TOKEN`).
+    """
+
+    vision: VisionConfig
+    llama: LlamaConfig
+    feature_layer: int = -2
+    projector_activation: str = "gelu"
+    projector_bias: bool = True
+    image_token: int = 32000
+
+    def __post_init__(self):
+        check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
+
+    def with_both(self, **changes) -> LlavaConfig:
+        """The config with the same fields changed in both towers (dtype, attention, remat, ...)."""
+        return dataclasses.replace(
+            self,
+            vision=dataclasses.replace(self.vision, **changes),
+            llama=dataclasses.replace(self.llama, **changes),
+        )
+
+
+def llava_1_5_7b(**changes) -> LlavaConfig:
+    """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the words 32,000 `<image>` and 32,001 `<pad>`.
+
+    The table is padded to 32,064 rows. The original, liuhaotian/llava-v1.5-7b, has 32,000 rows and
+    `ORIGINAL_IMAGE_TOKEN`; see `weights.llava`.
+    """
+    sizes = LlavaConfig(vit_l_14_336().vision, llama2_7b(vocab_size=32064))
+    return dataclasses.replace(sizes, **changes)
+
+
+def llava_1_5_13b(**changes) -> LlavaConfig:
+    """llava-hf/llava-1.5-13b-hf: as the 7B, on Vicuna-1.5 13B."""
+    sizes = LlavaConfig(vit_l_14_336().vision, llama2_13b(vocab_size=32064))
+    return dataclasses.replace(sizes, **changes)
+
+
+class LlavaVision(VisionTower):
+    """CLIP's vision tower without its projection.
+
+    The layers behind `feature_layer` and the last norm are not read. They are kept, as in both
+    published layouts, so that no tensor of a checkpoint is lost on the way in or out.
+    """
+
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        del self.proj
+
+
+class Projector(nnx.Module):
+    """linear, activation, linear: CLIP's width to the LLaMA's."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(
+            Linear,
+            rngs=rngs,
+            use_bias=config.projector_bias,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        width = config.llama.hidden
+        self.linear_1 = linear(config.vision.width, width, ("embed", "mlp"))
+        self.linear_2 = linear(width, width, ("mlp", "embed"))
+        self.activation = config.projector_activation
+
+    def __call__(self, states: jax.Array) -> jax.Array:  # [..., vision width] -> [..., H]
+        return self.linear_2(ACTIVATIONS[self.activation](self.linear_1(states)))
+
+
+class Llava(nnx.Module):
+    """Vision tower, projector and LLaMA."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        self.vision = LlavaVision(config.vision, rngs=rngs)
+        self.projector = Projector(config, rngs=rngs)
+        self.llama = Llama(config.llama, rngs=rngs)
+        self.config = config
+
+    def encode_images(self, pixels: jax.Array) -> jax.Array:
+        """[N, S, S, 3] normalised pixels (`clip.normalize_pixels`) -> [N, patches, H].
+
+        Raises:
+          UserError: pictures of another size than the tower's.
+        """
+        states = self.vision.patch_features(pixels, self.config.feature_layer)
+        return self.projector(states.astype(self.config.llama.dtype))
+
+    def embed(self, input_ids: jax.Array, features: jax.Array | None = None) -> jax.Array:
+        """Word embeddings with pictures in the places of their placeholders.
+
+        Args:
+          input_ids: int [B, L] as `expand_images` gives them.
+          features: [N, patches, H] of `encode_images`, pictures in the order of their
+            placeholders, row after row; further pictures at the end (padding to a fixed N) are
+            not read. None where no row has a picture.
+
+        Returns:
+          [B, L, H] in the LLaMA's compute dtype. A placeholder without a picture is NaN, which
+          cannot go unnoticed; `expand_images` refuses it on the host.
+        """
+        placeholder = input_ids == self.config.image_token  # [B, L]
+        words = self.llama.embed(jnp.where(placeholder, 0, input_ids))
+        if features is None:
+            patches = jnp.full_like(words, jnp.nan)
+        else:
+            # Number of each placeholder, counted row after row: the patch that it takes.
+            number = jnp.cumsum(placeholder.reshape(-1)).reshape(placeholder.shape) - 1
+            flat = features.reshape(-1, features.shape[-1]).astype(words.dtype)  # [N * patches, H]
+            patches = flat.at[number].get(mode="fill", fill_value=jnp.nan)  # [B, L, H]
+        return jnp.where(placeholder[..., None], patches, words)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        pixels: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the next token at every position, [B, L, V] float32.
+
+        Args:
+          input_ids: int [B, L] as `expand_images` gives them.
+          pixels: [N, S, S, 3], see `embed` and `encode_images`.
+          attention_mask, positions, dropout_key: see `Llama.encode`.
+        """
+        features = None if pixels is None else self.encode_images(pixels)
+        hidden = self.llama.encode(
+            self.embed(input_ids, features), attention_mask, positions, dropout_key=dropout_key
+        )
+        return self.llama.logits(hidden)
+
+
+class Prompts(NamedTuple):
+    """Prompts as the model takes them."""
+
+    input_ids: np.ndarray  # int32 [B, L], a placeholder at each of a picture's positions
+    mask: np.ndarray  # bool [B, L], true at real tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Real tokens of each row, int32 [B]: with padding on the right, for `last_token`."""
+        return self.mask.sum(axis=1, dtype=np.int32)
+
+
+def expand_images(
+    rows: Sequence[Sequence[int]],
+    pictures: Sequence[int],
+    config: LlavaConfig,
+    *,
+    length: int | None = None,
+    pad_token: int = 0,
+    pad_left: bool = False,
+) -> Prompts:
+    """Repeats every placeholder once per patch, and pads the rows to one length.
+
+    A picture then has its positions in the sequence before the model runs, as in transformers'
+    LlavaProcessor; the original inserts them while it runs (llava_arch.py
+    `prepare_inputs_labels_for_multimodal`), which comes to the same.
+
+    Args:
+      rows: token ids of each prompt, with one `config.image_token` per picture.
+      pictures: how many pictures belong to each prompt.
+      config: of the model.
+      length: L, a bucket; None is the longest row's.
+      pad_token: any id but the placeholder's.
+      pad_left: pad on the left, as transformers does for generation; `Llama.prefill` wants it on
+        the right.
+
+    Raises:
+      UserError: a prompt whose placeholders are not as many as its pictures, or that is longer
+        than `length`.
+    """
+    if pad_token == config.image_token:
+        raise ValueError(f"pad_token is {pad_token}, the placeholder's id")
+    patches = config.vision.patches
+    expanded = []
+    for number, (row, given) in enumerate(zip(rows, pictures, strict=True)):
+        ids = np.asarray(row, np.int32)
+        placeholder = ids == config.image_token
+        if placeholder.sum() != given:
+            raise UserError(
+                f"prompt {number}: {placeholder.sum()} image placeholders (token "
+                f"{config.image_token}) for {given} pictures; put exactly one into the prompt for "
+                "each picture."
+            )
+        expanded.append(np.repeat(ids, np.where(placeholder, patches, 1)))
+    length = max(map(len, expanded)) if length is None else length
+    input_ids = np.full((len(expanded), length), pad_token, np.int32)
+    mask = np.zeros(input_ids.shape, bool)
+    for number, row in enumerate(expanded):
+        if len(row) > length:
+            raise UserError(
+                f"prompt {number}: {len(row)} tokens with its pictures ({patches} each), the "
+                f"batch holds {length}; shorten the prompt or use longer batches."
+            )
+        places = slice(length - len(row), None) if pad_left else slice(len(row))
+        input_ids[number, places] = row
+        mask[number, places] = True
+    return Prompts(input_ids, mask)

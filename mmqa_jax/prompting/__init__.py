@@ -1,0 +1,1 @@
+"""Prompts of the language models: templates, and how they become token ids."""

@@ -1,0 +1,72 @@
+"""LLaVA-1.5's conversation as text and as token ids.
+
+Originals: haotian-liu/LLaVA llava/conversation.py (`conv_vicuna_v1`), llava/mm_utils.py
+(`tokenizer_image_token`). The original answers greedily with at most 1,024 new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+PLACEHOLDER = "<image>"
+SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions."
+)
+
+
+def question(text: str, pictures: int = 1) -> str:
+    """A user's message: placeholders of its pictures, each on a line, then the question.
+
+    A literal `<image>` in the question is taken out, as the original does.
+    """
+    return f"{PLACEHOLDER}\n" * pictures + text.replace(PLACEHOLDER, "").strip()
+
+
+def conversation(turns: Sequence[tuple[str, str | None]]) -> str:
+    """The prompt of a conversation (version `vicuna_v1`).
+
+    Args:
+      turns: (user's message, assistant's answer); the answer None is the one to be written, and
+        the last.
+
+    Returns:
+      E.g. `SYSTEM + " USER: <image>\\nWhat is this? ASSISTANT:"`. An answer ends in `</s>`, which
+      the tokenizer must read as its end-of-text token.
+    """
+    if any(answer is None for _, answer in turns[:-1]):
+        raise ValueError("only the last answer may be open")
+    text = f"{SYSTEM} "
+    for message, answer in turns:
+        text += f"USER: {message} ASSISTANT:"
+        if answer is not None:
+            text += f" {answer}</s>"  # no blank behind it: so LLaVA was trained
+    return text
+
+
+def prompt_ids(
+    prompt: str,
+    encode: Callable[[str], Sequence[int]],
+    *,
+    image_token: int,
+    bos: int | None = 1,
+) -> list[int]:
+    """Token ids of a prompt, one `image_token` per placeholder (see `models.llava.expand_images`).
+
+    The text between placeholders is tokenised piece by piece, each as a text of its own: in
+    Vicuna's tokenizer a piece that starts with a line break gets a blank before it, which is
+    what LLaVA was trained with.
+
+    Args:
+      prompt: as `conversation` gives it.
+      encode: text -> ids without special tokens added, e.g. a transformers tokenizer with
+        `add_special_tokens=False`.
+      image_token: the placeholder's id (`LlavaConfig.image_token`).
+      bos: put in front, once; None where the tokenizer has none.
+    """
+    ids = [] if bos is None else [bos]
+    for number, piece in enumerate(prompt.split(PLACEHOLDER)):
+        if number:
+            ids.append(image_token)
+        ids.extend(encode(piece))
+    return ids

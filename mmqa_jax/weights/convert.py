@@ -1,0 +1,313 @@
+"""`mmqa convert`: published checkpoints to Orbax, and back to safetensors.
+
+To Orbax one tensor (of a stack of layers: one layer) is in memory at a time. The way back reads
+the model into memory once and writes one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.startup import peak_rss_mib
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.weights import keymap
+from mmqa_jax.weights.config_json import with_changes
+from mmqa_jax.weights.converted import (
+    MIB,
+    WEIGHTS,
+    in_mebibytes,
+    is_converted,
+    load_converted,
+    read_record,
+    write_record,
+)
+from mmqa_jax.weights.exports import write_published
+from mmqa_jax.weights.folders import (
+    WRITTEN_BY,
+    check_paths,
+    copy_companions,
+    places_named,
+    whole_folder,
+)
+from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
+from mmqa_jax.weights.openers import Checkpoint
+from mmqa_jax.weights.orbax_io import StreamedArray, write_weights
+from mmqa_jax.weights.registry import Architecture, architecture
+from mmqa_jax.weights.safetensors_io import TensorSource
+
+DTYPES = ("bfloat16", "float32")
+EXPORTS = ("hf",)
+_PACKAGES = ("mmqa-jax", "jax", "flax", "orbax-checkpoint", "safetensors", "numpy")
+
+
+def convert(
+    model: str,
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    export: str | None = None,
+    overwrite: bool = False,
+    changes: Sequence[str] = (),
+    clip: Path | None = None,
+) -> dict[str, Any]:
+    """Converts a checkpoint.
+
+    Args:
+      model: name of a registry entry.
+      source: a published checkpoint, or (for an export) a folder that this function wrote.
+      out: folder to write; it appears when it is whole.
+      dtype: of the parameters; None keeps bfloat16 where all of the source is bfloat16 or, for
+        a converted folder, its own, and is float32 else.
+      export: None writes Orbax weights, `hf` safetensors as transformers has them.
+      overwrite: replace what an earlier conversion wrote to `out`.
+      changes: `FIELD=VALUE` of the config, where the checkpoint does not tell.
+      clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
+
+    Returns:
+      What the command prints as JSON.
+
+    Raises:
+      UserError: wrong paths, a source that cannot be read or does not fit the model.
+      RunError: the disk is full.
+    """
+    began = time.monotonic()
+    entry = architecture(model)
+    if dtype not in (None, *DTYPES):
+        raise UserError(f"--dtype={dtype}: unknown; use one of {', '.join(DTYPES)}.")
+    if export not in (None, *EXPORTS):
+        raise UserError(f"--export={export}: unknown; use {' or '.join(EXPORTS)}.")
+    if clip is not None and not entry.takes_clip:
+        raise UserError(f"--clip={clip}: a {entry.name} takes no CLIP; leave it out.")
+    with places_named(source), jax.default_device(jax.devices("cpu")[0]):
+        check_paths(source, out, overwrite)
+        if is_converted(source):
+            made = _export_converted(entry, source, out, dtype, export, changes)
+        else:
+            made = _convert_published(entry, source, out, dtype, export, changes, clip)
+    return {
+        "model": entry.name,
+        "out": str(out),
+        "export": export,
+        **made,
+        "seconds": round(time.monotonic() - began, 2),
+        "peak_rss_mib": peak_rss_mib(),
+    }
+
+
+def _convert_published(
+    entry: Architecture,
+    path: Path,
+    out: Path,
+    dtype: str | None,
+    export: str | None,
+    changes: Sequence[str],
+    clip: Path | None,
+) -> dict[str, Any]:
+    arguments = {} if clip is None else {"clip": clip}
+    checkpoint: Checkpoint = entry.part("opener")(path, **arguments)
+    config = with_changes(checkpoint.config, changes)
+    if checkpoint.check is not None:
+        checkpoint.check(checkpoint.source, config)
+    specs = checkpoint.source.specs()
+    dtype = dtype or _own_dtype(specs)
+    build = _builder(entry, config)
+    _, state = abstract_model(build, param_dtype=dtype)
+    state = _with_fresh(state, build, checkpoint.key_map)
+    total = sum(_bytes(spec) for spec in specs.values())
+    source = _ObservedSource(checkpoint.source)
+    arrays = _streamed(state, checkpoint.key_map, source)  # strict: raises before a byte is written
+    size = sum(array.nbytes for array in arrays.values())
+    folder_of = path if path.is_dir() else path.parent
+    facts = {
+        "layout": checkpoint.layout,
+        "dtype": dtype,
+        "parameters": sum(math.prod(array.shape) for array in arrays.values()),
+        "bytes": size,
+    }
+    with whole_folder(out, size) as folder:
+        copied = copy_companions(folder_of, folder)
+        with Progress(f"Converting {path.name}", total // MIB, "MiB") as progress:
+            source.on_bytes = in_mebibytes(progress)
+            if export is None:
+                write_weights(folder / WEIGHTS, arrays)
+            else:
+                del arrays
+                state = load_into(state, checkpoint.key_map, source)
+        facts["source"] = {"path": str(path.absolute()), "sha256": source.fingerprint()}
+        tokens = _token_ids(folder_of) if checkpoint.layout == "transformers" else {}
+        if export is None:
+            versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+            more = {**facts, "token_ids": tokens, WRITTEN_BY: _writer(), "versions": versions}
+            write_record(folder, entry, config, dtype, more)
+        else:
+            _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
+    return {**facts, "files": copied}
+
+
+def _export_converted(
+    entry: Architecture,
+    path: Path,
+    out: Path,
+    dtype: str | None,
+    export: str | None,
+    changes: Sequence[str],
+) -> dict[str, Any]:
+    if export is None:
+        raise UserError(
+            f"--source={path}: is converted already; open it with load_converted, or add "
+            "--export=hf for the way back."
+        )
+    found = read_record(path)
+    if found.architecture.name != entry.name:
+        raise UserError(
+            f"--model={entry.name}: {path} holds a {found.architecture.name}; name that."
+        )
+    config = with_changes(found.config, changes)
+    dtype = dtype or found.dtype
+    parameters = found.record.get("parameters", 0)
+    size = parameters * np.dtype(dtype).itemsize
+    with whole_folder(out, size) as folder:
+        copied = copy_companions(path, folder)
+        state = nnx.state(load_converted(path, param_dtype=dtype))
+        tokens = found.record.get("token_ids", {})
+        _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
+    facts = {"layout": "orbax", "dtype": dtype, "parameters": parameters, "bytes": size}
+    return {**facts, "source": found.record.get("source"), "files": copied}
+
+
+def _write_hf(
+    folder: Path,
+    title: str,
+    entry: Architecture,
+    config: Any,
+    state: nnx.State,
+    tokens: Mapping[str, Any],
+) -> None:
+    published = entry.part("exporter")(config, state)
+    total = sum(_bytes(spec) for spec in published.source.specs().values())
+    dtype = np.dtype(jax.tree.leaves(state)[0].dtype).name
+    more = {"torch_dtype": dtype, **tokens, WRITTEN_BY: _writer()}
+    # What the config says itself (BART's pad, CLIP's end of text) goes before what was noted.
+    more = {key: value for key, value in more.items() if key not in published.config}
+    with Progress(title, total // MIB, "MiB") as progress:
+        write_published(folder, published, more=more, on_bytes=in_mebibytes(progress))
+
+
+def _builder(entry: Architecture, config: Any) -> Any:
+    model = entry.part("model")
+    return lambda: model(config, rngs=nnx.Rngs(0))
+
+
+def _own_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    kinds = {spec.dtype.name for spec in specs.values() if jnp.issubdtype(spec.dtype, jnp.floating)}
+    return "bfloat16" if kinds == {"bfloat16"} else "float32"
+
+
+def _bytes(spec: jax.ShapeDtypeStruct) -> int:
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+
+
+def _with_fresh(state: nnx.State, build: Any, key_map: KeyMap) -> nnx.State:
+    """The state with its fresh parameters initialised, and those alone."""
+    names = [
+        name
+        for name in flatten_named(state)
+        if any(re.search(pattern, name) for pattern in key_map.fresh)
+    ]
+    if not names:
+        return state
+
+    def initial():  # XLA drops what is not asked for
+        made = flatten_named(nnx.state(build()))
+        return {name: made[name] for name in names}
+
+    made = jax.jit(initial)()
+    filled = []
+    for path, leaf in nnx.to_flat_state(state):
+        name = "/".join(map(str, path))
+        if name in made:
+            leaf = leaf.replace(made[name].astype(leaf.get_value().dtype))
+        filled.append((path, leaf))
+    return nnx.from_flat_state(filled)
+
+
+def _streamed(state: nnx.State, key_map: KeyMap, source: TensorSource) -> dict[str, StreamedArray]:
+    """The model's arrays, each to be made from the source's tensors while it is written.
+
+    Raises:
+      UserError: the checkpoint does not fit the model.
+    """
+    leaves = {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    plan = keymap.plan_loading(leaves, key_map, source)
+    return {
+        name: _streamed_array(leaf.get_value(), plan.get(name), source)
+        for name, leaf in leaves.items()
+    }
+
+
+def _streamed_array(value: Any, assignments: Any, source: TensorSource) -> StreamedArray:
+    dtype = np.dtype(value.dtype)
+    if not assignments:  # fresh
+        return StreamedArray(value.shape, dtype, False, lambda: [((), np.asarray(value))])
+
+    def slices():
+        for assignment in assignments:
+            tensor = assignment.transform.forward(source.read(assignment.source_key))
+            yield (*assignment.slot, ...), np.asarray(tensor, dtype=dtype)
+
+    return StreamedArray(value.shape, dtype, assignments[0].slot != (), slices)
+
+
+class _ObservedSource:
+    """A source whose reads count as progress and are hashed."""
+
+    def __init__(self, source: TensorSource):
+        self.name = source.name
+        self._source = source
+        self.on_bytes: Callable[[int], None] | None = None  # None: not yet, planning reads too
+        self._digests: dict[str, bytes] = {}
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """As the source's."""
+        return self._source.specs()
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor."""
+        tensor = self._source.read(key)
+        if self.on_bytes is not None and key not in self._digests:
+            head = f"{key} {tensor.dtype} {tensor.shape}".encode()
+            plain = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            self._digests[key] = hashlib.sha256(head + hashlib.sha256(plain).digest()).digest()
+            self.on_bytes(tensor.nbytes)
+        return tensor
+
+    def fingerprint(self) -> str:
+        """SHA-256 over name, type, shape and bytes of every tensor that was read, by name."""
+        digests = [digest for _, digest in sorted(self._digests.items())]
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _token_ids(folder: Path) -> dict[str, Any]:
+    """Token ids of transformers' config.json, which our configs have no use for."""
+    published = read_json(folder / "config.json")
+    return {key: value for key, value in published.items() if key.endswith("_token_id")}
+
+
+def _writer() -> str:
+    return f"mmqa convert {importlib.metadata.version('mmqa-jax')}"

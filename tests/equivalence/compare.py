@@ -1,0 +1,179 @@
+"""What the comparisons share: tolerances, compiling, one layer at a time, eight devices.
+
+The precision of matrix products is conftest.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.mesh import make_mesh, state_shardings
+
+if TYPE_CHECKING:  # the scripts on eight devices do without torch
+    import torch
+
+LAYER = {"rtol": 0, "atol": 1e-5}  # one layer on the original's own input, float32
+WHOLE = {"rtol": 0, "atol": 1e-4}  # a whole model
+# Tiny models: nearly all the time is compiling.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+
+
+@functools.partial(jit, static_argnums=(0, 1))
+def _run(function, graphdef, state, *args):
+    return function(nnx.merge(graphdef, state), *args)
+
+
+def compiled(model: nnx.Module, function: Callable) -> Callable:
+    """`function(model, *args)` as a compiled function of args alone.
+
+    Models of one config compile a function once.
+    """
+    return functools.partial(_run, function, *nnx.split(model))
+
+
+def forward(model: nnx.Module, *args: Any) -> Any:
+    """The model's own forward, for `compiled`."""
+    return model(*args)
+
+
+def alone(stack: nnx.Module, call: Callable, inputs: jax.Array) -> jax.Array:
+    """Each layer of a stack by itself, so that errors do not add up.
+
+    Args:
+      stack: made by `layers.stack_layers`.
+      call: (layer, input) -> output.
+      inputs: [layers, ...], the original's.
+
+    Returns:
+      [layers, ...].
+    """
+    graphdef, params = nnx.split(stack)
+    return jax.lax.map(lambda pair: call(nnx.merge(graphdef, pair[0]), pair[1]), (params, inputs))
+
+
+def abstract(kind: type[nnx.Module], config: Any) -> nnx.Module:
+    """A model of shapes: nothing of it is initialised."""
+    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+
+
+def with_config(model: nnx.Module, config: Any) -> nnx.Module:
+    """The model's parameters under another config of the same sizes."""
+    return nnx.merge(nnx.graphdef(abstract(type(model), config)), nnx.state(model))
+
+
+def randomize(model: torch.nn.Module, seed: int, scale: float = 0.1) -> torch.nn.Module:
+    """Adds noise: fresh biases are 0 and norms 1, which would hide a missing or swapped one.
+
+    A lone number (CLIP's temperature) stays as it is.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim:
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def deviation(got: Any, want: Any) -> np.ndarray:
+    """Root mean square of the difference, in units of want's."""
+    return np.sqrt(np.mean(np.square(got - want)) / np.mean(np.square(want)))
+
+
+def same_gradients(got: Mapping[str, np.ndarray], theirs: torch.nn.Module, zero: str) -> None:
+    """Compares gradients with those that torch has left in its model.
+
+    Args:
+      got: ours under torch's names and layouts: a key map run backwards puts them there.
+      theirs: the torch model after `backward`.
+      zero: regular expression of names whose gradient is nothing but rounding: softmax ignores
+        the bias of keys.
+    """
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert got.keys() == wanted.keys()
+    for name, want in wanted.items():
+        if want is None:  # the loss does not depend on it
+            assert not got[name].any(), name
+            continue
+        want = want.numpy()
+        np.testing.assert_allclose(got[name], want, **WHOLE, err_msg=name)
+        # Small gradients are as right as large ones.
+        assert deviation(got[name], want) < 1e-4 or re.search(zero, name), name
+
+
+def same_parameters(model: nnx.Module, other: nnx.Module) -> None:
+    """Compares all parameters, bit by bit."""
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
+
+
+def names_its_axes(
+    model: nnx.Module,
+    known: Collection[str | None] | None = None,
+    stacks: Collection[str] = ("layers",),
+) -> None:
+    """Checks the logical names of every parameter's axes.
+
+    Args:
+      model: may be abstract.
+      known: the names that may be used; None: any.
+      stacks: parts of a path under which layers are stacked, and nowhere else.
+    """
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        names = variable.get_metadata()["out_sharding"]
+        assert len(names) == len(variable.get_value().shape), path
+        assert known is None or set(names) <= set(known), path
+        used = [name for name in names if name is not None]
+        assert len(set(used)) == len(used), path
+        assert ("layers" in names[:1]) == any(part in stacks for part in path), path
+
+
+def run_on_eight_devices(script: str, *arguments: Any) -> list[str]:
+    """Runs a script of this folder with eight fake CPU devices; the words that it prints.
+
+    The device count is fixed when JAX starts, so that these are scripts of their own.
+    """
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split()
+
+
+def load_on_mesh(load: Callable[..., nnx.Module]) -> tuple[Mesh, nnx.Module, nnx.Module]:
+    """Loads a checkpoint straight onto a 2 x 2 x 2 mesh, and on one device.
+
+    Args:
+      load: takes `mesh`, or nothing.
+
+    Returns:
+      The mesh, the model on it and the one on one device, of which is checked that they hold the
+      same values and that the former lie where the rules say.
+    """
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    spread, whole = load(mesh=mesh), load()
+    same_parameters(spread, whole)
+    state = nnx.state(spread)
+    shardings = state_shardings(state, mesh)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, s: a.sharding == s, state, shardings)))
+    return mesh, spread, whole

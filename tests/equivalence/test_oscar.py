@@ -1,0 +1,323 @@
+"""Oscar against a plain torch restatement of the published layers, tiny random weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compare import (
+    LAYER,
+    WHOLE,
+    abstract,
+    alone,
+    compiled,
+    deviation,
+    jit,
+    names_its_axes,
+    same_gradients,
+    same_parameters,
+)
+from flax import nnx
+from oscar_pair import DROPOUT, LAYOUT, VOCAB, make_pair, pictures, real, torch_inputs
+from oscar_torch import MASK, Tensorizer, captioning_loss
+from safetensors.torch import load_file
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.oscar import (
+    Oscar,
+    OscarConfig,
+    attention_mask,
+    caption_loss,
+    oscar_plus_base,
+    oscar_plus_large,
+)
+from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.oscar import load_oscar, oscar_config, oscar_key_map, save_oscar
+
+
+@pytest.fixture(scope="module", params=["published", "other"])
+def pair(request, tmp_path_factory):
+    """The published constants, and others, with a norm on the regions."""
+    folder = tmp_path_factory.mktemp("oscar")
+    if request.param == "published":
+        return make_pair(folder)
+    return make_pair(folder, eps=1e-3, region_norm=True, region_eps=0.1)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("other")
+    return make_pair(folder, eps=1e-3, region_norm=True, region_eps=0.1)
+
+
+@pytest.fixture(scope="module")
+def encode(other):
+    """(inputs, dropout key) -> hidden states, compiled once."""
+    run = compiled(other.ours, lambda model, x, key: model.encode(x, dropout_key=key))
+    return lambda inputs, key=None: np.asarray(run(inputs, key))
+
+
+def hidden_and_logits(model, inputs):
+    hidden = model.encode(inputs)
+    return hidden, model.word_logits(hidden)
+
+
+def tensorized(caption=LAYOUT.caption, text=LAYOUT.text):
+    """CaptionTensorizer's ids, segments, features and mask of all pictures."""
+    rows = map(Tensorizer(caption, text, LAYOUT.regions), *pictures())
+    return [np.stack(parts) for parts in zip(*rows, strict=True)]
+
+
+def test_the_layout_is_the_tensorizers():
+    inputs = LAYOUT.captioning(*pictures())
+    ids, segments, features, mask = tensorized()
+    shown = np.asarray(inputs.context_mask) | np.asarray(inputs.caption_mask)
+    np.testing.assert_array_equal(inputs.input_ids, ids)
+    np.testing.assert_array_equal(inputs.token_type_ids[shown], segments[shown])
+    np.testing.assert_array_equal(inputs.region_features, features)
+    np.testing.assert_array_equal(inputs.position_ids, np.tile(np.arange(LAYOUT.text), (4, 1)))
+    ours = np.asarray(attention_mask(inputs))[:, 0]
+    rows = real(inputs)
+    np.testing.assert_array_equal(ours[rows], mask[rows])
+    # The original's padding rows see nothing; nothing sees them in either.
+    np.testing.assert_array_equal(mask.any(axis=1), ours.any(axis=1))
+
+
+def test_every_layer_and_the_whole_model(pair):
+    ours, theirs, _ = pair
+    inputs = LAYOUT.captioning(*pictures())
+    rows = real(inputs)
+    mask = torch.tensor(tensorized()[3])
+    with torch.no_grad():
+        embedded = theirs.embed(*torch_inputs(inputs))
+        outputs = theirs.layers(embedded, mask)
+        words = theirs.words(outputs[-1])
+    np.testing.assert_allclose(ours.embed(inputs), embedded, **LAYER)
+    call = lambda layer, x: layer(x, attention_mask(inputs))  # noqa: E731
+    each = alone(ours.bert.layers, call, np.stack([embedded, *outputs[:-1]]))
+    np.testing.assert_allclose(each[:, rows], np.stack(outputs)[:, rows], **LAYER)
+    hidden, logits = compiled(ours, hidden_and_logits)(inputs)
+    np.testing.assert_allclose(hidden[rows], outputs[-1][rows], **WHOLE)
+    np.testing.assert_allclose(logits[rows], words[rows], **WHOLE)
+
+
+def test_tagging_sees_everything(other, encode):
+    """Pre-training's layout: one contiguous pair of texts, and a mask of columns alone."""
+    captions, labels, regions = pictures()
+    labels = [[MASK if n % 2 else word for n, word in enumerate(tags)] for tags in labels]
+    captions[0] = []
+    inputs = LAYOUT.tagging(captions, labels, regions)
+    cls, sep, pad = LAYOUT.cls_id, LAYOUT.sep_id, LAYOUT.pad_id
+    for row, (caption, tags) in enumerate(zip(captions, labels, strict=True)):
+        if tags:  # _truncate_seq_pair
+            caption, tags = list(caption), list(tags)
+            while len(caption) + len(tags) > LAYOUT.text - 3:
+                (caption if len(caption) > len(tags) else tags).pop()
+        text = [cls, *caption, sep, *tags, *([sep] if tags else [])]
+        padding = [pad] * (LAYOUT.text - len(text))
+        assert inputs.input_ids[row].tolist() == text + padding
+        types = [0] * (2 + len(caption)) + [1] * (len(text) - 2 - len(caption))
+        assert inputs.token_type_ids[row].tolist() == types + [0] * len(padding)
+    rows = real(inputs)
+    with torch.no_grad():
+        expected = other.theirs(*torch_inputs(inputs), torch.tensor(rows).long())
+    np.testing.assert_allclose(encode(inputs)[rows], expected[rows], **WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "feel_it"),
+    [
+        ("earlier", {"earlier", "later"}),
+        ("later", {"later"}),
+        ("labels", {"earlier", "later", "labels", "regions"}),
+        ("regions", {"earlier", "later", "labels", "regions"}),
+        ("padding", set()),
+    ],
+)
+def test_who_sees_whom(encode, changed, feel_it):
+    """What is changed in some columns is felt exactly where the mask is open, at every column."""
+    row = 0
+    captions, labels, regions = pictures()
+    captions[row], labels[row], regions[row] = [7] * 5, [9] * 3, regions[row][:4]
+    inputs = LAYOUT.captioning(captions, labels, regions)
+    column = np.arange(LAYOUT.text + LAYOUT.regions)
+    none = np.zeros(LAYOUT.regions, bool)
+    caption = np.append(inputs.caption_mask[row], none)
+    groups = {
+        "earlier": caption & (column < 3),
+        "later": caption & (column >= 3),
+        "labels": np.append(inputs.context_mask[row], none),
+        "regions": np.append(np.zeros(LAYOUT.text, bool), inputs.region_mask[row]),
+        "padding": ~real(inputs)[row],
+    }
+    assert all(group.sum() >= 2 for group in groups.values())
+    text, slots = groups[changed][: LAYOUT.text], groups[changed][LAYOUT.text :]
+    ids, features = inputs.input_ids.copy(), inputs.region_features.copy()
+    ids[row, text] = 30
+    features[row, slots] += 1.0
+    before = encode(inputs)[row]
+    after = encode(inputs.replace(input_ids=ids, region_features=features))[row]
+    difference = np.abs(after - before).max(axis=-1)
+    for name in groups.keys() - {"padding"}:
+        felt = difference[groups[name]]
+        assert np.all(felt > 1e-3 if name in feel_it else felt == 0.0), (name, felt)
+
+
+def masked_batch():
+    """Captions with two words masked, as CaptionTensorizer asks for them."""
+    captions, labels, regions = pictures()
+    columns, targets = np.zeros((4, 3), int), np.zeros((4, 3), int)
+    weights = np.zeros((4, 3), int)
+    for row, caption in enumerate(captions):
+        for n, at in enumerate(range(0, min(len(caption), 6), 3)):
+            columns[row, n], targets[row, n], weights[row, n] = at + 1, caption[at], 1
+            caption[at] = MASK
+    return LAYOUT.captioning(captions, labels, regions), columns, targets, weights
+
+
+@pytest.mark.parametrize(("smoothing", "remat"), [(0.0, "none"), (0.1, "full")])
+def test_captioning_loss_and_every_gradient(other, smoothing, remat):
+    _, theirs, folder = other
+    ours = load_oscar(folder, unroll=1, remat=remat, pooler=True)
+    inputs, columns, targets, weights = masked_batch()
+    theirs.zero_grad()
+    hidden = theirs(*torch_inputs(inputs), torch.tensor(tensorized()[3]))
+    rows, places = np.nonzero(weights)
+    logits = theirs.words(hidden[rows, columns[rows, places]])
+    loss = captioning_loss(logits, torch.tensor(targets[rows, places]), smoothing).mean()
+    loss.backward()
+    graphdef, params = nnx.split(ours)
+
+    @jit
+    @jax.value_and_grad
+    def our_loss(params):
+        model = nnx.merge(graphdef, params)
+        hidden = model.encode(inputs)[np.arange(4)[:, None], columns]
+        return caption_loss(
+            model.word_logits(hidden), targets, jnp.asarray(weights), label_smoothing=smoothing
+        )
+
+    value, grads = our_loss(params)
+    assert abs(float(value) - loss.item()) < 1e-5
+    once = dataclasses.replace(oscar_key_map(ours.config), tied=())
+    same_gradients(dict(export(grads, once)), theirs, zero=r"attention\.self\.key\.bias")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("masked", [1, 5, 14])
+def test_the_worst_words_are_dropped(masked, smoothing):
+    rng = np.random.default_rng(masked)
+    logits = rng.normal(size=(2, 7, VOCAB)).astype("f4") * 3
+    targets = rng.integers(0, VOCAB, (2, 7))
+    weights = np.arange(14).reshape(2, 7) < masked
+    losses = captioning_loss(
+        torch.tensor(logits[weights]), torch.tensor(targets[weights]), smoothing
+    )
+    for share in (0.0, 0.2, 0.5):
+        kept = int(masked * (1 - share))
+        got = caption_loss(
+            logits, targets, jnp.asarray(weights), label_smoothing=smoothing, drop_worst=share
+        )
+        if kept == 0:
+            assert np.isnan(got)  # as the original's mean of nothing
+        else:
+            expected = torch.topk(losses, kept, largest=False)[0].mean()
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_bfloat16_strays_no_further_than_torchs(other):
+    """From the float32 logits, in root mean square: 1.25 times what torch's bfloat16 does."""
+    inputs = LAYOUT.captioning(*pictures())
+    rows, mask = real(inputs), torch.tensor(tensorized()[3])
+
+    def ours(dtype):
+        model = load_oscar(other.folder, unroll=1, dtype=dtype)
+        hidden, logits = compiled(model, hidden_and_logits)(inputs)
+        assert (hidden.dtype, logits.dtype) == (dtype, jnp.float32)
+        return np.asarray(logits)[rows]
+
+    def theirs(dtype):
+        model = copy.deepcopy(other.theirs).to(dtype)
+        *text, features = torch_inputs(inputs)
+        with torch.no_grad():
+            return model.words(model(*text, features.to(dtype), mask)).float().numpy()[rows]
+
+    bound = 1.25 * deviation(theirs(torch.bfloat16), theirs(torch.float32))
+    assert 0 < deviation(ours("bfloat16"), ours("float32")) < bound
+
+
+def test_dropout_reaches_layers_and_regions(other, encode):
+    inputs = LAYOUT.captioning(*pictures())
+    one, two = (jax.random.key(seed, impl="unsafe_rbg") for seed in (1, 2))
+    np.testing.assert_array_equal(encode(inputs, one), encode(inputs, one))
+    assert np.abs(encode(inputs, one) - encode(inputs, two)).mean() > 0.01
+    plain = np.asarray(other.ours.embed(inputs))[:, LAYOUT.text :]
+    dropped = np.asarray(other.ours.embed(inputs, dropout_key=one))[:, LAYOUT.text :]
+    rate, gone = DROPOUT["dropout"], (dropped == 0) & (plain != 0)
+    assert abs(gone.mean() - rate) < 0.1  # 5 sigma
+    np.testing.assert_allclose(dropped[~gone], plain[~gone] / (1 - rate), rtol=1e-3)
+
+
+def test_export_reloads_in_torch_and_here(pair, tmp_path):
+    ours, theirs, _ = pair
+    with_pooler = load_oscar(pair.folder, unroll=1, pooler=True)
+    save_oscar(tmp_path, with_pooler.config, nnx.state(with_pooler))
+    tensors = load_file(tmp_path / "model.safetensors")
+    original = theirs.state_dict()
+    table = "bert.embeddings.word_embeddings.weight"
+    assert original.keys() - tensors.keys() == {"cls.predictions.decoder.weight"}  # tied to it
+    assert tensors.keys() <= original.keys()
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor, original[key]), key
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(1.0)
+    theirs.load_state_dict(tensors | {"cls.predictions.decoder.weight": tensors[table]})
+    assert theirs.cls.predictions.decoder.weight is theirs.bert.embeddings.word_embeddings.weight
+    again = load_oscar(tmp_path, unroll=1, **DROPOUT)
+    assert again.config == ours.config
+    same_parameters(again, ours)
+
+
+def test_presets_have_the_published_sizes():
+    """BERT's published counts with pooler, and Oscar's maps over 2,054 values a region."""
+    for preset, bert, hidden in (
+        (oscar_plus_base, 109_482_240, 768),
+        (oscar_plus_large, 335_141_888, 1024),
+    ):
+        config = preset(pooler=True)
+        assert (config.region_norm, config.bert.eps, config.bert.types) == (False, 1e-12, 2)
+        model = abstract(Oscar, config)
+        head = hidden * hidden + hidden + 2 * hidden + 30522
+        count = bert + (2054 + 1) * hidden + head
+        assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
+
+
+def test_every_parameter_names_its_axes(other):
+    names_its_axes(other.ours)
+
+
+def test_bad_checkpoints_and_sizes_are_named(other, tmp_path):
+    with pytest.raises(UserError, match=r"img_feature_type 'dis_code' is not supported"):
+        oscar_config({"img_feature_type": "dis_code"})
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        load_oscar(tmp_path)
+    with pytest.raises(UserError, match=r"types is 1: expected at least 2"):
+        oscar_plus_base(types=1)
+    with pytest.raises(UserError, match=r"region_features is 0"):
+        OscarConfig(other.ours.config.bert, region_features=0)
+    untied = torch.load(other.folder / "pytorch_model.bin")
+    untied["cls.predictions.decoder.weight"] = untied["cls.predictions.decoder.weight"] + 1.0
+    torch.save(untied, tmp_path / "pytorch_model.bin")
+    text = (other.folder / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"tensors that should be equal: cls\.predictions\.decoder"):
+        load_oscar(tmp_path)
+    (tmp_path / "config.json").write_text(text.replace('"use_img_layernorm": 1', '"other": 1'))
+    with pytest.raises(UserError, match=r"keys without a rule: bert\.LayerNorm\.weight"):
+        load_oscar(tmp_path)

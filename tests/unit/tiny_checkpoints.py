@@ -1,0 +1,164 @@
+"""Tiny random checkpoints of every architecture, in the layouts in which they are published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from flax import nnx
+from safetensors.numpy import save_file
+
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.models.bart_config import BartConfig
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.models.mcan import MCANConfig
+from mmqa_jax.models.mcan_layers import FusionConfig
+from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
+from mmqa_jax.models.oscar import OscarConfig
+from mmqa_jax.models.vlp import VLPConfig
+from mmqa_jax.weights.bart import load_bart
+from mmqa_jax.weights.bert import load_bert
+from mmqa_jax.weights.clip import load_clip
+from mmqa_jax.weights.exports import Published
+from mmqa_jax.weights.llama import load_llama
+from mmqa_jax.weights.llava import load_llava
+from mmqa_jax.weights.mcan import load_mcan, load_mcan_openvqa
+from mmqa_jax.weights.modified_resnet import load_modified_resnet
+from mmqa_jax.weights.oscar import load_oscar
+from mmqa_jax.weights.registry import architecture
+from mmqa_jax.weights.vlp import load_vlp
+
+_BERT = BertConfig(vocab_size=30, hidden=12, layers=2, heads=3, mlp=16, positions=9, eps=1e-3)
+_FUSION = FusionConfig(hidden=24, heads=3, mlp=20, layers=2, flat_mlp=10, glimpses=2, flat_out=14)
+_VISION = VisionConfig(16, 8, width=8, layers=3, heads=2, mlp_width=12, embed_dim=6, eps=1e-4)
+_LLAMA = LlamaConfig(
+    vocab_size=40, hidden=16, layers=3, heads=4, kv_heads=2, mlp=24, head_dim=6, positions=64,
+    eps=1e-4, rope_theta=777.0, rope_scaling=RopeScaling("llama3", 4.0, original_positions=32),
+    attention_bias=True,
+)  # fmt: skip
+
+
+def _replace(config: Any, **changes: Any) -> Any:
+    return type(config)(**{**vars(config), **changes})
+
+
+CONFIGS: dict[str, Any] = {
+    "clip": CLIPConfig(
+        _VISION,
+        TextConfig(20, 6, width=10, layers=2, heads=2, mlp_width=12, embed_dim=6, eos_token_id=5),
+    ),
+    "modified_resnet": ModifiedResNetConfig(8, (1, 1, 2, 1), image_size=64, embed_dim=6),
+    "bert": _replace(_BERT, pooler=True),
+    "vlp": VLPConfig(_replace(_BERT, types=6, eps=1e-5), 7, 5, (9,)),
+    "oscar": OscarConfig(_replace(_BERT, pooler=True), region_features=7, region_norm=True),
+    "bart": BartConfig(
+        vocab_size=31, hidden=12, encoder_layers=2, decoder_layers=3, encoder_heads=3,
+        decoder_heads=2, encoder_mlp=14, decoder_mlp=18, positions=20, scale_embedding=True,
+    ),
+    "llama": _LLAMA,
+    "llava": LlavaConfig(_VISION, _LLAMA, image_token=33),
+    "mcan": MCANConfig(
+        _replace(_BERT, eps=1e-12, pooler=False),
+        _replace(_FUSION, hidden=32, heads=2, value_bias=False, norm="layer", eps=1e-5),
+        image_features=11, grid=3, rope_base=15.0, answers=13, new_answers=4,
+    ),
+    "mcan_openvqa": MCANOpenVQAConfig(50, _FUSION, word_features=6, region_features=9, answers=7),
+}  # fmt: skip
+
+# What a file of tensors alone does not tell, of sizes that nobody published.
+SETTINGS = {
+    "vlp": ["bert.heads=3"],
+    "mcan": ["text.heads=3", "fusion.heads=2", "rope_base=15"],
+    "mcan_openvqa": ["fusion.heads=3"],
+}
+
+
+class Source(NamedTuple):
+    """A checkpoint on disk and what is in it."""
+
+    path: Path
+    config: Any
+    arrays: dict[str, np.ndarray]
+
+    def flags(self, model: str) -> list[str]:
+        """Flags of `mmqa convert` that read it."""
+        settings = [f"--set={setting}" for setting in SETTINGS.get(model, [])]
+        return ["convert", f"--model={model}", f"--source={self.path}", *settings]
+
+
+def _published(model: str, config: Any) -> Published:
+    """A model as its exporter has it; nothing is initialised."""
+    entry = architecture(model)
+    made = nnx.eval_shape(lambda: entry.part("model")(config, rngs=nnx.Rngs(0)))
+    return entry.part("exporter")(config, nnx.state(made))
+
+
+def published_specs(model: str, config: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of a model's tensors under their published keys."""
+    return _published(model, config).source.specs()
+
+
+def published_arrays(model: str, config: Any, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Random tensors under the published keys of a model."""
+    source = _published(model, config).source
+    rng = np.random.default_rng(7)
+    return {
+        key: source.read(key) if ".rope." in key else rng.normal(size=spec.shape).astype(dtype)
+        for key, spec in source.specs().items()
+    }
+
+
+def make_source(model: str, folder: Path, dtype: str = "float32") -> Source:
+    """Writes a checkpoint as its authors do."""
+    config = CONFIGS[model]
+    arrays = published_arrays(model, config, dtype)
+    folder.mkdir(parents=True)
+    path = folder
+    if model in ("vlp", "mcan", "mcan_openvqa", "modified_resnet"):
+        path = folder / {"vlp": "model.11.bin", "modified_resnet": "visual.pt"}.get(
+            model, "e13.pkl"
+        )
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        state = {"state_dict": tensors, "epoch": 13} if path.suffix == ".pkl" else tensors
+        torch.save(state, path)
+    else:
+        entries = _published(model, config).config
+        (folder / "config.json").write_text(json.dumps({**entries, "bos_token_id": 11}))
+        save_file(arrays, folder / "model.safetensors")
+    return Source(path, config, arrays)
+
+
+def _filled(load: Callable, model: type) -> Callable[[Path, Any], nnx.State]:
+    def loaded(path: Path, config: Any) -> nnx.State:
+        made = nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs(0)))
+        load(path, made)
+        return nnx.state(made)
+
+    return loaded
+
+
+def load_directly(model: str, source: Source) -> dict[str, jax.Array]:
+    """The parameters as the architecture's own loader reads the checkpoint, by name."""
+    module = architecture(model).part("model")
+    loaders = {
+        "clip": lambda path, _: load_clip(path)[1],
+        "modified_resnet": lambda path, _: load_modified_resnet(path)[1],
+        "bert": lambda path, _: load_bert(path, pooler=True)[1],
+        "vlp": _filled(load_vlp, module),
+        "oscar": lambda path, _: nnx.state(load_oscar(path, pooler=True)),
+        "bart": lambda path, _: nnx.state(load_bart(path)),
+        "llama": lambda path, _: nnx.state(load_llama(path)),
+        "llava": lambda path, _: nnx.state(load_llava(path)),
+        "mcan": _filled(load_mcan, module),
+        "mcan_openvqa": _filled(load_mcan_openvqa, module),
+    }
+    return flatten_named(loaders[model](source.path, source.config))
