@@ -1,0 +1,159 @@
+"""What the generation engine is asked and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer; transformers' and ours have it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that a prompt begins with."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to be continued.
+
+    `temperature` 0 is greedy decoding; otherwise words are drawn from softmax(logits /
+    temperature), of which `top_k` (0: all) and then `top_p` keep the most probable, ties together
+    (transformers' order of the three). `n` draws are independent; `beams` above 0 is beam search
+    instead, of which the `n` best are returned. The answer depends on `seed` and on nothing but
+    this request: not on its neighbours, its slot or its order.
+    """
+
+    id: Hashable  # of the result; no two requests of a run may share it
+    prompt: str | Sequence[int]  # text, or token ids with all special tokens
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: Sequence[str] = ()  # the first of these strings ends the text and is cut off
+    n: int = 1
+    seed: int = 0
+    logprobs: bool = False  # whether the result has every token's log-probability
+    beams: int = 0
+    length_penalty: float = 0.0  # added to a beam's score per token
+    images: Sequence[np.ndarray] = ()  # uint8 [S, S, 3] of `llava_pixels`, one per placeholder
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            _refuse(self.id, "stop", self.stop, "a list of strings, not one string")
+        if "" in self.stop:
+            _refuse(self.id, "stop", "", "strings of at least one character")
+        if not isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        if self.max_new_tokens < 1:
+            _refuse(self.id, "max_new_tokens", self.max_new_tokens, "at least 1")
+        if not 0.0 <= self.temperature < float("inf"):
+            _refuse(self.id, "temperature", self.temperature, "0 (greedy) or a positive number")
+        if self.top_k < 0:
+            _refuse(self.id, "top_k", self.top_k, "0 (all words) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            _refuse(self.id, "top_p", self.top_p, "a share above 0, up to 1")
+        if self.n < 1:
+            _refuse(self.id, "n", self.n, "at least 1")
+        if not 0 <= self.seed < 2**63:
+            _refuse(self.id, "seed", self.seed, "0 to 2^63 - 1")
+        if self.beams < 0 or (self.beams and self.n > self.beams):
+            _refuse(self.id, "beams", self.beams, f"0 (no beam search) or at least n = {self.n}")
+        if self.beams and self.temperature:
+            _refuse(self.id, "beams", self.beams, "0 where temperature is above 0")
+        if self.beams and len(self.images):
+            _refuse(self.id, "beams", self.beams, "0 with pictures")
+        if self.beams and self.logprobs:
+            _refuse(self.id, "logprobs", True, "False with beams; `score` gives them")
+        if self.n > 1 and not self.beams and not self.temperature:
+            _refuse(self.id, "n", self.n, "1 for greedy decoding; set a temperature or beams")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One continuation of a prompt."""
+
+    text: str | None  # without stop string and end token; None without a tokenizer
+    tokens: tuple[int, ...]  # as generated: an end token or a stop string's tokens included
+    total: float  # summed log-probability of `tokens` under the model itself (temperature 1);
+    # of a beam, its score, length penalty included
+    logprobs: tuple[float, ...] | None  # of each token, where asked for
+    finish: str  # "end" (end token), "stop" (stop string) or "length" (max_new_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The answer to a Request."""
+
+    id: Hashable
+    candidates: tuple[Candidate, ...]  # n of them, highest total first
+    prompt_tokens: int
+    reused_tokens: int  # of these, how many came from another request's cache (least of all n)
+
+    @property
+    def text(self) -> str | None:
+        """The best candidate's text."""
+        return self.candidates[0].text
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """A prompt and the continuations whose probability is asked for."""
+
+    id: Hashable
+    prompt: str | Sequence[int]
+    continuations: Sequence[str] | Sequence[Sequence[int]]  # texts or ids, as the prompt
+    images: Sequence[np.ndarray] = ()  # of the prompt, as Request's
+
+    def __post_init__(self):
+        texts = [isinstance(text, str) for text in (self.prompt, *self.continuations)]
+        if any(texts) and not all(texts):
+            _refuse(self.id, "continuations", "mixed", "all texts or all token ids, as the prompt")
+        if not self.continuations:
+            _refuse(self.id, "continuations", "empty", "at least one")
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How probable one continuation is."""
+
+    total: float  # summed log-probability of its tokens
+    logprobs: tuple[float, ...]  # of each
+    greedy: bool  # whether greedy decoding would have given it
+
+    @property
+    def mean(self) -> float:
+        """Log-probability per token, which does not favour short continuations."""
+        return self.total / len(self.logprobs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """The answer to a Scoring, in the order of its continuations."""
+
+    id: Hashable
+    scores: tuple[Score, ...]
+
+
+class TooLong(UserError):
+    """A prompt that, with its new tokens, exceeds the context; `excess` tokens are too many."""
+
+    def __init__(self, request_id: Hashable, tokens: int, new: int, length: int):
+        self.excess = tokens + new - length
+        super().__init__(
+            f"request {request_id!r}: its prompt has {tokens} tokens, with {new} new ones "
+            f"{self.excess} more than engine.length = {length}; shorten it (fewer examples), ask "
+            "for fewer new tokens or raise engine.length."
+        )
+
+
+def _refuse(request_id: Hashable, field: str, value: object, expected: str) -> None:
+    raise UserError(f"request {request_id!r}: {field} is {value!r}, expected {expected}.")

@@ -1,0 +1,96 @@
+"""From logits to the next token, row by row, each row with its own parameters and seed."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@flax.struct.dataclass
+class SamplingParameters:
+    """How every row chooses; [S] each."""
+
+    temperature: jax.Array  # float32; 0 is greedy
+    top_k: jax.Array  # int32; 0 keeps all
+    top_p: jax.Array  # float32 in (0, 1]
+    key: jax.Array  # uint32 [S, 2]: a row's seed, see `seed_words`
+
+
+def seed_words(seed: int, draw: int) -> np.ndarray:
+    """uint32 [2]: the key of a request's draw number `draw`, the same on every host and device."""
+    return np.random.SeedSequence([seed, draw]).generate_state(2, np.uint32)
+
+
+def choose(
+    logits: jax.Array, parameters: SamplingParameters, count: jax.Array, active: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of every row.
+
+    Args:
+      logits: [S, V] float32.
+      parameters: of the rows.
+      count: int [S], how many tokens the row has already; with its key it decides the draw.
+      active: bool [S], rows whose result is wanted (the others' may be anything).
+
+    Returns:
+      Tokens int32 [S], and their log-probabilities float32 [S] under softmax(logits).
+    """
+    greedy = logits.argmax(-1)
+    samples = active & (parameters.temperature > 0)
+
+    def draw(_):
+        noise = jax.vmap(_gumbel, (0, 0, None))(parameters.key, count, logits.shape[-1])
+        noisy = _kept(logits, parameters, samples) + noise
+        return jnp.where(samples, noisy.argmax(-1), greedy)
+
+    tokens = jax.lax.cond(samples.any(), draw, lambda _: greedy, None)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _kept(logits: jax.Array, parameters: SamplingParameters, samples: jax.Array) -> jax.Array:
+    """Logits over temperature [S, V]; -inf where top_k or top_p drop a word."""
+    scores = logits / jnp.where(samples, parameters.temperature, 1.0)[:, None]
+
+    def keep_top_k(scores):
+        ones = jnp.ones_like(scores)
+        mask = _heaviest(scores, ones, parameters.top_k.astype(jnp.float32))
+        return jnp.where(mask | (parameters.top_k == 0)[:, None], scores, -jnp.inf)
+
+    def keep_top_p(scores):
+        mask = _heaviest(scores, jax.nn.softmax(scores), parameters.top_p)
+        return jnp.where(mask | (parameters.top_p >= 1)[:, None], scores, -jnp.inf)
+
+    scores = jax.lax.cond((samples & (parameters.top_k > 0)).any(), keep_top_k, _same, scores)
+    return jax.lax.cond((samples & (parameters.top_p < 1)).any(), keep_top_p, _same, scores)
+
+
+def _heaviest(scores: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """bool [S, V]: the highest scores of a row, as few as together weigh `target` or more.
+
+    Scores equal to the lowest kept one are kept with it. The threshold is found bit by bit, which
+    is exact and cheaper than sorting a vocabulary.
+    """
+    bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    ranks = jnp.where(bits & sign, ~bits, bits | sign)  # ordered as the scores are
+
+    def one(n, threshold):
+        higher = threshold | (sign >> n.astype(jnp.uint32))
+        weight = jnp.where(ranks >= higher[:, None], weights, 0).sum(-1)
+        return jnp.where(weight >= target, higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, 32, one, jnp.zeros(scores.shape[0], jnp.uint32))
+    return ranks >= threshold[:, None]
+
+
+def _gumbel(words: jax.Array, count: jax.Array, size: int) -> jax.Array:
+    """Gumbel noise [size]: the argmax of scores plus it is a draw from their softmax."""
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.gumbel(jax.random.fold_in(key, count), (size,))
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x

@@ -1,0 +1,94 @@
+"""The generation engine on four fake CPU devices against one.
+
+The device count is fixed when JAX starts, so the check runs in a subprocess: this file, called as
+a script.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+CACHES = ("float32", "int8")
+
+
+def test_on_four_devices():
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [*CACHES, "done"]
+
+
+def main():
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from mmqa_jax.core.mesh import init_sharded, make_mesh
+    from mmqa_jax.decoding.engine import Engine
+    from mmqa_jax.decoding.requests import Request, Scoring
+    from mmqa_jax.decoding.slot_runner import EngineConfig
+    from mmqa_jax.models.llama import Llama
+    from mmqa_jax.models.llama_config import LlamaConfig
+
+    model = LlamaConfig(
+        vocab_size=60,
+        hidden=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        positions=128,
+        init_stddev=0.4,
+        unroll=1,
+    )
+    rng = np.random.default_rng(0)
+    head = rng.integers(0, 60, 40)
+    requests = [
+        Request(n, (*head[: n % 3 * 20], *rng.integers(0, 60, 5 + 4 * n)), 8, logprobs=True)
+        for n in range(9)
+    ]
+    scorings = [Scoring(n, head, [rng.integers(0, 60, 4) for _ in range(3)]) for n in range(2)]
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    alone = make_mesh({"data": 1}, devices=jax.devices()[:1])
+    for kind in CACHES:
+        sizes = EngineConfig(
+            slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32, cache_dtype=kind
+        )
+        found = []
+        for where in (alone, mesh):
+            engine = Engine(
+                init_sharded(lambda: Llama(model, rngs=nnx.Rngs(3)), where),
+                config=sizes,
+                mesh=where,
+                compiler_options={"xla_backend_optimization_level": 0},
+            )
+            results = {result.id: result.candidates[0] for result in engine.generate(requests)}
+            scores = {result.id: result.scores for result in engine.score(scorings)}
+            found.append((results, scores))
+            if where is mesh:
+                layer = engine.cache[0]
+                for array in jax.tree.leaves(layer):  # rows over `data`, heads over `tensor`
+                    shard = array.addressable_shards[0].data.shape
+                    assert shard == (2, 1, *array.shape[2:]), shard
+        (want, want_scores), (got, got_scores) = found
+        # A rounding that falls to the other side moves an int8 cache by a step.
+        most = 1e-4 if kind == "float32" else 0.02
+        for n in want:
+            assert got[n].tokens == want[n].tokens
+            np.testing.assert_allclose(got[n].logprobs, want[n].logprobs, rtol=0, atol=most)
+        for n in want_scores:
+            for one, other in zip(got_scores[n], want_scores[n], strict=True):
+                np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=most)
+        print(kind)
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,460 @@
+"""The generation engine on a tiny random LLaMA, against plain forward passes of the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request, Scoring, TooLong
+from mmqa_jax.decoding.sampling import SamplingParameters, choose, seed_words
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.decoding.stops import StopWatch, cut
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
+
+FAST = {"xla_backend_optimization_level": 0}  # tiny models: compiling is all the time
+MODEL = LlamaConfig(
+    vocab_size=61,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    mlp=48,
+    positions=192,
+    init_stddev=0.4,
+    unroll=1,
+)
+SIZES = EngineConfig(slots=5, length=160, buckets=(8, 32), prefill_tokens=64, block=32)
+END = 7
+
+
+class Letters:
+    """A tokenizer of 61 characters; its special token 0 begins every text."""
+
+    table = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!?-"[:61]
+
+    def encode(self, text):
+        return [0, *(self.table.index(letter) for letter in text)]
+
+    def decode(self, ids):
+        return "".join(self.table[token] for token in ids)
+
+
+def make_engine(model=MODEL, sizes=SIZES, **options):
+    options = {"tokenizer": Letters(), "end_ids": [END], "compiler_options": FAST} | options
+    return Engine(Llama(model, rngs=nnx.Rngs(3)), config=sizes, **options)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def log_probs():
+    """Tokens [n] -> log-probabilities [n, V] of what follows each, from one forward pass."""
+    graphdef, state = nnx.split(Llama(MODEL, rngs=nnx.Rngs(3)))
+
+    @jax.jit
+    def forward(state, ids):
+        return jax.nn.log_softmax(nnx.merge(graphdef, state)(ids))
+
+    def run(tokens):
+        ids = np.zeros((1, SIZES.length), np.int32)
+        ids[0, : len(tokens)] = tokens
+        return np.asarray(forward(state, ids))[0, : len(tokens)]
+
+    return run
+
+
+def greedy(log_probs, prompt, steps):
+    tokens, logprobs = list(prompt), []
+    while len(logprobs) < steps and (not logprobs or tokens[-1] != END):
+        row = log_probs(tokens)[-1]
+        tokens.append(int(row.argmax()))
+        logprobs.append(row.max())
+    return tokens[len(prompt) :], logprobs
+
+
+def random_requests(seed, count):
+    """Prompts of 1 to 140 tokens, half of them with one of three beginnings."""
+    rng = np.random.default_rng(seed)
+    heads = [rng.integers(0, MODEL.vocab_size, size) for size in (20, 64, 100)]
+    requests = []
+    for number in range(count):
+        tail = rng.integers(0, MODEL.vocab_size, rng.integers(1, 40))
+        head = heads[rng.integers(3)] if rng.random() < 0.6 else tail[:0]
+        if rng.random() < 0.1:
+            head = rng.integers(0, MODEL.vocab_size, 100)
+        steps = int(rng.integers(1, 20))
+        requests.append(
+            Request(
+                number, (*head, *tail), steps, logprobs=True, temperature=(number % 3 == 2) * 1.5
+            )
+        )
+    return requests
+
+
+def served(engine, requests):
+    return {result.id: result for result in engine.generate(requests)}
+
+
+def test_greedy_equals_the_forward_pass(engine, log_probs):
+    requests = [r for r in random_requests(0, 24) if not r.temperature]
+    results = served(engine, requests)
+    assert results.keys() == {request.id for request in requests}
+    for request in requests:
+        tokens, logprobs = greedy(log_probs, request.prompt, request.max_new_tokens)
+        got = results[request.id].candidates[0]
+        assert list(got.tokens) == tokens
+        np.testing.assert_allclose(got.logprobs, logprobs, rtol=0, atol=1e-4)
+        assert got.finish == ("end" if tokens[-1] == END else "length")
+        assert got.total == pytest.approx(sum(got.logprobs))
+        assert got.text == Letters().decode(tokens).split("g")[0]  # END is the letter g
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_does_not_depend_on_its_neighbours(engine, seed):
+    """Alone, and in a batch of random order with shared beginnings: the same bits."""
+    requests = random_requests(seed, 40)
+    alone = {}
+    for request in requests:
+        engine.forget()
+        (alone[request.id],) = engine.generate([request])
+        assert alone[request.id].reused_tokens == 0
+    order = np.random.default_rng(seed + 100).permutation(len(requests))
+    together = served(engine, [requests[n] for n in order])
+    assert sum(result.reused_tokens for result in together.values()) > 100
+    for request in requests:
+        assert together[request.id].candidates == alone[request.id].candidates
+
+
+def test_nothing_is_compiled_after_warm_up(engine):
+    served(engine, random_requests(10, 20))
+    list(engine.score([Scoring(0, [1, 2, 3], [[4], [5, 6]]), Scoring(1, [1] * 50, [[4] * 20])]))
+    served(engine, [Request(0, [1] * 70 + [2], 2), Request(1, [1] * 70 + [3], 2)])  # a copy
+    compiled = []
+
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        jax.jit(lambda x: x * 3 + 1)(2.0)
+        assert len(compiled) == 1  # the event is the one that JAX sends
+        requests = random_requests(11, 40)
+        with jax.transfer_guard("disallow"):
+            served(engine, requests)
+            list(engine.score([Scoring(0, requests[0].prompt, [[1], [2] * 9, [3] * 19])]))
+        assert len(compiled) == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 1, "buckets": (16,), "prefill_tokens": 16, "block": 16, "decode_block": 32},
+        {"length": 192, "buckets": (4, 64), "block": 0},
+    ],
+    ids=str,
+)
+def test_sizes_change_no_answer(engine, changes):
+    requests = random_requests(20, 12)
+    want = served(engine, requests)
+    got = served(make_engine(sizes=dataclasses.replace(SIZES, **changes)), requests)
+    for request in requests:
+        one, other = got[request.id].candidates[0], want[request.id].candidates[0]
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({"cache_dtype": "bfloat16"}, 0.05),
+        ({"cache_dtype": "int8"}, 0.1),
+        ({"weights": "int8"}, 0.1),
+    ],
+    ids=str,
+)
+def test_coarser_numbers_stay_near(engine, log_probs, changes, most):
+    """Log-probabilities of a given text under a rounded cache or rounded weights."""
+    text = np.random.default_rng(5).integers(0, MODEL.vocab_size, 120)
+    requests = [Scoring(n, text[:size], [text[size:]]) for n, size in enumerate((1, 60, 100))]
+    coarse = make_engine(sizes=dataclasses.replace(SIZES, **changes))
+    want = np.take_along_axis(log_probs(text)[:-1], text[1:, None], axis=1)[:, 0]
+    for scores in coarse.score(requests):
+        (score,) = scores.scores
+        deviation = np.sqrt(np.mean((np.array(score.logprobs) - want[-len(score.logprobs) :]) ** 2))
+        assert 1e-5 < deviation < most
+    # And through decoding, which reads what prefill and earlier steps have written.
+    (result,) = coarse.generate([Request(0, text[:40], 30, logprobs=True)])
+    candidate = result.candidates[0]
+    rows = log_probs([*text[:40], *candidate.tokens])[39:-1]
+    want = np.take_along_axis(rows, np.array(candidate.tokens)[:, None], axis=1)[:, 0]
+    assert np.sqrt(np.mean((candidate.logprobs - want) ** 2)) < most
+
+
+def test_scores_equal_the_forward_pass(engine, log_probs):
+    rng = np.random.default_rng(7)
+    requests = []
+    for number, size in enumerate((1, 2, 31, 32, 33, 70, 128)):
+        prompt = rng.integers(0, MODEL.vocab_size, size)
+        choices = [rng.integers(0, MODEL.vocab_size, n) for n in (1, 3, 12, 32)]
+        likely, _ = greedy(log_probs, prompt, 4)
+        requests.append(Scoring(number, prompt, [*choices, likely]))
+    before = engine.throughput.reused_tokens
+    found = {scores.id: scores.scores for scores in engine.score(requests)}
+    assert engine.throughput.reused_tokens - before >= 4 * (
+        24 + 32 + 64 + 120
+    )  # the prompt's pieces
+    for request in requests:
+        prompt = list(request.prompt)
+        for score, tokens in zip(found[request.id], request.continuations, strict=True):
+            rows = log_probs([*prompt, *tokens])[len(prompt) - 1 : -1]
+            want = np.take_along_axis(rows, np.array(tokens)[:, None], axis=1)[:, 0]
+            np.testing.assert_allclose(score.logprobs, want, rtol=0, atol=1e-4)
+            assert score.total == pytest.approx(want.sum(), abs=1e-3)
+            assert score.mean == pytest.approx(want.mean(), abs=1e-4)
+            assert score.greedy == (list(tokens) == rows.argmax(-1).tolist())
+        assert found[request.id][-1].greedy
+
+
+def test_loglikelihood_of_text_is_cut_as_in_the_harness(engine, log_probs):
+    """A blank at the prompt's end goes to the continuations."""
+    scores = engine.loglikelihood("the land is ", ["big", "red."])
+    for score, text in zip(scores, (" big", " red."), strict=True):
+        tokens = Letters().encode("the land is" + text)
+        rows = log_probs(tokens)[-len(text) - 1 : -1]
+        want = rows[np.arange(len(text)), tokens[-len(text) :]]
+        np.testing.assert_allclose(score.logprobs, want, rtol=0, atol=1e-4)
+
+
+def test_draws_differ_by_seed_and_number_alone(engine):
+    prompt = [1, 2, 3, 4]
+
+    def draw(identity, **changes):
+        return Request(identity, prompt, 12, temperature=2.0, logprobs=True, **changes)
+
+    results = served(engine, [draw(0, n=6), draw(1), draw(2, seed=5), draw(3, seed=5)])
+    of_six = results[0].candidates
+    assert [c.total for c in of_six] == sorted((c.total for c in of_six), reverse=True)
+    assert len({c.tokens for c in of_six}) == 6
+    assert results[1].candidates[0] in of_six  # draw number 0 of the same seed
+    assert results[2].candidates == results[3].candidates
+    assert results[2].candidates[0] not in of_six
+
+
+def test_sampled_words_follow_the_distribution():
+    """20,000 draws: every share within five deviations of its probability; the cut ones never."""
+    logits = np.array([2.0, 1.5, 1.5, 0.5, 0.0, -1.0, -3.0], np.float32)
+    rows = 20000
+
+    def shares(temperature, top_k, top_p):
+        parameters = SamplingParameters(
+            np.full(rows, temperature, np.float32),
+            np.full(rows, top_k, np.int32),
+            np.full(rows, top_p, np.float32),
+            np.stack([seed_words(3, n) for n in range(rows)]),
+        )
+        inputs = (np.tile(logits, (rows, 1)), parameters, np.full(rows, 4), np.ones(rows, bool))
+        tokens, logprobs = jax.jit(choose)(*inputs)
+        want = logits - np.log(np.exp(logits).sum())  # of the model, whatever the temperature
+        np.testing.assert_allclose(logprobs, want[tokens], rtol=0, atol=1e-5)
+        return np.bincount(tokens, minlength=len(logits)) / rows
+
+    for temperature, top_k, top_p, kept in [
+        (1.0, 0, 1.0, 7),
+        (2.0, 0, 1.0, 7),
+        (1.0, 4, 1.0, 4),
+        (1.0, 2, 1.0, 3),  # the second and third are equal
+        (0.7, 0, 0.5, 3),  # 0.48 + 0.23 + 0.23
+        (1.0, 5, 0.85, 3),  # of the five: 0.41, 0.66 and 0.91 with the equal ones
+        (0.5, 1, 0.1, 1),
+    ]:
+        want = np.where(np.arange(7) < kept, np.exp(logits / temperature), 0)
+        want /= want.sum()
+        got = shares(temperature, top_k, top_p)
+        assert np.all(np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / rows)), (top_k, top_p)
+
+
+def test_greedy_and_sampling_rows_do_not_meet():
+    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
+    parameters = SamplingParameters(
+        np.array([0, 3.0, 0, 3.0], np.float32),
+        np.zeros(4, np.int32),
+        np.ones(4, np.float32),
+        np.tile(seed_words(1, 0), (4, 1)),
+    )
+    both, _ = choose(logits, parameters, np.zeros(4, int), np.ones(4, bool))
+    greedy_only = parameters.replace(temperature=np.zeros(4, np.float32))
+    none, _ = choose(logits, greedy_only, np.zeros(4, int), np.ones(4, bool))
+    np.testing.assert_array_equal(none, logits.argmax(-1))
+    np.testing.assert_array_equal(np.asarray(both)[[0, 2]], logits.argmax(-1)[[0, 2]])
+    assert np.any(np.asarray(both)[[1, 3]] != logits.argmax(-1)[[1, 3]])
+
+
+def test_stop_strings_end_the_text(engine, log_probs):
+    prompt = Letters().encode("the land is big and the sea is ")
+    tokens, _ = greedy(log_probs, prompt, 20)
+    text = Letters().decode(tokens)
+    stop = text[5:8]  # three tokens
+    where = text.index(stop)
+    (result,) = engine.generate([Request(0, prompt, 20, stop=("never", stop))])
+    candidate = result.candidates[0]
+    assert candidate.finish == "stop"
+    assert candidate.text == result.text == text[:where]
+    assert list(candidate.tokens) == tokens[: where + 3]
+
+
+class Bytes:
+    """UTF-8 bytes as tokens: most characters take several."""
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "before"),
+    [
+        ("für Öl: ja\nQ:", ("\nQ",), "für Öl: ja"),
+        ("ein Öl", ("Öl",), "ein "),
+        ("日本語。次", ("。",), "日本語"),
+        ("aab", ("ab",), "a"),
+        ("xab", ("b", "ab"), "x"),
+        ("nichts", ("x", "yz"), "nichts"),
+    ],
+)
+def test_stop_watch_stops_at_the_first_match(text, stops, before):
+    watch = StopWatch(Bytes(), stops)
+    data = text.encode()
+    hit = next((n for n, token in enumerate(data, 1) if watch.push(token)), None)
+    ends = [
+        n for n in range(len(data)) if any(s in data[:n].decode(errors="ignore") for s in stops)
+    ]
+    ends += [len(data)] if any(text.endswith(stop) for stop in stops) else []
+    assert hit == (ends[0] if ends else None)
+    assert cut(text, stops) == before
+
+
+def test_long_prompts_are_shortened_by_the_caller_or_refused(engine):
+    long = Request("long", [1] * 150, 20)
+    short = Request("short", [1] * 10, 3)
+    with pytest.raises(
+        TooLong, match=r"'long': its prompt has 150 tokens, with 20 new ones 10 more"
+    ):
+        list(engine.generate([short, long]))
+    asked = []
+
+    def fewer(request, excess):
+        asked.append(excess)
+        return dataclasses.replace(request, prompt=request.prompt[:-6])
+
+    results = {r.id: r for r in engine.generate([short, long], shorten=fewer)}
+    assert asked == [10, 4]
+    assert results["long"].prompt_tokens == 138
+    for give_up in (lambda request, excess: None, lambda request, excess: request):
+        with pytest.raises(TooLong, match=r"engine\.length = 160"):
+            list(engine.generate([long], shorten=give_up))
+    with pytest.raises(UserError, match="keep the id"):
+        list(engine.generate([long], shorten=lambda r, n: dataclasses.replace(short)))
+    with pytest.raises(TooLong, match="'s': its prompt has 150 tokens, with 11 new ones"):
+        list(engine.score([Scoring("s", [1] * 150, [[1], [1] * 11])]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"prompt": []}, "its prompt is empty"),
+        ({"prompt": [3, 61]}, "has token 61, expected 0 to 60"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"n": 3}, "n is 3, expected 1 for greedy"),
+        ({"n": 0}, "n is 0"),
+        ({"stop": "end"}, "a list of strings, not one string"),
+        ({"stop": ("",)}, "at least one character"),
+        ({"seed": -1}, "seed is -1"),
+        ({"beams": 2, "n": 3}, "beams is 2"),
+        ({"beams": 2, "temperature": 1.0}, "beams is 2"),
+    ],
+)
+def test_bad_requests_are_named(engine, changes, match):
+    with pytest.raises(UserError, match=rf"request 'odd': .*{match}"):
+        list(engine.generate([Request(**{"id": "odd", "prompt": [1, 2], **changes})]))
+    (after,) = engine.generate([Request("next", [1, 2], 3)])  # the engine goes on
+    assert len(after.candidates[0].tokens) <= 3
+
+
+def test_other_mistakes_are_named(engine):
+    with pytest.raises(UserError, match="request 4: the id came before"):
+        list(engine.generate([Request(4, [1], 2), Request(4, [2], 2)]))
+    with pytest.raises(UserError, match="expected at least one"):
+        engine.loglikelihood([1, 2], [])
+    with pytest.raises(UserError, match="all texts or all token ids"):
+        engine.loglikelihood("text", [[1]])
+    bare = make_engine(tokenizer=None)
+    with pytest.raises(
+        UserError, match="its prompt is text, for which the engine has no tokenizer"
+    ):
+        list(bare.generate([Request(0, "text")]))
+    with pytest.raises(UserError, match="stop strings need a tokenizer"):
+        list(bare.generate([Request(0, [1], stop=("a",))]))
+    with pytest.raises(UserError, match="end token 61: expected 0 to 60"):
+        make_engine(end_ids=[61])
+    for changes, match in [
+        ({"length": 193}, "engine.length is 193: expected at most model.positions = 192"),
+        ({"slots": 0}, "engine.slots is 0"),
+        ({"buckets": (8, 20)}, "engine.buckets is"),
+        ({"block": 24}, "engine.block is 24: expected 0 .all. or a divisor of 160"),
+        ({"cache_dtype": "int4"}, "engine.cache_dtype is 'int4'"),
+        ({"weights": "int4"}, "engine.weights is 'int4'"),
+    ]:
+        with pytest.raises(UserError, match=match):
+            make_engine(sizes=dataclasses.replace(SIZES, **changes))
+
+
+def test_an_abandoned_run_leaves_a_usable_engine(engine):
+    requests = random_requests(30, 12)
+    want = served(engine, requests)
+    run = engine.generate(requests)
+    next(run)
+    with pytest.raises(RuntimeError, match="already serving"):
+        next(engine.generate(requests))
+    run.close()
+    got = served(engine, requests)
+    assert {n: r.candidates for n, r in got.items()} == {n: r.candidates for n, r in want.items()}
+
+
+def test_throughput_counts_what_was_done(engine):
+    before = dataclasses.replace(engine.throughput)
+    shown = []
+
+    class Bar:
+        def advance(self, n, **values):
+            shown.append((n, values))
+
+    engine.forget()
+    prompt = np.arange(40) % 61
+    requests = [Request(n, [*prompt, n], 3) for n in range(8, 11)]
+    results = list(engine.generate(requests, progress=Bar()))
+    after = engine.throughput
+    new = sum(len(result.candidates[0].tokens) for result in results)
+    assert after.requests - before.requests == 3
+    assert after.prefill_tokens - before.prefill_tokens == 3 * 41 - 2 * 32
+    assert after.reused_tokens - before.reused_tokens == 2 * 32
+    assert Counter(result.reused_tokens for result in results) == {32: 2, 0: 1}
+    assert after.decode_tokens - before.decode_tokens == new - 3  # the first comes with the prompt
+    assert [n for n, _ in shown] == [1, 1, 1]
+    assert shown[-1][1]["decode"].endswith(" tokens/s")

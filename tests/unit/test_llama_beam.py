@@ -1,0 +1,104 @@
+"""Beam search of a tiny random LLaMA against the published search written out with lists."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import test_beam
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.llama_beam import beam_search
+from mmqa_jax.decoding.requests import Request
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
+
+FAST = {"xla_backend_optimization_level": 0}  # tiny models: compiling is all the time
+MODEL = LlamaConfig(
+    vocab_size=23,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    mlp=48,
+    positions=64,
+    init_stddev=0.4,
+    unroll=1,
+)
+PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 4, 4, 1, 9]]
+
+
+@pytest.fixture(scope="module")
+def log_probs():
+    """Tokens -> log-probabilities [V] of the next, from one forward pass."""
+    graphdef, state = nnx.split(Llama(MODEL, rngs=nnx.Rngs(5)))
+    forward = jax.jit(
+        lambda state, ids: jax.nn.log_softmax(nnx.merge(graphdef, state)(ids)),
+        compiler_options=FAST,
+    )
+
+    def run(tokens):
+        ids = np.zeros((1, 32), np.int32)
+        ids[0, : len(tokens)] = tokens
+        return np.asarray(forward(state, ids))[0, len(tokens) - 1]
+
+    return run
+
+
+@pytest.mark.parametrize(("beams", "steps", "penalty"), [(4, 9, 0.0), (4, 9, 1.5), (1, 6, 0.0)])
+def test_equals_the_published_search(monkeypatch, log_probs, beams, steps, penalty):
+    def after_prompt(sequence, question, vocab):
+        return log_probs([*PROMPTS[question], *sequence])
+
+    monkeypatch.setattr(test_beam, "toy_log_probs", after_prompt)
+    engine = Engine(
+        Llama(MODEL, rngs=nnx.Rngs(5)),
+        end_ids=[test_beam.END],
+        config=EngineConfig(slots=8, length=32, buckets=(16,), block=0),
+        compiler_options=FAST,
+    )
+    requests = [
+        Request(n, prompt, steps, beams=beams, n=beams, length_penalty=penalty)
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    found = {result.id: result.candidates for result in engine.generate(requests)}
+    ended = 0
+    for n in range(len(PROMPTS)):
+        want = test_beam.published_search(n, MODEL.vocab_size, beams, steps, penalty)
+        assert [list(c.tokens) for c in found[n]] == [tokens for _, tokens in want]
+        np.testing.assert_allclose([c.total for c in found[n]], [s for s, _ in want], atol=1e-4)
+        ended += sum(c.finish == "end" for c in found[n])
+    assert ended > 0 or beams == 1
+
+
+def test_early_stop_keeps_the_best(log_probs):
+    model = Llama(MODEL, rngs=nnx.Rngs(5))
+    ids, lengths = np.zeros((3, 16), np.int32), np.array([len(p) for p in PROMPTS], np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, : len(prompt)] = prompt
+    options = {"end_id": test_beam.END, "num_beams": 4, "max_new_tokens": 12}
+    whole = beam_search(*nnx.split(model), ids, lengths, **options)
+    early = beam_search(*nnx.split(model), ids, lengths, only_best=True, **options)
+    np.testing.assert_array_equal(early.tokens[:, 0], whole.tokens[:, 0])
+    np.testing.assert_allclose(early.scores[:, 0], whole.scores[:, 0], atol=1e-5)
+    for row in range(3):
+        tokens = np.asarray(whole.tokens[row, 0, : whole.lengths[row, 0]]).tolist()
+        total = sum(
+            log_probs([*PROMPTS[row], *tokens[:n]])[token] for n, token in enumerate(tokens)
+        )
+        assert float(whole.scores[row, 0]) == pytest.approx(total, abs=1e-4)
+
+
+def test_impossible_searches_are_refused():
+    model = Llama(MODEL, rngs=nnx.Rngs(5))
+    ids, lengths = np.zeros((1, 60), np.int32), np.array([60])
+    with pytest.raises(UserError, match="num_beams is 24: expected 1 to the vocabulary size 23"):
+        beam_search(*nnx.split(model), ids, lengths, end_id=2, num_beams=24, max_new_tokens=2)
+    with pytest.raises(UserError, match="max_new_tokens is 5: expected 1 to 4"):
+        beam_search(*nnx.split(model), ids, lengths, end_id=2, max_new_tokens=5)
+    engine = Engine(model, config=EngineConfig(slots=2, length=32, buckets=(16,), block=0))
+    with pytest.raises(UserError, match="beam search needs exactly one end token"):
+        list(engine.generate([Request(0, [1], 2, beams=2)]))
