@@ -121,7 +121,11 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         ("c.packing.buckets = ((0,),)", r"packing\.buckets=\(\(0,\),\): tuple\[tuple\[int, int\]"),
         ("c.pictures.resize = 'squish'", r"pictures\.resize='squish': one of squash, crop, sample"),
         ("c.model.changes.heads = 0", r"model\.changes\.heads=0: at least 1 was expected"),
-        ("c.model.frontend = 'x101'", r"model\.frontend=x101: takes regions of 2048 values"),
+        ("c.model.frontend = 'x101'", r"key features\.root is missing; add it"),
+        (
+            "c.model.frontend = 'vinvl'; c.features = {'files': {'a': 'x.tsv'}}",
+            r"key features\.files\.a: a number was expected",
+        ),
         ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is no regular expression"),
         ("c.mesh.data = 3; c.batches.batch_size = 7", r"data=3.*does not fit 1 devices"),
         ("c.train.accumulate = 3", r"batch of 8: must be a multiple of 3"),
