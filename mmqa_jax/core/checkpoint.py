@@ -20,7 +20,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.trees import flatten_named, unflatten_named
+from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
 
 
 class Restored(NamedTuple):
@@ -81,8 +81,8 @@ class Checkpoints:
         self._manager.save(
             step,
             args=args.Composite(
-                params=args.StandardSave(_nest(flatten_named(params))),
-                train=args.StandardSave(_nest(flatten_named(train))),
+                params=args.StandardSave(nest(flatten_named(params))),
+                train=args.StandardSave(nest(flatten_named(train))),
                 iterator=args.JsonSave(_iterator_states(iterator)),
                 meta=args.JsonSave({**meta, "fingerprint": self._fingerprint}),
             ),
@@ -117,15 +117,15 @@ class Checkpoints:
                 f"this run has {self._fingerprint}); name a new --workdir or use that run's config."
             )
         targets = {"params": flatten_named(params), "train": flatten_named(train)}
-        restored = {item: args.StandardRestore(_nest(target)) for item, target in targets.items()}
+        restored = {item: args.StandardRestore(nest(target)) for item, target in targets.items()}
         with _damage_named(place, remedy):
             for item, target in targets.items():
                 _check_same_arrays(place / item, target)
             arrays = self._manager.restore(step, args=args.Composite(**restored))
         _set_iterator_state(iterator, light["iterator"], place)
         return Restored(
-            unflatten_named(params, _unnest(arrays["params"], targets["params"])),
-            unflatten_named(train, _unnest(arrays["train"], targets["train"])),
+            unflatten_named(params, unnest(arrays["params"], targets["params"])),
+            unflatten_named(train, unnest(arrays["train"], targets["train"])),
             meta,
             step,
         )
@@ -162,7 +162,7 @@ def save_params(folder: str | os.PathLike, params: Any, metadata: Mapping[str, A
         (folder / "model.json").unlink(missing_ok=True)
     named = flatten_named(params)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "weights", _nest(named), force=True)
+        checkpointer.save(folder / "weights", nest(named), force=True)
     if primary:
         shapes = {name: [*leaf.shape] for name, leaf in named.items()}
         write_json(folder / "model.json", {**metadata, "shapes": shapes})
@@ -215,8 +215,8 @@ def load_params(path: str | os.PathLike, abstract_params: Any) -> Any:
     remedy = "copy the run anew or train it again in a new --workdir"
     with _damage_named(place, remedy), ocp.StandardCheckpointer() as checkpointer:
         _check_same_arrays(place, target)
-        restored = checkpointer.restore(place, _nest(target))
-    return unflatten_named(abstract_params, _unnest(restored, target))
+        restored = checkpointer.restore(place, nest(target))
+    return unflatten_named(abstract_params, unnest(restored, target))
 
 
 def _params_folder(path: Path) -> Path:
@@ -271,28 +271,6 @@ def _damage_named(place: Path, remedy: str) -> Iterator[None]:
         raise  # not the files' fault, or said already
     except Exception as error:  # Orbax and TensorStore have no common error
         raise UserError(f"{place}: files in it are cut or damaged; {remedy}.") from error
-
-
-def _nest(named: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a/b": x}` -> `{"a": {"b": x}}`: the form Orbax stores under readable names."""
-    nested: dict[str, Any] = {}
-    for name, leaf in named.items():
-        *sections, last = name.split("/")
-        inner = nested
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = leaf
-    return nested
-
-
-def _unnest(nested: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    def get(name: str) -> Any:
-        inner: Any = nested
-        for section in name.split("/"):
-            inner = inner[section]
-        return inner
-
-    return {name: get(name) for name in names}
 
 
 def _iterator_states(iterator: Any) -> dict[str, str]:

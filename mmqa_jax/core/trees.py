@@ -6,6 +6,7 @@ none of them depends on how Flax or Optax wrap an array.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -39,3 +40,27 @@ def unflatten_named(like: Any, named: dict[str, Any]) -> Any:
     import jax
 
     return jax.tree_util.tree_map_with_path(lambda path, _: named[name_of(path)], like)
+
+
+def nest(named: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a/b": x}` -> `{"a": {"b": x}}`: the form Orbax stores under readable names."""
+    nested: dict[str, Any] = {}
+    for name, leaf in named.items():
+        *sections, last = name.split("/")
+        inner = nested
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = leaf
+    return nested
+
+
+def unnest(nested: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The leaves `names` of a nested tree by name (inverse of `nest`)."""
+
+    def get(name: str) -> Any:
+        leaf = nested
+        for section in name.split("/"):
+            leaf = leaf[section]
+        return leaf
+
+    return {name: get(name) for name in names}

@@ -196,16 +196,10 @@ class Packer:
     def __init__(self, tokenizer: WordPiece, config: PackingConfig):
         self.tokenizer, self.config = tokenizer, config
 
-    def question_tokens(self, text: str, *, strict: bool = False) -> list[int]:
-        """Tokens of a question; `strict` raises UserError where the model would cut it."""
-        tokens = self.tokenizer.encode(clean(text))
-        limit = self.config.max_question_tokens
-        if strict and len(tokens) > limit:
-            raise UserError(
-                f"The question has {len(tokens)} tokens, the model takes {limit}; "
-                "ask it in fewer words."
-            )
-        return tokens
+    def excess(self, question: str) -> int:
+        """Tokens of a question beyond `max_question_tokens`: these are cut."""
+        tokens = self.tokenizer.encode(clean(question))
+        return max(0, len(tokens) - self.config.max_question_tokens)
 
     def pack_for_selection(
         self, example: Example, bucket: int, rng: np.random.Generator | None = None

@@ -8,9 +8,14 @@ every beam slot, the first time that the slot's beam ends in [SEP], or else the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+
+from mmqa_jax.core.errors import UserError
 
 ENDED = -10000.0
 
@@ -37,6 +42,25 @@ class BeamResult:
     lengths: jax.Array  # [B, K] int, end token included
 
 
+def check_size(
+    *, num_beams: int, max_new_tokens: int, length: int, vocab_size: int, positions: int
+) -> None:
+    """Raises UserError if the beams exceed the vocabulary or an answer does not fit.
+
+    `length` is that of the batch whose sequences are continued, `positions` the model's.
+    """
+    if not 1 <= num_beams <= vocab_size:
+        raise UserError(
+            f"num_beams is {num_beams}: expected 1 to the vocabulary size {vocab_size}; change it."
+        )
+    if not 1 <= max_new_tokens <= positions - length:
+        raise UserError(
+            f"max_new_tokens is {max_new_tokens}: expected 1 to {positions - length}, since the "
+            f"batch is {length} tokens long and the model has {positions} positions; use shorter "
+            "buckets or fewer new tokens."
+        )
+
+
 def start(questions: int, beams: int, max_new_tokens: int) -> BeamState:
     """An empty search. Only beam 0 is alive, so that the first step takes K different words."""
     shape = (questions, beams)
@@ -50,6 +74,40 @@ def start(questions: int, beams: int, max_new_tokens: int) -> BeamState:
         final_scores=jnp.full(shape, -jnp.inf),
         final_lengths=jnp.zeros(shape, jnp.int32),
     )
+
+
+def run(
+    state: BeamState,
+    cache: Any,
+    *,
+    propose: Callable[[BeamState, Any], tuple[jax.Array, Any]],
+    advance: Callable[[BeamState, jax.Array], tuple[BeamState, jax.Array]],
+    reorder: Callable[[Any, jax.Array], Any],
+    complete: Callable[[BeamState], jax.Array],
+) -> BeamState:
+    """Searches to the end, inside jit.
+
+    Args:
+      state: where the search stands.
+      cache: the model's, of B * K rows.
+      propose: (state, cache) -> log-probabilities [B, K, V] of the next word, and the cache.
+      advance: (state, log-probabilities) -> the next state and parents [B, K].
+      reorder: (cache, rows [B * K]) -> the cache of those rows.
+      complete: state -> bool [B]: this row can stop.
+    """
+    questions, beams, max_new_tokens = state.tokens.shape
+
+    def unfinished(carry):
+        state, _ = carry
+        return (state.step < max_new_tokens) & ~jnp.all(complete(state))
+
+    def step(carry):
+        log_probs, cache = propose(*carry)
+        state, parents = advance(carry[0], log_probs)
+        rows = jnp.arange(questions)[:, None] * beams + parents
+        return state, reorder(cache, rows.reshape(-1))
+
+    return jax.lax.while_loop(unfinished, step, (state, cache))[0]
 
 
 def forbid_repeats(

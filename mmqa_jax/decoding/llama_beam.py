@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import beam
 from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.models.layers import prefix_attention
@@ -46,17 +45,13 @@ def beam_search(
     answer does not fit behind the longest prompt.
     """
     config = nnx.merge(graphdef, state).config
-    if not 1 <= num_beams <= config.vocab_size:
-        raise UserError(
-            f"num_beams is {num_beams}: expected 1 to the vocabulary size {config.vocab_size}."
-        )
-    room = config.positions - input_ids.shape[1]
-    if not 1 <= max_new_tokens <= room:
-        raise UserError(
-            f"max_new_tokens is {max_new_tokens}: expected 1 to {room}, since the batch is "
-            f"{input_ids.shape[1]} tokens long and the model has {config.positions} positions; "
-            "use shorter buckets or fewer new tokens."
-        )
+    beam.check_size(
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        length=input_ids.shape[1],
+        vocab_size=config.vocab_size,
+        positions=config.positions,
+    )
     return _search(
         graphdef,
         state,
@@ -96,28 +91,25 @@ def _search(
     )
     mask = jnp.arange(input_ids.shape[1]) < lengths[:, None]
 
-    def advance(beams, log_probs, cache):
-        beams, parents = beam.advance(
-            beams, log_probs, end_id=end_id, length_penalty=length_penalty
-        )
-        rows = (jnp.arange(prompts)[:, None] * num_beams + parents).reshape(-1)
-        return beams, jax.tree.map(lambda x: x[rows], cache)
+    advance = functools.partial(beam.advance, end_id=end_id, length_penalty=length_penalty)
 
-    def unfinished(carry):
-        beams, _ = carry
-        complete = beam.complete(beams, only_best=only_best, length_penalty=length_penalty)
-        return (beams.step < max_new_tokens) & ~jnp.all(complete)
-
-    def step(carry):
-        beams, cache = carry
+    def propose(beams, cache):
         tokens = beams.tokens[:, :, beams.step - 1].reshape(-1)  # [B * K]
         log_probs, cache = _decode(model, held, mask, lengths, cache, tokens, beams.step - 1)
-        return advance(beams, log_probs.reshape(prompts, num_beams, -1), cache)
+        return log_probs.reshape(prompts, num_beams, -1), cache
 
     log_probs = jnp.broadcast_to(first[:, None], (prompts, num_beams, first.shape[-1]))
-    cache = _empty(model, prompts * num_beams, max_new_tokens)
-    carry = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs, cache)
-    beams, _ = jax.lax.while_loop(unfinished, step, carry)
+    begun, _ = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs)
+    beams = beam.run(
+        begun,
+        _empty(model, prompts * num_beams, max_new_tokens),
+        propose=propose,
+        advance=advance,
+        reorder=lambda cache, rows: jax.tree.map(lambda x: x[rows], cache),
+        complete=functools.partial(
+            beam.complete, only_best=only_best, length_penalty=length_penalty
+        ),
+    )
     return beam.ranked(beams)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from mmqa_jax.decoding import beam
 from mmqa_jax.decoding.beam import BeamState
@@ -43,20 +42,16 @@ def search(
       complete: state -> bool [B]: this row can stop.
     """
 
-    def unfinished(carry):
-        beams, _ = carry
-        return (beams.step < max_new_tokens) & ~jnp.all(complete(beams))
-
-    def step(carry):
-        beams, cache = carry
+    def propose(beams, cache):
         generated = beams.tokens.reshape(rows * num_beams, -1)  # [B * K, T]
         log_probs, cache = model.decode_step(prefix, cache, generated, beams.step, **tokens)
-        beams, parents = advance(beams, log_probs.reshape(rows, num_beams, -1))
-        chosen = (jnp.arange(rows)[:, None] * num_beams + parents).reshape(-1)
-        return beams, cache.select(chosen)
+        return log_probs.reshape(rows, num_beams, -1), cache
 
-    carry = (
+    return beam.run(
         beam.start(rows, num_beams, max_new_tokens),
         model.empty_cache(rows * num_beams, max_new_tokens),
+        propose=propose,
+        advance=advance,
+        reorder=lambda cache, rows: cache.select(rows),
+        complete=complete,
     )
-    return jax.lax.while_loop(unfinished, step, carry)[0]

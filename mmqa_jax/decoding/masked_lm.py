@@ -45,25 +45,22 @@ def beam_search(
     batch's longest sequence.
     """
     config = nnx.merge(graphdef, state).config.bert
-    length = inputs.input_ids.shape[1]
-    if not 1 <= num_beams <= config.vocab_size:
-        raise UserError(
-            f"num_beams is {num_beams}: expected 1 to the vocabulary size {config.vocab_size}"
-        )
-    if max_new_tokens < 1 or length + max_new_tokens > config.positions:
-        raise UserError(
-            f"max_new_tokens is {max_new_tokens}: expected 1 to {config.positions - length}, since "
-            f"the batch is {length} tokens long and the model has {config.positions} positions; "
-            "use shorter buckets or fewer new tokens"
-        )
+    beam.check_size(
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        length=inputs.input_ids.shape[1],
+        vocab_size=config.vocab_size,
+        positions=config.positions,
+    )
     if not (no_repeat_ngram == 0 or 2 <= no_repeat_ngram <= max_new_tokens):
         raise UserError(
             f"no_repeat_ngram is {no_repeat_ngram}: expected 0 (repeats allowed) or 2 to "
-            f"max_new_tokens = {max_new_tokens}"
+            f"max_new_tokens = {max_new_tokens}; change it."
         )
     if not 0 <= token_type < config.types:
         raise UserError(
-            f"token_type is {token_type}: expected 0 to {config.types - 1}, the model's token types"
+            f"token_type is {token_type}: expected 0 to {config.types - 1}, the model's token "
+            "types; change it."
         )
     return _search(
         graphdef,

@@ -13,25 +13,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.layers import Linear
-from mmqa_jax.models.llama import Llama
-
-_OF_LAYER = ("q", "k", "v", "out", "gate", "up", "down")
+from mmqa_jax.models.layers import TransposedLinear, product
+from mmqa_jax.models.llama import LINEARS, Llama
 
 
 class QuantizedLinear(nnx.Module):
-    """y = (x @ kernel) * scale (+ bias); kernel int8 [in, out], scale float32 [out]."""
+    """y = (x @ kernel.T) * scale (+ bias); kernel int8 [out, in], scale float32 [out]."""
 
-    def __init__(self, linear: Linear):
+    def __init__(self, linear: TransposedLinear):
         names = linear.kernel.get_metadata()["out_sharding"]
         kernel, scale = _round(linear.kernel[...])
         self.kernel = nnx.Param(kernel, out_sharding=names, eager_sharding=False)
-        self.scale = nnx.Param(scale, out_sharding=names[1:], eager_sharding=False)
+        self.scale = nnx.Param(scale, out_sharding=names[:1], eager_sharding=False)
         self.bias = linear.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
-        y = x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(x.dtype)
-        y = (y * self.scale[...]).astype(x.dtype).reshape(*x.shape[:-1], -1)
+        y = product(x, self.kernel[...].astype(x.dtype), 1)
+        y = (y * self.scale[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -47,7 +45,7 @@ def quantize_weights(model: Llama) -> None:
     if not isinstance(model.layers, nnx.List):
         raise UserError("quantisation: the model's layers are stacked; call unstack_layers first.")
     for layer in model.layers:
-        for name in _OF_LAYER:
+        for name in LINEARS:
             linear = getattr(layer, name)
             setattr(layer, name, QuantizedLinear(linear))
             linear.kernel.get_value().delete()
@@ -55,5 +53,5 @@ def quantize_weights(model: Llama) -> None:
 
 @jax.jit
 def _round(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    scale = jnp.maximum(jnp.abs(kernel).max(axis=0), 1e-30).astype(jnp.float32) / 127
-    return jnp.round(kernel / scale).astype(jnp.int8), scale
+    scale = jnp.maximum(jnp.abs(kernel).max(axis=1), 1e-30).astype(jnp.float32) / 127
+    return jnp.round(kernel / scale[:, None]).astype(jnp.int8), scale

@@ -75,10 +75,36 @@ class Linear(nnx.Module):
         self.bias = param(rngs, zeros_init, (out_features,), names[1:]) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
-        # Two-dimensional products: 1.1x in the backward pass on CPU.
-        y = x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(x.dtype)
-        y = y.reshape(*x.shape[:-1], -1)
+        y = product(x, self.kernel[...].astype(x.dtype), 0)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class TransposedLinear(nnx.Module):
+    """A Linear with its kernel as [out, in], for generation.
+
+    With few rows XLA on CPU multiplies 1.2 (float32) to 2 times (bfloat16) as fast so.
+    """
+
+    def __init__(self, kernel: nnx.Param, bias: nnx.Param | None):
+        self.kernel, self.bias = kernel, bias
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
+        y = product(x, self.kernel[...].astype(x.dtype), 1)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+def product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """x [..., K] times a matrix with K along `axis`, in x's type: [..., N]."""
+    # XLA on CPU has fast bfloat16 products (AMX) only where the result is float32.
+    kind = jnp.float32 if jax.default_backend() == "cpu" else None
+    # Two-dimensional: 1.1x in the backward pass on CPU.
+    y = jax.lax.dot_general(
+        x.reshape(-1, x.shape[-1]),
+        matrix,
+        (((1,), (axis,)), ((), ())),
+        preferred_element_type=kind,
+    )
+    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 class LayerNorm(nnx.Module):

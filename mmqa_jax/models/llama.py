@@ -26,6 +26,7 @@ from mmqa_jax.models.config_checks import check_length
 from mmqa_jax.models.layers import (
     Embedding,
     Linear,
+    TransposedLinear,
     attention,
     merge_heads,
     normal_init,
@@ -40,6 +41,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 # Logical axes of a layer's cached keys and values, for `core.mesh.partition_spec`.
 KEY_NAMES = ("batch", "heads", "head_dim", "positions")
 VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
+LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -425,16 +427,28 @@ def last_token(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
 def unstack_layers(model: Llama) -> None:
     """Replaces the stack of layers by one array per layer, in place, for generation.
 
-    The stacks are freed one by one (whoever else held them loses them): the peak is the model
-    and its largest stack. Shardings are kept, since the layer axis is never split.
+    Kernels are transposed (see TransposedLinear). The stacks are freed one by one (whoever else
+    held them loses them): the peak is the model and its largest stack. Shardings are kept, since
+    the layer axis is never split.
     """
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def take(stack, number, transposed):
+        one = jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
+        return one.T if transposed else one
+
     graphdef, state = nnx.split(model.layers)
-    take = jax.jit(lambda stack, n: jax.lax.dynamic_index_in_dim(stack, n, 0, keepdims=False))
     layers: list[list] = [[] for _ in range(model.config.layers)]
     for path, stack in nnx.to_flat_state(state):
         value, names = stack.get_value(), stack.get_metadata()["out_sharding"][1:]
+        transposed = path[-1] == "kernel"
+        names = names[::-1] if transposed else names
         for number, layer in enumerate(layers):
-            own = nnx.Param(take(value, number), out_sharding=names, eager_sharding=False)
-            layer.append((path, own))
+            own = take(value, number, transposed)
+            layer.append((path, nnx.Param(own, out_sharding=names, eager_sharding=False)))
         value.delete()
     model.layers = nnx.List(nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers)
+    for layer in model.layers:
+        for name in LINEARS:
+            linear = getattr(layer, name)
+            setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))

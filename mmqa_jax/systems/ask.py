@@ -52,7 +52,11 @@ class Answerer:
         Args:
           text: the question.
           picture: encoded picture that belongs to it; the reader sees it before the sources.
+
+        Raises:
+          UserError: the question is longer than the reader takes.
         """
+        self.reader.check_length(text)
         question = Question("asked", "", text)
         seen: np.ndarray | None = None
         read: np.ndarray | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from mmqa_jax.retrieval.two_pass import two_pass_search
 from mmqa_jax.systems import webqa
 from mmqa_jax.training.recipes import make_packer, make_source_reader, make_vlp_config
 from mmqa_jax.training.run import read_config
+
+_NAMED = 5  # cut questions that are named
 
 # uint8[S, S, 3] of each question's picture (None: it has none); None: the questions' own.
 QuestionPixels = Sequence[np.ndarray | None] | None
@@ -229,7 +232,7 @@ class Reranker:
         Args:
           hints: read behind each question: the title that a first hop found.
         """
-        check_lengths(questions, self._packer)
+        tell_of_cut_questions(questions, self._packer)
         texts = [question.question for question in questions]
         if hints is not None:
             texts = [f"{text} {hint}" for text, hint in zip(texts, hints, strict=True)]
@@ -325,7 +328,7 @@ class Reader:
           question_pixels: uint8[S, S, 3] of a picture that belongs to the question; it is
             read before the cited sources. By default the questions' own pictures.
         """
-        check_lengths(questions, self._packer)
+        tell_of_cut_questions(questions, self._packer)
         if question_pixels is None:
             question_pixels = [self._reader.pictures.question_pixels(q) for q in questions]
         batches = answer_inputs(
@@ -362,6 +365,15 @@ class Reader:
                 progress.advance(int(real.sum()))
         return answers
 
+    def check_length(self, question: str) -> None:
+        """Raises UserError if the question has more tokens than the model takes."""
+        if excess := self._packer.excess(question):
+            raise UserError(
+                f"the question has {excess} tokens more than the "
+                f"{self._packer.config.max_question_tokens} that the model takes; ask it in fewer "
+                "words."
+            )
+
     def _prediction(
         self, question_id: str, cited: Ranking, tokens: np.ndarray, scores: np.ndarray
     ) -> Prediction:
@@ -373,13 +385,17 @@ class Reader:
         return Prediction(question_id, texts[0], cited.sources, cited.scores, beams)
 
 
-def check_lengths(questions: Sequence[Question], packer: Packer) -> None:
-    """UserError for the first question that has more tokens than the model takes."""
-    for question in questions:
-        try:
-            packer.question_tokens(question.question, strict=True)
-        except UserError as error:
-            raise UserError(f"question {question.id}: {error}") from error
+def tell_of_cut_questions(questions: Sequence[Question], packer: Packer) -> None:
+    """Says on stderr which questions have more tokens than the model takes: VLP cuts them."""
+    cut = [question.id for question in questions if packer.excess(question.question)]
+    if cut:
+        names = ", ".join(cut[:_NAMED]) + (", ..." if len(cut) > _NAMED else "")
+        print(
+            f"{len(cut)} of {len(questions)} questions are longer than the "
+            f"{packer.config.max_question_tokens} tokens that the model takes, and are cut: "
+            f"{names}.",
+            file=sys.stderr,
+        )
 
 
 def until_end(tokens: np.ndarray, tokenizer: WordPiece) -> list[int]:

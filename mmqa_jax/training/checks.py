@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -98,6 +98,12 @@ def check_config(config: ConfigDict) -> None:
     optional = {"only_best": bool, "no_repeat_ngram": int} if task == "answer" else {}
     check_section(config.inference, "inference", {**known, **optional}, known)
     _check_positive(config.inference, "inference", known)
+    ngram, most = config.inference.get("no_repeat_ngram", 0), config.inference.get("max_new_tokens")
+    if ngram and not 2 <= ngram <= most:
+        raise UserError(
+            f"config key inference.no_repeat_ngram={ngram}: 0 (words may repeat) or 2 to "
+            f"inference.max_new_tokens = {most} was expected; change one of them."
+        )
     known, needed = parameters_of(
         _BATCHES[task], "reader", "questions", "packer", "masking", "feed"
     )
@@ -137,7 +143,12 @@ def _check_vlp(config: ConfigDict) -> None:
             f"vocabulary, but tokenizer {config.tokenizer} does not put common ones first; set "
             "tokenizer to minilm:corpus or leave model.written_words out."
         )
-    taken = vlp_from_config(model, _ANY_VOCABULARY).region_features
+    vlp = vlp_from_config(model, _ANY_VOCABULARY)
+    if model.frontend not in READERS and "features" in config:
+        raise UserError(
+            f"config key features: model.frontend={model.frontend} reads pixels; set it to one of "
+            f"{', '.join(READERS)} or leave features out."
+        )
     if model.frontend in READERS:
         where = {"x101": "root", "vinvl": "files"}[model.frontend]
         check_section(config.get("features", {}), "features", _FEATURES, [where])
@@ -148,9 +159,10 @@ def _check_vlp(config: ConfigDict) -> None:
                     "10,000,000 of the pictures in that TSV; change the key."
                 )
     given = region_sizes(config).dim
-    if given != taken:
+    if given != vlp.region_features:
         raise UserError(
-            f"config key model.frontend={model.frontend}: takes regions of {taken} values, "
+            f"config key model.frontend={model.frontend}: takes regions of {vlp.region_features} "
+            "values, "
             f"patches of side {model.patch} have {given}; use the frontend patches."
         )
     check_section(
@@ -158,9 +170,20 @@ def _check_vlp(config: ConfigDict) -> None:
         "packing",
         *parameters_of(PackingConfig, "slots_per_picture", "region_dim", "position_dim"),
     )
-    make_packing(config)
+    packing = make_packing(config)
+    _check_types("packing.segments", packing.segments, vlp.bert.types)
+    _check_types("packing.match_types", packing.match_types, vlp.bert.types)
+    _check_types("new_types", config.get("new_types", ()), vlp.bert.types)
     if config.task == "answer":
         check_section(config.masking, "masking", *parameters_of(MaskingConfig))
+
+
+def _check_types(key: str, numbers: Iterable[int], count: int) -> None:
+    wrong = [number for number in numbers if not 0 <= number < count]
+    if wrong:
+        raise UserError(
+            f"config key {key}: the model has no token type {wrong[0]}; use 0 to {count - 1}."
+        )
 
 
 def _check_sizes(section: Any, name: str, fields: type) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig
@@ -25,7 +22,6 @@ from mmqa_jax.weights.keymap import (
     abstract_model,
     load_into,
     norm_rules,
-    save_model,
     transformer_rules,
 )
 from mmqa_jax.weights.sources import open_source
@@ -121,25 +117,3 @@ def load_bart(
         state[_BIAS] = state[_BIAS].replace(zeros)
         key_map = dataclasses.replace(key_map, fresh=(_BIAS,))
     return nnx.merge(graphdef, load_into(state, key_map, source))
-
-
-def save_bart(
-    folder: str | os.PathLike,
-    config: BartConfig,
-    state: nnx.State,
-    *,
-    more: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes config.json and model.safetensors that transformers loads.
-
-    Args:
-      folder: made if absent. config.json is written last: a folder with it is whole.
-      config, state: of a Bart.
-      more: further entries of config.json (bos_token_id, forced_bos_token_id, ...).
-    """
-    folder = Path(folder)
-    # The word table is written once; transformers ties its other names.
-    key_map = dataclasses.replace(bart_key_map(), tied=())
-    save_model(folder / "model.safetensors", state, key_map)
-    dtype = np.dtype(jax.tree.leaves(state)[0].dtype).name
-    write_json(folder / "config.json", config.to_hf() | {"torch_dtype": dtype} | dict(more or {}))

@@ -117,6 +117,27 @@ def bert_config(published: Mapping[str, Any], where: str = "config.json") -> Ber
     )
 
 
+def bert_to_hf(config: BertConfig) -> dict[str, Any]:
+    """transformers' config.json of a BertModel."""
+    return {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp,
+        "max_position_embeddings": config.positions,
+        "type_vocab_size": config.types,
+        "layer_norm_eps": config.eps,
+        "hidden_act": config.activation,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "initializer_range": config.init_stddev,
+        "position_embedding_type": "absolute",
+    }
+
+
 def read_bert_config(folder: str | os.PathLike) -> BertConfig:
     """Reads `config.json` of a BERT folder.
 

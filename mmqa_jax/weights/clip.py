@@ -93,6 +93,47 @@ def clip_config(published: Mapping[str, Any]) -> CLIPConfig:
     )
 
 
+def clip_to_hf(config: CLIPConfig) -> dict[str, Any]:
+    """transformers' config.json of a CLIPModel."""
+    text = config.text
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": config.vision.embed_dim,
+        "vision_config": vision_to_hf(config.vision),
+        "text_config": {
+            **_tower_to_hf(text),
+            "model_type": "clip_text_model",
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.context,
+            # 2 tells transformers to pool at the largest id (see clip_config).
+            "eos_token_id": 2 if text.eos_token_id is None else text.eos_token_id,
+        },
+    }
+
+
+def vision_to_hf(config: VisionConfig) -> dict[str, Any]:
+    """transformers' config of a CLIPVisionModel."""
+    return {
+        **_tower_to_hf(config),
+        "model_type": "clip_vision_model",
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+    }
+
+
+def _tower_to_hf(config: VisionConfig | TextConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp_width,
+        "projection_dim": config.embed_dim,
+        "hidden_act": config.activation,
+        "layer_norm_eps": config.eps,
+    }
+
+
 def load_clip(folder: str | os.PathLike) -> tuple[CLIPConfig, nnx.State]:
     """Reads a folder written by `CLIPModel.save_pretrained` (config.json, and weights: see
     `open_source`).

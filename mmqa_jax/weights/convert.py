@@ -201,8 +201,7 @@ def _write_hf(
 ) -> None:
     published = entry.part("exporter")(config, state)
     total = sum(_bytes(spec) for spec in published.source.specs().values())
-    dtype = np.dtype(jax.tree.leaves(state)[0].dtype).name
-    more = {"torch_dtype": dtype, **tokens, WRITTEN_BY: _writer()}
+    more = {**tokens, WRITTEN_BY: _writer()}
     # What the config says itself (BART's pad, CLIP's end of text) goes before what was noted.
     more = {key: value for key, value in more.items() if key not in published.config}
     with Progress(title, total // MIB, "MiB") as progress:

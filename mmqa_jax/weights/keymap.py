@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
-from mmqa_jax.weights.safetensors_io import TensorSource, write_safetensors
+from mmqa_jax.weights.safetensors_io import TensorSource
 
 _SHOWN = 10  # offenders listed of each kind
 
@@ -218,18 +217,16 @@ class StateSource:
         return np.asarray(transform.inverse(ours), order="C")
 
 
+def untied_source(state: nnx.State, key_map: KeyMap) -> StateSource:
+    """A model's tensors, each once: transformers ties the other names itself."""
+    return StateSource(state, dataclasses.replace(key_map, tied=()))
+
+
 def export(state: nnx.State, key_map: KeyMap) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (published key, tensor) of every parameter that the map knows, one at a time."""
     source = StateSource(state, key_map)
     for key in source.specs():
         yield key, source.read(key)
-
-
-def save_model(path: str | os.PathLike, state: nnx.State, key_map: KeyMap) -> None:
-    """Writes parameters as a safetensors file under their published keys."""
-    source = StateSource(state, key_map)
-    specs = source.specs()
-    write_safetensors(path, specs, ((key, source.read(key)) for key in specs))
 
 
 def plan_loading(

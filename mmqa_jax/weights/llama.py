@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
@@ -31,13 +31,13 @@ from mmqa_jax.weights.keymap import (
     Transform,
     abstract_model,
     load_into,
+    untied_source,
 )
-from mmqa_jax.weights.safetensors_io import TensorSource, write_safetensors
+from mmqa_jax.weights.safetensors_io import TensorSource
 from mmqa_jax.weights.sources import open_source
 from mmqa_jax.weights.torch_io import TorchFile
 
 _BUFFERS = r"rotary_emb\.inv_freq$"
-_SHARD_BYTES = 5_000_000_000  # of an exported safetensors file, as transformers' default
 
 
 class LlamaCheckpoint(NamedTuple):
@@ -204,50 +204,12 @@ def load_llama(
     return nnx.merge(graphdef, load_into(state, key_map, source))
 
 
-def save_llama(
-    folder: str | os.PathLike,
-    config: LlamaConfig,
-    state: nnx.State,
-    *,
-    more: Mapping[str, Any] | None = None,
-    shard_bytes: int = _SHARD_BYTES,
-) -> None:
-    """Writes config.json and safetensors that transformers loads, one tensor in memory at a time.
-
-    Args:
-      folder: made if absent. config.json is written last: a folder with it is whole.
-      config, state: of a Llama with stacked layers.
-      more: further entries of config.json (bos_token_id, eos_token_id, ...).
-      shard_bytes: largest file; a bigger model is split, with an index.
-    """
-    folder = Path(folder)
-    # A tied head is not written a second time; transformers takes the token table.
-    source = StateSource(state, dataclasses.replace(llama_key_map(config), tied=()))
-    specs = source.specs()
-    if not any(".layers." in key for key in specs):
+def stacked_source(state: nnx.State, key_map: KeyMap) -> StateSource:
+    """`untied_source` of a model with a LLaMA; raises TypeError where its layers are unstacked."""
+    source = untied_source(state, key_map)
+    if not any(".layers." in key and "vision" not in key for key in source.specs()):
         raise TypeError("unstacked layers are for generation: export the stacked model")
-    shards: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
-    size = total = 0
-    for key, spec in specs.items():
-        bytes_ = spec.size * np.dtype(spec.dtype).itemsize
-        if shards[-1] and size + bytes_ > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][key] = spec
-        size += bytes_
-        total += bytes_
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        count = len(shards)
-        names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / name, shard, ((key, source.read(key)) for key in shard))
-    if len(shards) > 1:
-        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
-    dtype = np.dtype(next(iter(specs.values())).dtype).name
-    write_json(folder / "config.json", config.to_hf() | {"torch_dtype": dtype} | dict(more or {}))
+    return source
 
 
 def open_hf(folder: str | os.PathLike) -> LlamaCheckpoint:

@@ -20,22 +20,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig, vit_l_14_336
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava, LlavaConfig
-from mmqa_jax.weights.clip import clip_config, clip_key_map
+from mmqa_jax.weights.clip import clip_config, clip_key_map, vision_to_hf
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
-    StateSource,
     abstract_model,
     linear_rules,
     load_into,
 )
-from mmqa_jax.weights.llama import llama_rules
-from mmqa_jax.weights.safetensors_io import SAFETENSORS, TensorSource, write_safetensors
+from mmqa_jax.weights.llama import llama_rules, stacked_source
+from mmqa_jax.weights.safetensors_io import TensorSource
 from mmqa_jax.weights.sources import open_source
 
 _LLAMA, _TOWER, _PROJECTOR = "language_model.", "vision_tower.", "multi_modal_projector."
@@ -232,11 +231,7 @@ def to_transformers(config: LlavaConfig, state: nnx.State) -> tuple[dict[str, An
     Args:
       config, state: of a Llava with stacked layers.
     """
-    # A tied head is not written a second time; transformers takes the word table.
-    key_map = dataclasses.replace(llava_key_map(config), tied=())
-    source: TensorSource = StateSource(state, key_map)
-    if not any(".model.layers." in key for key in source.specs()):
-        raise TypeError("unstacked layers are for generation: export the stacked model")
+    source: TensorSource = stacked_source(state, llava_key_map(config))
     words = config.llama.vocab_size
     if 0 <= config.image_token < words:
         return to_hf(config), source
@@ -244,28 +239,6 @@ def to_transformers(config: LlavaConfig, state: nnx.State) -> tuple[dict[str, An
     llama = dataclasses.replace(config.llama, vocab_size=wider)
     config = dataclasses.replace(config, llama=llama, image_token=words)
     return to_hf(config) | {"pad_token_id": words + 1}, WiderVocabulary(source, wider)
-
-
-def save_llava(
-    folder: str | os.PathLike,
-    config: LlavaConfig,
-    state: nnx.State,
-    *,
-    more: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes config.json and model.safetensors that transformers loads, one tensor in memory.
-
-    Args:
-      folder: made if absent. config.json is written last: a folder with it is whole.
-      config, state: see `to_transformers`.
-      more: further entries of config.json (bos_token_id, eos_token_id, ...).
-    """
-    folder = Path(folder)
-    entries, source = to_transformers(config, state)
-    specs = source.specs()
-    write_safetensors(folder / SAFETENSORS, specs, ((key, source.read(key)) for key in specs))
-    dtype = np.dtype(specs[_TABLE].dtype).name
-    write_json(folder / "config.json", entries | {"torch_dtype": dtype} | dict(more or {}))
 
 
 def hf_config(published: Mapping[str, Any], where: str = "config.json") -> LlavaConfig:
@@ -365,18 +338,7 @@ def to_hf(config: LlavaConfig) -> dict[str, Any]:
         "vision_feature_select_strategy": "default",
         "tie_word_embeddings": config.llama.tied,
         "text_config": config.llama.to_hf(),
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-            "hidden_size": vision.width,
-            "num_hidden_layers": vision.layers,
-            "num_attention_heads": vision.heads,
-            "intermediate_size": vision.mlp_width,
-            "projection_dim": vision.embed_dim,
-            "hidden_act": vision.activation,
-            "layer_norm_eps": vision.eps,
-        },
+        "vision_config": vision_to_hf(vision),
     }
 
 

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import nest, unnest
 
 # Of a chunk in the file: a shard of a mesh reads its own chunks only.
 _CHUNK_BYTES = 16 << 20
@@ -136,7 +137,7 @@ def write_weights(folder: str | os.PathLike, arrays: Mapping[str, StreamedArray]
       arrays: by name (`layers/query/kernel`), which becomes a path of the checkpoint's tree.
     """
     with _checkpointer(_ShardHandler()) as checkpointer:
-        checkpointer.save(Path(folder).absolute(), args=ocp.args.PyTreeSave(_nest(arrays)))
+        checkpointer.save(Path(folder).absolute(), args=ocp.args.PyTreeSave(nest(arrays)))
 
 
 def stored_specs(folder: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
@@ -183,14 +184,14 @@ def read_weights(
         for name, leaf in target.items()
     }
     with _checkpointer(_ShardHandler(on_bytes)) as checkpointer:
-        restore = ocp.args.PyTreeRestore(_nest(target), restore_args=_nest(arguments))
+        restore = ocp.args.PyTreeRestore(nest(target), restore_args=nest(arguments))
         try:
             tree = checkpointer.restore(folder, args=restore)
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # not the files' fault
         except Exception as error:  # Orbax and TensorStore have no common error
             raise _damaged(folder) from error
-    return {name: _at(tree, name) for name in target}
+    return unnest(tree, target)
 
 
 def _checkpointer(reader: _ShardHandler) -> ocp.Checkpointer:
@@ -202,21 +203,3 @@ def _checkpointer(reader: _ShardHandler) -> ocp.Checkpointer:
 
 def _damaged(folder: Path) -> UserError:
     return UserError(f"{folder}: files in it are missing, cut or damaged; convert the model again.")
-
-
-def _nest(named: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a/b": x}` -> `{"a": {"b": x}}`: the form that Orbax stores under readable names."""
-    nested: dict[str, Any] = {}
-    for name, leaf in named.items():
-        *sections, last = name.split("/")
-        inner = nested
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = leaf
-    return nested
-
-
-def _at(tree: Mapping[str, Any], name: str) -> Any:
-    for section in name.split("/"):
-        tree = tree[section]
-    return tree

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.models.oscar import Oscar, OscarConfig
 from mmqa_jax.weights.bert import (
@@ -34,7 +34,6 @@ from mmqa_jax.weights.keymap import (
     linear_rules,
     load_into,
     norm_rules,
-    save_model,
 )
 from mmqa_jax.weights.sources import open_source
 
@@ -115,41 +114,3 @@ def load_oscar(
         lambda: Oscar(config, rngs=nnx.Rngs(0)), mesh, rules, param_dtype
     )
     return nnx.merge(graphdef, load_into(state, oscar_key_map(config), source))
-
-
-def save_oscar(folder: str | os.PathLike, config: OscarConfig, state: nnx.State) -> None:
-    """Writes config.json and model.safetensors with the published names.
-
-    The original reads `pytorch_model.bin`: torch.save of the tensors in model.safetensors. The
-    word table is written once; the original ties the decoder to it.
-
-    Args:
-      folder: made if absent. config.json is written last: a folder with it is whole.
-      config, state: of an Oscar.
-    """
-    folder = Path(folder)
-    key_map = dataclasses.replace(oscar_key_map(config), tied=())
-    save_model(folder / "model.safetensors", state, key_map)
-    bert = config.bert
-    write_json(
-        folder / "config.json",
-        {
-            "vocab_size": bert.vocab_size,
-            "hidden_size": bert.hidden,
-            "num_hidden_layers": bert.layers,
-            "num_attention_heads": bert.heads,
-            "intermediate_size": bert.mlp,
-            "max_position_embeddings": bert.positions,
-            "type_vocab_size": bert.types,
-            "layer_norm_eps": bert.eps,
-            "hidden_act": bert.activation,
-            "hidden_dropout_prob": bert.dropout,
-            "attention_probs_dropout_prob": bert.attention_dropout,
-            "initializer_range": bert.init_stddev,
-            "img_feature_dim": config.region_features,
-            "img_feature_type": _VECTORS[0],
-            "use_img_layernorm": int(config.region_norm),
-            "img_layer_norm_eps": config.region_eps,
-            "tie_weights": True,
-        },
-    )

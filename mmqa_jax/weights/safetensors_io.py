@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, read_json
+from mmqa_jax.core.files import atomic_write, read_json, write_json
 
 _DTYPES = {
     "BOOL": "bool",
@@ -42,6 +42,7 @@ _DTYPES = {
 _CODES = {name: code for code, name in _DTYPES.items()}
 
 SAFETENSORS = "model.safetensors"  # transformers' name in a folder
+SHARD_BYTES = 5_000_000_000  # of a file that is written, transformers' own limit
 
 
 class TensorSource(Protocol):
@@ -167,9 +168,56 @@ def write_safetensors(
                 raise ValueError(f"{key}: {array.dtype}{array.shape} is not {spec}")
             del missing[key]
             file.seek(start + header[key]["data_offsets"][0])
-            file.write(np.ascontiguousarray(array).tobytes())
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         if missing:
             raise ValueError(f"no tensor given for {', '.join(missing)}")
+
+
+def write_sharded(
+    folder: str | os.PathLike,
+    source: TensorSource,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Writes model.safetensors or, of a bigger model, shards and their index.
+
+    One tensor is in memory at a time.
+
+    Args:
+      folder: made if absent.
+      source: what is written, under its keys.
+      shard_bytes: largest file.
+      on_bytes: called with the size of each tensor that is written.
+    """
+    folder = Path(folder)
+    shards: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
+    size = total = 0
+    for key, spec in source.specs().items():
+        tensor = math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+        if shards[-1] and size + tensor > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][key] = spec
+        size += tensor
+        total += tensor
+    names = [SAFETENSORS]
+    if len(shards) > 1:
+        stem, suffix = SAFETENSORS.split(".")
+        names = [f"{stem}-{n:05d}-of-{len(shards):05d}.{suffix}" for n in range(1, len(shards) + 1)]
+
+    def tensors(keys: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for key in keys:
+            tensor = source.read(key)
+            yield key, tensor
+            on_bytes(tensor.nbytes)
+
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / name, shard, tensors(shard))
+    if len(shards) > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / f"{SAFETENSORS}.index.json", index)
 
 
 def files_in(folder: Path, name: str) -> list[Path]:

@@ -93,6 +93,21 @@ def deviation(got: Any, want: Any) -> np.ndarray:
     return np.sqrt(np.mean(np.square(got - want)) / np.mean(np.square(want)))
 
 
+def near_in_bfloat16(ours: tuple[Any, Any], theirs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Checks that our bfloat16 run strays from our float32 run no further than torch's from its.
+
+    In root mean square, 1.25 times as far is allowed; no way at all would mean that the type was
+    ignored.
+
+    Args:
+      ours, theirs: what a model computes in bfloat16, and in float32.
+    """
+    strayed = deviation(*(np.asarray(x, np.float32) for x in ours))
+    assert strayed > 1e-4
+    allowed = 1.25 * deviation(*(x.float().numpy() for x in theirs))
+    np.testing.assert_allclose(strayed, 0, rtol=0, atol=allowed)
+
+
 def same_gradients(got: Mapping[str, np.ndarray], theirs: torch.nn.Module, zero: str) -> None:
     """Compares gradients with those that torch has left in its model.
 

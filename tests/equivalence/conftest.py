@@ -1,12 +1,60 @@
-"""What every comparison with PyTorch wants."""
+"""What every comparison with PyTorch wants, and the option `--deviations`."""
 
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 import torch
+from deviations import Measured, table
 
 pytest.register_assert_rewrite("compare")  # its assertions say what they compared, too
+
+_ROUNDING = 1e-7  # numpy's own relative tolerance, beside an absolute one that is asked for
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--deviations",
+        action="store_true",
+        help="print the largest deviation of every comparison beside its bound (any -n)",
+    )
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--deviations", default=False):
+        return
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    found = [
+        (report.nodeid, Measured(*numbers))
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == "deviations"
+        for numbers in value.values()
+    ]
+    terminalreporter.section("largest deviations")
+    for line in table(found):
+        terminalreporter.line(line)
+
+
+@pytest.fixture(autouse=True)
+def _deviations(request, monkeypatch):
+    """With --deviations, measures every comparison within an absolute bound."""
+    if not request.config.getoption("--deviations", default=False):
+        return
+    largest: dict[str, Measured] = {}  # travels with the test's report, from xdist's workers too
+    request.node.user_properties.append(("deviations", largest))
+    compare = np.testing.assert_allclose
+
+    def compare_and_measure(actual, desired, rtol=_ROUNDING, atol=0, **options):
+        compare(actual, desired, rtol=rtol, atol=atol, **options)
+        if rtol <= _ROUNDING and atol > 0:
+            measured = Measured.of(actual, desired, atol)
+            before = largest.get(str(measured.allowed), measured)
+            largest[str(measured.allowed)] = measured.join(before)
+
+    monkeypatch.setattr(np.testing, "assert_allclose", compare_and_measure)
 
 
 @pytest.fixture(scope="session", autouse=True)

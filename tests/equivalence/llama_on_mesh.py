@@ -51,7 +51,7 @@ def main(folder: str) -> None:
     unstack_layers(spread)
     q = spread.layers[0].q.kernel[...]
     assert q.sharding.is_equivalent_to(
-        NamedSharding(mesh, partition_spec(("embed", "heads"), q.shape, mesh)), q.ndim
+        NamedSharding(mesh, partition_spec(("heads", "embed"), q.shape, mesh)), q.ndim
     )
     graphdef, state = nnx.split(spread)
 

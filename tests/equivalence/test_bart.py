@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from compare import (
     LAYER,
     WHOLE,
@@ -31,11 +33,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bart import Bart, BartLayer, shift_tokens_right
 from mmqa_jax.models.bart_config import bart_base, bart_large_cnn
-from mmqa_jax.weights.bart import bart_key_map, load_bart, save_bart
+from mmqa_jax.weights.bart import bart_key_map, load_bart
+from mmqa_jax.weights.exports import publish_bart, write_published
 from mmqa_jax.weights.keymap import export
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 ROWS, SOURCE, TARGET = 3, 37, 19
 SOURCE_LENGTHS, TARGET_LENGTHS = np.array([37, 5, 22]), np.array([8, 19, 1])
@@ -277,7 +277,8 @@ def test_eight_devices_equal_one(first):
 
 def test_export_reloads_in_transformers(pair, tmp_path):
     theirs, ours, _, _ = pair
-    save_bart(tmp_path, ours.config, nnx.state(ours), more={"eos_token_id": 4})
+    published = publish_bart(ours.config, nnx.state(ours))
+    write_published(tmp_path, published, more={"eos_token_id": 4})
     again, info = transformers.BartForConditionalGeneration.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager"
     )

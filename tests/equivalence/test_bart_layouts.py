@@ -6,15 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.weights.bart import bart_key_map, load_bart
 from mmqa_jax.weights.keymap import export
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 VOCAB = 102
 

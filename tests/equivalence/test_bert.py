@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax
@@ -19,7 +20,9 @@ from compare import (
     forward,
     jit,
     names_its_axes,
+    near_in_bfloat16,
     randomize,
+    same_gradients,
     with_config,
 )
 from flax import nnx
@@ -27,6 +30,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import bert as B
 from mmqa_jax.models.bert import Bert, BertConfig, MlmHead
+from mmqa_jax.weights.bert import bert_rules, load_bert, mlm_rules
+from mmqa_jax.weights.keymap import KeyMap, abstract_model, export, load_into
+from mmqa_jax.weights.sources import open_source
 
 # Nothing at its default: a port that ignores eps, activation or types must fail.
 CONFIG = BertConfig(
@@ -54,57 +60,12 @@ def torch_config(config: BertConfig) -> transformers.BertConfig:
         type_vocab_size=config.types,
         layer_norm_eps=config.eps,
         hidden_act=config.activation,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.attention_dropout,
         initializer_range=0.2,
         attn_implementation="eager",
         pad_token_id=None,  # torch drops the gradient of a padding row
     )
-
-
-def copy_bert(tensors: dict[str, torch.Tensor], model: Bert, prefix: str = "") -> None:
-    """Write the published tensors into our model; Linear weights are (out, in) there."""
-    get = lambda name: tensors[prefix + name].detach().numpy()  # noqa: E731
-    embeddings = model.embeddings
-    for ours, theirs in [
-        (embeddings.word.table, "word_embeddings.weight"),
-        (embeddings.position.table, "position_embeddings.weight"),
-        (embeddings.token_type.table, "token_type_embeddings.weight"),
-        (embeddings.norm.scale, "LayerNorm.weight"),
-        (embeddings.norm.bias, "LayerNorm.bias"),
-    ]:
-        ours[...] = jnp.asarray(get(f"embeddings.{theirs}"))
-    linears = {
-        "query": "attention.self.query",
-        "key": "attention.self.key",
-        "value": "attention.self.value",
-        "out": "attention.output.dense",
-        "up": "intermediate.dense",
-        "down": "output.dense",
-    }
-    norms = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
-    count = model.config.layers
-    stacked = lambda name: np.stack(  # noqa: E731
-        [get(f"encoder.layer.{i}.{name}").T for i in range(count)]
-    )
-    for ours, theirs in linears.items():
-        getattr(model.layers, ours).kernel[...] = jnp.asarray(stacked(f"{theirs}.weight"))
-        getattr(model.layers, ours).bias[...] = jnp.asarray(stacked(f"{theirs}.bias"))
-    for ours, theirs in norms.items():
-        getattr(model.layers, ours).scale[...] = jnp.asarray(stacked(f"{theirs}.weight"))
-        getattr(model.layers, ours).bias[...] = jnp.asarray(stacked(f"{theirs}.bias"))
-    if model.pooler is not None:
-        model.pooler.kernel[...] = jnp.asarray(get("pooler.dense.weight").T)
-        model.pooler.bias[...] = jnp.asarray(get("pooler.dense.bias"))
-
-
-def copy_head(tensors: dict[str, torch.Tensor], head: MlmHead) -> None:
-    get = lambda name: tensors[f"cls.predictions.{name}"].detach().numpy()  # noqa: E731
-    head.dense.kernel[...] = jnp.asarray(get("transform.dense.weight").T)
-    head.dense.bias[...] = jnp.asarray(get("transform.dense.bias"))
-    head.norm.scale[...] = jnp.asarray(get("transform.LayerNorm.weight"))
-    head.norm.bias[...] = jnp.asarray(get("transform.LayerNorm.bias"))
-    head.bias[...] = jnp.asarray(get("bias"))
 
 
 def batch(config: BertConfig, rows=5, length=23):
@@ -116,12 +77,15 @@ def batch(config: BertConfig, rows=5, length=23):
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(tmp_path_factory):
+    """(our model loaded from transformers' checkpoint, that model)."""
     torch.manual_seed(0)
     theirs = randomize(transformers.BertModel(torch_config(CONFIG)), 1, 0.15)
-    ours = Bert(CONFIG, rngs=nnx.Rngs(0))
-    copy_bert(theirs.state_dict(), ours)
-    return ours, theirs
+    folder = tmp_path_factory.mktemp("bert")
+    theirs.save_pretrained(folder)
+    config, state = load_bert(folder, pooler=True)
+    assert config == CONFIG
+    return nnx.merge(nnx.graphdef(abstract(Bert, config)), state), theirs
 
 
 def run_torch(model, ids, types, mask, **kwargs):
@@ -185,13 +149,18 @@ def test_explicit_positions_and_row_mask(pair):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_mlm_loss_and_every_gradient(activation):
+def test_mlm_loss_and_every_gradient(activation, tmp_path):
     config = dataclasses.replace(CONFIG, activation=activation, eps=1e-5, pooler=False)
     torch.manual_seed(0)
     theirs = randomize(transformers.BertForMaskedLM(torch_config(config)), 2, 0.15)
-    ours = nnx.Dict(bert=Bert(config, rngs=nnx.Rngs(0)), head=MlmHead(config, rngs=nnx.Rngs(1)))
-    copy_bert(theirs.state_dict(), ours.bert, "bert.")
-    copy_head(theirs.state_dict(), ours.head)
+    theirs.save_pretrained(tmp_path)
+    key_map = KeyMap(rules=[*bert_rules("bert.", "bert/"), *mlm_rules("head")])
+    graphdef, params = abstract_model(
+        lambda: nnx.Dict(
+            bert=Bert(config, rngs=nnx.Rngs(0)), head=MlmHead(config, rngs=nnx.Rngs(1))
+        )
+    )
+    params = load_into(params, key_map, open_source(tmp_path))
     ids, types, mask = batch(config)
     labels = np.where(mask & (np.random.default_rng(3).random(ids.shape) < 0.3), ids, -100)
 
@@ -202,7 +171,6 @@ def test_mlm_loss_and_every_gradient(activation):
         labels=torch.tensor(labels),
     ).loss
     loss.backward()
-    graphdef, params = nnx.split(ours)
 
     @jit
     @jax.value_and_grad
@@ -217,17 +185,21 @@ def test_mlm_loss_and_every_gradient(activation):
 
     value, grads = our_loss(params)
     assert abs(float(value) - loss.item()) < 1e-5
-    # The mapping that copies weights, applied to the gradients, gives the expected tree.
-    expected = nnx.merge(graphdef, params)
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    copy_bert(gradients, expected.bert, "bert.")
-    copy_head({**gradients}, expected.head)
-    flat = dict(nnx.to_flat_state(nnx.state(expected)))
-    seen = 0
-    for path, grad in nnx.to_flat_state(grads):
-        np.testing.assert_allclose(grad[...], flat[path][...], **WHOLE, err_msg=str(path))
-        seen += float(np.abs(grad[...]).max()) > 1e-3
-    assert seen >= len(flat) - 1  # all but the key bias, whose true gradient is 0
+    same_gradients(dict(export(grads, key_map)), theirs, zero=r"self\.key\.bias")
+
+
+def test_bfloat16_stays_near_float32(pair):
+    """Hidden states stray no further than torch's."""
+    ours, theirs = pair
+    ids, types, mask = batch(CONFIG)
+    half = with_config(ours, dataclasses.replace(CONFIG, dtype="bfloat16"))
+    got, want = (compiled(model, forward)(ids, mask, types) for model in (half, ours))
+    assert got.dtype == "bfloat16"
+    rounded, exact = (
+        run_torch(model, ids, types, mask).last_hidden_state
+        for model in (copy.deepcopy(theirs).bfloat16(), theirs)
+    )
+    near_in_bfloat16((got[mask], want[mask]), (rounded[mask], exact[mask]))
 
 
 def test_remat_and_unroll_leave_loss_and_gradients_alone():
@@ -304,3 +276,15 @@ def test_bad_input_is_named():
         model(jnp.zeros((1, 5), int), jnp.ones((1, 5), bool))
     with pytest.raises(UserError, match="pooler"):
         model.pool(jnp.zeros((1, 4, 8)))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_first_position_alone_equals_the_whole_models(layers):
+    config = dataclasses.replace(CONFIG, layers=layers)
+    model = Bert(config, rngs=nnx.Rngs(3))
+    rng = np.random.default_rng(4)
+    embedded = rng.normal(size=(3, 11, config.hidden)).astype(np.float32)
+    mask = (np.arange(11) < np.array([[11], [7], [1]]))[:, None, None]
+    whole = model.encode(jnp.asarray(embedded), jnp.asarray(mask))
+    first = model.encode_first(jnp.asarray(embedded), jnp.asarray(mask))
+    np.testing.assert_allclose(first, whole[:, 0], atol=1e-5)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from compare import (
     LAYER,
     WHOLE,
@@ -17,8 +20,10 @@ from compare import (
     forward,
     jit,
     names_its_axes,
+    near_in_bfloat16,
     randomize,
     same_gradients,
+    with_config,
 )
 from flax import nnx
 
@@ -26,10 +31,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import clip
 from mmqa_jax.models.clip import CLIP, PIXEL_MEAN, PIXEL_STD, normalize_pixels
 from mmqa_jax.weights.clip import clip_key_map, load_clip
-from mmqa_jax.weights.keymap import StateSource, export, save_model
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+from mmqa_jax.weights.exports import publish_clip, write_published
+from mmqa_jax.weights.keymap import StateSource, export
 
 EOS = 98
 
@@ -167,14 +170,46 @@ def test_gradients_of_the_contrastive_loss_equal(pair):
     same_gradients(dict(export(gradients, clip_key_map(ours.config))), theirs, r"k_proj\.bias")
 
 
+def test_bfloat16_stays_near_float32(pair):
+    """Both towers' last states stray no further than torch's."""
+    theirs, ours = pair
+    ids, mask = _texts()
+    pixels, real = _pixels(), mask.astype(bool)
+    half = clip.CLIPConfig(
+        dataclasses.replace(ours.config.vision, dtype="bfloat16"),
+        dataclasses.replace(ours.config.text, dtype="bfloat16"),
+    )
+
+    def run(model):
+        states = model.vision.hidden_states(pixels)[-1], model.text.hidden_states(ids, mask)[-1]
+        return states, (model.vision(pixels), model.text(ids, mask))
+
+    got, features = compiled(with_config(ours, half), run)()
+    assert {x.dtype.name for x in got} == {"bfloat16"}
+    assert {x.dtype.name for x in features} == {"float32"}
+    want, _ = compiled(ours, run)()
+
+    def run_torch(model, dtype):
+        texts = torch.from_numpy(ids).long(), torch.from_numpy(mask)
+        pictures = _nchw(pixels).to(dtype)
+        with torch.no_grad():
+            vision = model.vision_model(pictures, output_hidden_states=True)
+            text = model.text_model(*texts, output_hidden_states=True)
+        return vision.hidden_states[-1], text.hidden_states[-1]
+
+    rounded = run_torch(copy.deepcopy(theirs).bfloat16(), torch.bfloat16)
+    exact = run_torch(theirs, torch.float32)
+    near_in_bfloat16((got[0], want[0]), (rounded[0], exact[0]))
+    near_in_bfloat16((got[1][real], want[1][real]), (rounded[1][real], exact[1][real]))
+
+
 def test_every_parameter_names_its_axes(pair):
     names_its_axes(pair[1])
 
 
 def test_export_reloads_in_torch(pair, tmp_path):
     theirs, ours = pair
-    save_model(tmp_path / "model.safetensors", nnx.state(ours), clip_key_map(ours.config))
-    theirs.config.save_pretrained(tmp_path)
+    write_published(tmp_path, publish_clip(ours.config, nnx.state(ours)))
     again, info = transformers.CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

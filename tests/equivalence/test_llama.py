@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from compare import (
     LAYER,
     WHOLE,
@@ -38,11 +40,9 @@ from mmqa_jax.models.llama import (
     unstack_layers,
 )
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.weights.exports import publish_llama, write_published
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.llama import llama_key_map, load_llama, save_llama
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+from mmqa_jax.weights.llama import llama_key_map, load_llama
 
 LENGTH = 520  # short prompts hide mistakes in rotary positions
 LENGTHS = np.array([LENGTH, 7, 301])
@@ -334,7 +334,8 @@ def test_eight_devices_equal_one(grouped):
 
 def test_export_reloads_in_transformers(pair, tmp_path):
     theirs, ours, _, _ = pair
-    save_llama(tmp_path, ours.config, nnx.state(ours), more={"eos_token_id": 5}, shard_bytes=40_000)
+    published = publish_llama(ours.config, nnx.state(ours))
+    write_published(tmp_path, published, more={"eos_token_id": 5}, shard_bytes=40_000)
     assert len([*tmp_path.glob("model-*-of-*.safetensors")]) > 1
     again, info = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager"
@@ -420,4 +421,4 @@ def test_what_the_model_cannot_take_is_named(grouped):
     with pytest.raises(TypeError, match="unstacked layers serve prefill"):
         unstacked(jnp.zeros((1, 2), int))
     with pytest.raises(TypeError, match="export the stacked model"):
-        save_llama(folder / "out", unstacked.config, nnx.state(unstacked))
+        publish_llama(unstacked.config, nnx.state(unstacked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -12,8 +13,6 @@ from mmqa_jax.models import llama_config as presets
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.weights.llama import meta_config
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("scaling", [None, "linear", "llama3"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,8 +16,6 @@ from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.weights.gguf_io import smollm2_path
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.llama import llama_key_map, load_llama, open_llama
-
-gguf = pytest.importorskip("gguf")
 
 SIZES = {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "mlp": 256}
 MATRICES = {

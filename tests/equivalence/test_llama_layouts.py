@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from compare import WHOLE, compiled, forward, same_parameters
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -17,16 +18,14 @@ from safetensors.numpy import load_file, save_file
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.weights.exports import publish_llama, write_published
 from mmqa_jax.weights.keymap import StateSource, abstract_model, export
 from mmqa_jax.weights.llama import (
     llama_key_map,
     load_llama,
     meta_key_map,
     open_llama,
-    save_llama,
 )
-
-torch = pytest.importorskip("torch")
 
 LENGTH = 512
 # params.json of LLaMA-3 in small; 256 * ceil(1.3 * 2 / 3 * 4 * 64 / 16) = 224 hidden units.
@@ -168,10 +167,11 @@ def test_meta_files_whole_and_sharded(tmp_path, ids):
 
 
 def test_meta_file_becomes_transformers(tmp_path, ids):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tensors = meta_tensors(seed=1)
     model = load_llama(write_meta(tmp_path / "meta", split(tensors, 2, False)))
-    save_llama(tmp_path / "hf", model.config, nnx.state(model))
+    write_published(tmp_path / "hf", publish_llama(model.config, nnx.state(model)))
     theirs = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager"
     )
@@ -270,7 +270,7 @@ def tiny():
 
 
 def save(model: Llama, folder: Path, **options):
-    save_llama(folder, model.config, nnx.state(model), **options)
+    write_published(folder, publish_llama(model.config, nnx.state(model)), **options)
     return folder
 
 

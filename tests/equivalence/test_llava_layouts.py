@@ -19,6 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import clip, llava
 from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava
+from mmqa_jax.weights.exports import publish_llava, write_published
 from mmqa_jax.weights.keymap import StateSource
 from mmqa_jax.weights.llava import (
     hf_config,
@@ -26,7 +27,6 @@ from mmqa_jax.weights.llava import (
     load_llava,
     open_llava,
     original_config,
-    save_llava,
     to_hf,
 )
 
@@ -263,7 +263,8 @@ def test_presets_have_the_published_sizes(name):
 @pytest.mark.parametrize("case", list(tiny.CASES))
 def test_export_reloads_in_transformers(case, tmp_path):
     theirs, ours, _ = tiny.make_pair(case, tmp_path / "theirs")
-    save_llava(tmp_path / "out", ours.config, nnx.state(ours), more={"eos_token_id": 5})
+    published = publish_llava(ours.config, nnx.state(ours))
+    write_published(tmp_path / "out", published, more={"eos_token_id": 5})
     again, info = transformers.LlavaForConditionalGeneration.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
@@ -282,8 +283,7 @@ def test_export_reloads_in_transformers(case, tmp_path):
     assert back.config == ours.config
     unstack_layers(back.llama)
     with pytest.raises(TypeError, match="export the stacked model"):
-        save_llava(tmp_path / "no", back.config, nnx.state(back))
-    assert not (tmp_path / "no").exists()
+        publish_llava(back.config, nnx.state(back))
 
 
 def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path):
@@ -291,7 +291,7 @@ def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path)
     whole = write_original(tmp_path / "original", pair, original_tensors(pair))
     clip_folder = write_clip(tmp_path / "clip", pair)
     ours = load_llava(whole, clip=clip_folder, unroll=1)
-    save_llava(tmp_path / "out", ours.config, nnx.state(ours))
+    write_published(tmp_path / "out", publish_llava(ours.config, nnx.state(ours)))
     again = transformers.LlavaForConditionalGeneration.from_pretrained(
         tmp_path / "out", attn_implementation="eager"
     )

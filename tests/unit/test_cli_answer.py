@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import QUESTIONS, TEST, done, question, rows_of, write_documents, write_rows
+from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_documents, write_rows
 
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.retrieval.rankings import read_rankings
@@ -87,14 +87,23 @@ def test_threshold_printed_by_rerank_is_the_best_on_its_questions(data, models, 
     assert (result["best_threshold"], result["source_f1"]) == (best, pytest.approx(sweep[best]))
 
 
-def test_a_question_longer_than_the_model_takes(wrong, data, models, refused, tmp_path):
+def test_a_question_longer_than_the_model_takes_is_cut_and_named(models, tmp_path):
     long = question(0, "test", "Hav", question="What is the capital of Hav, " * 9 + "please?")
     raw = write_documents(tmp_path / "raw", [*QUESTIONS, {**long, "id": "long"}])
     corpus = f"--data={tmp_path / 'data'}"
     done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
-    message = r"question long: .*\d+ tokens, the model takes 20; ask it in fewer words"
-    refused(*wrong["rerank"], corpus, "--candidates=restricted", message=message)
-    refused(*wrong["answer"], corpus, "--sources=none", message=message)
+    expected = (
+        "1 of 6 questions are longer than the 20 tokens that the model takes, and are cut: long."
+    )
+    found, answers = tmp_path / "found.jsonl", tmp_path / "answers.jsonl"
+    ended = mmqa("rerank", corpus, f"--model={models / 'rerank'}", f"--out={found}")
+    assert ended.code == 0
+    assert expected in ended.err
+    flags = (f"--model={models / 'answer'}", "--sources=none", f"--out={answers}")
+    ended = mmqa("answer", corpus, *flags)
+    assert ended.code == 0
+    assert expected in ended.err
+    assert [row["question_id"] for row in rows_of(answers)][-1] == "long"
 
 
 def test_a_split_whose_questions_list_no_sources(bare_data, models, refused, tmp_path):

@@ -18,8 +18,6 @@ import orbax.checkpoint as ocp
 import pytest
 from cli_runs import done, mmqa, tree
 from flax import nnx
-
-pytest.importorskip("torch")
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import (
     CONFIGS,

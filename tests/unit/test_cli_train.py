@@ -46,6 +46,8 @@ def test_wrong_configs(flag, message, refused, data, tmp_path):
         ({"train.optimizer.name": "sgd"}, r"sgd"),
         ({"train.steps": 0}, r"config key train\.steps=0: a whole number of at least 1"),
         ({"batches.batch_size": 0}, r"batch_size"),
+        ({"packing.match_types": "(6,)"}, r"packing\.match_types: the model has no token type 6"),
+        ({"new_types": "(-1,)"}, r"new_types: .*type -1; use 0 to 5"),
     ],
 )
 def test_configs_that_fit_no_run(changes, message, data, refused, tmp_path):
@@ -66,6 +68,10 @@ def test_configs_that_fit_no_run(changes, message, data, refused, tmp_path):
             {"tokenizer": "minilm"},
             r"model\.written_words=1000: .* tokenizer minilm does not put common ones first; set "
             r"tokenizer to minilm:corpus or leave model\.written_words out",
+        ),
+        (
+            {"inference.no_repeat_ngram": 1},
+            r"inference\.no_repeat_ngram=1: 0 \(words may repeat\) or 2 to .* was expected; change",
         ),
         ({"batches.shares.text": 2.0}, r"batches\.shares\.text=2\.0: a share above 0, 1 at most"),
     ],
@@ -125,6 +131,11 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         (
             "c.model.frontend = 'vinvl'; c.features = {'files': {'a': 'x.tsv'}}",
             r"key features\.files\.a: a number was expected",
+        ),
+        ("c.packing.segments = (4, 9)", r"packing\.segments: .*token type 9; use 0 to 5"),
+        (
+            "c.features = {'root': 'x101'}",
+            r"key features: model\.frontend=patches reads pixels; set it to one of x101, vinvl or",
         ),
         ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is no regular expression"),
         ("c.mesh.data = 3; c.batches.batch_size = 7", r"data=3.*does not fit 1 devices"),

@@ -31,7 +31,8 @@ def encode(image, form="PNG", **options):
 @pytest.mark.parametrize("size", [32, 33])
 def test_crop_is_clips_preprocessing(shape, size):
     """Against transformers' CLIPImageProcessor (Pillow backend): pixels equal, floats to 1e-6."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     backend = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
     processor = backend(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
     image = noise(*shape)

@@ -7,91 +7,34 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+from tiny_corpus import (
+    CORPUS,
+    PACKING,
+    QUESTIONS,
+    REGIONS,
+    ROWS,
+    SIZE,
+    epoch_of,
+    make_reader,
+    text_of,
+)
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.examples import PatchRegions, RawExample, SourceReader
+from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.feed import FeedConfig
 from mmqa_jax.data.inference_batches import answer_inputs, rerank_pairs
 from mmqa_jax.data.pipelines import answer_batches, contrastive_batches, rerank_batches
-from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.data.sequences import INPUT_FIELDS, MaskingConfig, Packer, PackingConfig
-from mmqa_jax.data.tokenizers import minilm_tokenizer
-
-SIZE, PATCH, SNIPPETS, PICTURES = 8, 4, 40, 20
-REGIONS = PatchRegions(SIZE, PATCH)
-PACKING = PackingConfig(
-    buckets=((0, 32), (0, 64), (1, 40), (2, 48)),
-    slots_per_picture=REGIONS.slots,
-    region_dim=REGIONS.dim,
-    position_dim=6,
-    max_source_tokens=50,
-    max_question_tokens=16,
-    max_answer_tokens=16,
-)
-
-
-class FakePictures:
-    """Every picture is of one grey: its row."""
-
-    size = SIZE
-
-    def pixels(self, row: int) -> np.ndarray:
-        return np.full((SIZE, SIZE, 3), row, np.uint8)
-
-
-def make_corpus() -> Corpus:
-    words = ["river", "mountain", "anthem", "coast", "border", "valley", "island", "harbour"]
-    sources = [
-        Source(
-            f"s{i}", "text", f"snippet {i} of " + "the long " * (i % 9) + words[i % 8], f"Land {i}"
-        )
-        for i in range(SNIPPETS)
-    ]
-    sources += [
-        Source(f"p{i}", "image", f"picture {i} flag", f"Place {i}", f"{i}.png")
-        for i in range(PICTURES)
-    ]
-    questions = []
-    for n in range(30):
-        text, image = (
-            [f"s{(n + k) % 40}" for k in range(12)],
-            [f"p{(n + k) % 20}" for k in range(9)],
-        )
-        one, two = (image, text) if n % 3 == 0 else (text, image)
-        gold = one[: 1 + n % 2]
-        negatives = (*one[2:], *two)
-        answers = tuple(f"answer {n} wording {w} ." for w in range(1 + n % 3))
-        questions.append(
-            Question(
-                f"q{n}", "train", f'what is "{n}" ?', None, answers, "", "", tuple(gold), negatives
-            )
-        )
-    return Corpus(sources, questions)
-
-
-CORPUS = make_corpus()
-QUESTIONS = CORPUS.questions("train")
-ROWS = {q.id: CORPUS.positive_rows(q) for q in QUESTIONS}
+from mmqa_jax.data.sequences import INPUT_FIELDS, MaskingConfig, Packer
 
 
 @pytest.fixture(scope="module")
 def reader():
-    return SourceReader(CORPUS, minilm_tokenizer(), FakePictures(), REGIONS)
+    return make_reader()
 
 
 @pytest.fixture(scope="module")
 def packer(reader):
     return Packer(reader.tokenizer, PACKING)
-
-
-def epoch_of(iterator, examples: int, batch_size: int = 8) -> list[dict]:
-    """Batches until at least `examples` were seen."""
-    return [next(iterator) for _ in range(-(-examples // batch_size))]
-
-
-def text_of(reader, ids) -> str:
-    return reader.tokenizer.decode(ids)
 
 
 def assert_equal_batches(one: list[dict], other: list[dict]) -> None:
@@ -286,123 +229,6 @@ def test_rerank_halves_its_choices_between_the_modalities(reader, packer):
             seen[int(place), b["region_features"].shape[1] > 0] += 1
     assert seen[0, True] >= 3
     assert seen[0, False] >= 3
-
-
-def test_answers_show_gold_sources_and_a_reference_wording(reader, packer):
-    feed = FeedConfig(8, seed=4, threads=0)
-    masking = MaskingConfig(0.5, 9)
-    wordings, orders = defaultdict(set), defaultdict(set)
-    for b in epoch_of(answer_batches(reader, QUESTIONS, packer, masking, feed), 30 * 60):
-        slots = b["region_features"].shape[1]
-        for i, place in enumerate(b["index"]):
-            question, ids = QUESTIONS[place], b["input_ids"][i].copy()
-            count = int(b["masked_weights"][i].sum())
-            ids[b["masked_positions"][i, :count]] = b["masked_ids"][i, :count]
-            answer = text_of(reader, ids[b["answer_mask"][i]])
-            assert answer in question.answers
-            wordings[place].add(answer)
-            context = text_of(reader, ids[1 + slots :][~b["answer_mask"][i, 1 + slots :]])
-            gold = [CORPUS.sources[row].text for row in ROWS[question.id]]
-            orderings = [" ".join(order) for order in (gold, gold[::-1])]
-            asked = f" what is {place} ?"
-            assert context in [order + asked for order in orderings]
-            orders[place].add(context)
-            opened = int(b["context_mask"][i, 1 : 1 + slots].sum())
-            assert opened == (len(gold) * REGIONS.slots if slots else 0)
-    assert all(wordings[n] == set(QUESTIONS[n].answers) for n in range(30))
-    assert all(len(orders[n]) == len(ROWS[f"q{n}"]) for n in range(30))
-
-
-def test_a_distractor_joins_single_gold_sources_at_the_given_rate(reader, packer):
-    feed = FeedConfig(8, seed=4, threads=0)
-    counts = Counter()
-    iterator = answer_batches(
-        reader, QUESTIONS, packer, MaskingConfig(), feed, distractor_prob=0.3, shuffle_sources=False
-    )
-    for b in epoch_of(iterator, 30 * 40):
-        for i, place in enumerate(b["index"]):
-            slots = b["region_features"].shape[1]
-            visible = ~b["answer_mask"][i, 1 + slots :]
-            context = text_of(reader, b["input_ids"][i, 1 + slots :][visible])
-            context = context.removesuffix(f" what is {place} ?")
-            gold = " ".join(CORPUS.sources[row].text for row in ROWS[f"q{place}"])
-            counts[len(ROWS[f"q{place}"]), context == gold] += 1
-            extra = context.removeprefix(gold).strip()
-            names = [CORPUS.sources[CORPUS.row[n]].text for n in QUESTIONS[place].negatives]
-            assert not extra or extra in names
-    assert counts[2, False] == 0
-    assert 0.22 < counts[1, False] / (counts[1, False] + counts[1, True]) < 0.38
-
-
-def in_categories() -> list[Question]:
-    """20 questions on texts, 10 on pictures."""
-    return [
-        dataclasses.replace(question, category="text" if place % 3 else "picture")
-        for place, question in enumerate(QUESTIONS)
-    ]
-
-
-def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
-    """Of 20 texts beside 10 pictures half are left out: as many texts as pictures are shown."""
-    questions, seen = in_categories(), []
-    for seed in range(40):
-        iterator = answer_batches(
-            reader, questions, packer, MaskingConfig(), FeedConfig(2, seed=seed, threads=0),
-            shares={"text": 0.5},
-        )  # fmt: skip
-        first = [next(iterator) for _ in range(6)]  # of about 10
-        shown = {int(place) for b in first for place in b["index"]}
-        seen.append(sum(questions[place].category == "text" for place in shown) / len(shown))
-    whole = answer_batches(reader, questions, packer, MaskingConfig(), FeedConfig(2, threads=0))
-    shown = {int(place) for b in epoch_of(whole, 34, 2) for place in b["index"]}
-    assert shown == set(range(30))
-    assert 0.42 < np.mean(seen) < 0.58  # two thirds without shares
-
-
-@pytest.mark.parametrize(
-    ("shares", "message"),
-    [
-        (
-            {"txt": 0.5},
-            r"batches\.shares\.txt: no question is of this category; use one of picture, text\.",
-        ),
-        (
-            {"text": 0.5, "Picture": 1.0},
-            r"batches\.shares\.Picture: no question is of this category",
-        ),
-        ({"text": 0}, r"batches\.shares\.text=0: a share above 0, 1 at most, was expected"),
-        ({"text": 1.5}, r"batches\.shares\.text=1\.5: a share above 0, 1 at most"),
-        ({"picture": -0.1}, r"batches\.shares\.picture=-0\.1: a share above 0"),
-        ({"picture": float("nan")}, r"batches\.shares\.picture=nan: a share above 0"),
-    ],
-)
-def test_shares_that_cannot_be(reader, packer, shares, message):
-    with pytest.raises(UserError, match=message):
-        answer_batches(
-            reader, in_categories(), packer, MaskingConfig(), FeedConfig(8), shares=shares
-        )
-
-
-def test_a_category_without_answers_has_no_share(reader, packer):
-    """What is not trained on cannot be thinned out."""
-    questions = [
-        q if q.category == "text" else dataclasses.replace(q, answers=()) for q in in_categories()
-    ]
-    with pytest.raises(UserError, match=r"shares\.picture: no question .* use one of text\."):
-        answer_batches(
-            reader, questions, packer, MaskingConfig(), FeedConfig(8), shares={"picture": 0.5}
-        )
-
-
-def test_question_only_hides_all_sources(reader, packer):
-    iterator = answer_batches(
-        reader, QUESTIONS, packer, MaskingConfig(), FeedConfig(8, threads=0), no_source_prob=1.0
-    )
-    for b in epoch_of(iterator, 60):
-        assert b["region_features"].shape[1] == 0
-        for i, place in enumerate(b["index"]):
-            context = text_of(reader, b["input_ids"][i][~b["answer_mask"][i]])
-            assert context == f"what is {place} ?"
 
 
 @pytest.mark.parametrize("task", ["contrastive", "rerank", "answer"])

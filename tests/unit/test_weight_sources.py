@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from mmqa_jax.core.errors import UserError
@@ -17,7 +18,6 @@ from mmqa_jax.weights.safetensors_io import SafetensorsSource
 from mmqa_jax.weights.sources import open_source
 from mmqa_jax.weights.torch_io import TorchSource
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript's
 
 _STATUS = Path("/proc/self/status")
