@@ -51,7 +51,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "threads": 2,
     }
     config.train = {
-        "steps": 560,
+        "steps": 450,
         "optimizer": {
             "name": "adamw",
             "learning_rate": 7e-4,

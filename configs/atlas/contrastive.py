@@ -37,7 +37,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "threads": 2,
     }
     config.train = {
-        "steps": 26,
+        "steps": 24,
         "optimizer": {
             "name": "adamw",
             "learning_rate": 1e-4,
@@ -47,7 +47,7 @@ def get_config(mode: str = "") -> ConfigDict:
             "multipliers": (("^vision/", 5.0),),
         },
         "log_every": 5,
-        "checkpoint_every": 13,
+        "checkpoint_every": 12,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

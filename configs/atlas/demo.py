@@ -17,9 +17,9 @@ def get_config(mode: str = "") -> ConfigDict:
     for task in ("contrastive", "rerank", "answer"):
         config[task] = _neighbour(task).get_config(mode)
     config.search = {"top_k": 100, "index": "auto"}
-    config.select = {"top_k": 20, "dev_questions": 80}
+    config.select = {"top_k": 20, "dev_questions": 60}
     # Questions of the test split that are answered, evenly over it; 0 = all.
-    config.evaluate = {"questions": 360, "bootstrap": 10000, "examples": 60}
+    config.evaluate = {"questions": 300, "bootstrap": 10000, "examples": 60}
     if mode == "runlocal":
         config.countries = 40
         config.evaluate.questions, config.select.dev_questions = 40, 20

@@ -155,14 +155,17 @@ def _attend(
     kv_heads = layer.key.shape[1]
     groups = heads // kv_heads
     grouped = q.reshape(batch, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
+    # In the cache's type where that is the wider one: to narrow the cache would copy it.
+    dtype = q.dtype if layer.key_scale is not None else jnp.promote_types(q.dtype, layer.key.dtype)
     grouped = grouped.reshape(batch, kv_heads, groups * length, size)  # [R, kv, G * L, D]
+    grouped = grouped.astype(dtype)
     last = jnp.tile(positions, (1, groups))[:, None, :, None]  # [R, 1, G * L, 1]
 
     def one(n, carry):
         top, total, out = carry  # [R, kv, G * L, 1] twice, [R, kv, G * L, D]; float32
         start = n * block
-        key = _columns(layer.key, 3, start, block, rows).astype(q.dtype)
-        value = _columns(layer.value, 2, start, block, rows).astype(q.dtype)
+        key = _columns(layer.key, 3, start, block, rows).astype(dtype)
+        value = _columns(layer.value, 2, start, block, rows).astype(dtype)
         scores = jnp.matmul(grouped, key, preferred_element_type=jnp.float32) * size**-0.5
         if layer.key_scale is not None:
             scores *= _columns(layer.key_scale, 2, start, block, rows)[:, :, None]
@@ -172,7 +175,7 @@ def _attend(
         total = total * fade + weights.sum(-1, keepdims=True)
         if layer.value_scale is not None:
             weights *= _columns(layer.value_scale, 2, start, block, rows)[:, :, None]
-        read = jnp.matmul(weights.astype(q.dtype), value, preferred_element_type=jnp.float32)
+        read = jnp.matmul(weights.astype(dtype), value, preferred_element_type=jnp.float32)
         return new_top, total, out * fade + read
 
     shape = grouped.shape[:3]

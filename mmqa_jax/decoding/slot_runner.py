@@ -33,7 +33,8 @@ class EngineConfig:
     prompts share what they have in common in steps of the largest bucket. Attention of prompts
     reads `block` columns of the cache at a time, of decoding `decode_block`; 0 is all: best for
     decoding unless `length` is a multiple of what is used, and for everything on a GPU, where
-    every block costs a stop. `cache_dtype` and `weights`: None and "given" keep the model's.
+    every block costs a stop. `cache_dtype` None is the model's, float32 on a CPU; `weights`
+    "given" keeps the model's.
     """
 
     slots: int = 16
@@ -122,7 +123,9 @@ class SlotRunner:
         graphdef, self._state = nnx.split(model)
         self._whole = SingleDeviceSharding(jax.devices()[0]) if mesh is None else replicated(mesh)
         columns = config.columns
-        dtype = config.cache_dtype or model.config.dtype
+        # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
+        on_cpu = next(iter(self._whole.device_set)).platform == "cpu"
+        dtype = config.cache_dtype or ("float32" if on_cpu else model.config.dtype)
         self.cache = slot_cache.empty(model.config, config.slots, columns, dtype, mesh, rules)
         of_cache = jax.tree.map(lambda x: x.sharding, self.cache)
         block, decode_block = config.block or columns, config.decode_block or columns

@@ -93,10 +93,14 @@ class TransposedLinear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
-def product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """x [..., K] times a matrix with K along `axis`, in x's type: [..., N]."""
-    # XLA on CPU has fast bfloat16 products (AMX) only where the result is float32.
-    kind = jnp.float32 if jax.default_backend() == "cpu" else None
+def product(
+    x: jax.Array, matrix: jax.Array, axis: int, dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """x [..., K] times a matrix with K along `axis`: [..., N] in `dtype`, x's by default."""
+    dtype = dtype or x.dtype
+    # XLA on CPU has fast bfloat16 products (AMX) only where the result is float32, and copies a
+    # matrix that is transposed on the way.
+    kind = jnp.float32 if jax.default_backend() == "cpu" else dtype
     # Two-dimensional: 1.1x in the backward pass on CPU.
     y = jax.lax.dot_general(
         x.reshape(-1, x.shape[-1]),
@@ -104,7 +108,7 @@ def product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
         (((1,), (axis,)), ((), ())),
         preferred_element_type=kind,
     )
-    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return y.astype(dtype).reshape(*x.shape[:-1], -1)
 
 
 class LayerNorm(nnx.Module):
@@ -146,7 +150,7 @@ class Embedding(nnx.Module):
 
     def attend(self, x: jax.Array, first: int | None = None) -> jax.Array:
         # [..., features] -> [..., first], all by default
-        return x @ self.table[:first].astype(x.dtype).T
+        return product(x, self.table[:first].astype(x.dtype), 1)
 
 
 def split_key(key: jax.Array | None, count: int) -> list[jax.Array | None]:

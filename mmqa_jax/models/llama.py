@@ -32,6 +32,7 @@ from mmqa_jax.models.layers import (
     normal_init,
     ones_init,
     param,
+    product,
     scan_layers,
     split_heads,
     stack_layers,
@@ -252,8 +253,9 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states as `encode` gives them [..., H] -> word logits [..., V], float32."""
-        weights = self.tokens.table[...].T if self.head is None else self.head.kernel[...]
-        return jnp.matmul(hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        tied = self.head is None
+        weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
+        return product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
 
     def __call__(
         self,
