@@ -28,6 +28,12 @@ from mmqa_jax.weights import vlp as vlp_weights
 from mmqa_jax.weights.bart import bart_key_map
 from mmqa_jax.weights.bert import bert_config, bert_key_map
 from mmqa_jax.weights.clip import clip_config, clip_key_map
+from mmqa_jax.weights.clip_openai import (
+    SplitAttention,
+    clip_openai_config,
+    clip_openai_key_map,
+    is_openai_clip,
+)
 from mmqa_jax.weights.config_json import config_from_json
 from mmqa_jax.weights.keymap import KeyMap
 from mmqa_jax.weights.llama import llama_key_map, open_meta
@@ -63,7 +69,10 @@ class Checkpoint(NamedTuple):
 
 
 def open_clip(path: Path) -> Checkpoint:
-    """CLIP as `CLIPModel.save_pretrained` writes it."""
+    """CLIP as `CLIPModel.save_pretrained` writes it, or a file as OpenAI published it."""
+    if path.is_file() and is_openai_clip((source := open_source(path)).specs()):
+        config = clip_openai_config(source)
+        return Checkpoint(config, clip_openai_key_map(config), SplitAttention(source), "openai")
     config = clip_config(_hf_config(path, "clip"))
     return Checkpoint(config, clip_key_map(config), open_source(path), "transformers")
 

@@ -61,7 +61,7 @@ ARCHITECTURES = (
         config=f"{_MODELS}.clip:CLIPConfig",
         opener=f"{_OPENERS}:open_clip",
         exporter=f"{_EXPORTS}:publish_clip",
-        layouts=(HF_FOLDER,),
+        layouts=(HF_FOLDER, "OpenAI's TorchScript archive (ViT-B-32.pt), or its state dict"),
         exports="CLIPModel",
     ),
     Architecture(

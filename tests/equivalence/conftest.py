@@ -43,7 +43,8 @@ def _deviations(request, monkeypatch):
     """With --deviations, measures every comparison within an absolute bound."""
     if not request.config.getoption("--deviations", default=False):
         return
-    largest: dict[str, Measured] = {}  # travels with the test's report, from xdist's workers too
+    # It travels with the test's report, from xdist's workers too: builtin types alone.
+    largest: dict[str, list[float]] = {}
     request.node.user_properties.append(("deviations", largest))
     compare = np.testing.assert_allclose
 
@@ -51,8 +52,8 @@ def _deviations(request, monkeypatch):
         compare(actual, desired, rtol=rtol, atol=atol, **options)
         if rtol <= _ROUNDING and atol > 0:
             measured = Measured.of(actual, desired, atol)
-            before = largest.get(str(measured.allowed), measured)
-            largest[str(measured.allowed)] = measured.join(before)
+            before = Measured(*largest.get(str(measured.allowed), measured))
+            largest[str(measured.allowed)] = [*measured.join(before)]
 
     monkeypatch.setattr(np.testing, "assert_allclose", compare_and_measure)
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
+import copy
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import LAYER, WHOLE, abstract, compiled, names_its_axes
+from compare import (
+    LAYER,
+    WHOLE,
+    abstract,
+    alone,
+    compiled,
+    jit,
+    names_its_axes,
+    near_in_bfloat16,
+    same_gradients,
+    same_parameters,
+    with_config,
+)
 from flax import nnx
-from torch import nn
+from safetensors.torch import load_file
+from vlp_torch import TorchVLP
 
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.layers import attention, dropout, prefix_attention
@@ -26,130 +40,57 @@ from mmqa_jax.models.vlp import (
     vlp_base_x101,
     vlp_patches,
 )
+from mmqa_jax.weights.exports import publish_vlp, write_published
+from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.vlp import load_vlp, vlp_key_map
 
+# Nothing at its published value.
 TRUNK = BertConfig(
-    vocab_size=61, hidden=24, layers=2, heads=4, mlp=40, positions=48, types=6, eps=1e-5
+    vocab_size=61, hidden=24, layers=3, heads=4, mlp=40, positions=48, types=6, eps=1e-3, unroll=1
 )
 CONFIGS = {
-    "x101": VLPConfig(TRUNK, 20, 17, visual_hidden=(20,)),
+    "x101": VLPConfig(TRUNK, 20, 17, visual_hidden=(22,)),
     "vinvl": VLPConfig(TRUNK, 20, 11, visual_hidden=()),
 }
 
 
-class TorchVLP(nn.Module):
-    """The published layers, in the published state-dict layout (reference.md 2.1 and 2.5)."""
+class Pair(NamedTuple):
+    """A torch model and ours, loaded from its checkpoint, with the config of both."""
 
-    def __init__(self, config: VLPConfig):
-        super().__init__()
-        c = config.bert
-        norm = lambda: nn.LayerNorm(c.hidden, eps=c.eps)  # noqa: E731
-        self.config = config
-        self.word = nn.Embedding(c.vocab_size, c.hidden)
-        self.position = nn.Embedding(c.positions, c.hidden)
-        self.token_type = nn.Embedding(c.types, c.hidden)
-        self.norm = norm()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "query": nn.Linear(c.hidden, c.hidden),
-                    "key": nn.Linear(c.hidden, c.hidden),
-                    "value": nn.Linear(c.hidden, c.hidden),
-                    "out": nn.Linear(c.hidden, c.hidden),
-                    "attention_norm": norm(),
-                    "up": nn.Linear(c.hidden, c.mlp),
-                    "down": nn.Linear(c.mlp, c.hidden),
-                    "mlp_norm": norm(),
-                }
-            )
-            for _ in range(c.layers)
-        )
-        widths = (config.region_features, *config.visual_hidden, c.hidden)
-        vis = []
-        for a, b in itertools.pairwise(widths):
-            vis += [nn.Linear(a, b), nn.ReLU()]
-        self.vis_embed = nn.Sequential(*vis)
-        self.vis_pe_embed = nn.Sequential(nn.Linear(config.region_positions, c.hidden), nn.ReLU())
-        self.context_classifier = nn.Linear(c.hidden, 2)
-        self.transform = nn.Linear(c.hidden, c.hidden)
-        self.transform_norm = norm()
-        self.decoder_bias = nn.Parameter(torch.zeros(c.vocab_size))
-
-    def forward(self, x: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-        words, places = self.word(x["input_ids"]), self.position(x["position_ids"])
-        regions = x["region_features"].shape[1]
-        if regions:  # overwritten in place, as the original does
-            words[:, 1 : regions + 1] = self.vis_embed(x["region_features"])
-            places[:, 1 : regions + 1] = self.vis_pe_embed(x["region_positions"])
-        h = self.norm(words + places + self.token_type(x["token_type_ids"]))
-        additive = (1.0 - mask.float())[:, None] * -10000.0
-        b, n, size = h.shape
-        heads = self.config.bert.heads
-        for layer in self.layers:
-            q, k, v = (
-                layer[name](h).view(b, n, heads, size // heads).transpose(1, 2)
-                for name in ("query", "key", "value")
-            )
-            scores = q @ k.transpose(-1, -2) / math.sqrt(size // heads) + additive
-            attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, size)
-            h = layer["attention_norm"](layer["out"](attended) + h)
-            up = layer["up"](h)
-            up = up * 0.5 * (1.0 + torch.erf(up / math.sqrt(2.0)))
-            h = layer["mlp_norm"](layer["down"](up) + h)
-        return h
-
-    def mlm(self, h):
-        h = self.transform(h)
-        h = self.transform_norm(h * 0.5 * (1.0 + torch.erf(h / math.sqrt(2.0))))
-        return h @ self.word.weight.T + self.decoder_bias
+    ours: VLP
+    theirs: TorchVLP
+    config: VLPConfig
 
 
-def array(t: torch.Tensor) -> jax.Array:
-    return jnp.asarray(t.detach().numpy())
-
-
-def copy(theirs: TorchVLP, ours: VLP) -> None:
-    def linear(target, source):
-        target.kernel[...], target.bias[...] = array(source.weight.T), array(source.bias)
-
-    def norm(target, source):
-        target.scale[...], target.bias[...] = array(source.weight), array(source.bias)
-
-    embeddings = ours.bert.embeddings
-    embeddings.word.table[...] = array(theirs.word.weight)
-    embeddings.position.table[...] = array(theirs.position.weight)
-    embeddings.token_type.table[...] = array(theirs.token_type.weight)
-    norm(embeddings.norm, theirs.norm)
-    for name, source in theirs.layers[0].items():
-        target = getattr(ours.bert.layers, name)
-        stack = lambda get, name=name: jnp.stack(  # noqa: E731
-            [array(get(layer[name])) for layer in theirs.layers]
-        )
-        if isinstance(source, nn.Linear):
-            target.kernel[...] = stack(lambda m: m.weight.T)
-        else:
-            target.scale[...] = stack(lambda m: m.weight)
-        target.bias[...] = stack(lambda m: m.bias)
-    linears = [m for m in theirs.vis_embed if isinstance(m, nn.Linear)]
-    for target, source in zip(ours.region_content.linears, linears, strict=True):
-        linear(target, source)
-    linear(ours.region_place.linears[0], theirs.vis_pe_embed[0])
-    linear(ours.source_head, theirs.context_classifier)
-    linear(ours.mlm_head.dense, theirs.transform)
-    norm(ours.mlm_head.norm, theirs.transform_norm)
-    ours.mlm_head.bias[...] = array(theirs.decoder_bias)
-
-
-@functools.cache
-def make_pair(name: str) -> tuple[VLP, TorchVLP]:
+def make_pair(name: str, folder: Path) -> Pair:
     config = CONFIGS[name]
     torch.manual_seed(0)
     theirs = TorchVLP(config).eval()
     with torch.no_grad():
-        for p in theirs.parameters():
-            p.copy_(0.25 * torch.randn(p.shape) + (1.0 if p.ndim == 1 else 0.0))
-    ours = VLP(config, rngs=nnx.Rngs(0))
-    copy(theirs, ours)
-    return ours, theirs
+        for name, p in theirs.named_parameters():
+            p.copy_(0.25 * torch.randn(p.shape) + name.endswith("LayerNorm.weight"))
+    pooler = {"weight": torch.zeros(24, 24), "bias": torch.zeros(24)}  # there, and used nowhere
+    unused = {f"bert.pooler.dense.{kind}": tensor for kind, tensor in pooler.items()}
+    torch.save(theirs.state_dict() | unused, folder / "model.11.bin")
+    return Pair(loaded(folder / "model.11.bin", config), theirs, config)
+
+
+def loaded(path: Path, config: VLPConfig) -> VLP:
+    """A model that was never initialised, filled from a file."""
+    model = abstract(VLP, config)
+    load_vlp(path, model)
+    return model
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request, tmp_path_factory):
+    return make_pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def x101(tmp_path_factory):
+    """The first pair alone, for what does not depend on the frontend."""
+    return make_pair("x101", tmp_path_factory.mktemp("x101"))
 
 
 def batch(config: VLPConfig, regions: int, rows=3, length=30) -> dict[str, np.ndarray]:
@@ -183,32 +124,41 @@ def loop_mask(x: dict[str, np.ndarray]) -> np.ndarray:
     return mask
 
 
+def run_torch(theirs: TorchVLP, x: dict[str, np.ndarray], dtype=torch.float32):
+    """Embeddings and each layer's states."""
+    tensors = {name: torch.tensor(array) for name, array in x.items()}
+    tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
+    return theirs(tensors, torch.tensor(loop_mask(x)))
+
+
 @pytest.mark.parametrize("regions", [0, 5])
-@pytest.mark.parametrize("frontend", ["x101", "vinvl"])
-def test_hidden_states_and_both_heads(frontend, regions):
-    ours, theirs = make_pair(frontend)
-    x = batch(CONFIGS[frontend], regions)
-    tensors = {k: torch.tensor(v) for k, v in x.items()}
+def test_layers_hidden_states_and_both_heads(pair, regions):
+    ours, theirs, config = pair
+    x = batch(config, regions)
     with torch.no_grad():
-        h = theirs(tensors, torch.tensor(loop_mask(x)))
-        source, words = theirs.context_classifier(h[:, 0]), theirs.mlm(h)
-    inputs = VLPInputs(**{k: jnp.asarray(v) for k, v in x.items()})
+        states = run_torch(theirs, x)
+        source, words = theirs.source(states[-1]), theirs.words(states[-1])
+    states = np.stack([state.numpy() for state in states])
+    inputs = VLPInputs(**x)
 
-    def run(model, inputs):
+    def run(model, inputs, states):
+        mask = mixed_mask(inputs.context_mask, inputs.answer_mask)
+        each = alone(model.bert.layers, lambda layer, h: layer(h, mask), states[:-1])
         hidden = model.encode(inputs)
-        return hidden, model.source_logits(inputs), model.mlm_logits(hidden)
+        heads = model.source_logits(inputs), model.mlm_logits(hidden)
+        return model._embed(inputs, None), each, hidden, *heads
 
-    hidden, source_logits, mlm_logits = compiled(ours, run)(inputs)
-    used = x["context_mask"] | x["answer_mask"]
-    np.testing.assert_allclose(hidden[used], h.numpy()[used], **WHOLE)
+    embedded, each, hidden, source_logits, mlm_logits = compiled(ours, run)(inputs, states)
+    np.testing.assert_allclose(embedded, states[0], **LAYER)
+    np.testing.assert_allclose(each, states[1:], **LAYER)
+    np.testing.assert_allclose(hidden, states[-1], **WHOLE)
     np.testing.assert_allclose(source_logits, source.numpy(), **WHOLE)
-    np.testing.assert_allclose(mlm_logits[used], words.numpy()[used], **WHOLE)
+    np.testing.assert_allclose(mlm_logits, words.numpy(), **WHOLE)
 
 
-@pytest.mark.parametrize("frontend", ["x101", "vinvl"])
-def test_region_frontend_alone(frontend):
-    ours, theirs = make_pair(frontend)
-    x = batch(CONFIGS[frontend], 5)
+def test_region_frontend_alone(pair):
+    ours, theirs, config = pair
+    x = batch(config, 5)
     features, positions = x["region_features"], x["region_positions"]
     with torch.no_grad():
         content = theirs.vis_embed(torch.tensor(features)).numpy()
@@ -217,15 +167,84 @@ def test_region_frontend_alone(frontend):
     np.testing.assert_allclose(ours.region_place(jnp.asarray(positions)), place, **LAYER)
 
 
+def test_gradients_of_both_training_losses_equal(x101):
+    """Source selection and masked words (reference.md 2.3), added up."""
+    ours, theirs, config = x101
+    x = batch(config, 5)
+    relevant = np.array([0, 1, 0])  # class 0 = relevant
+    masked = x["answer_mask"] & (np.random.default_rng(1).random(x["answer_mask"].shape) < 0.6)
+    rows, columns = np.nonzero(masked)
+    words = np.random.default_rng(2).integers(0, config.bert.vocab_size, len(rows))
+    theirs.zero_grad()
+    hidden = run_torch(theirs, x)[-1]
+    loss = torch.nn.functional.cross_entropy(theirs.source(hidden), torch.tensor(relevant))
+    asked = theirs.words(hidden[rows, columns])
+    loss = loss + torch.nn.functional.cross_entropy(asked, torch.tensor(words))
+    loss.backward()
+    graphdef, state = nnx.split(ours)
+
+    def mean_loss(logits, labels):
+        log_probs = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_probs, labels[:, None], axis=-1).mean()
+
+    @jit
+    @jax.value_and_grad
+    def step(state):
+        model, inputs = nnx.merge(graphdef, state), VLPInputs(**x)
+        asked = model.mlm_logits(model.encode(inputs)[rows, columns])
+        return mean_loss(model.source_logits(inputs), relevant) + mean_loss(asked, words)
+
+    value, gradients = step(state)
+    np.testing.assert_allclose(value, loss.item(), **LAYER)
+    once = dataclasses.replace(vlp_key_map(config), tied=())
+    same_gradients(dict(export(gradients, once)), theirs, zero=r"attention\.self\.key\.bias")
+
+
+def test_bfloat16_stays_near_float32(x101):
+    """States and word logits stray no further than torch's."""
+    ours, theirs, config = x101
+    x = batch(config, 5)
+
+    def run(model):
+        hidden = model.encode(VLPInputs(**x))
+        return hidden, model.mlm_logits(hidden), model.source_logits(VLPInputs(**x))
+
+    half = dataclasses.replace(config, bert=dataclasses.replace(TRUNK, dtype="bfloat16"))
+    want, got = (compiled(model, run)() for model in (ours, with_config(ours, half)))
+    assert [output.dtype.name for output in got] == ["bfloat16", "float32", "float32"]
+    with torch.no_grad():
+        hidden = run_torch(theirs, x)[-1]
+        rough = copy.deepcopy(theirs).bfloat16()
+        rounded = run_torch(rough, x, torch.bfloat16)[-1]
+        near_in_bfloat16((got[0], want[0]), (rounded, hidden))
+        near_in_bfloat16((got[1], want[1]), (rough.words(rounded), theirs.words(hidden)))
+
+
+def test_export_reloads_in_torch(pair, tmp_path):
+    ours, theirs, config = pair
+    write_published(tmp_path, publish_vlp(config, nnx.state(ours)))
+    again = TorchVLP(config).eval()
+    tensors = load_file(tmp_path / "model.safetensors")
+    missing, unexpected = again.load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["cls.predictions.decoder.weight"], [])  # tied to the words
+    for name, want in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], want), name
+    x = batch(config, 5)
+    with torch.no_grad():
+        got, want = (model.words(run_torch(model, x)[-1]) for model in (again, theirs))
+    assert torch.equal(got, want)
+    same_parameters(loaded(tmp_path, config), ours)
+
+
 def test_mixed_mask_entry_by_entry():
     x = batch(CONFIGS["x101"], 5)
     mask = mixed_mask(jnp.asarray(x["context_mask"]), jnp.asarray(x["answer_mask"]))
     np.testing.assert_array_equal(mask[:, 0], loop_mask(x))
 
 
-def test_source_score_does_not_depend_on_answer_padding_or_closed_slots():
-    ours, _ = make_pair("x101")
-    x = batch(CONFIGS["x101"], 5)
+def test_source_score_does_not_depend_on_answer_padding_or_closed_slots(x101):
+    ours, _, config = x101
+    x = batch(config, 5)
     run = compiled(ours, VLP.source_logits)
     logits = lambda x: run(VLPInputs(**x))  # noqa: E731
     before = logits(x)
@@ -253,8 +272,8 @@ def test_presets_are_the_published_shapes():
     assert atlas.region_place.linears[0].kernel.shape == (6, 384)
 
 
-def test_every_parameter_names_its_axes():
-    names_its_axes(make_pair("x101")[0])
+def test_every_parameter_names_its_axes(x101):
+    names_its_axes(x101.ours)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -297,7 +316,7 @@ def test_attention_against_torch_and_closed_rows(is_causal):
     mask = rng.random((3, 1, 6, 6)) < 0.7
     mask[:, :, :, 0] = True
     whole = mask & np.tril(np.ones((6, 6), bool)) if is_causal else mask
-    expected = nn.functional.scaled_dot_product_attention(
+    expected = torch.nn.functional.scaled_dot_product_attention(
         *(torch.tensor(t).transpose(1, 2) for t in (q, k, v)), attn_mask=torch.tensor(whole)
     ).transpose(1, 2)
     args = {"mask": jnp.asarray(mask), "is_causal": is_causal}

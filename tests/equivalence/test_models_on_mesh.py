@@ -1,0 +1,13 @@
+"""Loaded straight onto a 2 x 2 x 2 mesh, models compute what they do on one device.
+
+Those of LLaMA, LLaVA, BART and Oscar are compared in their own test files.
+"""
+
+from __future__ import annotations
+
+from compare import run_on_eight_devices
+
+
+def test_eight_devices_equal_one():
+    done = run_on_eight_devices("models_on_mesh.py")
+    assert done == ["clip", "modified_resnet", "bert", "vlp", "mcan", "mcan_openvqa"]
