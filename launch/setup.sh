@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras="atlas"
 for extra in "$@"; do
   case "$extra" in
-    test) extras="$extras,test" ;;
+    test) extras="$extras,test,lemma" ;;
     *) echo "setup.sh: unknown argument '$extra'; use 'test' or nothing." >&2; exit 2 ;;
   esac
 done

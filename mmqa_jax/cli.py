@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mmqa_jax.bench import SIZES as BENCH_SIZES
+from mmqa_jax.bench import available as available_benches
+from mmqa_jax.bench import describe as describe_benches
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.weights.registry import NAMES, describe
 
@@ -190,8 +193,15 @@ def _parser() -> argparse.ArgumentParser:
         "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index",
     )
     _add_data(embed)
-    embed.add_argument("--model", required=True, help="workdir of a contrastive training run")
+    embed.add_argument(
+        "--model", required=True, help="workdir of a contrastive run, or a converted CLIP"
+    )
     embed.add_argument("--out", required=True, help="folder for the embeddings")
+    embed.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="this process's part of a job that N share, from 0/N on (the hosts that jax knows)",
+    )
     embed.add_argument(
         "--overwrite",
         action="store_true",
@@ -215,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     search = verb(
         "search",
         _search,
-        "rank sources of the whole collection for every question.",
+        "rank sources for every question.",
         "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
         "--index=runs/index --out=runs/retrieval/dense.jsonl",
     )
@@ -227,12 +237,32 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="fused: reciprocal-rank fusion of the other two",
     )
-    search.add_argument("--model", help="workdir of a contrastive run (dense, fused)")
+    search.add_argument(
+        "--model", help="workdir of a contrastive run, or a converted CLIP (dense, fused)"
+    )
     search.add_argument("--index", help="folder written by `mmqa index` (dense, fused)")
     search.add_argument(
         "--two_pass",
         action="store_true",
         help="search again with the title of the first hit (two-hop questions)",
+    )
+    search.add_argument(
+        "--candidates",
+        choices=("all", "restricted"),
+        default="all",
+        help="the whole collection, or each question's own gold and negative sources",
+    )
+    search.add_argument(
+        "--modality",
+        choices=("unknown", "known", "classified"),
+        default="unknown",
+        help="search all sources, those of the gold sources' modality, or of the modality that "
+        "a classifier of the train questions guesses",
+    )
+    search.add_argument(
+        "--webqa_compat",
+        action="store_true",
+        help="bm25: with the quirks of WebQA's baseline (gensim 3.8 over doc2bow pairs)",
     )
     search.add_argument("--top_k", type=int, default=100, help="sources per question (100)")
     search.add_argument("--out", required=True, help="JSON-lines file to write")
@@ -276,6 +306,45 @@ def _parser() -> argparse.ArgumentParser:
     )
     answer.add_argument("--out", required=True, help="predictions.jsonl to write")
 
+    prompt = verb(
+        "prompt",
+        _prompt,
+        "let a language model answer a file of prompts; a rerun asks only what is missing.",
+        "mmqa prompt --prompts=questions.txt --model=smollm2 --out=answers.jsonl",
+    )
+    prompt.description += (
+        "\n\nprompts: plain text, one on a line, or .jsonl with on each line\n"
+        "  prompt or messages [{role, content}], and where wanted id, images, choices (to be\n"
+        "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs\n"
+        "backend openai: any server of OpenAI's API, at the address in the environment's\n"
+        "  OPENAI_BASE_URL, with the key in OPENAI_API_KEY if it asks for one"
+    )
+    prompt.add_argument("--prompts", required=True, metavar="FILE", help="what is asked")
+    prompt.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH|NAME",
+        help="engine: `smollm2`, a folder of `mmqa convert`, or a published LLaMA or LLaVA "
+        "(folder, .gguf); openai: what the server calls it",
+    )
+    prompt.add_argument(
+        "--backend",
+        choices=("engine", "openai"),
+        default="engine",
+        help="this process, or a server (engine)",
+    )
+    prompt.add_argument("--out", required=True, metavar="FILE", help="JSON-lines file to write")
+    prompt.add_argument(
+        "--tokenizer", metavar="PATH", help="engine: its tokenizer, where --model has none"
+    )
+    prompt.add_argument(
+        "--cache",
+        metavar="FILE",
+        help="response cache, made if there is none (~/.cache/mmqa_jax/responses.sqlite)",
+    )
+    prompt.add_argument("--no_cache", action="store_true", help="ask everything, keep nothing")
+    _add_config(prompt, default="configs/prompt/default.py")
+
     evaluate = verb(
         "evaluate",
         _evaluate,
@@ -283,11 +352,16 @@ def _parser() -> argparse.ArgumentParser:
         "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json",
     )
     evaluate.add_argument("dataset", choices=("atlas", "webqa", "corpus"), help="the benchmark")
-    evaluate.add_argument("--references", required=True, help="folder written by `mmqa prepare`")
+    evaluate.add_argument(
+        "--references",
+        help="folder written by `mmqa prepare`, WebQA's own JSON, or an official output TSV "
+        "(the predictions, where they are such a TSV)",
+    )
     evaluate.add_argument(
         "--predictions",
         required=True,
-        help="predictions.jsonl, WebQA submission JSON, or a rankings file",
+        help="predictions.jsonl, WebQA's submission or end-to-end JSON, official output TSV, or a "
+        "rankings file",
     )
     _add_split(evaluate)
     evaluate.add_argument(
@@ -298,8 +372,17 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--lemmatizer",
         choices=("none", "spacy"),
-        default="none",
-        help="spacy: the official scorer (needs the `lemma` extra)",
+        help="spacy: the official scorer, which webqa takes where it is installed (`lemma` extra)",
+    )
+    evaluate.add_argument(
+        "--bart",
+        metavar="DIR",
+        help="bart-large-cnn's folder with BARTScore's bart.pth in it, for fluency (webqa_fl)",
+    )
+    evaluate.add_argument(
+        "--submission",
+        metavar="FILE",
+        help="also write the predictions as WebQA's leaderboard takes them",
     )
 
     report = verb(
@@ -309,6 +392,24 @@ def _parser() -> argparse.ArgumentParser:
         "mmqa report --workdir=workdir-demo",
     )
     report.add_argument("--workdir", default="workdir-demo", help="a finished demo's workdir")
+
+    bench = verb(
+        "bench",
+        _bench,
+        "measure speed or memory against a peer on the same inputs.",
+        "mmqa bench models --only=clip_image --only=bert --json",
+    )
+    bench.description += f"\n\nbenches:\n{describe_benches()}"
+    bench.add_argument("name", choices=available_benches(), metavar="NAME", help="one of the above")
+    bench.add_argument(
+        "--only", action="append", default=[], metavar="ROW", help="a row to measure (all)"
+    )
+    bench.add_argument("--rounds", type=int, help="how often each side is timed (the bench's own)")
+    bench.add_argument(
+        "--size",
+        choices=BENCH_SIZES,
+        help="full: published sizes that ask for a large machine (the bench's choice)",
+    )
     return parser
 
 
@@ -386,24 +487,25 @@ def _train(arguments: argparse.Namespace) -> Result:
 
 
 def _embed(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.stages import embed
+    from mmqa_jax.systems.retrieval_stages import embed
 
     return embed(
         Path(arguments.data),
         Path(arguments.model),
         Path(arguments.out),
+        shard=arguments.shard,
         overwrite=arguments.overwrite,
     )
 
 
 def _index(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.stages import index
+    from mmqa_jax.systems.retrieval_stages import index
 
     return index(Path(arguments.embeddings), arguments.kind)
 
 
 def _search(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.stages import search
+    from mmqa_jax.systems.retrieval_stages import search
 
     return search(
         Path(arguments.data),
@@ -414,6 +516,9 @@ def _search(arguments: argparse.Namespace) -> Result:
         split=arguments.split,
         top_k=arguments.top_k,
         two_pass=arguments.two_pass,
+        candidates=arguments.candidates,
+        modality=arguments.modality,
+        webqa_compat=arguments.webqa_compat,
     )
 
 
@@ -443,16 +548,37 @@ def _answer(arguments: argparse.Namespace) -> Result:
     )
 
 
+def _prompt(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.core.files import check_out
+    from mmqa_jax.core.startup import cache_dir
+    from mmqa_jax.prompting.run import run_prompts
+
+    check_out(Path(arguments.out))
+    cache = Path(arguments.cache) if arguments.cache else cache_dir() / "responses.sqlite"
+    return run_prompts(
+        Path(arguments.prompts),
+        Path(arguments.out),
+        load_config(arguments.config, arguments.overrides),
+        model=arguments.model,
+        backend=arguments.backend,
+        tokenizer=arguments.tokenizer,
+        cache=None if arguments.no_cache else cache,
+    )
+
+
 def _evaluate(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.stages import evaluate
+    from mmqa_jax.systems.scoring import evaluate
 
     return evaluate(
         arguments.dataset,
-        Path(arguments.references),
+        Path(arguments.references) if arguments.references else None,
         Path(arguments.predictions),
         split=arguments.split,
         lemmatizer=arguments.lemmatizer,
         only_given=arguments.only_given,
+        bart=Path(arguments.bart) if arguments.bart else None,
+        submission=Path(arguments.submission) if arguments.submission else None,
     )
 
 
@@ -460,6 +586,15 @@ def _report(arguments: argparse.Namespace) -> Result:
     from mmqa_jax.systems.demo import write_demo_report
 
     return write_demo_report(Path(arguments.workdir))
+
+
+def _bench(arguments: argparse.Namespace) -> Result:
+    from mmqa_jax.bench import Options, run_bench, show
+
+    options = Options(arguments.rounds, tuple(arguments.only), arguments.size)
+    result = run_bench(arguments.name, options)
+    show(result)
+    return result
 
 
 if __name__ == "__main__":

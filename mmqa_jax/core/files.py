@@ -113,3 +113,14 @@ def check_text(value: Any, place: str) -> None:
         raise UserError(
             f"{place}: holds {half}, half of a character; write it whole or take it out."
         ) from error
+
+
+def check_out(path: Path, *, folder: bool = False) -> None:
+    """UserError where no file (or folder) can be written: before hours of work, not after them."""
+    if path.is_dir() and not folder:
+        raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
+    here = path.absolute()
+    places = (here, *here.parents) if folder else here.parents
+    parent = next(place for place in places if os.path.exists(place))
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--out={path}: {parent} is no folder to write to; name another path.")

@@ -133,6 +133,10 @@ def prepare_webqa_format(
 ) -> dict[str, Any]:
     """Official WebQA files to ArrayRecord below `out`; returns the manifest.
 
+    Goes on where an attempt on the same files was interrupted, with the same result. The
+    manifest's `origin` says what else was found: repeated and reused snippet ids, rows of
+    imgs.tsv, and for `webqa` where the counts are not the published ones.
+
     Args:
       train_val_json, test_json: WebQA_train_val.json, WebQA_test.json.
       imgs_tsv, lineidx: imgs.tsv and imgs.lineidx; None where no fact has a picture.
@@ -142,24 +146,33 @@ def prepare_webqa_format(
     """
     questions_from = [path for path in (train_val_json, test_json) if path is not None]
     release = webqa.read_release(questions_from, [corpus_json] if corpus_json else [])
-    pictures = webqa.ImagesTsv(imgs_tsv, lineidx) if imgs_tsv is not None else None
+    # By id: the files' order, gold before negatives, would tell in every tie.
+    sources = sorted(release.sources, key=lambda source: source.id)
     files = [*questions_from, corpus_json, imgs_tsv, lineidx]
+    origin: dict[str, Any] = {
+        "files": [str(path) for path in files if path is not None],
+        "repeated_snippets": release.repeated_snippets,
+        "reused_snippet_ids": release.reused_snippet_ids,
+    }
+    if name == "webqa":
+        origin["published_differences"] = webqa.published_differences(release)
+    pictures = None
+    if imgs_tsv is not None:
+        pictures = webqa.ImagesTsv(imgs_tsv, lineidx)
+        pictures.check_ends(source.image for source in sources if source.image is not None)
+        origin["picture_rows"] = len(pictures)
     return records.write_records(
         out,
-        # By id: the files' order, gold before negatives, would tell in every tie.
-        sorted(release.sources, key=lambda source: source.id),
+        sources,
         release.questions,
         pictures.read_named if pictures is not None else None,
         name=name,
         attribution=attribution,
-        origin={
-            "files": [str(path) for path in files if path is not None],
-            "repeated_snippets": release.repeated_snippets,
-            "reused_snippet_ids": release.reused_snippet_ids,
-        },
+        origin=origin,
         max_broken_pictures=max_broken_pictures,
         overwrite=overwrite,
         progress=progress,
+        inputs=pictures.signature if pictures is not None else None,
     )
 
 

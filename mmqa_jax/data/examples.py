@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 
 from mmqa_jax.data.colors import COLOR_TERMS, color_shares
 from mmqa_jax.data.corpus import Corpus

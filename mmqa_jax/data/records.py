@@ -9,7 +9,7 @@ or `questions` is one JSON column: TFDS decodes it five times as fast as a colum
 (measured on 12,000 questions: 0.36 s against 1.9 s). Pictures are encoded bytes,
 since tfds.features.Image needs TensorFlow.
 
-The writer is tfds.core.SequentialWriter: it streams. A GeneratorBasedBuilder that keeps the order
+Written shard by shard (tfds_files.py). A GeneratorBasedBuilder that keeps the order
 (disable_shuffling) holds a whole dataset in memory, 51 GB of pictures for WebQA.
 """
 
@@ -32,17 +32,23 @@ from typing import Any
 import mmqa_jax
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.images import BrokenPictures, PictureError, verify
+from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.picture_records import (
+    PictureWriter,
+    finish_folder,
+    inputs_signature,
+    unfinished_folder,
+)
 from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "corpus.json"
+UNFINISHED = ".records-incomplete"
 FORMAT = 1  # of the files below <data_dir>; raised when they change
 SPLITS = ("train", "val", "test")
 
-# Examples in one shard file: some tens of MB of text, about half a GB of web pictures.
-TEXT_SHARD, PICTURE_SHARD = 50_000, 4_096
-# Rows given to TFDS at a time: it rewrites its metadata file once per call.
-WRITE_BATCH = 512
+# Examples in one shard file: some tens of MB of text, more than a hundred MB of web pictures.
+TEXT_SHARD, PICTURE_SHARD = 50_000, 1_024
 READ_BATCH = 16_384
 
 
@@ -59,10 +65,14 @@ def write_records(
     max_broken_pictures: int | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    inputs: str | None = None,
+    workers: int | None = None,
 ) -> dict[str, Any]:
     """Writes a corpus below `out`, whole or not at all, and returns its manifest.
 
-    Until the manifest is renamed into place an older corpus there stays as it was.
+    Until the manifest is renamed into place an older corpus there stays as it was. Pictures are
+    written by several threads (`read_picture` is called by them); those that an interrupted
+    attempt had written are taken over, see `inputs`.
 
     Args:
       out: folder to make; may hold other files.
@@ -78,9 +88,12 @@ def write_records(
       max_broken_pictures: see BrokenPictures; above it RunError.
       overwrite: replace a corpus that lies in `out` already, otherwise a UserError.
       progress: called with (done, total) as pictures and rows are written.
+      inputs: tells the files behind `read_picture` from others; what an attempt with the same
+        inputs and pictures left behind is gone on with. None: every attempt starts afresh.
+      workers: threads; None: as many as there are processors.
 
     Raises:
-      UserError: empty corpus, or `out` holds a corpus already.
+      UserError: empty corpus, `out` holds a corpus already, or another process writes there.
       RunError: too many broken pictures.
     """
     out = Path(out)
@@ -90,16 +103,16 @@ def write_records(
         refuse_corpus(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file, a folder to write to was expected; name another.")
-    temporary = out / ".records-incomplete"
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a prepare that was killed
-    temporary.mkdir(parents=True)
-    try:
-        writer = _CorpusWriter(temporary, read_picture, verify_pictures, progress)
-        facts = writer.write(sources, questions, max_broken_pictures)
+    temporary = out / UNFINISHED
+    writer = _CorpusWriter(temporary, sources, questions, progress)
+    signature = None
+    if inputs is not None:
+        signature = inputs_signature(writer.names, FORMAT, PICTURE_SHARD, verify_pictures, inputs)
+    with unfinished_folder(temporary, signature):
+        facts = writer.write(read_picture, verify_pictures, max_broken_pictures, workers)
+        finish_folder(temporary)
         records = _free_name(out / f"records-{facts['fingerprint'][:12]}")
         os.replace(temporary, records)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     manifest = {
         "format": FORMAT,
         "name": name,
@@ -188,143 +201,114 @@ def read_picture_numbers(records: Path) -> dict[str, int]:
 
 
 class _CorpusWriter:
-    """Writes the three datasets and gathers what the manifest says of them."""
+    """Writes the three datasets and gathers what the manifest says of them.
+
+    Attributes:
+      names: the pictures of sources and questions, each once.
+    """
 
     def __init__(
         self,
         folder: Path,
-        read_picture: Callable[[str], bytes] | None,
-        verify_pictures: bool,
+        sources: Sequence[Source],
+        questions: Sequence[Question],
         progress: Callable[[int, int], None] | None,
     ):
-        self.folder = folder
-        self.read_picture = read_picture
-        self.verify = verify_pictures
+        _require_unique(sources, "source")
+        _require_unique(questions, "question")
+        self.folder, self.sources, self.questions = folder, sources, questions
+        self.splits = _by_split(questions)
         self.progress = progress or (lambda done, total: None)
-        self.done = self.total = 0
+        rows = (*sources, *questions)
+        self.names = list(dict.fromkeys(row.image for row in rows if row.image is not None))
+        self.done, self.shown, self.total = 0, 0, len(self.names) + len(rows)
         self.hash = hashlib.sha256()
 
     def write(
         self,
-        sources: Sequence[Source],
-        questions: Sequence[Question],
+        read_picture: Callable[[str], bytes] | None,
+        check: bool,
         max_broken: int | None,
+        workers: int | None,
     ) -> dict[str, Any]:
-        _require_unique(sources, "source")
-        _require_unique(questions, "question")
-        splits = _by_split(questions)
-        rows = (*sources, *questions)
-        names = list(dict.fromkeys(row.image for row in rows if row.image is not None))
-        self.total = len(names) + len(rows)
-        broken = self._write_pictures(names, max_broken)
+        """Writes everything; what the manifest says of it."""
+        broken = self._write_pictures(read_picture, check, max_broken, workers)
         lost = set(broken.names)
-        self._write_rows("sources", {"corpus": sources}, lost)
-        if splits:
-            self._write_rows("questions", splits, lost)
+        self._write_rows("sources", {"corpus": self.sources}, lost)
+        if self.splits:
+            self._write_rows("questions", self.splits, lost)
         return {
             "fingerprint": self.hash.hexdigest(),
             "counts": {
-                "sources": len(sources),
-                "questions": len(questions),
-                "pictures": len(names) - broken.count,
+                "sources": len(self.sources),
+                "questions": len(self.questions),
+                "pictures": len(self.names) - broken.count,
                 "broken_pictures": broken.count,
                 "questions_without_sources": sum(
-                    not (q.positives or q.negatives) for q in questions
+                    not (q.positives or q.negatives) for q in self.questions
                 ),
             },
-            "modalities": dict(Counter(source.modality for source in sources)),
-            "splits": {split: len(rows) for split, rows in splits.items()},
-            "categories": dict(Counter(question.category for question in questions)),
+            "modalities": dict(Counter(source.modality for source in self.sources)),
+            "splits": {split: len(rows) for split, rows in self.splits.items()},
+            "categories": dict(Counter(question.category for question in self.questions)),
             "broken_pictures": broken.reasons,
         }
 
-    def _write_pictures(self, names: Sequence[str], max_broken: int | None) -> BrokenPictures:
-        broken = BrokenPictures(len(names), max_broken)
+    def _write_pictures(
+        self,
+        read_picture: Callable[[str], bytes] | None,
+        check: bool,
+        max_broken: int | None,
+        workers: int | None,
+    ) -> BrokenPictures:
+        broken = BrokenPictures(len(self.names), max_broken)
         kept: list[str] = []
-        if names:
-            if self.read_picture is None:
+        if self.names:
+            if read_picture is None:
                 raise UserError(
-                    f"{len(names)} sources or questions have a picture but no picture files were "
-                    "given; name them (imgs.tsv and imgs.lineidx, or images)."
+                    f"{len(self.names)} sources or questions have a picture but no picture files "
+                    "were given; name them (imgs.tsv and imgs.lineidx, or images)."
                 )
-            with _Writer(self.folder, "pictures", ["corpus"], PICTURE_SHARD) as writer:
-                for name in names:
-                    try:
-                        data = self.read_picture(name)
-                        if self.verify:
-                            verify(data, name)
-                    except PictureError as error:
-                        broken.add(name, str(error))
-                    else:
-                        writer.add("corpus", {"id": name, "picture": data})
-                        self.hash.update(name.encode() + hashlib.sha256(data).digest())
-                        kept.append(name)
-                    self._advance()
+            writer = PictureWriter(
+                self.folder,
+                DatasetFiles(self.folder / "pictures", "picture", text=False, module=__name__),
+                read_picture,
+                check=check,
+                broken=broken,
+                advance=self._advance,
+                workers=workers,
+            )
+            kept, digests, broken = writer.write(self.names, PICTURE_SHARD)
+            for name, digest in zip(kept, digests, strict=True):
+                self.hash.update(name.encode() + digest)
         write_json(self.folder / "pictures.json", kept)
         return broken
 
     def _write_rows(
         self, dataset: str, splits: Mapping[str, Sequence[Source | Question]], lost: set[str]
     ) -> None:
-        with _Writer(self.folder, dataset, list(splits), TEXT_SHARD) as writer:
-            for split, rows in splits.items():
-                for row in rows:
-                    if row.image in lost:
-                        row = dataclasses.replace(row, image=None)
-                    text = json.dumps(_fields(row), ensure_ascii=False)
-                    self.hash.update(text.encode())
-                    writer.add(split, {"id": row.id, "row": text})
-                    self._advance()
+        shutil.rmtree(self.folder / dataset, ignore_errors=True)  # of an interrupted attempt
+        files = DatasetFiles(self.folder / dataset, "row", text=True, module=__name__)
+        sizes: dict[str, list[ShardSize]] = {}
+        for split, rows in splits.items():
+            sizes[split] = []
+            for start in range(0, len(rows), TEXT_SHARD):
+                with files.open_shard(split, len(sizes[split])) as shard:
+                    for row in rows[start : start + TEXT_SHARD]:
+                        if row.image in lost:
+                            row = dataclasses.replace(row, image=None)
+                        text = json.dumps(_fields(row), ensure_ascii=False)
+                        self.hash.update(text.encode())
+                        shard.add(row.id, text)
+                        self._advance(1)
+                sizes[split].append(shard.size)
+        files.finish(sizes)
 
-    def _advance(self) -> None:
-        self.done += 1
-        if self.done % 256 == 0 or self.done == self.total:
+    def _advance(self, n: int) -> None:
+        self.done += n
+        if self.done - self.shown >= 256 or self.done == self.total:
+            self.shown = self.done
             self.progress(self.done, self.total)
-
-
-class _Writer:
-    """One TFDS dataset in ArrayRecord files, written in order."""
-
-    def __init__(self, folder: Path, dataset: str, splits: list[str], shard: int):
-        import numpy as np
-        import tensorflow_datasets as tfds
-
-        features = {"id": tfds.features.Text()}
-        if dataset == "pictures":
-            features["picture"] = tfds.features.Tensor(shape=(), dtype=np.object_)
-        else:
-            features["row"] = tfds.features.Text()
-        target = folder / dataset
-        target.mkdir()
-        identity = tfds.core.dataset_info.DatasetIdentity(
-            name=dataset, version="1.0.0", data_dir=str(target), module_name=__name__
-        )
-        info = tfds.core.DatasetInfo(
-            builder=identity, features=tfds.features.FeaturesDict(features)
-        )
-        self._tfds = tfds.core.SequentialWriter(
-            info, max_examples_per_shard=shard, file_format="array_record"
-        )
-        self._tfds.initialize_splits(splits)
-        self._pending: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
-
-    def add(self, split: str, example: dict[str, Any]) -> None:
-        self._pending[split].append(example)
-        if len(self._pending[split]) >= WRITE_BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        for split, examples in self._pending.items():
-            self._tfds.add_examples({split: examples})
-            examples.clear()
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._flush()
-        self._tfds.close_all()
 
 
 def _read_rows(dataset: Path, split: str) -> Iterable[dict[str, Any]]:

@@ -9,6 +9,9 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 
+# The nine of WebQA's CLIP retrieval (reference.md 3), 1 and 5.
+KS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalScores:
@@ -39,7 +42,7 @@ class RetrievalScores:
 def score_rankings(
     gold: Sequence[Collection[str]],
     rankings: Sequence[Sequence[str]],
-    ks: Sequence[int] = (1, 2, 5, 10, 20, 50, 100),
+    ks: Sequence[int] | None = None,
 ) -> RetrievalScores:
     """Scores one ranking (best first) a question against its gold sources.
 
@@ -47,6 +50,9 @@ def score_rankings(
     hit_all ask for at least one and for all of them; ndcg@k has gains 0 and 1 and the
     ideal of min(k, number of gold sources); mrr is one over the rank of the first gold
     source, 0 where none is ranked. A source ranked twice counts at its first place.
+
+    Without `ks`, those of KS up to the longest ranking: recall@1000 of a hundred sources would
+    be their recall@100 by another name.
 
     Raises UserError where the lengths differ, a k is below 1, or no question has gold
     sources.
@@ -56,6 +62,9 @@ def score_rankings(
             f"{len(gold)} questions but {len(rankings)} rankings; give one ranking a question, "
             "an empty one where nothing was found."
         )
+    if ks is None:
+        longest = max(map(len, rankings), default=0)
+        ks = [k for k in KS if k <= max(longest, 1)]
     if any(k < 1 for k in ks):
         raise UserError(f"recall@k: k must be 1 or more, not {min(ks)}; change the list of ks.")
     rows = tuple(row for row, sources in enumerate(gold) if sources)

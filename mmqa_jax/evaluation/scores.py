@@ -64,6 +64,19 @@ class Scores:
         return self.per_question[scorer][rows]
 
 
+def merged_scores(scores: Iterable[Scores]) -> list[Scores]:
+    """Scores of the same questions put together, so that they make one table."""
+    merged: dict[tuple[str, ...], Scores] = {}
+    for found in scores:
+        same = merged.get(found.question_ids)
+        if same is not None:
+            found = dataclasses.replace(
+                same, per_question={**same.per_question, **found.per_question}
+            )
+        merged[found.question_ids] = found
+    return list(merged.values())
+
+
 def predictions_by_question(
     questions: Iterable[Question], predictions: Sequence[Prediction]
 ) -> dict[str, Prediction]:

@@ -96,7 +96,8 @@ def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> 
             "the same split."
         )
     scorers = list(scores.per_question)
-    columns = ["category", "n", *(_short(scorer) for scorer in scorers)]
+    short = [_short(scorer) for scorer in scorers]
+    columns = ["category", "n", *(short if len(set(short)) == len(short) else scorers)]
     if constant is not None:
         columns += [f"constant {_short(scorer)}" for scorer in constant.per_question]
 

@@ -125,9 +125,10 @@ class Embedder:
         out: str | os.PathLike,
         *,
         shard_rows: int = 4096,
+        part: tuple[int, int] | None = None,
         overwrite: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Embeddings:
+    ) -> Embeddings | None:
         """Embeds every source into folder `out` (see retrieval/embeddings.py), resumable.
 
         A snippet is its text; a picture is its caption and pixels. A picture that cannot be
@@ -135,6 +136,11 @@ class Embedder:
 
         Args:
           pictures: pixels by row; None embeds pictures by their captions.
+          part: (i, n): this process is the i-th of n that share the job; by default of the
+            hosts that jax knows.
+
+        Returns:
+          The embeddings; None while other processes have shards left to make.
         """
         if pictures is not None and pictures.size != self.image_size:
             raise UserError(
@@ -150,6 +156,7 @@ class Embedder:
                 model_fingerprint=self.fingerprint,
                 corpus_fingerprint=corpus.fingerprint,
                 shard_rows=shard_rows,
+                part=part or (jax.process_index(), jax.process_count()),
                 overwrite=overwrite,
                 on_progress=on_progress,
             )

@@ -1,16 +1,22 @@
 """Embeddings of a whole corpus on disk: written shard by shard, resumable, memory-mapped.
 
-While the job runs, `folder` holds `manifest.json` and `shards/00000.npy`, ..., each written
-whole or not at all; a job killed at any point goes on with the shards that are missing. At
-the end the shards become one `embeddings.npy` (ScaNN wants one array) and are removed.
+While the job runs, `folder` holds `manifest.json` and `shards-JOB/00000.npy`, ..., each written
+whole or not at all; a job killed at any point goes on with the shards that are missing. Several
+processes, on several hosts over a shared disk, may share a job: each makes every n-th shard and
+the last to finish makes one `embeddings.npy` of them (ScaNN wants one array). JOB is a hash of
+all that the shards are of, so none is ever taken for another model's or corpus's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +83,33 @@ def write_embeddings(
     model_fingerprint: str,
     corpus_fingerprint: str,
     shard_rows: int = 4096,
+    part: tuple[int, int] = (0, 1),
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Embeddings:
+) -> Embeddings | None:
     """Runs an embedding job, or what is left of it.
 
     Args:
       embed_rows: embeds a range of rows, float32[len(range), dim]; called once per shard.
       rows, dim: size of the whole result.
       shard_rows: rows per shard: what a kill loses at most.
+      part: (i, n): this process makes the shards i, i + n, i + 2n, ... of a job shared by n.
       overwrite: start afresh where `folder` holds another model's or corpus's embeddings.
-      on_progress: called with (rows done, rows) after every shard.
+      on_progress: called with (rows done, rows of this part) after every shard.
+
+    Returns:
+      The embeddings; None while other processes have shards left to make.
 
     Raises:
-      UserError: no rows; embeddings of another model or corpus are there and not `overwrite`.
+      UserError: no rows; a part that does not exist; embeddings of another model or corpus are
+        there and not `overwrite`, or a shared job cut into other shards.
       RunError: `embed_rows` gave values that are not finite.
     """
     if rows < 1:
         raise UserError("embed: the corpus is empty, at least one source was expected.")
+    mine, parts = part
+    if not 0 <= mine < parts:
+        raise UserError(f"embed: part {mine} of {parts} does not exist; count from 0.")
     folder = Path(folder)
     job = {
         "what": _WHAT,
@@ -104,42 +119,73 @@ def write_embeddings(
         "model_fingerprint": model_fingerprint,
         "corpus_fingerprint": corpus_fingerprint,
     }
-    found = _readable_manifest(folder)
-    if found is not None and not overwrite:
-        # A job cut into other shards is no other result; it only starts afresh.
-        _refuse_other_job(folder, found, {k: v for k, v in job.items() if k != "shard_rows"})
-    whole = folder / "embeddings.npy"
-    if found == {**job, "complete": True} and _load(whole, (rows, dim)) is not None:
-        shutil.rmtree(folder / "shards", ignore_errors=True)
-        return open_embeddings(folder)
-    if found is None or {k: v for k, v in found.items() if k != "complete"} != job:
-        # Nothing says what shards without a readable manifest are of.
-        shutil.rmtree(folder / "shards", ignore_errors=True)
-    write_json(folder / MANIFEST, {**job, "complete": False})
+    with _locked(folder):
+        found = _readable_manifest(folder)
+        if found is not None and not overwrite:
+            _refuse_other_job(folder, found, job, shared=parts > 1)
+        if _is_complete(folder, job):
+            return _finish(folder)
+        write_json(folder / MANIFEST, {**job, "complete": False})
 
     ranges = [range(start, min(start + shard_rows, rows)) for start in range(0, rows, shard_rows)]
-    for number, span in enumerate(ranges):
-        path = _shard_path(folder, number)
+    paths = [_shards(folder, job) / f"{number:05d}.npy" for number in range(len(ranges))]
+    done, total = 0, sum(map(len, ranges[mine::parts]))
+    for span, path in zip(ranges[mine::parts], paths[mine::parts], strict=True):
         if _load(path, (len(span), dim)) is None:
             vectors = np.asarray(embed_rows(span), np.float32)
             _check_finite(vectors, span)
             with atomic_write(path, "wb") as file:
                 np.save(file, vectors)
+        done += len(span)
         if on_progress is not None:
-            on_progress(span.stop, rows)
+            on_progress(done, total)
 
+    with _locked(folder):
+        if not _is_complete(folder, job):  # nobody else was last
+            sizes = [(len(span), dim) for span in ranges]
+            if any(_load(p, size) is None for p, size in zip(paths, sizes, strict=True)):
+                return None
+            _join(paths, folder / "embeddings.npy", (rows, dim))
+            write_json(folder / MANIFEST, {**job, "complete": True})
+        return _finish(folder)
+
+
+def _join(paths: list[Path], whole: Path, shape: tuple[int, int]) -> None:
+    """Writes the shards end to end as one array, one shard in memory at a time."""
     with atomic_write(whole, "wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)}
+        header = {"descr": "<f4", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
-        for number in range(len(ranges)):
-            file.write(np.ascontiguousarray(np.load(_shard_path(folder, number))).data)
-    write_json(folder / MANIFEST, {**job, "complete": True})
-    shutil.rmtree(folder / "shards")
+        for path in paths:
+            file.write(np.ascontiguousarray(np.load(path)).data)
+
+
+def _finish(folder: Path) -> Embeddings:
+    """Removes the shards, those of earlier jobs too, and opens what was made of them."""
+    for shards in folder.glob("shards-*"):
+        shutil.rmtree(shards, ignore_errors=True)
     return open_embeddings(folder)
 
 
-def _shard_path(folder: Path, number: int) -> Path:
-    return folder / "shards" / f"{number:05d}.npy"
+def _is_complete(folder: Path, job: dict[str, Any]) -> bool:
+    found = _readable_manifest(folder)
+    shape = (job["rows"], job["dim"])
+    return (
+        found == {**job, "complete": True} and _load(folder / "embeddings.npy", shape) is not None
+    )
+
+
+def _shards(folder: Path, job: dict[str, Any]) -> Path:
+    digest = hashlib.blake2b(json.dumps(job, sort_keys=True).encode(), digest_size=8)
+    return folder / f"shards-{digest.hexdigest()}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps the other processes of a job out; the system frees the lock of a killed one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _readable_manifest(folder: Path) -> dict[str, Any] | None:
@@ -149,9 +195,12 @@ def _readable_manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any]) -> None:
+def _refuse_other_job(
+    folder: Path, found: dict[str, Any], job: dict[str, Any], shared: bool
+) -> None:
     for key, value in job.items():
-        if found.get(key) != value:
+        # A job cut into other shards has the same result, but nobody would make them all.
+        if found.get(key) != value and (shared or key != "shard_rows"):
             raise UserError(
                 f"{folder / MANIFEST}: holds embeddings with {key} {found.get(key)!r}, this job's "
                 f"is {value!r}; name another --out or give --overwrite."

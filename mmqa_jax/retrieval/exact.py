@@ -71,6 +71,9 @@ class ExactIndex:
         batches = [jax.device_put(batch) for batch in padded]
         for start in range(0, len(self), self._block_rows):
             block, mask = self._block(start), self._mask(start, allowed)
+            # Read a block while the one before is scored, and no further ahead: a million rows
+            # would lie in memory with all their scores otherwise.
+            jax.block_until_ready(best)
             best = [
                 _best_with_block(batch, block, mask, jnp.int32(start), *state)
                 for batch, state in zip(batches, best, strict=True)

@@ -17,7 +17,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.images import decode, load_picture_file, to_pixels
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.systems import stages, webqa
+from mmqa_jax.systems import retrieval_stages, webqa
 from mmqa_jax.training.run import read_config
 
 
@@ -39,7 +39,7 @@ class Answerer:
         self.top_k = config["select"]["top_k"]
         # Retriever and reader may look at pictures of different sizes.
         self.seen, self.read = (config[task]["pictures"] for task in ("contrastive", "answer"))
-        self.dense = stages.open_retriever(
+        self.dense = retrieval_stages.open_retriever(
             self.corpus, folder / "contrastive", folder / "index", two_pass=True
         )
         reranker = load_reranker(folder / "rerank", self.corpus, batch_size=16)

@@ -22,7 +22,7 @@ from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
-from mmqa_jax.systems import stages, webqa
+from mmqa_jax.systems import retrieval_stages, stages, webqa
 from mmqa_jax.systems.demo_results import SETTINGS, Results, score_demo, show_tables, write_html
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.run import claimed, read_config, run_training
@@ -116,8 +116,8 @@ class _Demo:
 
     def embed(self) -> None:
         """Embeds all sources and builds the index."""
-        stages.embed(self.folder / DATA, self.folder / "contrastive", self.folder / INDEX)
-        stages.index(self.folder / INDEX, self.config.search.index)
+        retrieval_stages.embed(self.folder / DATA, self.folder / "contrastive", self.folder / INDEX)
+        retrieval_stages.index(self.folder / INDEX, self.config.search.index)
 
     def search(self) -> None:
         """Ranks the whole collection, and each question's candidates, in every way."""
@@ -195,7 +195,7 @@ class _Demo:
         write_json(self.folder / "scores.json", score_demo(results))
 
     def _dense(self, *, two_pass: bool) -> Any:
-        return stages.open_retriever(
+        return retrieval_stages.open_retriever(
             self.corpus, self.folder / "contrastive", self.folder / INDEX, two_pass=two_pass
         )
 

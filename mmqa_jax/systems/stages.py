@@ -1,11 +1,12 @@
-"""One stage at a time: what the verbs prepare, embed, index, search, rerank, answer and
-evaluate do. Every stage reads the files of the one before it and writes its own.
+"""One stage at a time: what the verbs prepare, rerank and answer do.
+
+Every stage reads the files of the one before it and writes its own; retrieval_stages.py has embed,
+index and search, scoring.py is the last one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import (
+    check_out,
     no_empty_folders,
     read_jsonl,
     read_text,
-    write_json,
     write_jsonl,
 )
 from mmqa_jax.core.progress import Progress
@@ -24,9 +25,6 @@ from mmqa_jax.data.corpus import Corpus, open_corpus, prepare_interchange, prepa
 from mmqa_jax.data.records import refuse_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.systems import webqa
-
-_EMBEDDINGS, _INDEX, _RUN = "embeddings", "index", "embed.json"
-_KS = (1, 2, 5, 10, 20)
 
 
 def prepare(
@@ -87,104 +85,6 @@ def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, An
     return _summary(manifest, out)
 
 
-def embed(data: Path, model: Path, out: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Embeds every source of a corpus; goes on where an interrupted job stopped.
-
-    Args:
-      overwrite: replace embeddings of another model or corpus that lie in `out`.
-    """
-    from mmqa_jax.core import startup
-    from mmqa_jax.data.images import PictureStore
-    from mmqa_jax.systems.parts import load_embedder
-
-    check_out(out / _EMBEDDINGS, folder=True)
-    startup.start()
-    corpus = open_corpus(data)
-    embedder, config = load_embedder(model)
-    pictures = PictureStore(corpus, config.pictures.size, config.pictures.resize)
-    with Progress("Embedding sources", len(corpus), "sources") as progress:
-        embeddings = embedder.embed_sources(
-            corpus,
-            pictures,
-            out / _EMBEDDINGS,
-            shard_rows=1024,
-            overwrite=overwrite,
-            on_progress=progress.reach,
-        )
-    write_json(out / _RUN, {"data": str(data), "model": str(model)})
-    rows, dim = embeddings.vectors.shape
-    return {"sources": rows, "dim": dim, "broken_pictures": pictures.broken.count}
-
-
-def index(folder: Path, kind: str) -> dict[str, Any]:
-    """Builds the index over the embeddings in `folder`."""
-    from mmqa_jax.retrieval.embeddings import open_embeddings
-    from mmqa_jax.retrieval.index import build_index
-
-    embeddings = open_embeddings(folder / _EMBEDDINGS)
-    built = build_index(embeddings, kind)
-    built.save(folder / _INDEX)
-    return {"rows": len(embeddings.vectors), "kind": type(built).__name__}
-
-
-def open_retriever(corpus: Corpus, model: Path, index_dir: Path, *, two_pass: bool) -> Any:
-    """The dense retriever over an index of `mmqa index`."""
-    from mmqa_jax.data.images import PictureStore
-    from mmqa_jax.retrieval.embeddings import open_embeddings
-    from mmqa_jax.retrieval.index import load_index
-    from mmqa_jax.systems.parts import DenseRetriever, load_embedder
-
-    embedder, config = load_embedder(model)
-    embeddings = open_embeddings(index_dir / _EMBEDDINGS, embedder.fingerprint, corpus.fingerprint)
-    return DenseRetriever(
-        corpus,
-        embedder,
-        load_index(index_dir / _INDEX, embeddings, embedder.fingerprint),
-        PictureStore(corpus, config.pictures.size, config.pictures.resize),
-        two_pass=two_pass,
-    )
-
-
-def search(
-    data: Path,
-    method: str,
-    out: Path,
-    *,
-    model: str | None,
-    index_dir: str | None,
-    split: str,
-    top_k: int,
-    two_pass: bool,
-) -> dict[str, Any]:
-    """Ranks the whole collection for every question of a split."""
-    from mmqa_jax.core import startup
-    from mmqa_jax.evaluation.retrieval import recall_at_k
-    from mmqa_jax.retrieval.rankings import write_rankings
-    from mmqa_jax.systems.parts import BM25Retriever, FusedRetriever
-
-    check_top_k(top_k)
-    check_out(out)
-    if method != "bm25" and not (model and index_dir):
-        raise UserError(f"--method={method} needs --model and --index; give both.")
-    corpus = open_corpus(data)
-    questions = split_questions(corpus, data, split)
-    retrievers: list[Any] = []
-    if method != "dense":
-        retrievers.append(BM25Retriever(corpus, two_pass=two_pass))
-    if method != "bm25":
-        startup.start()
-        dense = open_retriever(corpus, Path(model), Path(index_dir), two_pass=two_pass)
-        retrievers.append(dense)
-    retriever = retrievers[0] if len(retrievers) == 1 else FusedRetriever(retrievers)
-    rankings = retriever.search(questions, top_k)
-    write_rankings(out, rankings)
-    gold = [set(q.positives) for q in questions]
-    recall = {}
-    if any(gold):  # WebQA hides them in its test split
-        recall = recall_at_k(gold, [r.sources for r in rankings], _KS)
-    return {"questions": len(questions), "recall": {f"recall@{k}": v for k, v in recall.items()}}
-
-
 def rerank(
     data: Path, model: Path, candidates: str, out: Path, *, split: str, top_k: int
 ) -> dict[str, Any]:
@@ -238,65 +138,6 @@ def answer(
         predictions = reader.answer(questions, webqa.select_sources(relevance, threshold))
     write_predictions(out, predictions)
     return {"questions": len(predictions), "predictions": str(out)}
-
-
-def evaluate(
-    dataset: str,
-    references: Path,
-    predictions: Path,
-    *,
-    split: str,
-    lemmatizer: str,
-    only_given: bool = False,
-) -> dict[str, Any]:
-    """Scores predictions (answers and cited sources) or rankings; prints the tables.
-
-    Args:
-      only_given: score only the questions that the file holds; otherwise a missing prediction
-        counts 0 and a missing ranking is refused.
-    """
-    from rich.console import Console
-
-    from mmqa_jax.data.datasets.webqa import read_submission
-    from mmqa_jax.evaluation.retrieval import score_rankings
-    from mmqa_jax.evaluation.tables import answer_table, retrieval_table, to_rich
-    from mmqa_jax.evaluation.webqa import score_answers, score_sources
-    from mmqa_jax.retrieval.rankings import read_rankings
-
-    corpus = open_corpus(references)
-    questions = split_questions(corpus, references, split)
-    console = Console()
-    if predictions.suffix == ".jsonl" and _holds_rankings(predictions):
-        if only_given:
-            questions = _among(questions, read_rankings(predictions), predictions)
-        rankings = read_rankings(predictions, [q.id for q in questions], corpus.row)
-        found = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
-        recall = {
-            int(k.removeprefix("recall@")): v for k, v in found.scores.items() if "recall@" in k
-        }
-        console.print(to_rich(retrieval_table("Retrieval", {predictions.stem: recall}, {})))
-        return {"dataset": dataset, "n": len(found.rows), "scores": found.scores, "by_category": {}}
-    if predictions.suffix == ".jsonl":
-        given = read_predictions(predictions, corpus.row)
-    else:
-        given = read_submission(predictions, corpus)
-    if only_given:
-        questions = _among(questions, given, predictions)
-    answers = score_answers(questions, given, lemmatizer=lemmatizer)
-    sources = score_sources(questions, given) if any(q.positives for q in questions) else None
-    console.print(to_rich(answer_table(f"{dataset}, {split}", answers)))
-    cited = sources.by_category if sources else {}
-    by_category = {
-        category: {**scores, **cited.get(category, {})}
-        for category, scores in answers.by_category.items()
-    }
-    return {
-        "dataset": dataset,
-        "n": answers.n,
-        "missing": answers.missing,
-        "scores": {**answers.scores, **(sources.scores if sources else {})},
-        "by_category": by_category,
-    }
 
 
 def split_questions(corpus: Corpus, data: Path, split: str) -> list[Question]:
@@ -355,40 +196,10 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _among(
-    questions: Sequence[Question], given: Sequence[Prediction | Ranking], path: Path
-) -> list[Question]:
-    """The questions that the file `path` predicts or ranks; UserError where there are none."""
-    held = {row.question_id for row in given}
-    kept = [question for question in questions if question.id in held]
-    if not kept:
-        raise UserError(
-            f"--only_given: {path} holds none of the {len(questions)} questions of this split; "
-            "name another file or --split."
-        )
-    return kept
-
-
 def check_top_k(top_k: int) -> None:
     """UserError for a --top_k below 1."""
     if top_k < 1:
         raise UserError(f"--top_k={top_k}: at least 1 was expected; give a larger number.")
-
-
-def check_out(path: Path, *, folder: bool = False) -> None:
-    """UserError where no file (or folder) can be written: before hours of work, not after them."""
-    if path.is_dir() and not folder:
-        raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
-    here = path.absolute()
-    places = (here, *here.parents) if folder else here.parents
-    parent = next(place for place in places if os.path.exists(place))
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"--out={path}: {parent} is no folder to write to; name another path.")
-
-
-def _holds_rankings(path: Path) -> bool:
-    first = next(read_jsonl(path), (0, {}))[1]
-    return isinstance(first, dict) and "scores" in first and "answer" not in first
 
 
 def _prepare_official(
@@ -430,11 +241,28 @@ def _stage(progress: Progress) -> Any:
 
 
 def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
+    """What `prepare` returns; says on stderr what a user may not expect."""
     if attribution := manifest["attribution"].strip():
         print(attribution)  # with its line break: JSON may follow
+    counts, origin = manifest["counts"], manifest["origin"]
+    said = []
     if broken := manifest["broken_pictures"]:
         shown = ", ".join(list(broken)[:5]) + (", ..." if len(broken) > 5 else "")
         are = "picture is" if len(broken) == 1 else "pictures are"
-        print(f"{len(broken)} {are} broken and left out: {shown}", file=sys.stderr)
+        said.append(f"{len(broken)} {are} broken and left out: {shown}")
+    if lone := counts["questions_without_sources"]:
+        said.append(f"{lone} of {counts['questions']} questions list no sources at all; kept")
+    if reused := origin.get("reused_snippet_ids"):
+        said.append(f"{reused} snippet ids stand for two facts; the later has a number behind its")
+    if differences := origin.get("published_differences"):
+        shown = ", ".join(
+            f"{n['found']:,} {what} ({n['published']:,})" for what, n in differences.items()
+        )
+        said.append(f"differs from the published release (its counts in brackets): {shown}")
+    for line in said:
+        print(line, file=sys.stderr)
     kept = ("name", "fingerprint", "counts", "splits", "broken_pictures")
-    return {**{key: manifest[key] for key in kept}, "data": str(out)}
+    result = {**{key: manifest[key] for key in kept}, "data": str(out)}
+    if differences is not None:
+        result["published_differences"] = differences
+    return result

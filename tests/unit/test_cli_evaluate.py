@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
-from cli_runs import TEST, done, rows_of, write_rows
+from cli_runs import TEST, done, mmqa, rows_of, write_rows
+
+from mmqa_jax.evaluation import webqa
+from mmqa_jax.evaluation.webqa_formats import COLUMNS
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+
+SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[2] / "../shared/data"))
+GOLDEN = (
+    SHARED
+    / "webqa_golden/img_queries_VLP_x101fpn_combinedTraining_val_beam5_img_step11_cleaned.tsv"
+)
 
 
 def gold() -> list[dict]:
@@ -100,3 +112,137 @@ def test_broken_submission(data, refused, tmp_path):
     refused(*flags, message=r"submission\.json, Guid test0: sources must be a list")
     path.write_text('{"other": {"answer": "a", "sources": []}}')
     refused(*flags, message=r"no question has the id 'other'")
+
+
+# WebQA's own files
+
+
+@pytest.mark.skipif(
+    not (GOLDEN.exists() and webqa.spacy_is_installed()),
+    reason="needs ../shared/data/webqa_golden (MMQA_SHARED_DATA) and the `lemma` extra",
+)
+def test_the_official_validation_outputs_from_the_command_line():
+    ended = mmqa("evaluate", "webqa", f"--predictions={GOLDEN}", "--json")
+    assert ended.code == 0, ended.err
+    result = ended.value
+    assert (result["dataset"], result["n"], result["missing"]) == ("webqa", 2511, 0)
+    # The official script with spaCy 3.8. No fluency without weights, and no sources in a TSV.
+    assert result["scores"].keys() == {"webqa_acc/official", "exact_match/official"}
+    assert result["scores"]["webqa_acc/official"] == pytest.approx(0.4414, abs=5e-4)
+    assert result["by_category"]["choose"]["webqa_acc/official"] == pytest.approx(0.6860, abs=1e-3)
+    assert result["by_modality"] == {"image": result["scores"]}
+    assert "no fluency (webqa_fl): give --bart the folder of BARTScore's weights" in ended.err
+
+
+@pytest.fixture
+def webqa_files(tmp_path):
+    """References as WebQA's JSON and as an output TSV; the predictions of the latter."""
+    questions = {
+        "g1": ("text", "Where is it?", "In Paris", "Paris", "It is in Paris ."),
+        "g2": ("color", "Which color?", "It is red.", "red", "Red and white ."),
+        "g3": ("text", "Who is it?", "It is Ann.", "TBD", "Ann"),
+    }
+    official, lines = {}, ["\t".join(COLUMNS)]
+    for guid, (category, asked, answer, keywords, said) in questions.items():
+        official[guid] = {
+            "Q": asked, "A": [answer], "Qcate": category, "split": "val", "Guid": guid,
+            "txt_posFacts": [{"snippet_id": f"{guid}_0", "fact": "Same fact.", "title": "T"}],
+            "txt_negFacts": [{"snippet_id": f"{guid}_1", "fact": f"Other {guid}.", "title": "T"}],
+            **({} if keywords == "TBD" else {"Keywords_A": keywords}),
+        }  # fmt: skip
+        values = (guid, category, asked, json.dumps([answer]), keywords, "[0]", json.dumps([said]))
+        lines.append("\t".join(values))
+    (tmp_path / "val.json").write_text(json.dumps(official))
+    (tmp_path / "out.tsv").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_references_of_every_format_give_the_same_scores(webqa_files, monkeypatch):
+    monkeypatch.setattr(webqa, "spacy_is_installed", lambda: False)
+    tsv, official = webqa_files / "out.tsv", webqa_files / "val.json"
+    flags = ("evaluate", "webqa", f"--predictions={tsv}")
+    ended = mmqa(*flags, "--json")
+    assert ended.code == 0, ended.err
+    result = ended.value
+    expected = {
+        "webqa_acc/no_lemma": (1 + 2 * 0.5 / (1.5 + 1e-5)) / 2,
+        "exact_match/no_lemma": 0.5,
+        "webqa_acc/approx_no_lemma": (1 + 2 * 0.5 / 1.5 + 1 / 3) / 3,
+    }
+    assert result["scores"] == pytest.approx(expected, abs=1e-9)
+    assert result["n_by_scorer"] == dict(zip(expected, (2, 2, 3), strict=True))
+    assert result["by_modality"]["text"]["webqa_acc/approx_no_lemma"] == pytest.approx(2 / 3)
+    assert result["notes"] == ended.err.splitlines()
+    assert [note[:20] for note in result["notes"]] == [
+        "no spaCy here, so ac", "1 of 3 questions hav", "no fluency (webqa_fl",
+    ]  # fmt: skip
+    again = done(*flags, f"--references={official}", "--split=val")
+    assert again["scores"] == result["scores"]
+    assert done(*flags, f"--references={tsv}")["scores"] == result["scores"]
+    chosen = done(*flags, "--lemmatizer=none")
+    assert chosen["notes"] == result["notes"][1:]
+
+
+def test_a_submission_goes_by_the_questions_own_snippet_ids(webqa_files, tmp_path):
+    official, path = f"--references={webqa_files / 'val.json'}", tmp_path / "leaderboard.json"
+    rows = [
+        {"question_id": "g2", "answer": "Red.", "sources": ["g1_0"]},  # how the corpus calls it
+        {"question_id": "g3", "answer": "Ann", "sources": ["g3_1"]},
+    ]
+    predictions = write_rows(tmp_path / "predictions.jsonl", rows)
+    flags = ("evaluate", "webqa", official, "--split=val", "--lemmatizer=none")
+    result = done(*flags, f"--predictions={predictions}", f"--submission={path}")
+    assert result["submission"] == str(path)
+    assert json.loads(path.read_text()) == {
+        "g2": {"sources": ["g2_0"], "answer": "Red."},
+        "g3": {"sources": ["g3_1"], "answer": "Ann"},
+    }
+    assert result["missing"] == 1
+    assert "1 of 3 questions have no prediction and count 0" in result["notes"]
+    assert result["scores"]["source_f1/notebook"] == pytest.approx(1 / 3, abs=1e-4)
+    # The written file scores the same.
+    again = done(*flags, f"--predictions={path}")
+    assert again["scores"] == result["scores"]
+
+
+def test_a_submission_of_the_hidden_split(webqa_files, tmp_path):
+    hidden = {
+        "h1": {
+            "Q": "Where?", "Qcate": "text", "split": "test", "Guid": "h1",
+            "txt_Facts": [{"snippet_id": "h1_0", "fact": "Here.", "title": "T"}],
+        },
+        "h2": {"Q": "Who?", "Qcate": "text", "split": "test", "Guid": "h2"},
+    }  # fmt: skip
+    (tmp_path / "WebQA_test.json").write_text(json.dumps(hidden))
+    rows = [{"question_id": "h1", "answer": "Here", "sources": ["h1_0"]}]
+    predictions = write_rows(tmp_path / "predictions.jsonl", rows)
+    flags = ("evaluate", "webqa", f"--references={tmp_path / 'WebQA_test.json'}")
+    path = tmp_path / "leaderboard.json"
+    result = done(*flags, f"--predictions={predictions}", f"--submission={path}")
+    assert (result["n"], result["missing"], result["scores"]) == (0, 1, {})
+    assert json.loads(path.read_text()) == {"h1": {"sources": ["h1_0"], "answer": "Here"}}
+    ended = mmqa(*flags, f"--predictions={predictions}")
+    assert ended.code == 2
+    assert "none of the 2 questions has keyword answers" in ended.err
+
+
+def test_references_and_submissions_that_cannot_be(webqa_files, data, bm25, refused, tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text("{}")
+    refused(
+        "evaluate", "webqa", f"--predictions={path}", message=r"--references: .*some\.json holds"
+    )
+    tsv = f"--predictions={webqa_files / 'out.tsv'}"
+    out = f"--submission={tmp_path / 'leaderboard.json'}"
+    refused("evaluate", "webqa", tsv, out, message=r"--submission: the references hold no sources")
+    refused(
+        "evaluate", "corpus", f"--references={data}", f"--predictions={bm25}", out,
+        message=r"--submission: .* holds rankings; give a file with answers",
+    )  # fmt: skip
+    refused(
+        "evaluate", "webqa", tsv, f"--bart={tmp_path / 'nowhere'}",
+        message=r"--bart=.*nowhere: no such folder; give bart-large-cnn's",
+    )  # fmt: skip
+    refused(
+        "evaluate", "webqa", tsv, f"--references={tmp_path / 'no.json'}", message="no such folder"
+    )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 VERBS = (
     "demo", "ask", "prepare", "convert", "train", "embed", "index", "search", "rerank", "answer",
-    "evaluate", "report",
+    "prompt", "evaluate", "report", "bench",
 )  # fmt: skip
 
 
@@ -49,7 +49,8 @@ def test_help_loads_no_numerical_library():
         "    except SystemExit as stop:\n"
         "        assert stop.code == 0\n"
         "heavy = {'jax', 'numpy', 'grain', 'flax', 'orbax', 'PIL', 'rich', 'tokenizers',\n"
-        "         'tensorflow_datasets', 'ml_collections', 'matplotlib', 'scipy'}\n"
+        "         'tensorflow_datasets', 'ml_collections', 'matplotlib', 'scipy', 'openai', 'jinja2', 'torch',\n"
+        "         'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     ended = subprocess.run(

@@ -6,6 +6,8 @@ import base64
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,9 @@ from cli_runs import (
     write_rows,
 )
 
+from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.datasets.webqa import ImagesTsv
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -235,6 +239,70 @@ def test_a_cut_picture_file_costs_the_picture_in_the_cut(webqa_raw, tmp_path):
     reason = result["broken_pictures"]["images/30000002"]
     assert re.search(r"imgs\.tsv, row 2: broken base64 .*; fetch it again\.", reason)
     assert result["counts"]["pictures"] == 2
+
+
+def test_what_a_user_may_not_expect_of_official_files_is_said(webqa_raw, tmp_path):
+    path = webqa_raw / "WebQA_train_val.json"
+    data = json.loads(path.read_text())
+    # A guid with no sources, and a snippet id that is already another fact's.
+    data["g2"] = {"Q": "Which?", "Qcate": "text", "split": "val", "Guid": "g2"}
+    data["g3"] = {
+        **data["g2"], "Guid": "g3", "split": "train",
+        "txt_posFacts": [{"snippet_id": "g1_0", "fact": "Snow is white.", "title": "Snow"}],
+    }  # fmt: skip
+    path.write_text(json.dumps(data))
+    ended = mmqa("prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}", "--json")
+    assert ended.code == 0, ended.err
+    assert "1 of 3 questions list no sources at all; kept" in ended.err
+    assert "1 snippet ids stand for two facts; the later has a number behind its" in ended.err
+    assert "published release (its counts in brackets): 1 train questions (36,766)" in ended.err
+    assert ended.value["counts"]["questions_without_sources"] == 1
+    differences = ended.value["published_differences"]
+    assert differences["pictures"] == {"published": 389_750, "found": 3}
+    assert differences["snippets"] == {"published": 544_489, "found": 2}
+    assert differences["val questions"] == {"published": 4_966, "found": 2}
+    corpus = open_corpus(tmp_path / "out")
+    assert {s.text for s in corpus.sources if s.modality == "text"} == {
+        "Ice is cold.",
+        "Snow is white.",
+    }
+
+
+def test_a_killed_prepare_goes_on_with_the_same_bytes(webqa_raw, tmp_path, monkeypatch):
+    flags = ["prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}"]
+    program = (
+        "import os, signal, sys\n"
+        "from mmqa_jax.cli import main\n"
+        "from mmqa_jax.data import picture_records, records\n"
+        "from mmqa_jax.data.datasets.webqa import ImagesTsv\n"
+        "records.PICTURE_SHARD = 1\n"
+        "picture_records.processors = lambda: 1\n"
+        "read = ImagesTsv.read_named\n"
+        "def read_named(self, name):\n"
+        "    if name == 'images/30000002': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return read(self, name)\n"
+        "ImagesTsv.read_named = read_named\n"
+        f"main({flags!r})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    monkeypatch.setattr(records, "PICTURE_SHARD", 1)
+    names, read = [], ImagesTsv.read_named
+    monkeypatch.setattr(
+        ImagesTsv, "read_named", lambda self, name: names.append(name) or read(self, name)
+    )
+    done(*flags)
+    assert names == ["images/30000002"]
+    done(*flags[:-1], f"--out={tmp_path / 'whole'}")
+    assert len(names) == 4
+    resumed, whole = (
+        {
+            str(path.relative_to(tmp_path / folder)): path.read_bytes()
+            for path in (tmp_path / folder).rglob("*")
+            if path.is_file()
+        }
+        for folder in ("out", "whole")
+    )
+    assert resumed == whole
 
 
 def test_picture_files_of_another_release(webqa_raw, refused, tmp_path):

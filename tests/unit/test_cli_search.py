@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from cli_runs import QUESTIONS, TEST, done, question, rows_of, write_documents
+from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_documents
 
+from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import open_corpus
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
@@ -78,3 +79,103 @@ def test_dense_search_reads_the_beginning_of_a_long_question(models, tmp_path):
     long, longer, other = (row["scores"] for row in rows_of(out))
     assert long == pytest.approx(longer, abs=1e-6)
     assert long != pytest.approx(other, abs=1e-3)
+
+
+def test_embedding_jobs_are_shared_and_indexes_built_once(data, models, index, tmp_path):
+    flags = ("embed", f"--data={data}", f"--model={models / 'contrastive'}")
+    folder = f"--out={tmp_path / 'shared'}"
+    assert done(*flags, folder, "--shard=1/2")["waiting_for_other_shards"]
+    assert done(*flags, folder, "--shard=0/2") == {"sources": 11, "dim": 32, "broken_pictures": 0}
+    whole, shared = (
+        path / "embeddings" / "embeddings.npy" for path in (index, tmp_path / "shared")
+    )
+    assert whole.read_bytes() == shared.read_bytes()
+    build = ("index", f"--embeddings={tmp_path / 'shared'}", "--kind=exact")
+    assert done(*build) == {"rows": 11, "kind": "exact", "built": True}
+    assert done(*build) == {"rows": 11, "kind": "exact", "built": False}
+
+
+@pytest.mark.parametrize("shard", ["2/2", "1", "a/2", "-1/2", "0/0"])
+def test_shards_that_do_not_exist(shard, wrong, refused):
+    refused(*wrong["embed"], f"--shard={shard}", message=r"--shard=.* I from 0 to N - 1 was expect")
+
+
+@pytest.mark.parametrize("part", ["embeddings", "index"])
+def test_an_index_of_another_model_is_refused(part, wrong, index, refused, tmp_path):
+    """Of the same size and corpus: only the fingerprint tells."""
+    shutil.copytree(index, tmp_path / "other")
+    path = tmp_path / "other" / part / "manifest.json"
+    write_json(path, {**read_json(path), "model_fingerprint": "0123"})
+    message = rf"{part}/manifest\.json: model_fingerprint is '0123' but '\w+' was expected"
+    refused(*wrong["search"], f"--index={tmp_path / 'other'}", message=message)
+
+
+@pytest.mark.parametrize("method", ["bm25", "dense", "fused"])
+def test_known_modality_finds_no_other(method, data, models, index, tmp_path):
+    path = tmp_path / "found.jsonl"
+    flags = (f"--model={models / 'contrastive'}", f"--index={index}", f"--out={path}")
+    result = done("search", f"--data={data}", f"--method={method}", "--modality=known", *flags)
+    rows = {row["question_id"]: row["sources"] for row in rows_of(path)}
+    # The fourth asks for a picture; the last hides its sources, its category tells.
+    assert [len(rows[f"test{n}"]) for n in range(5)] == [8, 8, 8, 3, 8]
+    assert set(rows["test3"]) == {"p-Arvania", "p-Borduria", "p-Cinnabar"}
+    assert all(name.startswith("s-") for name in rows["test0"])
+    assert result["modality_unknown"] == 0
+    # The picture comes last of three at the worst.
+    assert result["by_modality"]["image"]["recall"]["recall@2"] in (0.0, 1.0)
+    assert result["by_modality"]["text"]["recall"].keys() >= {"recall@1", "recall@5"}
+
+
+def test_classified_modality(data, tmp_path):
+    """Two train questions on flags teach it; the test question on a flag is told apart."""
+    flags = [
+        question(n, "train", land, question=f"What color has the flag of {land}?", category="color",
+                 positives=[f"p-{land}"], negatives=[])
+        for n, land in enumerate(("Borduria", "Cinnabar"), start=20)
+    ]  # fmt: skip
+    raw = write_documents(tmp_path / "raw", [*QUESTIONS, *flags])
+    corpus = f"--data={tmp_path / 'data'}"
+    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    path = tmp_path / "found.jsonl"
+    search = ("search", corpus, "--method=bm25", "--modality=classified", f"--out={path}")
+    assert done(*search)["modality_accuracy"] == 1.0
+    rows = {row["question_id"]: row["sources"] for row in rows_of(path)}
+    assert rows["test3"][0] == "p-Arvania"
+    assert len(rows["test3"]) == 3
+    # Without questions of both kinds there is nothing to learn.
+    one_kind = ("search", f"--data={data}", *search[2:])
+    ended = mmqa(*one_kind)
+    assert ended.code == 2
+    assert "none of the 8 training questions needs image sources" in ended.err
+
+
+def test_restricted_and_compatible_bm25(data, tmp_path):
+    path = tmp_path / "found.jsonl"
+    search = ("search", f"--data={data}", f"--out={path}", "--method=bm25")
+    given = {row["id"]: {*row["positives"], *row["negatives"]} for row in TEST}
+    f1 = []
+    for flags in ((), ("--webqa_compat",)):
+        result = done(*search, "--candidates=restricted", *flags)
+        assert {row["question_id"]: set(row["sources"]) for row in rows_of(path)} == given
+        f1.append(result["source_f1_top_2"])
+    assert f1[0] > f1[1]
+    # `Hav?` is no word of the snippets: the baseline splits at spaces alone.
+    compatible, plain = done(*search, "--webqa_compat"), done(*search)
+    assert plain["recall"]["recall@1"] == 1.0
+    assert compatible["recall"]["recall@1"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--method=dense", "--webqa_compat"), r"--webqa_compat: .*--method=bm25"),
+        (("--method=bm25", "--webqa_compat", "--two_pass"), r"--webqa_compat: .*plain"),
+        (("--method=fused", "--candidates=restricted"), r"--candidates=restricted: works with"),
+        (
+            ("--method=bm25", "--candidates=restricted", "--modality=known"),
+            r"--candidates=restricted: .*without --modality",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, message, wrong, refused):
+    refused(*wrong["search"], *flags, message=message)

@@ -1,11 +1,9 @@
 """Embedding jobs: equal to one text at a time, and the same file after any interruption."""
 
 import functools
-import os
 import signal
 import subprocess
 import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +131,10 @@ def plain_sources(model, corpus):
     return np.stack(vectors)
 
 
+def files(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
 @pytest.mark.parametrize("count", [1, 8, 9, 45])
 def test_questions_equal_one_at_a_time(count):
     model = FakeDual()
@@ -166,10 +168,7 @@ def test_sources_equal_one_at_a_time(tmp_path, shard_rows, batch_size):
     np.testing.assert_allclose(embeddings.vectors, plain_sources(model, corpus), atol=2e-6)
     assert isinstance(embeddings.vectors, np.memmap)
     assert seen[-1] == (70, 70)
-    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [
-        "embeddings.npy",
-        "manifest.json",
-    ]
+    assert files(tmp_path / "e") == ["embeddings.npy", "manifest.json"]
 
 
 def test_the_real_dual_encoder(tmp_path):
@@ -207,11 +206,13 @@ def interrupted(tmp_path, name="e"):
         shared().embed_sources(
             FakeCorpus(), FakePictures(fail_at=45), tmp_path / name, shard_rows=20
         )
-    assert sorted(p.name for p in (tmp_path / name / "shards").iterdir()) == [
-        "00000.npy",
-        "00001.npy",
-    ]
+    assert files(shards(tmp_path / name)) == ["00000.npy", "00001.npy"]
     return tmp_path / name
+
+
+def shards(folder):
+    [found] = folder.glob("shards-*")
+    return found
 
 
 def whole(tmp_path):
@@ -221,11 +222,11 @@ def whole(tmp_path):
 
 @pytest.mark.parametrize(
     ("damage", "first_row"),
-    [("none", 42), ("delete shard", 0), ("cut shard", 0), ("manifest", 0), ("no manifest", 0)],
+    [("none", 42), ("delete shard", 0), ("cut shard", 0), ("manifest", 42), ("no manifest", 42)],
 )
 def test_resumed_file_is_identical(tmp_path, damage, first_row):
     folder = interrupted(tmp_path)
-    shard = folder / "shards" / "00000.npy"
+    shard = shards(folder) / "00000.npy"
     if damage == "delete shard":
         shard.unlink()
     elif damage == "cut shard":
@@ -239,44 +240,100 @@ def test_resumed_file_is_identical(tmp_path, damage, first_row):
     pictures = FakePictures()
     shared().embed_sources(FakeCorpus(), pictures, folder, shard_rows=20)
     assert (folder / "embeddings.npy").read_bytes() == whole(tmp_path)
+    assert files(folder) == ["embeddings.npy", "manifest.json"]
     assert min(pictures.asked) == first_row
-    # Rows 20..39 are computed again only if nothing says what the shards are of.
-    assert any(20 <= row < 40 for row in pictures.asked) == ("manifest" in damage)
+    assert not any(20 <= row < 40 for row in pictures.asked)
     again = FakePictures()
     shared().embed_sources(FakeCorpus(), again, folder, shard_rows=20)
     assert again.asked == []
 
 
+# Vectors are their row's number. Arguments: folder, row to die at, part, parts.
+JOB = """
+import os, sys
+import numpy as np
+from mmqa_jax.retrieval.embeddings import write_embeddings
+
+folder, kill_at, part, parts = sys.argv[1], *map(int, sys.argv[2:])
+
+def embed(rows):
+    if rows.start == kill_at:
+        os.kill(os.getpid(), 9)
+    print(rows.start)
+    return np.arange(rows.start, rows.stop)[:, None] * np.ones(3)
+
+made = write_embeddings(folder, embed, rows=95, dim=3, shard_rows=10, part=(part, parts),
+                        model_fingerprint="m", corpus_fingerprint="c")
+print("waits" if made is None else "complete")
+"""
+
+
+def start_job(folder, kill_at=-1, part=0, parts=1):
+    command = [sys.executable, "-c", JOB, folder, *map(str, (kill_at, part, parts))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def end_job(job):
+    """(exit code, the shards' first rows, how it ended)."""
+    *rows, how = job.communicate()[0].split() or [""]
+    return job.returncode, rows, how
+
+
 def test_killed_job_goes_on(tmp_path):
     """kill -9 while the third shard is computed."""
-    script = """
-        import os, sys
-        import numpy as np
-        from mmqa_jax.retrieval.embeddings import write_embeddings
-
-        def embed(rows):
-            if rows.start == int(sys.argv[2]):
-                os.kill(os.getpid(), 9)
-            print(rows.start)
-            return np.arange(rows.start, rows.stop)[:, None] * np.ones(3)
-
-        write_embeddings(sys.argv[1], embed, rows=50, dim=3, shard_rows=10,
-                         model_fingerprint="m", corpus_fingerprint="c")
-    """
-
-    def job(kill_at):
-        return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script), tmp_path / "e", str(kill_at)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    assert job(20).returncode == -signal.SIGKILL
-    second = job(-1)
-    assert (second.returncode, second.stdout.split()) == (0, ["20", "30", "40"])
+    killed = end_job(start_job(tmp_path / "e", kill_at=20))[0]
+    assert killed == -signal.SIGKILL
+    assert len(files(shards(tmp_path / "e"))) == 2
+    rest = [str(row) for row in range(20, 95, 10)]
+    assert end_job(start_job(tmp_path / "e")) == (0, rest, "complete")
     vectors = open_embeddings(tmp_path / "e", "m", "c").vectors
-    np.testing.assert_array_equal(vectors[:, 1], np.arange(50))
+    np.testing.assert_array_equal(vectors[:, 1], np.arange(95))
+
+
+def test_processes_share_a_job(tmp_path):
+    """Three at a time, one of them killed in its second shard and started again."""
+    folder = tmp_path / "e"
+    jobs = [
+        start_job(folder, kill_at=40 if part == 1 else -1, part=part, parts=3) for part in range(3)
+    ]
+    first, killed, third = map(end_job, jobs)
+    assert first == (0, ["0", "30", "60", "90"], "waits")
+    assert killed[0] == -signal.SIGKILL
+    assert third == (0, ["20", "50", "80"], "waits")
+    with pytest.raises(UserError, match="did not finish"):
+        open_embeddings(folder)
+    assert end_job(start_job(folder, part=1, parts=3)) == (0, ["40", "70"], "complete")
+    np.testing.assert_array_equal(open_embeddings(folder).vectors[:, 2], np.arange(95))
+    assert files(folder) == ["embeddings.npy", "manifest.json"]
+    # Whoever comes late, or twice, finds it done.
+    assert end_job(start_job(folder, part=2, parts=3)) == (0, [], "complete")
+
+
+def test_all_processes_may_end_at_once(tmp_path):
+    """Both see all shards when they end; one array is made, both may open it."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        jobs = [start_job(folder, part=part, parts=2) for part in range(2)]
+        endings = [end_job(job) for job in jobs]
+        assert [code for code, _, _ in endings] == [0, 0]
+        assert "complete" in [how for _, _, how in endings]
+        np.testing.assert_array_equal(open_embeddings(folder).vectors[:, 0], np.arange(95))
+
+
+def test_shared_jobs_must_agree(tmp_path):
+    def share(shard_rows, part):
+        return write_embeddings(
+            tmp_path / "e", lambda rows: np.ones((len(rows), 2)), rows=40, dim=2, part=part,
+            shard_rows=shard_rows, model_fingerprint="m", corpus_fingerprint="c",
+        )  # fmt: skip
+
+    assert share(10, (0, 2)) is None
+    with pytest.raises(UserError, match="holds embeddings with shard_rows 10, this job's is 20"):
+        share(20, (1, 2))
+    for part in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(UserError, match=f"part {part[0]} of {part[1]} does not exist"):
+            share(10, part)
+    assert share(10, (1, 2)).vectors.shape == (40, 2)
 
 
 def test_embeddings_of_another_model_or_corpus_are_refused(tmp_path):
@@ -344,4 +401,4 @@ def test_values_that_are_not_finite_stop_the_job(tmp_path):
             corpus_fingerprint="c",
         )
     assert read_json(tmp_path / "e" / "manifest.json")["complete"] is False
-    assert os.listdir(tmp_path / "e" / "shards") == ["00000.npy"]
+    assert files(shards(tmp_path / "e")) == ["00000.npy"]

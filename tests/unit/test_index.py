@@ -12,6 +12,7 @@ from mmqa_jax.retrieval.index import (
     ScannIndex,
     ScannParameters,
     build_index,
+    is_current,
     load_index,
     scann_available,
 )
@@ -124,7 +125,19 @@ def test_scann_allowed_rows(parameters):
 def test_parameters_by_size():
     assert ScannParameters.for_rows(19_999).leaves == 0
     million = ScannParameters.for_rows(934_000)
-    assert (million.leaves, million.leaves_to_search) == (966, 96)
+    assert (million.leaves, million.leaves_to_search, million.training_rows) == (1933, 40, 193_300)
+    small, huge = ScannParameters.for_rows(20_000), ScannParameters.for_rows(10**8)
+    assert (small.leaves, small.leaves_to_search) == (283, 70)
+    assert (huge.leaves, huge.leaves_to_search) == (20_000, 417)
+
+
+@needs_scann
+def test_the_chosen_parameters_find_the_top_20():
+    embeddings, queries = clustered(20_000, dim=32, clusters=200)
+    index = ScannIndex.build(embeddings)
+    assert index.parameters.leaves
+    expected, _ = plain_search(embeddings.vectors, queries, 20)
+    assert recall(index.search(queries, 20)[0], expected) >= 0.99
 
 
 @pytest.mark.parametrize("kind", [pytest.param("scann", marks=needs_scann), "exact"])
@@ -214,3 +227,30 @@ def test_restricted_search():
         index.search_within(queries, [[0], [1], [100]], 2)
     with pytest.raises(UserError, match="one list of candidate rows"):
         index.search_within(queries, [[0]], 2)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("scann", marks=needs_scann), "exact"])
+def test_an_index_is_current_until_something_differs(tmp_path, kind):
+    embeddings, _ = clustered(100, dim=8)
+    folder = tmp_path / "index"
+    assert not is_current(folder, embeddings, kind)
+    build_index(embeddings, kind).save(folder)
+    assert is_current(folder, embeddings, kind)
+    assert not is_current(folder, embeddings, "exact" if kind == "scann" else "scann")
+    assert not is_current(folder, Embeddings(embeddings.vectors, "model-2", "corpus-1"), kind)
+    assert not is_current(folder, Embeddings(embeddings.vectors, "model-1", "corpus-2"), kind)
+    if kind == "scann":
+        other = ScannParameters(leaves=10, leaves_to_search=5)
+        assert not is_current(folder, embeddings, kind, other)
+
+
+@needs_scann
+def test_many_queries_are_searched_in_batches(monkeypatch):
+    embeddings, queries = clustered(3000, dim=16, queries=50)
+    allowed = np.arange(3000) % 3 == 0
+    index = ScannIndex.build(embeddings, ScannParameters())
+    whole = index.search(queries, 7, allowed)
+    monkeypatch.setattr(index_room, "_QUERY_BATCH", 7)  # the last batch is one query
+    for a, b in zip(index.search(queries, 7, allowed), whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert index.search(queries[:0], 5)[0].shape == (0, 5)

@@ -52,7 +52,6 @@ def write(out, size=20, **options):
 def test_everything_comes_back_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "TEXT_SHARD", 7)  # several files, and batches across them
     monkeypatch.setattr(records, "PICTURE_SHARD", 3)
-    monkeypatch.setattr(records, "WRITE_BATCH", 4)
     monkeypatch.setattr(records, "READ_BATCH", 6)
     write(tmp_path / "out", 50)
     assert len(list((tmp_path / "out").glob("records-*/sources/*.array_record-*"))) == 8

@@ -60,3 +60,15 @@ def test_ndcg_of_whole_rankings_and_recall_that_grows_with_k():
 def test_bad_input(gold, rankings, ks, word):
     with pytest.raises(UserError, match=word):
         score_rankings(gold, rankings, ks)
+
+
+def test_k_ends_with_the_longest_ranking():
+    gold, names = [{"a"}, {"b"}], [str(i) for i in range(60)]
+    scores = score_rankings(gold, [[*names, "a"], ["b"]]).scores
+    recalls = {name: value for name, value in scores.items() if name.startswith("recall@")}
+    assert recalls == {f"recall@{k}": 0.5 for k in (1, 2, 5, 10, 20, 50)}
+    assert "recall@1" in score_rankings(gold, [[], []]).scores
+    full = [[*map(str, range(3000))], ["b"]]
+    assert {"recall@200", "recall@500", "recall@1000", "recall@2000"} <= score_rankings(
+        gold, full
+    ).scores.keys()

@@ -11,7 +11,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import open_corpus, prepare_webqa_format
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.images import PictureError, decode
-from mmqa_jax.data.schema import Prediction
+from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
 
@@ -267,6 +267,51 @@ def test_cut_tsv(release):
         images.read(1)
     with pytest.raises(UserError, match="row 2: the file ends at byte"):
         images.read(2)
+
+
+def test_a_cut_or_foreign_tsv_shows_before_anything_is_written(release, tmp_path):
+    names = [f"images/{number}" for number in COLORS]
+    images = webqa.ImagesTsv(release / "imgs.tsv")
+    images.check_ends(names)
+    images.check_ends([])
+    with pytest.raises(UserError, match=r"row 5: .*has 3 rows"):
+        images.check_ends([*names, "images/30000005"])
+    tsv = release / "imgs.tsv"
+    whole = tsv.read_bytes()
+    offsets = list(map(int, (release / "imgs.lineidx").read_text().split()))
+    tsv.write_bytes(whole[: offsets[1] + 30])
+    with pytest.raises(UserError, match=r"row 2: the file ends at byte \d+, before that row at"):
+        prepare(release, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    tsv.write_bytes(whole[: offsets[2] + 30])  # one cut picture is a broken picture
+    webqa.ImagesTsv(tsv).check_ends(names)
+
+
+def test_a_signature_tells_files_apart(release):
+    tsv, lineidx = release / "imgs.tsv", release / "imgs.lineidx"
+    first = webqa.ImagesTsv(tsv).signature
+    assert webqa.ImagesTsv(tsv).signature == first
+    lineidx.write_text(lineidx.read_text() + "99999\n")
+    second = webqa.ImagesTsv(tsv).signature
+    tsv.write_bytes(tsv.read_bytes())  # written again
+    assert len({first, second, webqa.ImagesTsv(tsv).signature}) == 3
+
+
+def test_counts_are_compared_with_the_published_ones(release, monkeypatch):
+    assert sum(webqa.PUBLISHED_COUNTS[f"{s} questions"] for s in webqa.SPLITS) == 49_272
+    categories = [webqa.PUBLISHED_COUNTS[f"{c} questions"] for c in WEBQA_CATEGORIES]
+    assert sum(categories) == 49_272
+    made = webqa.read_release([release / "train_val.json", release / "test.json"])
+    found = {name: row["found"] for name, row in webqa.published_differences(made).items()}
+    assert found == {
+        "train questions": 1, "val questions": 1, "val image questions": 0,
+        "val text questions": 1, "test questions": 2, "test image questions": 0,
+        "test text questions": 2, "YesNo questions": 1, "choose questions": 0,
+        "color questions": 0, "shape questions": 0, "number questions": 0, "Others questions": 0,
+        "text questions": 3, "pictures": 3, "snippets": 4,
+    }  # fmt: skip
+    monkeypatch.setattr(webqa, "PUBLISHED_COUNTS", {**found, "snippets": 9})
+    assert webqa.published_differences(made) == {"snippets": {"published": 9, "found": 4}}
 
 
 def test_missing_raw_files(release, tmp_path):

@@ -1,0 +1,49 @@
+"""How `mmqa prompt` decodes, and how it holds a model or asks a server."""
+
+from ml_collections import ConfigDict
+
+MODES = ("runlocal",)
+
+
+def get_config(mode: str = "") -> ConfigDict:
+    """`runlocal`: an engine small enough for a laptop."""
+    config = ConfigDict()
+    # Of prompts that do not say otherwise (any of these may stand in a line of the file).
+    config.decoding = {
+        "max_new_tokens": 64,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "stop": (),
+        "n": 1,
+        "seed": 0,
+        "logprobs": False,
+        "beams": 0,
+        "length_penalty": 0.0,
+    }
+    # --backend=engine. dtype: auto (float32 on a CPU, bfloat16 elsewhere), float32, bfloat16.
+    config.model = {"dtype": "auto", "mesh": {"data": 1, "fsdp": 1, "tensor": 1}}
+    # See EngineConfig in mmqa_jax/decoding/slot_runner.py.
+    config.engine = {
+        "slots": 16,
+        "length": 2048,
+        "buckets": (32, 128),
+        "prefill_tokens": 256,
+        "block": 128,
+        "decode_block": 0,
+        "cache_dtype": None,
+        "weights": "given",
+    }
+    # --backend=openai. See ServerConfig in mmqa_jax/prompting/backend_http.py.
+    config.server = {
+        "concurrency": 8,
+        "timeout": 120.0,
+        "retries": 6,
+        "first_wait": 0.5,
+        "longest_wait": 60.0,
+        "max_failures": 10,
+        "max_tokens_key": "max_completion_tokens",
+    }
+    if mode == "runlocal":
+        config.engine.slots, config.engine.length = 4, 512
+    return config

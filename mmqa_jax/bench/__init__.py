@@ -1,0 +1,113 @@
+"""What `mmqa bench NAME` measures, always against a peer on the same inputs in the same run.
+
+A bench is a module of this package with `run(options) -> dict`, the object that `--json` prints:
+
+    {"bench": "models", "device": "Intel(R) Xeon(R) Processor, 2 threads",
+     "rows": [{"name": "bert", "ours": 310.2, "peer": 520.1, "ratio": 1.68, "unit": "ms",
+               "floor": 240.0, ...}]}
+
+`ours` and `peer` are in `unit`; `ratio` is how many times better ours is, above 1 where we win
+(None without a peer); `floor` is the best that arithmetic and memory allow, in `unit`. Rows and
+object may have further keys; a row's further values are shown in the table too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+
+# Name of a bench, which is that of its module, and what it measures, for help.
+BENCHES = {
+    "models": "forward and train step of CLIP, BERT, VLP, BART, LLaMA against transformers",
+    "convert": "peak memory of `mmqa convert`, of its export, and of loading onto devices",
+    "llm": "the generation engine against transformers' generate",
+    "retrieval": "embedding, indexing and search against exact search",
+    "rerank": "source selection with the VLP cross-encoder",
+}
+SIZES = ("small", "full")
+_COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line may ask of a bench.
+
+    Attributes:
+      rounds: how often each side is timed; None is the bench's own number.
+      only: names of rows; empty is all.
+      size: one of SIZES; None is the bench's choice for the device.
+    """
+
+    rounds: int | None = None
+    only: tuple[str, ...] = ()
+    size: str | None = None
+
+    def __post_init__(self):
+        if self.rounds is not None and self.rounds < 1:
+            raise UserError(f"--rounds={self.rounds}: at least 1 was expected; give more or none.")
+
+    def chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The rows to measure, of a bench that has `names`.
+
+        Raises:
+          UserError: `only` names another.
+        """
+        for name in self.only:
+            if name not in names:
+                raise UserError(f"--only={name}: no such row; use one of {', '.join(names)}.")
+        return tuple(name for name in names if not self.only or name in self.only)
+
+
+def available() -> tuple[str, ...]:
+    """The benches whose module is there."""
+    return tuple(name for name in BENCHES if importlib.util.find_spec(f"{__name__}.{name}"))
+
+
+def describe() -> str:
+    """The benches with what they measure, as lines for the command's help."""
+    return "\n".join(f"  {name:<12}{BENCHES[name]}" for name in available())
+
+
+def run_bench(name: str, options: Options) -> dict[str, Any]:
+    """Runs one bench; returns what `--json` prints."""
+    return importlib.import_module(f"{__name__}.{name}").run(options)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Prints the rows of a bench as a table on stdout."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = result["rows"]
+    more = dict.fromkeys(key for row in rows for key in row if key not in _COLUMNS)
+    table = Table(title=f"{result['bench']}, {result['device']}", title_justify="left")
+    columns = [*_COLUMNS, *more]
+    for column in columns:
+        numeric = not any(isinstance(row.get(column), str) for row in rows)
+        justify = "right" if numeric else "left"
+        table.add_column(
+            column.replace("_", " "),
+            justify=justify,
+            overflow="fold",
+            no_wrap=column in ("name", "work"),
+        )
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return "–".join(map(_cell, value))
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,185 @@
+"""Fair measurements: sides timed in turn, what the device can do at best, memory of a process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmqa_jax.core.errors import RunError
+
+_SHORTEST = 0.1  # seconds that one reading lasts at least; quicker work is repeated
+# Lets the threads of one library, which spin for a while after their work, fall asleep before
+# the other library is timed.
+_PAUSE = 0.02
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    on_round: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Times several ways to do the same work, in turn, so that a busy moment hits all of them.
+
+    Args:
+      sides: functions that return when their work is done. Each must have run before (compiled);
+        it runs once more here to see how long it takes.
+      rounds: readings of each side; every other round goes through the sides backwards.
+      on_round: called after each round.
+      clock: for tests.
+
+    Returns:
+      Seconds per call of each side, one reading a round, in order.
+    """
+    calls = {}
+    for name, work in sides.items():
+        seconds = _seconds(work, 1, clock)
+        calls[name] = max(1, round(_SHORTEST / max(seconds, 1e-9)))
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            time.sleep(_PAUSE)
+            found[name].append(_seconds(sides[name], calls[name], clock) / calls[name])
+        on_round()
+    return found
+
+
+def _seconds(work: Callable[[], Any], calls: int, clock: Callable[[], float]) -> float:
+    began = clock()
+    for _ in range(calls):
+        work()
+    return clock() - began
+
+
+class Ratio(NamedTuple):
+    """How many times as fast as the peer we are: the median over the rounds, and its range."""
+
+    median: float
+    low: float
+    high: float
+
+
+def speed_ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
+    """From seconds of the same rounds. The median of ratios stands a noisy round better than the
+    ratio of medians."""
+    ratios = [theirs / mine for mine, theirs in zip(ours, peer, strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def stolen_share() -> Callable[[], float]:
+    """Starts to watch the processors; the function it returns tells which share of their time
+    the hypervisor has given to others since, 0 where the system does not tell."""
+    before = _processor_ticks()
+
+    def share() -> float:
+        spent = [now - then for now, then in zip(_processor_ticks(), before, strict=True)]
+        return spent[7] / sum(spent) if sum(spent) else 0.0
+
+    return share
+
+
+def _processor_ticks() -> list[int]:
+    """user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5))."""
+    try:
+        line = Path("/proc/stat").read_text().partition("\n")[0]
+    except OSError:
+        return [0] * 8
+    return [int(field) for field in line.split()[1:9]]
+
+
+def threads() -> int:
+    """Processors that this process may use: what XLA computes with, and PyTorch shall too."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def device_name() -> str:
+    """`Intel(R) Xeon(R) Processor, 2 threads` or `NVIDIA H200`: what jax computes on."""
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return f"{processor_name()}, {threads()} threads"
+    count = len(jax.devices())
+    return f"{count} x {device.device_kind}" if count > 1 else device.device_kind
+
+
+def processor_name() -> str:
+    """The processor's name, as the system has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def read_bandwidth(size: int | None = None) -> float:
+    """Bytes per second that all threads, or the accelerator, read from memory at best.
+
+    Args:
+      size: bytes read each time; None is larger than any cache (1 GiB; 4 GiB on accelerators).
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if jax.default_backend() != "cpu":
+        x = jnp.ones((size or 1 << 32) // 2, jnp.bfloat16)
+        total = jax.jit(lambda x: x.max())
+        return x.nbytes / _best(lambda: total(x).block_until_ready())
+    # XLA may read with one thread; numpy's reductions run side by side.
+    parts = np.ones((threads(), (size or 1 << 30) // 4 // threads()), np.float32)
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        return parts.nbytes / _best(lambda: list(pool.map(np.max, parts)))
+
+
+def _best(work: Callable[[], Any], times: int = 5) -> float:
+    work()
+    return min(_seconds(work, 1, time.perf_counter) for _ in range(times))
+
+
+class Child(NamedTuple):
+    """A process that has ended."""
+
+    seconds: float
+    peak_bytes: int  # most memory that it held at once
+    output: str  # its stdout
+
+
+def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+    """Runs a command to its end and tells how much memory it held at most.
+
+    The system counts what the parent held when it started the command as the command's own: call
+    this from a process that has loaded nothing large.
+
+    Args:
+      command: the program and its arguments; its stderr is passed on.
+      env: variables that differ from this process's.
+
+    Raises:
+      RunError: it failed.
+    """
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    ) as process:
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RunError(
+            f"{' '.join(command[:4])} ...: ended with {process.returncode}; see its message above."
+        )
+    scale = 1 if platform.system() == "Darwin" else 1024
+    return Child(time.perf_counter() - began, usage.ru_maxrss * scale, output)

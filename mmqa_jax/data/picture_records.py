@@ -1,0 +1,227 @@
+"""Pictures to ArrayRecord: shards written side by side, and gone on with after a kill.
+
+    <folder>/pictures/       the TFDS dataset: shards, and its metadata once all are whole
+    <folder>/shards/         a JSON file for every whole shard: what it holds
+    <folder>/inputs.json     what is being written; another run's shards are not gone on with
+
+A shard is written under a temporary name, renamed, then noted, so that a process that is killed
+loses the shards at which it was and no other. Which pictures a shard holds depends on their order
+alone, hence the files of an interrupted and of an uninterrupted run are the same, byte by byte.
+
+Threads do: reading, checksums, decoding and ArrayRecord's compression release Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data.images import BrokenPictures, PictureError, verify
+from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
+
+_SPLIT = "corpus"
+
+
+class Written(NamedTuple):
+    """The pictures of a dataset, in order."""
+
+    names: list[str]
+    digests: list[bytes]  # sha256 of each one's bytes
+    broken: BrokenPictures
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def unfinished_folder(folder: Path, inputs: str | None) -> Iterator[None]:
+    """The folder of a write that may be gone on with; one process at a time.
+
+    If the block fails the folder stays if it holds a whole shard, and goes otherwise.
+
+    Args:
+      inputs: what tells the inputs of this write from another's; what an attempt with other
+        inputs left is removed. None: what any attempt left is.
+
+    Raises:
+      UserError: another process writes into it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / ".lock", "a", encoding="utf-8")  # noqa: SIM115
+    try:
+        try:
+            # Dies with its process, so that a killed one does not leave it locked.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"{folder.parent}: another process prepares a corpus there; wait until it ends, "
+                "or name another folder."
+            ) from error
+        noted = folder / "inputs.json"
+        if inputs is None or not noted.exists() or read_json(noted) != inputs:
+            for old in folder.iterdir():
+                if old.name != ".lock":
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+            write_json(noted, inputs)
+        try:
+            yield
+        except BaseException:
+            if inputs is None or not any((folder / "shards").glob("[!.]*")):
+                shutil.rmtree(folder)
+            raise
+    finally:
+        lock.close()
+
+
+def finish_folder(folder: Path) -> None:
+    """Removes what only going on needs."""
+    shutil.rmtree(folder / "shards", ignore_errors=True)
+    for name in ("inputs.json", ".lock"):
+        (folder / name).unlink(missing_ok=True)
+
+
+class PictureWriter:
+    """Writes the dataset `pictures` of a folder (see unfinished_folder).
+
+    Args:
+      folder: holds or shall hold pictures/ and shards/.
+      files: of the dataset, in folder/pictures.
+      read: encoded bytes of a picture by its name; PictureError for a broken one.
+      check: whether every picture must decode.
+      broken: counts the broken ones, those of an earlier attempt included.
+      advance: called with the number of pictures that are done, from one thread at a time.
+      workers: threads; None: as many as there are processors.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: DatasetFiles,
+        read: Callable[[str], bytes],
+        *,
+        check: bool,
+        broken: BrokenPictures,
+        advance: Callable[[int], None],
+        workers: int | None = None,
+    ):
+        self._notes, self._files = folder / "shards", files
+        self._read, self._check, self._broken = read, check, broken
+        self._workers = workers or processors()
+        self._advance = advance
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+
+    def write(self, names: Sequence[str], shard: int) -> Written:
+        """Writes the pictures `names`, `shard` of them to a file.
+
+        Raises:
+          RunError: too many are broken.
+        """
+        self._notes.mkdir(exist_ok=True)
+        parts = [names[start : start + shard] for start in range(0, len(names), shard)]
+        notes = [self._whole(number) for number in range(len(parts))]
+        for note in notes:
+            for name, reason in note["broken"].items() if note else ():
+                self._broken.add(name, reason)
+        self._advance(sum(len(part) for part, note in zip(parts, notes, strict=True) if note))
+        missing = [number for number, note in enumerate(notes) if note is None]
+        with ThreadPoolExecutor(self._workers) as pool:
+            futures = [pool.submit(self._write_shard, n, parts[n]) for n in missing]
+            try:
+                for number, future in zip(missing, futures, strict=True):
+                    notes[number] = future.result()
+            except BaseException:
+                self._failed.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                # The mistake itself, not that a thread has stopped for another's.
+                errors = [f.exception() for f in futures if not f.cancelled()]
+                for error in errors:
+                    if error is not None and not isinstance(error, _Stopped):
+                        raise error from None
+                raise
+        return self._finish(notes)
+
+    def _note(self, number: int) -> Path:
+        return self._notes / f"{number:05}.json"
+
+    def _whole(self, number: int) -> dict[str, Any] | None:
+        """The note of a shard that an earlier attempt finished."""
+        file, path = self._note(number), self._files.path(_SPLIT, number)
+        if not file.exists() or not path.exists():
+            return None
+        note = read_json(file)
+        return note if path.stat().st_size == note["file_bytes"] else None
+
+    def _write_shard(self, number: int, names: Sequence[str]) -> dict[str, Any]:
+        kept, digests, broken = [], [], {}
+        try:
+            with self._files.open_shard(_SPLIT, number) as shard:
+                for name in names:
+                    if self._failed.is_set():
+                        raise _Stopped
+                    try:
+                        data = self._read(name)
+                        if self._check:
+                            verify(data, name)
+                    except PictureError as error:
+                        broken[name] = str(error)
+                        with self._lock:
+                            self._broken.add(name, str(error))
+                    else:
+                        shard.add(name, data)
+                        kept.append(name)
+                        digests.append(hashlib.sha256(data).hexdigest())
+                    with self._lock:
+                        self._advance(1)
+        except BaseException:
+            self._failed.set()
+            raise
+        note = {
+            "names": kept,
+            "sha256": digests,
+            "broken": broken,
+            "bytes": shard.size.bytes,
+            "file_bytes": self._files.path(_SPLIT, number).stat().st_size,
+        }
+        write_json(self._note(number), note)
+        return note
+
+    def _finish(self, notes: Sequence[dict[str, Any]]) -> Written:
+        for old in self._files.folder.glob(".*.tmp"):  # of an attempt that was killed
+            old.unlink()
+        sizes = [ShardSize(len(note["names"]), note["bytes"]) for note in notes]
+        self._files.finish({_SPLIT: sizes})
+        ordered = BrokenPictures(0, self._broken.limit, self._broken.remedy)
+        for note in notes:
+            for name, reason in note["broken"].items():
+                ordered.add(name, reason)
+        return Written(
+            [name for note in notes for name in note["names"]],
+            [bytes.fromhex(digest) for note in notes for digest in note["sha256"]],
+            ordered,
+        )
+
+
+class _Stopped(Exception):
+    """Another thread has failed."""
+
+
+def inputs_signature(names: Sequence[str], *facts: Any) -> str:
+    """What tells one write's inputs from another's: the pictures' names, and `facts` (JSON)."""
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for name in names:
+        digest.update(name.encode() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""A TFDS dataset written shard by shard, in any order, with the same bytes every time.
+
+tfds.core.SequentialWriter writes the same files, in order alone, with the fields of an example in
+an order that changes from process to process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
+_FORMAT = "array_record"
+
+
+class ShardSize(NamedTuple):
+    """What TFDS keeps of a shard."""
+
+    records: int
+    bytes: int
+
+
+class DatasetFiles:
+    """The ArrayRecord files of one dataset, and their metadata.
+
+    Args:
+      folder: holds or shall hold them.
+      column: name of the column beside `id`.
+      text: whether that column is text, else it is bytes.
+      module: that the metadata names as the maker.
+    """
+
+    def __init__(self, folder: Path, column: str, *, text: bool, module: str):
+        import numpy as np
+        import tensorflow_datasets as tfds
+        from tensorflow_datasets.core.example_serializer import ExampleSerializer
+
+        folder.mkdir(exist_ok=True)
+        self.folder, self.column = folder, column
+        feature = tfds.features.Text()
+        if not text:
+            feature = tfds.features.Tensor(shape=(), dtype=np.object_)
+        self._features = tfds.features.FeaturesDict({"id": tfds.features.Text(), column: feature})
+        identity = tfds.core.dataset_info.DatasetIdentity(
+            name=folder.name, version="1.0.0", data_dir=str(folder), module_name=module
+        )
+        self._info = tfds.core.DatasetInfo(builder=identity, features=self._features)
+        self._serializer = ExampleSerializer(self._features.get_serialized_info())
+
+    def path(self, split: str, shard: int) -> Path:
+        """File of a shard."""
+        return Path(self._template(split).sharded_filepath(shard_index=shard, num_shards=None))
+
+    def open_shard(self, split: str, shard: int) -> ShardWriter:
+        """A shard to be written, under a temporary name until it is whole."""
+        return ShardWriter(self, self.path(split, shard))
+
+    def serialize(self, name: str, value: str | bytes) -> bytes:
+        """A record: the example with these columns."""
+        example = self._features.encode_example({"id": name, self.column: value})
+        return self._serializer.get_tf_example(example).SerializeToString(deterministic=True)
+
+    def finish(self, shards: Mapping[str, Sequence[ShardSize]]) -> None:
+        """Writes the metadata: the sizes of every split's shards, in order."""
+        from tensorflow_datasets.core import splits
+
+        self._info.set_file_format(_FORMAT)
+        infos = [
+            splits.SplitInfo(
+                name=split,
+                shard_lengths=[size.records for size in sizes],
+                num_bytes=sum(size.bytes for size in sizes),
+                filename_template=self._template(split),
+            )
+            for split, sizes in shards.items()
+        ]
+        self._info.set_splits(splits.SplitDict(infos))
+        self._info.write_to_directory(self.folder)
+
+    def _template(self, split: str) -> Any:
+        from tensorflow_datasets.core import naming
+
+        return naming.ShardedFileTemplate(
+            dataset_name=self.folder.name,
+            data_dir=str(self.folder),
+            split=split,
+            filetype_suffix=_FORMAT,
+            template=_TEMPLATE,
+        )
+
+
+class ShardWriter:
+    """One file; as a context manager it is kept if the block ends without an error."""
+
+    def __init__(self, files: DatasetFiles, path: Path):
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        self._files, self._path = files, path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._writer = ArrayRecordWriter(str(self._temporary), "group_size:1")  # as TFDS does
+        self._records = self._bytes = 0
+
+    def add(self, name: str, value: str | bytes) -> None:
+        """Writes one example."""
+        record = self._files.serialize(name, value)
+        self._writer.write(record)
+        self._records += 1
+        self._bytes += len(record)
+
+    @property
+    def size(self) -> ShardSize:
+        """Of what has been written so far."""
+        return ShardSize(self._records, self._bytes)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._writer.close()
+        if kind is not None:
+            self._temporary.unlink(missing_ok=True)
+            return
+        with open(self._temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(self._temporary, self._path)

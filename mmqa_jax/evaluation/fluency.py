@@ -1,0 +1,299 @@
+"""WebQA's fluency: BARTScore of an answer given each reference, relative to the reference's own.
+
+BARTScore s(x -> y) is the mean log-probability of y's tokens, <s> and </s> among them, given x
+(Yuan et al. 2021; neulab/BARTScore bart_score.py). The official script (WebQA_Baseline
+vlp/eval_1022.py) scores with bart-large-cnn's architecture and BARTScore's ParaBank2 weights,
+`bart.pth`. No other model takes their place: without weights there is no fluency.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.scores import Scores, predictions_by_question
+from mmqa_jax.models.bart import Bart
+from mmqa_jax.weights.bart import load_bart
+
+PARABANK = "bart.pth"  # BARTScore's file of ParaBank2 weights
+BUCKETS = (16, 32, 64, 128, 256, 512, 1024)  # tokens, of source and target alike
+MAX_LENGTH = 1024  # of BARTScore
+
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
+
+Progress = Callable[[int, int], None]
+
+
+class LikelihoodScorer(Protocol):
+    """Scores targets by their mean token log-probability given sources."""
+
+    def score(
+        self, sources: Sequence[str], targets: Sequence[str], progress: Progress | None = None
+    ) -> Float[np.ndarray, " pairs"]: ...
+
+
+class BartScorer:
+    """BARTScore: s(source -> target), in fixed shapes and batches.
+
+    A pair goes to the smallest bucket that holds both texts, so that a bucket is compiled once,
+    however many texts there are. Longer texts are cut to the last bucket, as BARTScore cuts them.
+
+    Args:
+      model: a BART; its `pad` fills up.
+      tokenizer: adds <s> and </s>, cuts, does not pad; see load_bart_tokenizer.
+      buckets: lengths; those above the model's positions are left out.
+      batch_tokens: tokens of a batch, targets' padding included; None: by the device.
+    """
+
+    def __init__(
+        self,
+        model: Bart,
+        tokenizer: Tokenizer,
+        *,
+        buckets: Sequence[int] = BUCKETS,
+        batch_tokens: int | None = None,
+    ):
+        longest = min(MAX_LENGTH, model.config.positions)
+        self.buckets = (*(size for size in sorted(buckets) if size < longest), longest)
+        self._tokenizer = tokenizer
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(longest)
+        # Logits in float32 are what is large: 4 bytes x 50,264 words x this.
+        on_cpu = jax.default_backend() == "cpu"
+        self._batch_tokens = batch_tokens or (2048 if on_cpu else 16_384)
+        self._pad = model.config.pad
+        graphdef, self._state = nnx.split(model)
+
+        def means(state, sources, source_lengths, targets, target_lengths):
+            model = nnx.merge(graphdef, state)
+            columns = jnp.arange(sources.shape[1])  # [L]
+            mask = columns < source_lengths[:, None]  # [B, L]
+            found = model.log_probs(sources, mask, targets)  # [B, L]
+            kept = jnp.where(columns < target_lengths[:, None], found, 0.0)
+            return kept.sum(axis=1) / target_lengths  # [B]
+
+        self._means = jax.jit(means)
+
+    @property
+    def compilations(self) -> int:
+        """How many shapes have been compiled."""
+        return self._means._cache_size()
+
+    def score(
+        self, sources: Sequence[str], targets: Sequence[str], progress: Progress | None = None
+    ) -> Float[np.ndarray, " pairs"]:
+        """s(source -> target) of every pair, at most 0.
+
+        Args:
+          progress: called with (done, total) pairs.
+        """
+        if len(sources) != len(targets):
+            raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+        texts = list(dict.fromkeys((*sources, *targets)))
+        encoded = self._tokenizer.encode_batch(texts)
+        ids = {text: one.ids for text, one in zip(texts, encoded, strict=True)}
+        lengths = [max(len(ids[s]), len(ids[t])) for s, t in zip(sources, targets, strict=True)]
+        buckets = np.searchsorted(self.buckets, lengths)
+        scores = np.empty(len(lengths))
+        done = 0
+        for bucket in np.unique(buckets):
+            size = self.buckets[bucket]
+            rows = np.flatnonzero(buckets == bucket)
+            batch = max(1, self._batch_tokens // size)
+            for start in range(0, len(rows), batch):
+                some = rows[start : start + batch]
+                filled = np.resize(some, batch)  # the last batch repeats some rows
+                given = (
+                    *self._padded([ids[sources[row]] for row in filled], size),
+                    *self._padded([ids[targets[row]] for row in filled], size),
+                )
+                with jax.default_matmul_precision("highest"):
+                    means = self._means(self._state, *jax.device_put(given))
+                scores[some] = np.asarray(means)[: len(some)]
+                done += len(some)
+                if progress is not None:
+                    progress(done, len(scores))
+        return scores
+
+    def _padded(
+        self, rows: Sequence[list[int]], size: int
+    ) -> tuple[Int[np.ndarray, "B L"], Int[np.ndarray, " B"]]:
+        padded = np.full((len(rows), size), self._pad, np.int32)
+        for row, ids in zip(padded, rows, strict=True):
+            row[: len(ids)] = ids
+        return padded, np.array([len(ids) for ids in rows], np.int32)
+
+
+def load_bart_scorer(folder: Path, **options) -> tuple[BartScorer, Path]:
+    """BARTScore out of a folder, and the path of the weights that it uses.
+
+    Args:
+      folder: bart-large-cnn's config.json and tokenizer (tokenizer.json, or vocab.json and
+        merges.txt), and BARTScore's bart.pth; without that file the folder's own weights count.
+      options: of BartScorer.
+
+    Raises:
+      UserError: names what is missing or broken.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"--bart={folder}: no such folder; give bart-large-cnn's, with BARTScore's {PARABANK} "
+            "in it."
+        )
+    tokenizer = load_bart_tokenizer(folder)
+    finetuned = folder / PARABANK
+    own = not finetuned.exists()
+    model = load_bart(folder, state_dict=None if own else finetuned)
+    if tokenizer.get_vocab_size() > model.config.vocab_size:
+        raise UserError(
+            f"{folder}: its tokenizer knows {tokenizer.get_vocab_size()} tokens, its model "
+            f"{model.config.vocab_size}; give the tokenizer and the model of one checkpoint."
+        )
+    return BartScorer(model, tokenizer, **options), folder if own else finetuned
+
+
+def load_bart_tokenizer(folder: Path) -> Tokenizer:
+    """BART's byte-level BPE: tokenizer.json, or vocab.json and merges.txt.
+
+    Raises:
+      UserError: neither is there, or it does not set <s> and </s> around a text.
+    """
+    whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    try:
+        if whole.exists():
+            tokenizer = Tokenizer.from_file(str(whole))
+        elif vocab.exists() and merges.exists():
+            tokenizer = _byte_level(vocab, merges)
+        else:
+            raise UserError(
+                f"{folder}: holds neither tokenizer.json nor vocab.json with merges.txt; fetch "
+                "them from the page of facebook/bart-large-cnn."
+            )
+    except UserError:
+        raise
+    except Exception as error:  # the library raises plain Exception for every mistake
+        raise UserError(
+            f"{folder}: its tokenizer cannot be read ({error}); fetch it again."
+        ) from error
+    if tokenizer.encode("").tokens != ["<s>", "</s>"]:
+        raise UserError(
+            f"{folder}: its tokenizer does not put <s> and </s> around a text; give BART's."
+        )
+    return tokenizer
+
+
+def _byte_level(vocab: Path, merges: Path) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    sep, cls = ((token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>"))
+    tokenizer.post_processor = processors.RobertaProcessing(sep, cls, add_prefix_space=False)
+    return tokenizer
+
+
+def plain(text: str) -> str:
+    """A text as the official script gives it to BART: no ASCII punctuation, single spaces."""
+    return " ".join(text.translate(_PUNCTUATION).split())
+
+
+def score_fluency(
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    scorer: LikelihoodScorer,
+    *,
+    name: str = "webqa_fl",
+    progress: Progress | None = None,
+) -> Scores:
+    """Fluency of the answers: `webqa_fl/official` and `webqa_fl/paper_eq1`.
+
+    `official`: min(1, max over references r of exp(s(r -> c)) / exp(s(r -> r))), as the script.
+    `paper_eq1`: the paper's equation 1 taken at its word, max over r of min(1, s(r -> c) /
+    s(r -> r)) with the log-probabilities themselves. Both are negative, so that an answer less
+    likely than its reference gets 1: it tells little, and stands here for comparison.
+
+    Questions without a reference answer are left out and counted; missing predictions count 0
+    and are counted.
+
+    Args:
+      scorer: BartScorer.
+      name: of the score; another model's must not be called webqa_fl.
+
+    Raises:
+      UserError: unknown or repeated question ids, or no question has a reference answer.
+    """
+    given = predictions_by_question(questions, predictions)
+    scored = [question for question in questions if question.answers]
+    if not scored:
+        raise UserError(
+            f"none of the {len(questions)} questions has a reference answer, of which fluency is "
+            "measured; score a split that has them."
+        )
+    answered = [question for question in scored if question.id in given]
+    pairs: dict[tuple[str, str], int] = {}  # (source, target) -> row, each once
+    for question in answered:
+        answer = plain(given[question.id].answer)
+        for reference in map(plain, question.answers):
+            pairs.setdefault((reference, reference), len(pairs))
+            pairs.setdefault((reference, answer), len(pairs))
+    found = scorer.score([s for s, _ in pairs], [t for _, t in pairs], progress)  # [pairs]
+    values = {f"{name}/official": {}, f"{name}/paper_eq1": {}}
+    for question in answered:
+        answer = plain(given[question.id].answer)
+        references = [plain(reference) for reference in question.answers]
+        said = np.array([found[pairs[r, answer]] for r in references])  # [references]
+        own = np.array([found[pairs[r, r]] for r in references])
+        ratio = np.exp(said) / np.exp(own)
+        values[f"{name}/official"][question.id] = min(1.0, ratio.max())
+        # A model can be wholly certain of its own words: 0.
+        literal = said / np.minimum(own, -np.finfo(float).tiny)
+        values[f"{name}/paper_eq1"][question.id] = np.minimum(1.0, literal).max()
+    return Scores(
+        question_ids=tuple(q.id for q in scored),
+        categories=tuple(q.category for q in scored),
+        per_question={
+            metric: np.array([by_id.get(q.id, 0.0) for q in scored])
+            for metric, by_id in values.items()
+        },
+        missing=len(scored) - len(answered),
+        unscored=len(questions) - len(scored),
+    )
+
+
+def fluency_times_accuracy(
+    fluency: Scores, accuracy: Scores, name: str = "webqa_fl_acc"
+) -> Scores | None:
+    """FL * Acc of every question that has both, by the variant of the accuracy.
+
+    `webqa_fl_acc/official` is the leaderboard's QA score: the mean of products, not the product
+    of means. None where no question has both.
+    """
+    (official,) = (v for k, v in fluency.per_question.items() if k.endswith("/official"))
+    fluent = dict(zip(fluency.question_ids, official, strict=True))
+    rows = [row for row, asked in enumerate(accuracy.question_ids) if asked in fluent]
+    if not rows:
+        return None
+    kept = tuple(accuracy.question_ids[row] for row in rows)
+    factor = np.array([fluent[question_id] for question_id in kept])
+    products = {
+        f"{name}/{metric.partition('/')[2]}": factor * values[rows]
+        for metric, values in accuracy.per_question.items()
+        if metric.startswith("webqa_acc/")
+    }
+    return Scores(
+        question_ids=kept,
+        categories=tuple(accuracy.categories[row] for row in rows),
+        per_question=products,
+        missing=accuracy.missing,
+        unscored=accuracy.unscored + accuracy.n - len(rows),
+    )

@@ -1,0 +1,227 @@
+"""The Flax engine as a backend: texts, conversations and pictures become token ids here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data import images
+from mmqa_jax.data.llava_images import llava_pixels
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, TooLong
+from mmqa_jax.decoding.throughput import Throughput
+from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.prompting import llava_prompt
+from mmqa_jax.prompting.backends import (
+    Asked,
+    Chat,
+    Choices,
+    Completion,
+    Failure,
+    Message,
+    Picture,
+    Usage,
+)
+from mmqa_jax.prompting.chat_template import VicunaV1, pictures_of
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+
+
+class _Prompt(NamedTuple):
+    tokens: list[int]  # one placeholder per picture
+    pictures: tuple[Picture, ...]
+    encode: Callable[[str], list[int]]  # of a longer text that begins with the same
+    text: str
+    before_answer: str
+
+
+class EngineBackend:
+    """Serves from a LLaMA or LLaVA in this process; see backends.Backend.
+
+    Args:
+      make_engine: called when the first request is to be served, so that a run whose answers are
+        all in the cache loads no weights. The engine needs no tokenizer but for stop strings and
+        texts: give it the same.
+      tokenizer: of the model, with its chat template.
+      length: the engine's.
+      fingerprint: of weights and numerics (see local_model).
+      llava: the config of a LLaVA, None of a LLaMA.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        tokenizer: TextTokenizer,
+        *,
+        length: int,
+        fingerprint: str,
+        llava: LlavaConfig | None = None,
+    ):
+        self._make_engine, self._tokenizer, self._llava = make_engine, tokenizer, llava
+        self._length, self._fingerprint = length, fingerprint
+        self._chat_format = tokenizer.template if llava is None else VicunaV1()
+        self._throughput = Throughput()  # of an engine that is not there yet
+        self._warm = Throughput()  # what it had done at the first result: most of it compiling
+        self._pixels = functools.lru_cache(maxsize=64)(self._read_picture)
+        self.usage = Usage()
+        self.failures: list[Failure] = []  # always empty: what cannot be served is refused
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The engine, made at the first use."""
+        engine = self._make_engine()
+        self._throughput = engine.throughput
+        return engine
+
+    @property
+    def fingerprint(self) -> str:
+        """Of weights, numerics and tokenizer."""
+        return self._fingerprint
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second of prefill and decoding, from the first result on (before that the
+        engine compiles), or of all where there is no more."""
+        pairs = zip(vars(self._throughput).items(), vars(self._warm).values(), strict=True)
+        since = Throughput(**{name: now - then for (name, now), then in pairs})
+        measured = since if since.prefill_tokens and since.steps else self._throughput
+        return {"prefill": measured.prefill_rate, "decode": measured.decode_rate}
+
+    def check(self, request: Asked) -> None:
+        """Refuses what the engine would refuse; loads no weights.
+
+        Raises:
+          TooLong: the prompt with its new tokens exceeds the engine's length.
+          UserError: anything else that cannot be served.
+        """
+        prompt = self._prompt(request)
+        if not prompt.tokens:
+            raise UserError(f"request {request.id!r}: its prompt is empty; give at least a word.")
+        for picture in prompt.pictures:
+            images.verify(picture.data, picture.name)
+        count = len(prompt.tokens)
+        if isinstance(request, Choices):
+            wholes = [
+                prompt.encode(prompt.text + prompt.before_answer + continuation)
+                for continuation in request.continuations
+            ]
+            more = max(map(len, wholes)) - count
+        else:
+            request.decoding.request(request.id, images=prompt.pictures)
+            more = request.decoding.max_new_tokens
+        if self._llava is not None:
+            count += len(prompt.pictures) * (self._llava.vision.patches - 1)
+        if count + more > self._length:
+            raise TooLong(request.id, count, more, self._length)
+
+    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
+        """Continues texts; see Backend."""
+        return self._generate(requests)
+
+    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
+        """Answers conversations in the model's own format; see Backend."""
+        return self._generate(requests)
+
+    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
+        """Scores continuations; see Backend. Those of a conversation begin the next message."""
+        for scores in self.engine.score(map(self._scoring, requests)):
+            self._count()
+            yield scores
+
+    def _generate(self, requests: Iterable[Completion | Chat]) -> Iterator[Result]:
+        for result in self.engine.generate(map(self._request, requests)):
+            self._count()
+            self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
+            yield result
+
+    def _count(self) -> None:
+        if not self.usage.requests:
+            self._warm = dataclasses.replace(self._throughput)
+        self.usage.requests += 1
+        self.usage.prompt_tokens = self._throughput.prefill_tokens + self._throughput.reused_tokens
+
+    def _request(self, request: Completion | Chat) -> Request:
+        prompt = self._prompt(request)
+        pixels = [self._pixels(picture) for picture in prompt.pictures]
+        return request.decoding.request(request.id, prompt.tokens, pixels)
+
+    def _scoring(self, request: Choices) -> Scoring:
+        prompt = self._prompt(request)
+        if isinstance(request.prompt, str) and not prompt.pictures:
+            return Scoring(request.id, request.prompt, request.continuations)
+        rows = []
+        for continuation in request.continuations:
+            whole = prompt.encode(prompt.text + prompt.before_answer + continuation)
+            if whole[: len(prompt.tokens)] != prompt.tokens or len(whole) == len(prompt.tokens):
+                raise UserError(
+                    f"request {request.id!r}: continuation {continuation!r} merges with the end of "
+                    "its prompt, or adds no token to it; begin it with a word of its own."
+                )
+            rows.append(whole[len(prompt.tokens) :])
+        pixels = [self._pixels(picture) for picture in prompt.pictures]
+        return Scoring(request.id, prompt.tokens, rows, images=pixels)
+
+    def _prompt(self, request: Asked) -> _Prompt:
+        """The prompt as text and token ids."""
+        if isinstance(request, Chat):
+            return self._conversation(request.id, request.messages)
+        if not isinstance(request.prompt, str):
+            return self._conversation(request.id, request.prompt)
+        text = request.prompt
+        if self._llava is None:
+            self._no_pictures(request.id, request.images)
+            encode = self._tokenizer.encode
+        else:
+            if llava_prompt.PLACEHOLDER not in text:
+                text = f"{llava_prompt.PLACEHOLDER}\n" * len(request.images) + text
+            self._one_each(request.id, text, request.images)
+            encode = self._encode_with_pictures
+        return _Prompt(encode(text), request.images, encode, text, "")
+
+    def _conversation(self, request_id: Hashable, messages: Sequence[Message]) -> _Prompt:
+        if self._chat_format is None:
+            raise UserError(
+                f"request {request_id!r}: it has messages, the model no chat template; give a "
+                "`prompt`, or use a chat model."
+            )
+        pictures = pictures_of(messages)
+        if self._llava is None:
+            self._no_pictures(request_id, pictures)
+        text = self._chat_format.render(request_id, messages)
+        if self._llava is None:
+            encode = self._tokenizer.encode_plain  # the template spells the special tokens
+        else:
+            self._one_each(request_id, text, pictures)
+            encode = self._encode_with_pictures
+        return _Prompt(encode(text), pictures, encode, text, self._chat_format.before_answer)
+
+    def _encode_with_pictures(self, text: str) -> list[int]:
+        return llava_prompt.prompt_ids(
+            text,
+            self._tokenizer.encode_plain,
+            image_token=self._llava.image_token,
+            bos=self._tokenizer.bos,
+        )
+
+    def _no_pictures(self, request_id: Hashable, pictures: Sequence[Picture]) -> None:
+        if pictures:
+            raise UserError(
+                f"request {request_id!r}: it has pictures, the model is a LLaMA without eyes; use "
+                "a LLaVA or --backend=openai."
+            )
+
+    def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:
+        found = text.count(llava_prompt.PLACEHOLDER)
+        if found != len(pictures):
+            raise UserError(
+                f"request {request_id!r}: its text has {found} times "
+                f"{llava_prompt.PLACEHOLDER} for {len(pictures)} pictures; put one into the text "
+                "for each, or none at all."
+            )
+
+    def _read_picture(self, picture: Picture) -> np.ndarray:
+        size = self._llava.vision.image_size
+        return llava_pixels(images.decode(picture.data, picture.name), size)

@@ -1,0 +1,472 @@
+"""Servers that speak OpenAI's HTTP API as a backend: OpenAI, Gemini, vLLM, llama.cpp, ...
+
+Where the server is and its key are told by the environment alone, under the names that OpenAI's
+own client reads: OPENAI_BASE_URL (such as http://localhost:8000/v1) and OPENAI_API_KEY (not needed
+where the server asks for none). Neither is printed, kept or put into a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator
+from typing import Any
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.decoding.requests import Result, Scores
+from mmqa_jax.prompting import openai_format
+from mmqa_jax.prompting.backends import (
+    Asked,
+    Chat,
+    Choices,
+    Completion,
+    Failure,
+    Message,
+    Picture,
+    Usage,
+)
+
+URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+_TRANSIENT = (408, 409, 429)  # and all from 500 on
+_FIRST_RETRIES = 2  # of the question whether there is a server at all
+_SHOWN = 300  # characters of what a server says
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """How a server is asked.
+
+    `concurrency` requests are under way at once. An answer that takes longer than `timeout`
+    seconds, a lost connection, the statuses 408, 409, 429 and 5xx and an answer that cannot be
+    read are tried again up to `retries` times, after `first_wait` seconds, then twice as many and
+    so on up to `longest_wait`, less a random part of up to a half; where the server says how long
+    to wait (Retry-After), that long, up to `longest_wait`. Up to `max_failures` requests may
+    finally fail before the run ends. `max_tokens_key` is what the server's chat calls the limit
+    of new tokens (older ones: max_tokens).
+    """
+
+    concurrency: int = 8
+    timeout: float = 120.0
+    retries: int = 6
+    first_wait: float = 0.5
+    longest_wait: float = 60.0
+    max_failures: int = 10
+    max_tokens_key: str = "max_completion_tokens"
+
+    def __post_init__(self):
+        for name, least in (("concurrency", 1), ("retries", 0), ("max_failures", 0)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"config key server.{name}={getattr(self, name)}: expected at least {least}."
+                )
+        for name in ("timeout", "first_wait", "longest_wait"):
+            if not getattr(self, name) > 0:
+                raise UserError(
+                    f"config key server.{name}={getattr(self, name)}: expected a positive number."
+                )
+
+
+class _Failed(Exception):
+    """A request finally failed; the message says why."""
+
+
+class OpenAIBackend:
+    """Asks a server; see backends.Backend. Tokens of candidates are unknown: empty.
+
+    Args:
+      model: as the server calls it.
+      config: see ServerConfig.
+
+    Raises:
+      UserError: no server in the environment, none under that address, a refused key, or a model
+        that it does not serve.
+      RunError: the server does not answer.
+    """
+
+    def __init__(self, model: str, config: ServerConfig | None = None):
+        self.model, self.config = model, config or ServerConfig()
+        if not os.environ.get(URL) and not os.environ.get(KEY):
+            raise UserError(
+                f"environment: {URL} is not set; set it to the server's address (such as "
+                f"http://localhost:8000/v1), and {KEY} to its key if it asks for one."
+            )
+        self.usage = Usage()
+        self.failures: list[Failure] = []
+        self.system_fingerprints: set[str] = set()  # what answers said of the server's state
+        self._seconds = 0.0
+        self._fingerprint = self._ask_fingerprint()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of address, model and what the server says of the model."""
+        return self._fingerprint
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second over all requests: read (`prompt`) and written (`decode`)."""
+        seconds = max(self._seconds, 1e-9)
+        return {
+            "prefill": self.usage.prompt_tokens / seconds,
+            "decode": self.usage.completion_tokens / seconds,
+        }
+
+    def check(self, request: Asked) -> None:
+        """Refuses what the API cannot express; lengths are the server's to judge."""
+        where = f"request {request.id!r}"
+        if isinstance(request, Choices):
+            if not isinstance(request.prompt, str) or request.images:
+                raise UserError(
+                    f"{where}: a server scores continuations of a text alone; give a `prompt` "
+                    "without images, or use --backend=engine."
+                )
+            if not request.prompt.strip():
+                raise UserError(f"{where}: its prompt is empty; give at least a word.")
+            return
+        request.decoding.request(request.id)
+        if request.decoding.beams:
+            raise UserError(
+                f"{where}: beams is {request.decoding.beams}, a server has no beam search; use 0, "
+                "or --backend=engine."
+            )
+        if isinstance(request, Completion) and request.images:
+            raise UserError(
+                f"{where}: a server takes pictures in `messages` alone; give them there."
+            )
+        for message in request.messages if isinstance(request, Chat) else ():
+            for picture in message.pictures:
+                picture.media_type  # noqa: B018 - raises for another format
+
+    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
+        """Continues texts (/completions); see Backend."""
+        return self._serve(requests, self._complete)
+
+    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
+        """Answers conversations (/chat/completions, pictures as data URLs); see Backend."""
+        return self._serve(requests, self._converse)
+
+    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
+        """Scores continuations (/completions with `echo` and `logprobs`); see Backend.
+
+        Raises:
+          UserError: the server offers no log-probabilities of a prompt.
+        """
+        return self._serve(requests, self._score)
+
+    async def _complete(self, server: _Server, request: Completion) -> Result:
+        self.check(request)
+        body = {"prompt": request.prompt, "max_tokens": request.decoding.max_new_tokens}
+        if request.decoding.logprobs:
+            body["logprobs"] = 1
+        return await self._generated(server, "/completions", request, body)
+
+    async def _converse(self, server: _Server, request: Chat) -> Result:
+        self.check(request)
+        messages = [_message(message) for message in request.messages]
+        body = {"messages": messages, self.config.max_tokens_key: request.decoding.max_new_tokens}
+        if request.decoding.logprobs:
+            body["logprobs"] = True
+        return await self._generated(server, "/chat/completions", request, body)
+
+    async def _generated(
+        self, server: _Server, path: str, request: Completion | Chat, body: dict[str, Any]
+    ) -> Result:
+        decoding = request.decoding
+        body |= {"temperature": decoding.temperature}
+        if decoding.temperature:
+            body |= {"seed": decoding.seed, "top_p": decoding.top_p}
+            body |= {"top_k": decoding.top_k} if decoding.top_k else {}
+        if decoding.stop:
+            body["stop"] = list(decoding.stop)
+        if decoding.n > 1:
+            body["n"] = decoding.n
+        found, usage = await server.post(
+            path, body, lambda answer: openai_format.read_candidates(answer, decoding.logprobs)
+        )
+        found = sorted(found, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
+        return Result(request.id, tuple(found), usage.prompt, 0)
+
+    async def _score(self, server: _Server, request: Choices) -> Scores:
+        """As lm-evaluation-harness: cut where the prompt's own number of tokens ends.
+
+        Blanks at the prompt's end belong to the continuations, as in the engine. The one new
+        token that must be asked for is dropped.
+        """
+        self.check(request)
+        text = request.prompt.rstrip()
+        blanks = request.prompt[len(text) :]
+        plain = {"max_tokens": 1, "temperature": 0.0}
+        echoing = {**plain, "echo": True, "logprobs": 1}
+
+        async def scored(continuation: str):
+            body = {**echoing, "prompt": text + blanks + continuation}
+            return await server.post("/completions", body, openai_format.read_echo)
+
+        try:
+            (_, usage), *echoes = await asyncio.gather(
+                server.post("/completions", {**plain, "prompt": text}, lambda answer: None),
+                *map(scored, request.continuations),
+            )
+            scores = [
+                openai_format.cut_echo(echo, usage.prompt, own.prompt) for echo, own in echoes
+            ]
+        except openai_format.NoEcho as error:
+            raise UserError(
+                f"request {request.id!r}: the server gives no log-probabilities of a prompt "
+                f"({error}); use one that does, such as vLLM's /completions with `echo`, or "
+                "--backend=engine."
+            ) from None
+        for score, continuation in zip(scores, request.continuations, strict=True):
+            if score is None:
+                raise UserError(
+                    f"request {request.id!r}: continuation {continuation!r} adds no token to its "
+                    "prompt; expected some text."
+                )
+        return Scores(request.id, tuple(scores))
+
+    def _serve(
+        self,
+        requests: Iterable[Any],
+        ask: Callable[[_Server, Any], Coroutine[Any, Any, Result | Scores]],
+    ) -> Iterator[Any]:
+        """Keeps `concurrency` requests under way; gives up those that still are when closed."""
+        waiting, running = iter(requests), {}
+        began, before = time.monotonic(), self._seconds
+        with _Loop() as loop:
+            server = loop.run(self._open())
+            try:
+                while True:
+                    while len(running) < self.config.concurrency:
+                        request = next(waiting, None)
+                        if request is None:
+                            break
+                        running[loop.start(ask(server, request))] = request
+                    if not running:
+                        return
+                    done, _ = concurrent.futures.wait(
+                        running, return_when=concurrent.futures.FIRST_COMPLETED
+                    )
+                    self._seconds = before + time.monotonic() - began
+                    for future in done:
+                        request = running.pop(future)
+                        try:
+                            result = future.result()
+                        except _Failed as error:
+                            self._fail(request.id, str(error))
+                            continue
+                        self.usage.requests += 1
+                        yield result
+            finally:
+                for future in running:
+                    future.cancel()
+                loop.run(server.close())
+
+    def _fail(self, request_id: Hashable, reason: str) -> None:
+        self.failures.append(Failure(request_id, reason))
+        self.usage.failures += 1
+        if self.usage.failures > self.config.max_failures:
+            raise RunError(
+                f"{self.usage.failures} requests failed, more than server.max_failures = "
+                f"{self.config.max_failures}, the last, {request_id!r}, because {reason}; start "
+                "again when the server is well."
+            )
+
+    def _ask_fingerprint(self) -> str:
+        async def asked():
+            server = await self._open()
+            try:
+                return await server.models()
+            finally:
+                await server.close()
+
+        with _Loop() as loop:
+            known = loop.run(asked())
+        parts = [os.environ.get(URL, ""), self.model, known]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    async def _open(self) -> _Server:
+        return _Server(self.model, self.config, self.usage, self.system_fingerprints)
+
+
+class _Server:
+    """The connection of one run, made in its event loop."""
+
+    def __init__(self, model: str, config: ServerConfig, usage: Usage, fingerprints: set[str]):
+        import openai
+
+        self._openai, self._model, self._config = openai, model, config
+        self._usage, self._fingerprints = usage, fingerprints
+        self._slots = asyncio.Semaphore(config.concurrency)
+        # The client insists on a key; a server that asks for none ignores it.
+        self._key = os.environ.get(KEY) or "none"
+        self._client = openai.AsyncOpenAI(api_key=self._key, timeout=config.timeout, max_retries=0)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.close()
+
+    async def models(self) -> Any:
+        """What the server says of the model, without what changes by itself; None if nothing.
+
+        Raises:
+          UserError, RunError: see OpenAIBackend.
+        """
+        try:
+            retries = min(self._config.retries, _FIRST_RETRIES)  # a wrong address is told soon
+            answer = await self._send(lambda: self._get("/models"), retries=retries)
+        except _Failed as error:
+            raise RunError(f"the server of {URL}: {error}; start it, or correct {URL}.") from None
+        known = answer.get("data") if isinstance(answer, dict) else None
+        for entry in known if isinstance(known, list) else ():
+            if isinstance(entry, dict) and entry.get("id") == self._model:
+                names = ("id", "root", "parent", "owned_by", "max_model_len", "meta")
+                return {name: entry.get(name) for name in names}
+        return None  # some servers list no models, or take any name
+
+    async def post(
+        self, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Any]
+    ) -> tuple[Any, openai_format.Tokens]:
+        """Asks, again where it may help; gives what `read` makes of the answer, and its tokens.
+
+        Raises:
+          _Failed: there is no answer, and why.
+          UserError: nothing that is asked could be answered: a refused key, an unknown model.
+          NoEcho: of `read`, or where the server refuses `echo`.
+        """
+
+        def read_all(answer):
+            return read(answer), openai_format.read_usage(answer)
+
+        async with self._slots:
+            answer = await self._send(
+                lambda: self._client.post(
+                    path, cast_to=object, body={"model": self._model, **body}
+                ),
+                read_all,
+                echo="echo" in body,
+            )
+        self._usage.prompt_tokens += answer[1].prompt
+        self._usage.completion_tokens += answer[1].completion
+        if answer[1].system:
+            self._fingerprints.add(answer[1].system)
+        return answer
+
+    async def _get(self, path: str) -> Any:
+        try:
+            return await self._client.get(path, cast_to=object)
+        except self._openai.NotFoundError:  # not all servers have the list
+            return {}
+
+    async def _send(
+        self,
+        send: Callable[[], Any],
+        read: Callable[[Any], Any] = lambda answer: answer,
+        *,
+        echo: bool = False,
+        retries: int | None = None,
+    ) -> Any:
+        openai = self._openai
+        retries = self._config.retries if retries is None else retries
+        for attempt in range(retries + 1):
+            asked = None  # by the server, in seconds
+            try:
+                return read(await send())
+            except openai_format.Malformed as error:
+                reason = f"its answer is malformed ({error})"
+            except (openai.APIResponseValidationError, ValueError) as error:
+                reason = f"its answer is malformed ({self._clean(str(error))})"
+            except openai.APITimeoutError:
+                reason = f"it gave no answer within {self._config.timeout:g} s"
+            except openai.APIConnectionError:
+                reason = "no connection to it"
+            except openai.APIStatusError as error:
+                said, status = self._clean(error.message), error.status_code
+                self._give_up(status, error.code, said, echo)
+                reason = f"it says {status} ({said})"
+                asked = openai_format.retry_after(error.response.headers)
+            if attempt < retries:
+                self._usage.retries += 1
+                await asyncio.sleep(self._wait(attempt, asked))
+        tries = f"{retries + 1} tries" if retries else "one try"
+        raise _Failed(f"{reason}, after {tries}")
+
+    def _wait(self, attempt: int, asked: float | None) -> float:
+        if asked is not None:
+            return min(asked, self._config.longest_wait)
+        longest = min(self._config.first_wait * 2**attempt, self._config.longest_wait)
+        return longest * random.uniform(0.5, 1.0)
+
+    def _give_up(self, status: int, code: str | None, said: str, echo: bool) -> None:
+        """Raises where another try cannot help."""
+        if status in (401, 403):
+            raise UserError(f"environment: the server refuses {KEY} ({status}); correct it.")
+        if status == 404:
+            raise UserError(
+                f"--model={self._model}: the server of {URL} does not know it, or has no such "
+                f"service (404: {said}); correct the name or the address, which ends in /v1 mostly."
+            )
+        if code == "insufficient_quota":
+            raise RunError(f"the server's quota is used up ({said}); raise it and start again.")
+        if echo and status < 500 and "echo" in said.lower():
+            raise openai_format.NoEcho(f"it says {status}: {said}")
+        if status < 500 and status not in _TRANSIENT:
+            raise _Failed(f"the server refuses it ({status}: {said})")
+
+    def _clean(self, said: str) -> str:
+        """What a server said, in one short line, without key and address."""
+        for secret in (os.environ.get(KEY), os.environ.get(URL)):
+            said = said.replace(secret, "***") if secret else said
+        said = " ".join(said.split()).rstrip(".")
+        return said if len(said) <= _SHOWN else said[:_SHOWN] + "..."
+
+
+class _Loop:
+    """An event loop in a thread of its own, so that callers may have one too (notebooks)."""
+
+    def __enter__(self) -> _Loop:
+        self._loop = asyncio.new_event_loop()
+        # A daemon: Ctrl-C need not wait for answers.
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self._cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
+        """Runs a coroutine beside others."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine and waits for its result."""
+        return self.start(coroutine).result()
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    if not message.pictures:
+        return {"role": message.role, "content": message.text}
+    parts = []
+    for part in message.content:
+        if isinstance(part, Picture):
+            data = base64.b64encode(part.data).decode()
+            url = f"data:{part.media_type};base64,{data}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts.append({"type": "text", "text": part})
+    return {"role": message.role, "content": parts}

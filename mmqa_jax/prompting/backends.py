@@ -1,0 +1,185 @@
+"""The protocol behind which every language model sits, and what it is asked.
+
+Two kinds take the seat: the Flax engine (backend_engine) and any server that speaks OpenAI's HTTP
+API (backend_http). `cache.Cached` wraps either and answers what was asked before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.requests import Request, Result, Scores
+
+ROLES = ("system", "user", "assistant")
+_MEDIA_TYPES = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """An encoded picture (PNG, JPEG, GIF or WebP), as its file has it."""
+
+    data: bytes = dataclasses.field(repr=False)
+    name: str = dataclasses.field(default="picture", compare=False)  # for messages
+
+    @property
+    def media_type(self) -> str:
+        """Its MIME type, told by the first bytes; raises UserError for another format."""
+        for magic, media_type in _MEDIA_TYPES.items():
+            if self.data.startswith(magic):
+                return media_type
+        raise UserError(f"{self.name}: not a PNG, JPEG, GIF or WebP picture; convert it.")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the encoded bytes."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One message of a conversation: texts and pictures in their order."""
+
+    role: str  # of ROLES
+    content: tuple[str | Picture, ...]
+
+    def __post_init__(self):
+        if self.role not in ROLES:
+            raise UserError(f"message: role is {self.role!r}, expected one of {', '.join(ROLES)}.")
+        content = (self.content,) if isinstance(self.content, str) else tuple(self.content)
+        object.__setattr__(self, "content", content)
+
+    @property
+    def text(self) -> str:
+        """Its texts, without the pictures."""
+        return "".join(part for part in self.content if isinstance(part, str))
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Its pictures."""
+        return tuple(part for part in self.content if isinstance(part, Picture))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How an answer is decoded; the fields are those of decoding.requests.Request."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: Sequence[str] = ()
+    n: int = 1
+    seed: int = 0
+    logprobs: bool = False
+    beams: int = 0
+    length_penalty: float = 0.0
+
+    def request(
+        self, request_id: Hashable, prompt: Sequence[int] = (0,), images: Sequence[Any] = ()
+    ) -> Request:
+        """The engine's request; raises UserError for values that no backend could serve."""
+        return Request(request_id, prompt, images=images, **vars(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A text to be continued; `<image>` in it stands for a picture, or they all come first."""
+
+    id: Hashable
+    prompt: str
+    decoding: Decoding = Decoding()
+    images: tuple[Picture, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation whose next message is asked for."""
+
+    id: Hashable
+    messages: tuple[Message, ...]
+    decoding: Decoding = Decoding()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """A text or a conversation, and the continuations whose probability is asked for."""
+
+    id: Hashable
+    prompt: str | tuple[Message, ...]
+    continuations: tuple[str, ...]
+    images: tuple[Picture, ...] = ()  # of a text
+
+
+Asked = Completion | Chat | Choices
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A request that got no answer, and why."""
+
+    id: Hashable
+    reason: str
+
+
+@dataclasses.dataclass
+class Usage:
+    """What was asked of a backend so far."""
+
+    requests: int = 0  # answered by the model itself
+    cached: int = 0  # answered from a response cache instead
+    retries: int = 0
+    failures: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Backend(Protocol):
+    """A language model: texts and conversations in, answers out as they are finished.
+
+    Results come in any order, keyed by their request's id, which no two requests of one call may
+    share. Requests are read a few ahead. A request that finally fails is missing from the results
+    and stands in `failures`; too many end the run with a RunError.
+    """
+
+    usage: Usage
+    failures: list[Failure]
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs between models whose answers may differ; what the response cache keys on."""
+
+    def check(self, request: Asked) -> None:
+        """Refuses, before anything is asked, what could not be served; raises UserError."""
+
+    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
+        """Continues texts."""
+
+    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
+        """Answers conversations."""
+
+    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
+        """Scores continuations."""
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second by kind of work, such as `prefill` and `decode`."""
+
+
+def ask(backend: Backend, requests: Iterable[Asked]) -> Iterator[Result | Scores]:
+    """Serves requests of all three kinds, kind by kind."""
+    requests = list(requests)
+    for kind, serve in (
+        (Completion, backend.generate),
+        (Chat, backend.chat),
+        (Choices, backend.loglikelihood),
+    ):
+        if own := [request for request in requests if isinstance(request, kind)]:
+            yield from serve(own)

@@ -1,0 +1,284 @@
+"""Answers kept on disk, so that a rerun asks only what is missing.
+
+One SQLite file in WAL mode: an answer is there as soon as it was given, whatever kills the process
+afterwards, and several processes may read and write at once (on one machine: SQLite's WAL does not
+work over network file systems). The file holds answers and hashes of what was asked, neither
+prompts nor keys.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
+from mmqa_jax.prompting.backends import (
+    Asked,
+    Backend,
+    Chat,
+    Choices,
+    Completion,
+    Failure,
+    Message,
+    Picture,
+    Usage,
+)
+
+_APPLICATION = 0x6D6D7161  # "mmqa", in the file's header
+_VERSION = 1
+_TIMEOUT_SECONDS = 60.0  # for another process's write
+
+
+class ResponseCache:
+    """Answers by key.
+
+    Args:
+      path: of the file, made if there is none.
+
+    Raises:
+      UserError: a file that cannot be opened, is damaged, or is not a response cache.
+      RunError: the disk is full, or another process keeps the file locked for a minute.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        with self._mistakes_named():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(
+                self.path, timeout=_TIMEOUT_SECONDS, isolation_level=None
+            )
+            self._prepare()
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The answer of a key, None if there is none."""
+        with self._mistakes_named():
+            row = self._connection.execute(
+                "SELECT answer FROM answers WHERE key = ?", (key,)
+            ).fetchone()
+            return None if row is None else json.loads(row[0])
+
+    def put(self, key: str, answer: dict[str, Any]) -> None:
+        """Keeps an answer; it is on disk when this returns. One that is there stays."""
+        with self._mistakes_named():
+            self._connection.execute(
+                "INSERT OR IGNORE INTO answers VALUES (?, ?)",
+                (key, json.dumps(answer)),
+            )
+
+    def __len__(self) -> int:
+        with self._mistakes_named():
+            return self._connection.execute("SELECT count(*) FROM answers").fetchone()[0]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._connection.close()
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        application = run("PRAGMA application_id").fetchone()[0]
+        version = run("PRAGMA user_version").fetchone()[0]
+        if (application, version) != (_APPLICATION, _VERSION):
+            if application or version or run("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise UserError(
+                    f"{self.path}: not a response cache of this version; name another with --cache."
+                )
+            self._switch_to_wal()
+            run("BEGIN IMMEDIATE")  # another process may make the same table
+            run("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+            run(f"PRAGMA application_id = {_APPLICATION}")
+            run(f"PRAGMA user_version = {_VERSION}")
+            run("COMMIT")
+        # With WAL a killed process loses nothing, and a power cut at most the last answers.
+        run("PRAGMA synchronous = NORMAL")
+
+    def _switch_to_wal(self) -> None:
+        """WAL stays set in the file. SQLite does not wait by itself for others who set it."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    @contextlib.contextmanager
+    def _mistakes_named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError:  # ours
+            raise
+        except (json.JSONDecodeError, sqlite3.DatabaseError) as error:
+            name = getattr(error, "sqlite_errorname", "SQLITE_CORRUPT")
+            if name == "SQLITE_FULL":
+                raise RunError(f"{self.path}: the disk is full; make room and start again.") from (
+                    error
+                )
+            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+                raise RunError(
+                    f"{self.path}: another process has locked the response cache for "
+                    f"{_TIMEOUT_SECONDS:.0f} s; end it, or name another with --cache."
+                ) from error
+            if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
+                raise UserError(
+                    f"{self.path}: the response cache cannot be written there; name another place "
+                    "with --cache, or go without by --no_cache."
+                ) from error
+            raise UserError(
+                f"{self.path}: the response cache is damaged ({error}); delete this file and those "
+                "beside it that end in -wal and -shm (their answers are asked for again), or name "
+                "another with --cache."
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: the response cache cannot be made there ({error.strerror}); name "
+                "another place with --cache."
+            ) from error
+
+
+class Cached:
+    """A backend whose answers are kept, and given again without asking it.
+
+    A request's key is the backend's fingerprint, how it is decoded and all that is asked, pictures
+    by the hash of their content. The seed belongs to it wherever words are drawn, also where a
+    server does not promise the same draw for the same seed.
+
+    Args:
+      backend: asked for what is not in the cache.
+      cache: may be shared with other backends and processes.
+    """
+
+    def __init__(self, backend: Backend, cache: ResponseCache):
+        self._backend, self._cache = backend, cache
+
+    @property
+    def usage(self) -> Usage:
+        """The backend's, with `cached` counted."""
+        return self._backend.usage
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The backend's."""
+        return self._backend.failures
+
+    @property
+    def fingerprint(self) -> str:
+        """The backend's."""
+        return self._backend.fingerprint
+
+    def rates(self) -> dict[str, float]:
+        """The backend's."""
+        return self._backend.rates()
+
+    def check(self, request: Asked) -> None:
+        """As the backend."""
+        self._backend.check(request)
+
+    def find(self, request: Asked) -> Result | Scores | None:
+        """The kept answer to a request, None if there is none; the backend is not asked."""
+        answer = self._cache.get(request_key(self.fingerprint, request))
+        if answer is None:
+            return None
+        self.usage.cached += 1
+        try:
+            return _restore(request, answer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self._cache.path}: the response cache holds an answer that cannot be read "
+                f"({type(error).__name__}); delete the file, or name another with --cache."
+            ) from error
+
+    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
+        """As the backend, for what is not kept."""
+        return self._serve(requests, self._backend.generate)
+
+    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
+        """As the backend, for what is not kept."""
+        return self._serve(requests, self._backend.chat)
+
+    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
+        """As the backend, for what is not kept."""
+        return self._serve(requests, self._backend.loglikelihood)
+
+    def _serve(self, requests: Iterable[Any], serve: Callable[..., Iterator[Any]]) -> Iterator[Any]:
+        found: collections.deque[Any] = collections.deque()
+        keys: dict[Any, str] = {}  # of the requests that the backend has
+
+        def missing():
+            for request in requests:
+                answer = self.find(request)
+                if answer is not None:
+                    found.append(answer)
+                    continue
+                keys[request.id] = request_key(self.fingerprint, request)
+                yield request
+
+        for result in serve(missing()):
+            self._cache.put(keys.pop(result.id), _plain(result))
+            yield result
+            while found:
+                yield found.popleft()
+        yield from found
+
+
+def request_key(fingerprint: str, request: Asked) -> str:
+    """SHA-256 of all that an answer depends on."""
+    asked: dict[str, Any] = {"kind": type(request).__name__}
+    if isinstance(request, Chat):
+        asked["messages"] = _messages(request.messages)
+    else:
+        text = isinstance(request.prompt, str)
+        asked["prompt"] = request.prompt if text else _messages(request.prompt)
+        asked["images"] = [picture.digest for picture in request.images]
+    if isinstance(request, Choices):
+        asked["continuations"] = list(request.continuations)
+    else:
+        decoding = dataclasses.asdict(request.decoding)
+        decoding["stop"] = list(decoding["stop"])
+        if not decoding["temperature"]:  # nothing is drawn
+            for name in ("top_k", "top_p", "seed"):
+                del decoding[name]
+        asked["decoding"] = decoding
+    text = json.dumps([fingerprint, asked], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _messages(messages: Iterable[Message]) -> list[Any]:
+    def part(content: str | Picture):
+        return content if isinstance(content, str) else {"picture": content.digest}
+
+    return [[message.role, [part(content) for content in message.content]] for message in messages]
+
+
+def _plain(result: Result | Scores) -> dict[str, Any]:
+    """A result in JSON's types, without its id."""
+    if isinstance(result, Scores):
+        return {"scores": [dataclasses.asdict(score) for score in result.scores]}
+    candidates = [dataclasses.asdict(candidate) for candidate in result.candidates]
+    return {"candidates": candidates, "prompt_tokens": result.prompt_tokens}
+
+
+def _restore(request: Asked, answer: dict[str, Any]) -> Result | Scores:
+    if isinstance(request, Choices):
+        scores = (
+            Score(score["total"], tuple(score["logprobs"]), score["greedy"])
+            for score in answer["scores"]
+        )
+        return Scores(request.id, tuple(scores))
+    candidates = []
+    for kept in answer["candidates"]:
+        logprobs = None if kept["logprobs"] is None else tuple(kept["logprobs"])
+        kept |= {"tokens": tuple(kept["tokens"]), "logprobs": logprobs}
+        candidates.append(Candidate(**kept))
+    return Result(request.id, tuple(candidates), answer["prompt_tokens"], 0)

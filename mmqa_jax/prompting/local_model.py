@@ -1,0 +1,174 @@
+"""Weights on this machine as a backend: opened, named by their content, put on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax import __version__
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.weights.converted import MIB, in_mebibytes, is_converted, load_converted, read_record
+from mmqa_jax.weights.gguf_io import smollm2_path
+from mmqa_jax.weights.keymap import abstract_model, load_into
+from mmqa_jax.weights.registry import architecture
+
+NAMES = {"smollm2": smollm2_path}  # models that come as Python packages
+_KINDS = ("llama", "llava")
+_CHUNK = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """How a model is held. `dtype` is that of parameters and arithmetic: float32 or bfloat16, or
+    "auto": float32 on a CPU, bfloat16 elsewhere. `mesh` is the size of each mesh axis; all 1 is
+    the default device."""
+
+    dtype: str = "auto"
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise UserError(
+                f"config key model.dtype={self.dtype!r}: expected auto, float32 or bfloat16."
+            )
+
+
+def open_backend(
+    model: str | os.PathLike,
+    *,
+    tokenizer: str | os.PathLike | None = None,
+    config: ModelConfig | None = None,
+    engine: EngineConfig | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> EngineBackend:
+    """Opens a LLaMA or LLaVA as a backend; its weights are loaded when it is first asked.
+
+    Args:
+      model: a name of NAMES, a folder of `mmqa convert`, or a published checkpoint of any layout
+        that `mmqa convert --model=llama` (or llava) reads.
+      tokenizer: folder, tokenizer.json or GGUF file that has the tokenizer; None is the model's.
+      config, engine: see ModelConfig and EngineConfig; an engine without config is as long as the
+        model, up to 2,048 tokens.
+      compiler_options: of XLA.
+
+    Raises:
+      UserError: no such model, another architecture, no tokenizer, or an engine that is longer
+        than the model.
+    """
+    config = config or ModelConfig()
+    path = NAMES[str(model)]() if str(model) in NAMES else Path(model)
+    if not path.exists():
+        raise UserError(
+            f"--model={model}: no such file or folder, nor one of the names {', '.join(NAMES)}; "
+            "check the path."
+        )
+    kind = _kind(path)
+    shape = _config_of(kind, path)
+    llama = shape.llama if isinstance(shape, LlavaConfig) else shape
+    engine = engine or EngineConfig(length=min(EngineConfig.length, llama.positions))
+    text = open_tokenizer(path if tokenizer is None else tokenizer)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    # Sizes of the engine change an answer in its last bits at most; what is rounded changes more.
+    numerics = [dtype, engine.cache_dtype, engine.weights, jax.default_backend(), __version__]
+    parts = [kind, content_hash(path), text.fingerprint, numerics]
+
+    def make_engine() -> Engine:
+        mesh = None
+        if any(size != 1 for size in config.mesh.values()):
+            mesh = make_mesh(config.mesh)
+        made = _load(kind, path, dtype, mesh)
+        return Engine(
+            made,
+            text,
+            end_ids=text.end_ids,
+            config=engine,
+            mesh=mesh,
+            compiler_options=compiler_options,
+        )
+
+    return EngineBackend(
+        make_engine,
+        text,
+        length=engine.length,
+        fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+        llava=shape if isinstance(shape, LlavaConfig) else None,
+    )
+
+
+def content_hash(path: str | os.PathLike) -> str:
+    """SHA-256 over names and bytes of a file, or of all files of a folder (hidden ones aside)."""
+    path = Path(path)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _shown(file, path))
+    total = sum(file.stat().st_size for file in files)
+    digest = hashlib.sha256()
+    with Progress(f"Reading {path.name}", total // MIB, "MiB") as progress:
+        on_bytes = in_mebibytes(progress)
+        for file in files:
+            # A lone file is the same weights under any name.
+            name = str(file.relative_to(path)) if file != path else ""
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+            with open(file, "rb") as opened:
+                while chunk := opened.read(_CHUNK):
+                    digest.update(chunk)
+                    on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def _shown(file: Path, folder: Path) -> bool:
+    return not any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _kind(path: Path) -> str:
+    """Which of _KINDS lies at a path."""
+    if is_converted(path):
+        kind = read_record(path).architecture.name
+        if kind not in _KINDS:
+            raise UserError(f"--model={path}: holds a {kind}; give a LLaMA or LLaVA.")
+        return kind
+    file = path / "config.json"
+    published = read_json(file) if file.is_file() else {}
+    return "llava" if str(published.get("model_type", "")).startswith("llava") else "llama"
+
+
+def _config_of(kind: str, path: Path) -> Any:
+    if is_converted(path):
+        return read_record(path).config
+    return architecture(kind).part("opener")(path).config
+
+
+def _load(kind: str, path: Path, dtype: str, mesh: Mesh | None) -> nnx.Module:
+    shape = _config_of(kind, path)
+    if isinstance(shape, LlavaConfig):
+        shape = shape.with_both(dtype=dtype)
+    else:
+        shape = dataclasses.replace(shape, dtype=dtype)
+    if is_converted(path):
+        return load_converted(path, mesh=mesh, param_dtype=dtype, config=shape)
+    entry = architecture(kind)
+    checkpoint = entry.part("opener")(path)
+    module = entry.part("model")
+    graphdef, state = abstract_model(
+        lambda: module(shape, rngs=nnx.Rngs(0)), mesh, param_dtype=dtype
+    )
+    return nnx.merge(graphdef, load_into(state, checkpoint.key_map, checkpoint.source))

@@ -1,0 +1,173 @@
+"""A language model's tokenizer, end tokens and chat template, from the files of its weights.
+
+Read with the `tokenizers` library alone, which loads in a fraction of the time of transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.prompting.chat_template import ChatTemplate
+
+_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
+
+
+class TextTokenizer:
+    """Text to token ids and back.
+
+    Args:
+      tokenizer: its post-processor puts the special tokens in front that a prompt begins with.
+      template: of conversations; None of a model that was not made for them.
+      end_ids: tokens that end an answer.
+
+    Attributes:
+      bos: id of the token that every prompt begins with, None if there is none.
+      fingerprint: 16 hex digits that change with ids, text handling, template or end tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        end_ids: Sequence[int] = (),
+    ):
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.template, self.end_ids = template, tuple(end_ids)
+        first = self.encode("")
+        self.bos = first[0] if first else None
+        parts = [tokenizer.to_str(), template.source if template else "", repr(self.end_ids)]
+        self.fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that a prompt begins with."""
+        return self._tokenizer.encode(text).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a piece of a prompt; special tokens that are spelled in it are read."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens spelled."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
+    """Opens the tokenizer that lies with a model's weights.
+
+    Args:
+      path: a GGUF file (its metadata); a folder with tokenizer.json and, where it has them,
+        tokenizer_config.json, chat_template.jinja, generation_config.json, config.json; or a
+        tokenizer.json (of which its folder is taken).
+
+    Raises:
+      UserError: none there, or of a kind that is not known.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return _of_gguf(path)
+    folder = path if path.is_dir() else path.parent
+    return _of_folder(folder, path if path.suffix == ".json" else folder / "tokenizer.json")
+
+
+def _of_folder(folder: Path, file: Path) -> TextTokenizer:
+    if not file.is_file():
+        raise UserError(
+            f"{folder}: holds no tokenizer.json; name the folder or GGUF file that has the "
+            "tokenizer with --tokenizer, or make one by transformers' "
+            "`AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
+        )
+    try:
+        tokenizer = Tokenizer.from_str(read_text(file))
+    except UserError:
+        raise
+    except Exception as error:  # the library raises plain Exception for every mistake
+        raise UserError(
+            f"{file}: not a tokenizer ({error}); fetch it again, in Hugging Face's format."
+        ) from error
+    settings = _optional(folder / "tokenizer_config.json")
+    bos, eos = (_spelling(settings.get(name)) for name in ("bos_token", "eos_token"))
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        source = read_text(folder / "chat_template.jinja")
+    template = None
+    if source:
+        template = ChatTemplate(source, bos=bos, eos=eos, name=f"{folder}, chat_template")
+    return TextTokenizer(tokenizer, template, _end_ids(folder, tokenizer, eos))
+
+
+def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
+    """What generation_config.json, else config.json, else the tokenizer calls the end."""
+    for name in ("generation_config.json", "config.json"):
+        content = _optional(folder / name)
+        content = content | content.get("token_ids", {})  # a folder of `mmqa convert`
+        found = content.get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    known = tokenizer.token_to_id(eos) if eos else None
+    return () if known is None else (known,)
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    content = read_json(file) if file.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _spelling(token: Any) -> str:
+    """A special token of tokenizer_config.json: text, or an object with its text, or null."""
+    return (token.get("content") if isinstance(token, dict) else token) or ""
+
+
+def _of_gguf(path: Path) -> TextTokenizer:
+    """Byte-level BPE of a GGUF file, as llama.cpp reads it (src/llama-vocab.cpp)."""
+    from mmqa_jax.weights.gguf_io import GGUFSource
+
+    file = GGUFSource(path)
+    kind = file.metadata("tokenizer.ggml.model"), file.metadata("tokenizer.ggml.pre", "none")
+    if kind != ("gpt2", "smollm"):
+        raise UserError(
+            f"{path}: its tokenizer is {kind[0]!r} with pre-tokenizer {kind[1]!r}, read from GGUF "
+            "are 'gpt2' with 'smollm'; name a folder with the model's tokenizer.json with "
+            "--tokenizer."
+        )
+    tokens: list[str] = file.metadata("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in file.metadata("tokenizer.ggml.merges")]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    added = [
+        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for token, kind in zip(tokens, file.metadata("tokenizer.ggml.token_type"), strict=True)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+    special = {
+        name: file.metadata(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos", "eot")
+    }
+    spelled = {name: tokens[number] if number >= 0 else "" for name, number in special.items()}
+    if file.metadata("tokenizer.ggml.add_bos_token", False):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$bos $A".replace("$bos", spelled["bos"]),
+            special_tokens=[(spelled["bos"], special["bos"])],
+        )
+    source = file.metadata("tokenizer.chat_template", "")
+    template = None
+    if source:
+        name = f"{path}, tokenizer.chat_template"
+        template = ChatTemplate(source, bos=spelled["bos"], eos=spelled["eos"], name=name)
+    ends = dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] >= 0)
+    return TextTokenizer(tokenizer, template, tuple(ends))

@@ -1,0 +1,103 @@
+"""A server of OpenAI's API on loopback that fails as it is told; asserts nothing itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def answer(value: Any, status: int = 200, **headers: str) -> Answer:
+    """A JSON answer."""
+    return status, {"Content-Type": "application/json", **headers}, json.dumps(value).encode()
+
+
+def said(text: str, prompt_tokens: int = 3) -> Answer:
+    """One candidate of /completions and /chat/completions."""
+    choice = {"text": text, "message": {"content": text}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 2}
+    return answer({"choices": [choice], "usage": usage, "system_fingerprint": "fp"})
+
+
+def error(status: int, message: str, **headers: str) -> Answer:
+    """An error as OpenAI words it."""
+    return answer({"error": {"message": message, "code": None}}, status, **headers)
+
+
+class Stub:
+    """Answers each POST with `reply(body)`; counts what was asked.
+
+    Attributes:
+      asked: (path, body) in order of arrival; at: their times.
+      most: how many were under way at once.
+      authorization: headers that came.
+    """
+
+    def __init__(self, reply: Callable[[dict[str, Any]], Answer]):
+        self.reply = reply
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.at: list[float] = []
+        self.authorization: set[str | None] = set()
+        self.most = self._running = 0
+        self._lock = threading.Lock()
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self._send(answer({"data": [{"id": "tiny", "owned_by": "test", "created": 5}]}))
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with stub._lock:
+                    stub.asked.append((self.path, body))
+                    stub.at.append(time.monotonic())
+                    stub.authorization.add(self.headers["Authorization"])
+                    stub._running += 1
+                    stub.most = max(stub.most, stub._running)
+                try:
+                    reply = stub.reply(body)
+                finally:
+                    with stub._lock:
+                        stub._running -= 1
+                self._send(reply)
+
+            def _send(self, reply: Answer):
+                status, headers, data = reply
+                with contextlib.suppress(OSError):  # the client may be gone
+                    self.send_response(status)
+                    for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    @contextlib.contextmanager
+    def serving(self, key: str = "sk-very-secret-0123456789") -> Iterator[Stub]:
+        """Serves, and is what the environment names."""
+        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("OPENAI_BASE_URL", self.url)
+                patch.setenv("OPENAI_API_KEY", key)
+                yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()

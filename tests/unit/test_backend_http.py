@@ -1,0 +1,408 @@
+"""A server as a backend: what is sent, what comes of it, and servers that fail as they are told."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import logging
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+from openai_stub import Stub, answer, error, said
+from PIL import Image
+from tiny_llm import make_engine, text_tokenizer, tiny_backend
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
+from mmqa_jax.prompting.backends import (
+    Chat,
+    Choices,
+    Completion,
+    Decoding,
+    Message,
+    Picture,
+)
+from mmqa_jax.prompting.cache import Cached, ResponseCache
+
+QUICK = ServerConfig(timeout=0.5, retries=3, first_wait=0.01, longest_wait=1.5, max_failures=2)
+KEY = "sk-very-secret-0123456789"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
+@pytest.fixture
+def backend(engine):
+    return tiny_backend(engine)
+
+
+def by_id(results):
+    return {result.id: result for result in results}
+
+
+def png(color=(200, 30, 40), size=(6, 4)):
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return Picture(file.getvalue(), "red.png")
+
+
+def test_a_server_answers_in_the_same_form():
+    """What is sent, and what comes of it; pictures arrive byte for byte, the key in its header."""
+
+    def reply(body):
+        if "prompt" in body:
+            return answer(
+                {
+                    "choices": [
+                        {
+                            "text": " Paris",
+                            "finish_reason": "length",
+                            "logprobs": {"token_logprobs": [-0.5, -0.25]},
+                        },
+                        {
+                            "text": " Rome",
+                            "finish_reason": "stop",
+                            "logprobs": {"content": [{"logprob": -0.125}]},
+                        },
+                    ],
+                    "usage": {"prompt_tokens": 5, "completion_tokens": 3},
+                    "system_fingerprint": "fp_1",
+                }
+            )
+        return said("A red flag.")
+
+    decoding = Decoding(
+        max_new_tokens=2,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        stop=("\n",),
+        n=2,
+        seed=7,
+        logprobs=True,
+    )
+    picture = png()
+    question = Message("user", (picture, "What is this?"))
+    with Stub(reply).serving() as stub:
+        backend = OpenAIBackend("tiny", QUICK)
+        (one,) = backend.generate([Completion("a", "The capital is", decoding)])
+        (two,) = backend.chat([Chat("b", (Message("system", ("Be brief.",)), question))])
+    assert stub.authorization == {f"Bearer {KEY}"}
+    (path, body), (chat_path, chat) = stub.asked
+    assert path == "/v1/completions"
+    assert body == {
+        "model": "tiny", "prompt": "The capital is", "max_tokens": 2, "temperature": 0.5,
+        "top_k": 3, "top_p": 0.9, "stop": ["\n"], "n": 2, "seed": 7, "logprobs": 1,
+    }  # fmt: skip
+    assert [(c.text, c.total, c.logprobs, c.finish) for c in one.candidates] == [
+        (" Rome", -0.125, (-0.125,), "stop"),
+        (" Paris", -0.75, (-0.5, -0.25), "length"),
+    ]
+    assert (one.id, one.prompt_tokens) == ("a", 5)
+    assert chat_path == "/v1/chat/completions"
+    assert chat["max_completion_tokens"] == 64
+    assert "seed" not in chat  # nothing is drawn
+    assert chat["messages"][0] == {"role": "system", "content": "Be brief."}
+    image, text = chat["messages"][1]["content"]
+    assert text == {"type": "text", "text": "What is this?"}
+    head, _, data = image["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64"
+    assert base64.b64decode(data) == picture.data
+    assert two.text == "A red flag."
+    assert math.isnan(two.candidates[0].total)
+    usage = backend.usage
+    assert (usage.requests, usage.retries, usage.failures) == (2, 0, 0)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (8, 5)
+    assert backend.system_fingerprints == {"fp_1", "fp"}
+
+
+def html(status=200):
+    return status, {"Content-Type": "text/html"}, b"<html>Bad gateway</html>"
+
+
+FAULTS = {
+    "500": lambda: error(500, "oops"),
+    "503 in HTML": lambda: html(503),
+    "429": lambda: error(429, "slow down"),
+    "not JSON": lambda: (200, {"Content-Type": "application/json"}, b'{"choices": [{"te'),
+    "HTML": html,
+    "no choices": lambda: answer({"choices": []}),
+    "no text": lambda: answer({"choices": [{"message": {"content": None}}]}),
+    "cut": lambda: (200, {"Content-Length": "1000"}, b"{}"),
+    "slow": lambda: time.sleep(0.8) or said("late"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_pass_are_waited_out(fault):
+    """Twice wrong, then right: one answer, two retries, and none of it in the answers."""
+    count = itertools.count()
+    with Stub(lambda body: FAULTS[fault]() if next(count) < 2 else said("good")).serving() as stub:
+        backend = OpenAIBackend("tiny", QUICK)
+        (result,) = backend.generate([Completion("a", "b")])
+    assert result.text == "good"
+    assert len(stub.asked) == 3
+    assert (backend.usage.retries, backend.usage.failures, backend.failures) == (2, 0, [])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_stay_are_counted_and_named(fault):
+    """The run goes on up to the limit; above it, it ends."""
+    with Stub(
+        lambda body: said("good") if body["prompt"] == "good" else FAULTS[fault]()
+    ).serving() as stub:
+        backend = OpenAIBackend("tiny", QUICK)
+        results = by_id(backend.generate(Completion(p, p) for p in ("bad", "good", "worse")))
+        assert results.keys() == {"good"}
+        assert {failure.id for failure in backend.failures} == {"bad", "worse"}
+        assert all("after 4 tries" in failure.reason for failure in backend.failures)
+        assert (backend.usage.requests, backend.usage.failures, backend.usage.retries) == (1, 2, 6)
+        assert len(stub.asked) == 9
+        with pytest.raises(RunError, match=r"3 requests failed, more than server.max_failures = 2"):
+            list(backend.generate([Completion("last", "bad")]))
+
+
+def test_waits_as_long_as_the_server_asks_and_longer_each_time():
+    count = itertools.count()
+
+    def reply(body):
+        number = next(count)
+        if number == 0:
+            return error(429, "slow down", **{"Retry-After": "1"})
+        return said("good") if number == 4 else error(500, "oops")
+
+    config = ServerConfig(retries=5, first_wait=0.1, longest_wait=1.5)
+    with Stub(reply).serving() as stub:
+        list(OpenAIBackend("tiny", config).generate([Completion("a", "b")]))
+    waits = np.diff(stub.at)
+    assert 1.0 <= waits[0] < 2.0
+    for attempt, wait in enumerate(waits[1:], start=1):  # 0.1 s * 2^attempt, half of it random
+        assert 0.05 * 2**attempt <= wait
+
+
+def test_a_day_of_waiting_is_cut_short():
+    count = itertools.count()
+    late = {"Retry-After": "86400"}
+    config = ServerConfig(retries=1, first_wait=0.01, longest_wait=0.2)
+    with Stub(
+        lambda body: said("good") if next(count) else error(503, "busy", **late)
+    ).serving() as stub:
+        (result,) = OpenAIBackend("tiny", config).generate([Completion("a", "b")])
+    assert result.text == "good"
+    assert np.diff(stub.at)[0] < 30
+
+
+def test_what_cannot_get_better_is_not_tried_again():
+    def reply(body):
+        return said("good") if body["prompt"] == "good" else error(400, "the context is too long")
+
+    with Stub(reply).serving() as stub:
+        backend = OpenAIBackend("tiny", QUICK)
+        results = by_id(backend.generate([Completion("long", "long"), Completion("g", "good")]))
+    assert results.keys() == {"g"}
+    assert len(stub.asked) == 2
+    (failure,) = backend.failures
+    assert failure.id == "long"
+    assert failure.reason.startswith("the server refuses it (400: ")
+    assert "the context is too long" in failure.reason
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "message"),
+    [
+        (
+            error(401, f"Incorrect API key provided: {KEY}"),
+            UserError,
+            "the server refuses OPENAI_A",
+        ),
+        (
+            error(404, "no such model"),
+            UserError,
+            "--model=tiny: the server of OPENAI_BASE_URL does",
+        ),
+        (
+            answer({"error": {"message": "m", "code": "insufficient_quota"}}, 429),
+            RunError,
+            "the server's quota is used up",
+        ),
+    ],
+)
+def test_what_concerns_all_requests_ends_the_run(reply, kind, message):
+    with Stub(lambda body: reply).serving() as stub, pytest.raises(kind, match=message) as caught:
+        list(OpenAIBackend("tiny", QUICK).generate(Completion(n, "b") for n in range(50)))
+    assert KEY not in str(caught.value)
+    assert len(stub.asked) <= QUICK.concurrency
+
+
+def test_a_missing_server_is_named_without_its_address(monkeypatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(UserError, match="environment: OPENAI_BASE_URL is not set; set it to the"):
+        OpenAIBackend("tiny", QUICK)
+    with Stub(said).serving() as stub:
+        pass
+    monkeypatch.setenv("OPENAI_BASE_URL", stub.url)  # nobody listens there any more
+    with pytest.raises(RunError, match="no connection to it, after 3 tries; start it") as caught:
+        OpenAIBackend("tiny", QUICK)
+    assert stub.url not in str(caught.value)
+
+
+def test_neither_key_nor_address_gets_anywhere(tmp_path, caplog):
+    """Not into messages, logs, causes, the cache or the fingerprint."""
+    caplog.set_level(logging.DEBUG)
+
+    def reply(body):
+        where = f"{KEY} at {stub.url}"
+        return said("good") if body["prompt"] == "good" else error(400, f"refused for {where}")
+
+    with Stub(reply).serving() as stub:
+        backend = OpenAIBackend("tiny", QUICK)
+        served = Cached(backend, ResponseCache(tmp_path / "cache"))
+        list(served.generate([Completion("g", "good"), Completion("x", "x")]))
+    (failure,) = backend.failures
+    assert "refused for *** at ***" in failure.reason
+    kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"good" in kept
+    for place in (kept.decode(errors="replace"), backend.fingerprint, repr(vars(backend))):
+        assert KEY not in place
+        assert stub.url not in place
+    assert KEY not in caplog.text
+
+
+def test_as_many_at_once_as_allowed():
+    gate = threading.Barrier(5)
+
+    def reply(body):
+        gate.wait(timeout=20)  # five must come together, or none gets on
+        return said(body["prompt"])
+
+    with Stub(reply).serving() as stub:
+        config = ServerConfig(concurrency=5, timeout=30)
+        results = by_id(
+            OpenAIBackend("tiny", config).generate(Completion(n, str(n)) for n in range(20))
+        )
+    assert {n: result.text for n, result in results.items()} == {n: str(n) for n in range(20)}
+    assert stub.most == 5
+
+
+def test_leaving_early_gives_up_what_is_under_way():
+    """As Ctrl-C does: the server would answer in a minute, nobody waits for it."""
+    release = threading.Event()
+
+    def reply(body):
+        if body["prompt"] != "quick":
+            release.wait(60)
+        return said("good")
+
+    with Stub(reply).serving():
+        results = OpenAIBackend("tiny").generate(
+            Completion(n, "slow" if n else "quick") for n in range(4)
+        )
+        assert next(results).id == 0
+        began = time.monotonic()
+        results.close()
+        assert time.monotonic() - began < 20
+        release.set()
+
+
+def test_scores_of_a_server_equal_the_engines(engine, backend):
+    """The stub echoes in the older form of completions, with the tiny engine's numbers."""
+    tokenizer = text_tokenizer()
+
+    def reply(body):
+        ids = tokenizer.encode(body["prompt"])
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
+        if not body.get("echo"):
+            return answer({"choices": [{"text": "z", "logprobs": None}], "usage": usage})
+        with lock:
+            (score,) = engine.loglikelihood(ids[:1], [ids[1:]])
+            greedy = [
+                engine.loglikelihood(ids[:n], [[ids[n]]])[0].greedy for n in range(1, len(ids))
+            ]
+        values = [None, *score.logprobs, -0.5]
+        better = [0.0 if good else 1.0 for good in greedy]
+        top = [
+            None,
+            *({"t": v + m} for v, m in zip(score.logprobs, better, strict=True)),
+            {"t": -0.5},
+        ]
+        found = {"token_logprobs": values, "top_logprobs": top}
+        return answer(
+            {"choices": [{"text": body["prompt"] + "z", "logprobs": found}], "usage": usage}
+        )
+
+    lock = threading.Lock()
+    requests = [
+        Choices("a", "The capital is ", ("Paris", "Rome, or not")),
+        Choices("b", "a\nb", (" c", "d", "a")),
+    ]
+    (greedy,) = backend.generate([Completion(0, "abc", Decoding(max_new_tokens=2))])
+    requests.append(Choices("c", "abc", (greedy.text, "zz")))
+    with Stub(reply).serving():
+        remote = OpenAIBackend("tiny", ServerConfig(timeout=60))
+        got = by_id(remote.loglikelihood(requests))
+    want = by_id(backend.loglikelihood(requests))
+    for request in requests:
+        for one, other in zip(got[request.id].scores, want[request.id].scores, strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+            assert one.total == pytest.approx(other.total, abs=1e-3)
+            assert one.greedy == other.greedy
+    assert got["c"].scores[0].greedy
+    assert remote.usage.requests == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (said("x"), "its answer has none"),
+        (error(400, "Only no echo is supported"), "it says 400: .*Only no echo"),
+        (
+            answer(
+                {
+                    "choices": [
+                        {"text": "x", "logprobs": {"token_logprobs": [-1.0], "top_logprobs": [{}]}}
+                    ],
+                    "usage": {"prompt_tokens": 3},
+                }
+            ),
+            "1 tokens have some, the prompt has 3",
+        ),
+    ],
+)
+def test_a_server_that_cannot_score_says_so_in_one_sentence(reply, reason):
+    with Stub(lambda body: reply if "echo" in body else said("x")).serving():
+        backend = OpenAIBackend("tiny", QUICK)
+        with pytest.raises(UserError, match=rf"gives no log-probabilities .*{reason}.*; use one"):
+            list(backend.loglikelihood([Choices("a", "b", ("c", "d"))]))
+
+
+def test_what_the_api_cannot_say_is_refused():
+    with Stub(said).serving():
+        backend = OpenAIBackend("tiny", QUICK)
+    odd = Picture(b"BM bitmap", "old.bmp")
+    for request, message in [
+        (Completion("a", "b", Decoding(beams=2)), "a server has no beam search"),
+        (Completion("a", "b", images=(png(),)), "pictures in `messages` alone"),
+        (Choices("a", (Message("user", ("b",)),), ("c",)), "continuations of a text alone"),
+        (Choices("a", " \n", ("c",)), "its prompt is empty"),
+        (Chat("a", (Message("user", (odd,)),)), "old.bmp: not a PNG, JPEG, GIF or WebP"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            backend.check(request)
+    with pytest.raises(UserError, match=r"config key server.retries=-1: expected at least 0"):
+        ServerConfig(retries=-1)
+
+
+def test_the_fingerprint_is_of_server_and_model(monkeypatch):
+    with Stub(said).serving():
+        one = OpenAIBackend("tiny", QUICK).fingerprint
+        assert OpenAIBackend("tiny", ServerConfig(concurrency=1)).fingerprint == one
+        assert OpenAIBackend("other", QUICK).fingerprint != one
+    with Stub(said).serving():  # on another port
+        assert OpenAIBackend("tiny", QUICK).fingerprint != one

@@ -1,0 +1,220 @@
+"""The engine as a backend: texts, conversations, pictures, and what the cache changes (nothing)."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_llm import END, FAST, MODEL, SIZES, make_engine, text_tokenizer, tiny_backend
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.llava_images import llava_pixels
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request, Scoring, TooLong
+from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.llava import Llava, LlavaConfig
+from mmqa_jax.prompting import llava_prompt
+from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.backends import (
+    Chat,
+    Choices,
+    Completion,
+    Decoding,
+    Message,
+    Picture,
+    ask,
+)
+from mmqa_jax.prompting.cache import Cached, ResponseCache
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
+@pytest.fixture
+def backend(engine):
+    return tiny_backend(engine)
+
+
+def by_id(results):
+    return {result.id: result for result in results}
+
+
+def png(color=(200, 30, 40), size=(6, 4)):
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return Picture(file.getvalue(), "red.png")
+
+
+def test_texts_and_conversations_are_the_engines_own_tokens(engine, backend):
+    """A conversation is the text that ChatML's template makes of it, and no token more."""
+    system, user = Message("system", ("Be brief.",)), Message("user", ("What is it",))
+    text = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is it<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    ids = text_tokenizer().encode_plain(text)
+    assert ids.count(END) == 2
+    assert len(ids) == len(text) - 3 * len("<|im_start|>") - 2 * len("<|im_end|>") + 5
+    (want,) = engine.generate([Request("c", ids, 8, logprobs=True)])
+    decoding = Decoding(max_new_tokens=8, logprobs=True)
+    (got,) = backend.chat([Chat("c", (system, user), decoding)])
+    assert got.candidates == want.candidates
+    (got,) = backend.generate([Completion("c", text, decoding)])
+    assert got.candidates == want.candidates
+
+    # Choices of a conversation begin the assistant's message.
+    choices = ("A yes", "B no")
+    (got,) = backend.loglikelihood([Choices("c", (system, user), choices)])
+    rows = [text_tokenizer().encode_plain(choice) for choice in choices]
+    for score, expected in zip(got.scores, engine.loglikelihood(ids, rows), strict=True):
+        np.testing.assert_allclose(score.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    usage = backend.usage
+    assert (usage.requests, usage.failures, usage.retries) == (3, 0, 0)
+    assert usage.completion_tokens == 2 * len(want.candidates[0].tokens)
+    assert set(backend.rates()) == {"prefill", "decode"}
+
+
+words = st.text("abcde ", min_size=1, max_size=60).filter(str.strip)
+decodings = st.builds(
+    Decoding,
+    max_new_tokens=st.integers(1, 8),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 2),
+    stop=st.sampled_from([(), ("e",), (" ", "a")]),
+    logprobs=st.booleans(),
+)
+asked = st.one_of(
+    st.builds(Completion, id=st.none(), prompt=words, decoding=decodings),
+    st.builds(
+        Chat,
+        id=st.none(),
+        messages=words.map(lambda text: (Message("user", (text,)),)),
+        decoding=decodings,
+    ),
+    st.builds(
+        Choices,
+        id=st.none(),
+        prompt=words,
+        continuations=st.lists(words.map("x".__add__), min_size=1, max_size=3).map(tuple),
+    ),
+)
+
+
+def numbered(requests):
+    return [type(request)(**{**vars(request), "id": n}) for n, request in enumerate(requests)]
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(requests=st.lists(asked, min_size=1, max_size=8), kept=st.integers(0, 8))
+def test_with_cache_and_without_the_same_answers(engine, requests, kept):
+    """Some answers kept by an earlier run, the rest asked in another company: the same bits."""
+    requests = numbered(requests)
+    plain = by_id(ask(tiny_backend(engine), requests))
+    assert plain.keys() == {request.id for request in requests}
+    cache = ResponseCache(":memory:")
+    list(ask(Cached(tiny_backend(engine), cache), requests[:kept]))
+    second = tiny_backend(engine)
+    mixed = by_id(ask(Cached(second, cache), requests))
+    third = tiny_backend(engine)
+    again = by_id(ask(Cached(third, cache), requests))
+    assert third.usage.requests == 0
+    assert third.usage.cached == len(requests)
+    for request in requests:
+        one, other, last = plain[request.id], mixed[request.id], again[request.id]
+        if isinstance(request, Choices):
+            assert one == other == last
+        else:
+            assert one.candidates == other.candidates == last.candidates
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_loaded(backend):
+    def no_engine():
+        raise AssertionError("the engine was made")
+
+    lazy = EngineBackend(no_engine, text_tokenizer(), length=SIZES.length, fingerprint="x")
+    decoding = Decoding(max_new_tokens=10)
+    lazy.check(Completion("a", "a" * (SIZES.length - 10), decoding))
+    with pytest.raises(TooLong, match=r"request 'a': its prompt has 151 tokens, .* 1 more than"):
+        lazy.check(Completion("a", "a" * (SIZES.length - 9), decoding))
+    lazy.check(Choices("a", "a" * 150, ("b" * 10, "c")))
+    with pytest.raises(TooLong, match="with 11 new ones 1 more than"):
+        lazy.check(Choices("a", "a" * 150, ("b", "c" * 11)))
+    for request, message in [
+        (Completion("a", ""), "its prompt is empty"),
+        (Completion("a", "b", images=(png(),)), "the model is a LLaMA without eyes"),
+        (Chat("a", (Message("user", ("b", png())),)), "the model is a LLaMA without eyes"),
+        (Completion("a", "b", Decoding(temperature=-1)), "temperature is -1, expected 0"),
+    ]:
+        with pytest.raises(UserError, match=f"request 'a': .*{message}"):
+            lazy.check(request)
+    bare = text_tokenizer()
+    bare.template = None
+    bare = EngineBackend(no_engine, bare, length=160, fingerprint="x")
+    with pytest.raises(UserError, match="it has messages, the model no chat template"):
+        bare.check(Chat("a", (Message("user", ("b",)),)))
+    with pytest.raises(UserError, match="message: role is 'bot', expected one of system, user"):
+        Message("bot", ("b",))
+
+
+def test_a_llava_sees_the_pictures_of_a_conversation():
+    """vicuna_v1, one placeholder a picture, the pictures as LLaVA-1.5 sees them."""
+    vision = VisionConfig(
+        image_size=12, patch_size=4, width=24, layers=2, heads=2, mlp_width=20, embed_dim=16
+    )
+    config = LlavaConfig(vision, dataclasses.replace(MODEL, positions=320), image_token=-200)
+    sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
+    engine = Engine(
+        Llava(config, rngs=nnx.Rngs(3)), text_tokenizer(), config=sizes, compiler_options=FAST
+    )
+    backend = EngineBackend(
+        lambda: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
+    )
+    red, blue = png(), png((20, 30, 240), (3, 9))
+    first = Message("user", (red, "What is it"))
+    turns = (first, Message("assistant", ("A flag.",)), Message("user", (blue, "And this")))
+    text = llava_prompt.conversation(
+        [("<image>\nWhat is it", "A flag."), ("<image>\nAnd this", None)]
+    )
+    encode = text_tokenizer().encode_plain
+    ids = llava_prompt.prompt_ids(text, encode, image_token=-200, bos=None)
+    assert ids.count(-200) == 2
+    pixels = [
+        llava_pixels(Image.open(io.BytesIO(picture.data)).convert("RGB"), 12)
+        for picture in (red, blue)
+    ]
+    (want,) = engine.generate([Request("a", ids, 4, logprobs=True, images=pixels)])
+    decoding = Decoding(max_new_tokens=4, logprobs=True)
+    backend.check(Chat("a", turns, decoding))
+    (got,) = backend.chat([Chat("a", turns, decoding)])
+    assert got.candidates == want.candidates
+    assert got.prompt_tokens == len(ids) - 2 + 2 * 9
+    (swapped,) = engine.generate([Request("a", ids, 4, logprobs=True, images=pixels[::-1])])
+    assert swapped.candidates != want.candidates
+
+    # The continuation follows the blank that LLaVA was trained with.
+    (scores,) = backend.loglikelihood([Choices("a", turns, ("A", "no"))])
+    rows = [encode(" A"), encode(" no")]
+    (expected,) = engine.score([Scoring("a", ids, rows, images=pixels)])
+    assert [score.logprobs for score in scores.scores] == [
+        pytest.approx(score.logprobs, abs=1e-5) for score in expected.scores
+    ]
+    # A text without placeholder begins with its pictures.
+    (plain,) = backend.generate([Completion("a", "Say", decoding, (red,))])
+    (spelled,) = backend.generate([Completion("a", "<image>\nSay", decoding, (red,))])
+    assert plain.candidates == spelled.candidates
+    with pytest.raises(UserError, match="its text has 1 times <image> for 2 pictures"):
+        backend.check(Completion("a", "<image>", decoding, (red, blue)))
+    with pytest.raises(UserError, match="LLaVA's messages are system, user, expected user and"):
+        backend.check(Chat("a", (Message("system", ("x",)), first), decoding))
+    with pytest.raises(TooLong, match="its prompt has 311 tokens, with 10 new ones 1 more"):
+        backend.check(Completion("a", "a" * 301, Decoding(max_new_tokens=10), (red,)))

@@ -1,0 +1,292 @@
+"""`mmqa bench`: how it times and measures memory, what its rows say, what it needs to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import mmqa
+
+from mmqa_jax.bench import BENCHES, Options, available
+from mmqa_jax.bench.timing import interleave, read_bandwidth, run_child, speed_ratio
+from mmqa_jax.core.errors import RunError
+
+HERE = Path(__file__).parent
+COLUMNS = {"name", "ours", "peer", "ratio", "unit", "floor"}
+# What a bare accelerator image lacks of what the project needs.
+ABSENT = (
+    "array_record", "bm25s", "evaluate", "grain", "jaxtyping", "matplotlib", "ml_collections",
+    "PIL", "scann", "tensorboardX", "tensorflow", "tensorflow_datasets", "torchvision",
+)  # fmt: skip
+
+
+class Clock:
+    """Time that passes only when somebody works."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def worker(self, name: str, seconds: list[float]):
+        left = iter(seconds)
+
+        def work():
+            self.log.append(name)
+            self.now += next(left)
+
+        return work
+
+
+def test_sides_take_turns_and_every_other_round_runs_backwards():
+    clock = Clock()
+    rounds = []
+    found = interleave(
+        {"ours": clock.worker("o", [9.0, 1.0, 2.0, 3.0]), "peer": clock.worker("p", [9.0, 4.0, 4.0, 9.0])},
+        3,
+        on_round=lambda: rounds.append(len(clock.log)),
+        clock=clock,
+    )  # fmt: skip
+    assert "".join(clock.log) == "op" + "op" + "po" + "op"
+    assert rounds == [4, 6, 8]
+    assert found == {"ours": [1.0, 2.0, 3.0], "peer": [4.0, 4.0, 9.0]}
+    assert speed_ratio(found["ours"], found["peer"]) == (3.0, 2.0, 4.0)
+
+
+def test_quick_work_is_repeated_and_counted_per_call():
+    clock = Clock()
+    found = interleave({"a": clock.worker("a", [0.02, *[0.03] * 5])}, 1, clock=clock)
+    assert len(clock.log) == 6  # one to see how long it takes, five in 0.1 s
+    assert found == {"a": [pytest.approx(0.03)]}
+
+
+def test_peak_memory_is_that_of_the_child():
+    # From a process of its own: the parent's memory counts as the child's.
+    script = (
+        "import sys; from mmqa_jax.bench.timing import run_child\n"
+        "for size in (0, 200):\n"
+        "    work = f'x = bytearray({size} << 20); x[::4096] = bytes(len(x[::4096])); print(7)'\n"
+        "    child = run_child([sys.executable, '-c', work])\n"
+        "    print(child.peak_bytes >> 20, child.output.strip())\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    (small, _), (large, said) = (line.split() for line in ended.stdout.splitlines())
+    assert said == "7"
+    assert int(small) < 60
+    assert 200 <= int(large) < 240
+
+
+def test_a_failed_child_stops_the_bench():
+    with pytest.raises(RunError, match="ended with 3"):
+        run_child([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_bandwidth_is_that_of_a_memory():
+    assert 1e8 < read_bandwidth(1 << 22) < 1e13
+
+
+MODELS = """
+import dataclasses, json, sys
+from test_bench import ABSENT, tiny
+sys.modules.update(dict.fromkeys(ABSENT))
+from mmqa_jax.bench import Options
+from mmqa_jax.bench import contests, models
+print(json.dumps(models.measure(tiny(), Options(rounds=2))))
+contest = next(contests.contests(tiny(), ("bert",)))
+broken = dataclasses.replace(contest, ours=lambda: contest.ours().at[0, 0, 0].add(0.05))
+contests.contests = lambda suite, wanted: iter([broken])
+models.measure(tiny(), Options(rounds=1))
+"""
+
+
+def tiny():
+    """The suite in sizes that compile fast."""
+    from mmqa_jax.bench.contests import Suite
+    from mmqa_jax.models.bart_config import BartConfig
+    from mmqa_jax.models.bert import BertConfig
+    from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
+    from mmqa_jax.models.llama_config import LlamaConfig
+    from mmqa_jax.models.vlp import VLPConfig
+
+    bert = BertConfig(vocab_size=50, hidden=32, layers=2, heads=2, mlp=48, positions=64)
+    return Suite(
+        clip=CLIPConfig(
+            VisionConfig(16, 8, width=16, layers=1, heads=2, mlp_width=24, embed_dim=12),
+            TextConfig(30, 8, width=16, layers=1, heads=2, mlp_width=24, embed_dim=12),
+        ),
+        pictures=2,
+        texts=3,
+        bert=bert,
+        bert_batch=(2, 24),
+        vlp=VLPConfig(dataclasses.replace(bert, types=6, eps=1e-5), 9, 7, (10,)),
+        vlp_batch=(2, 5, 30),
+        bart=BartConfig(
+            vocab_size=40, hidden=16, encoder_layers=1, decoder_layers=1, encoder_heads=2,
+            decoder_heads=2, encoder_mlp=24, decoder_mlp=24, positions=32,
+        ),
+        bart_batch=(2, 12, 9),
+        llama=LlamaConfig(vocab_size=40, hidden=16, layers=2, heads=4, kv_heads=2, mlp=24),
+        llama_batch=(1, 20),
+        matmul=64,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models_run(cli_cache):
+    """The models bench on a machine that has jax, flax, torch and transformers alone."""
+    return subprocess.run(
+        [sys.executable, "-c", MODELS],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=HERE,
+        env={**os.environ, "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu", "MMQA_CACHE": str(cli_cache),
+             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+    )  # fmt: skip
+
+
+def test_models_rows_compare_the_same_work(models_run):
+    from mmqa_jax.bench.contests import ROWS
+
+    assert models_run.stdout, models_run.stderr
+    result = json.loads(models_run.stdout.splitlines()[0])
+    assert result["bench"] == "models"
+    assert result["threads"] == len(os.sched_getaffinity(0))
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["matmul", *ROWS]
+    for name, row in rows.items():
+        assert row.keys() >= COLUMNS
+        assert row["unit"] == "ms"
+        low, high = row["ratio_range"]
+        assert low <= row["ratio"] <= high
+        assert row["peer_bfloat16"] > 0
+        if name not in ("matmul", "vlp_train_dropout"):
+            assert row["deviation"] < 2e-5, row
+    # The peak is the fastest of all products of squares, so these cannot surpass it.
+    assert rows["matmul"]["of_peak"] <= 1
+    assert rows["matmul"]["peer_of_peak"] <= 1
+    # A step with dropout is another step.
+    assert 2e-5 < rows["vlp_train_dropout"]["deviation"] < 0.1
+
+
+def test_a_row_whose_sides_differ_stops_the_bench(models_run):
+    assert models_run.returncode == 1
+    last = models_run.stderr.splitlines()[-1]
+    assert "RunError: bench models, bert: results deviate by 0.0" in last
+
+
+def test_operations_are_counted():
+    import torch
+
+    from mmqa_jax.bench.peers import count_flops
+
+    x = torch.zeros(2, 3, 4, 8)  # [B, heads, L, D]
+    weight = torch.zeros(8, 5)
+
+    def work():
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True) @ weight
+
+    attention = 2 * (2 * 2 * 3 * 4 * 4 * 8)  # scores, and their product with the values
+    assert count_flops(work) == attention + 2 * (2 * 3 * 4) * 8 * 5
+
+
+def test_convert_rows_are_shares_of_the_parameters(tmp_path):
+    shape = {
+        "vocab_size": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 512,
+        "tied": True,
+    }  # fmt: skip
+    script = (
+        "import json; from mmqa_jax.bench import Options; from mmqa_jax.bench.convert import measure\n"
+        f"print(json.dumps(measure({shape!r}, Options(only=('load_mesh',)))))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "MMQA_PROGRESS": "off", "TMPDIR": str(tmp_path)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    layer = 2 * 256 * (256 + 128) + 3 * 256 * 512 + 2 * 256
+    assert result["parameters"] == 32000 * 256 + 2 * layer + 256
+    size = 4 * result["parameters"] / 2**20
+    assert result["parameter_mib"] == round(size)
+    (row,) = result["rows"]
+    assert row["name"] == "load_mesh"
+    assert row["unit"] == "MiB"
+    assert row["floor"] == pytest.approx(result["libraries_mib"] + size, abs=1)
+    assert row["ours"] > 100
+    assert row["of_p"] == pytest.approx(row["ours"] / size, abs=0.03)
+    added = (row["ours"] - result["libraries_mib"]) / size
+    assert row["added"] == pytest.approx(added, abs=0.03)
+    assert row["ratio"] == pytest.approx(row["peer"] / row["ours"], abs=0.01)
+    assert list(tmp_path.iterdir()) == []  # the models are gone
+
+
+def test_only_benches_that_are_there_are_offered(monkeypatch):
+    assert {"models", "convert"} <= set(available())
+    monkeypatch.setitem(BENCHES, "nothing_of_the_kind", "is not there")
+    assert "nothing_of_the_kind" not in available()
+    assert "nothing_of_the_kind" not in mmqa("bench", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench"], "required: NAME"),
+        (["bench", "modles"], "argument NAME: invalid choice: 'modles'.*models.*convert"),
+        (["bench", "convert", "--only=lod"], "--only=lod: no such row; use one of .*load"),
+        (["bench", "convert", "--rounds=0"], "--rounds=0: at least 1 was expected"),
+        (["bench", "convert", "--size=huge"], "--size: invalid choice: 'huge'"),
+    ],
+)
+def test_wrong_commands(arguments, message, refused):
+    refused(*arguments, message=message)
+
+
+def test_rows_keep_the_bench_order():
+    assert Options(only=("c", "a")).chosen(("a", "b", "c")) == ("a", "c")
+    assert Options().chosen(("a", "b")) == ("a", "b")
+
+
+def test_the_table_shows_all_values(monkeypatch):
+    import mmqa_jax.bench
+
+    row = {
+        "name": "reading",
+        "ours": 1234.5,
+        "peer": None,
+        "ratio": 1.5,
+        "unit": "ms",
+        "floor": 0.25,
+    }
+    result = {"bench": "convert", "device": "a machine", "rows": [{**row, "of_p": 0.6912}]}
+    monkeypatch.setattr(mmqa_jax.bench, "run_bench", lambda name, options: result)
+    ended = mmqa("bench", "convert", "--json")
+    assert ended.code == 0
+    assert ended.value == result
+    table = ended.out
+    for shown in (
+        "convert, a machine",
+        "reading",
+        "1,234",
+        "–",
+        "1.5",
+        "ms",
+        "0.25",
+        "of p",
+        "0.691",
+    ):
+        assert shown in table, shown
+    assert math.isclose(ended.value["rows"][0]["ours"], 1234.5)

@@ -1,0 +1,88 @@
+"""`mmqa bench retrieval`: the peers give the same answers, the inputs are what they say."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mmqa_jax.bench import retrieval as bench
+from mmqa_jax.bench import retrieval_data as inputs
+from mmqa_jax.data.datasets.webqa import ImagesTsv
+
+SIZES = {"rows": 600, "dim": 16, "queries": 20, "snippets": 300, "pictures": 5}
+
+
+def test_numpy_search_is_exact():
+    vectors = inputs.ClusteredVectors(40_000, 8)
+    matrix = np.concatenate(list(vectors.blocks()))  # more than one block of numpy's
+    queries = vectors.queries(7)
+    expected = np.argsort(-(queries @ matrix.T), axis=1, kind="stable")[:, :20]
+    found = bench._numpy_search(matrix, queries)
+    np.testing.assert_array_equal(np.sort(found), np.sort(expected))
+
+
+def test_vectors_are_unit_clustered_and_the_same_every_time(tmp_path):
+    vectors = inputs.ClusteredVectors(70_000, 32)
+    inputs.write_vectors(tmp_path / "vectors.npy", vectors)
+    written = np.load(tmp_path / "vectors.npy")
+    assert written.shape == (70_000, 32)
+    assert written.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(written, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(
+        written, np.concatenate(list(inputs.ClusteredVectors(70_000, 32).blocks()))
+    )
+    best = (vectors.queries(50) @ written.T).max(axis=1)
+    spread = np.random.default_rng(0).standard_normal((50, 32)).astype(np.float32)
+    spread /= np.linalg.norm(spread, axis=1, keepdims=True)
+    # Queries lie in clusters, random directions do not.
+    assert np.median(best) > np.median((spread @ written.T).max(axis=1)) + 0.05
+
+
+def test_snippets_follow_zipf():
+    texts = inputs.snippets(3000)
+    words = [word for text in texts for word in text.split()]
+    assert 36 < len(words) / len(texts) < 40
+    share = words.count("the") / len(words)
+    assert share == pytest.approx(1 / sum(1 / n for n in range(1, 200_001)), rel=0.1)
+    assert len(set(words)) > 10_000
+    assert len({inputs._word(number) for number in range(20_000)}) == 20_000
+
+
+def test_pictures_are_read_back(tmp_path):
+    encoded = inputs.write_pictures(tmp_path, 5, distinct=2)
+    pictures = ImagesTsv(tmp_path / "imgs.tsv")
+    assert [pictures.read(row) for row in range(5)] == encoded
+    assert encoded[0] != encoded[1]
+
+
+def test_rows(tmp_path):
+    """Every step once, in this process."""
+    sizes = {**SIZES, "rounds": 1}
+    steps = {name: step(tmp_path, sizes) for name, step in bench._STEPS.items()}
+    rows = [row for name in ("search", "bm25", "pictures") for row in steps[name]["rows"]]
+    assert {row["name"] for row in rows} == set(bench.ROWS) - {
+        "index_build", "index_memory", "bm25_memory",
+    }  # fmt: skip
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["scann_recall"]["ours"] == 1.0  # so few are searched exactly
+    assert all(row["ours"] > 0 and {"peer", "ratio", "unit", "floor"} <= row.keys() for row in rows)
+    json.dumps(rows)
+
+
+def test_only_what_is_asked_for_is_measured():
+    """In a process of its own: what its parent holds counts as a child's memory."""
+    script = (
+        "import json; from mmqa_jax.bench import Options, retrieval\n"
+        f"options = Options(only=('bm25_memory',), rounds=1)\n"
+        f"print(json.dumps(retrieval.measure({SIZES}, options)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [row["name"] for row in found["rows"]] == ["bm25_memory"]
+    assert 0.01 < found["rows"][0]["ours"] < 4
+    assert (found["bench"], found["rows"][0]["unit"]) == ("retrieval", "GiB")

@@ -1,0 +1,252 @@
+"""`mmqa prompt`: files of prompts in, answers out, and what a kill or a mistake leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cli_runs import ROOT, done, mmqa
+from openai_stub import Stub, error, said
+from tiny_llm import SIZES, make_engine, text_tokenizer, write_folder
+
+from mmqa_jax.decoding.requests import Request
+from mmqa_jax.prompting.cache import ResponseCache
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+CONFIG = f"--config={ROOT / 'configs/prompt/default.py'}"
+ENGINE = [
+    CONFIG,
+    *(
+        f"--config.engine.{name}={getattr(SIZES, name)}"
+        for name in ("slots", "length", "buckets", "prefill_tokens", "block")
+    ),
+]
+ROWS = [
+    {
+        "id": "q2",
+        "prompt": "The capital",
+        "max_new_tokens": 5,
+        "logprobs": True,
+        "meta": {"k": [1]},
+    },
+    {"id": "q1", "messages": [{"role": "user", "content": "Why"}], "max_new_tokens": 3},
+    {"id": 7, "prompt": "Seven days", "choices": [" a", " bb"]},
+    {"prompt": "draws", "temperature": 1.0, "n": 2, "seed": 3, "max_new_tokens": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder, tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", ROWS)
+    out = tmp_path / "new" / "answers.jsonl"
+    flags = ["prompt", f"--prompts={prompts}", f"--model={folder}", f"--out={out}"]
+    flags += [*ENGINE, f"--cache={tmp_path / 'cache'}"]
+    result = done(*flags)
+    assert (result["prompts"], result["answered"], result["cached"]) == (4, 4, 0)
+    rows = read(out)
+    assert [row["id"] for row in rows] == ["q2", "q1", 7, 4]  # its line number where it has none
+
+    # What the engine itself says.
+    engine = make_engine()
+    ids = text_tokenizer().encode_plain("<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
+    want = {
+        answer.id: answer.candidates
+        for answer in engine.generate(
+            [
+                Request("q2", "The capital", 5, logprobs=True),
+                Request("q1", ids, 3),
+                Request(4, "draws", 4, temperature=1.0, n=2, seed=3),
+            ]
+        )
+    }
+    for row in (rows[0], rows[1], rows[3]):
+        best = want[row["id"]][0]
+        assert (row["text"], row["finish"]) == (best.text, best.finish)
+        assert row["logprob"] == pytest.approx(best.total, abs=1e-4)
+    assert rows[0]["logprobs"] == pytest.approx(want["q2"][0].logprobs, abs=1e-4)
+    assert rows[0]["meta"] == {"k": [1]}
+    assert [one["text"] for one in rows[3]["candidates"]] == [one.text for one in want[4]]
+    scores = engine.loglikelihood("Seven days", [" a", " bb"])
+    assert [one["logprob"] for one in rows[2]["scores"]] == pytest.approx(
+        [score.total for score in scores], abs=1e-4
+    )
+    totals, means = ([getattr(score, name) for score in scores] for name in ("total", "mean"))
+    assert rows[2]["best"] == totals.index(max(totals))
+    assert rows[2]["best_per_token"] == means.index(max(means))
+
+    before = out.read_bytes()
+    result = done(*flags)
+    assert (result["answered"], result["cached"]) == (0, 4)
+    assert out.read_bytes() == before
+    write(prompts, [*ROWS, {"id": "more", "prompt": "more", "max_new_tokens": 2}])
+    result = done(*flags)
+    assert (result["answered"], result["cached"]) == (1, 4)
+    assert read(out)[:4] == rows
+    # Without cache all is asked, to the same end.
+    result = done(*flags[:-1], "--no_cache")
+    assert (result["answered"], result["cached"]) == (5, 0)
+    assert read(out)[:4] == rows
+
+
+def test_plain_text_is_a_prompt_a_line(folder, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\r\n\ntwo\n")
+    out = tmp_path / "answers.jsonl"
+    done(
+        "prompt", f"--prompts={prompts}", f"--model={folder}", f"--out={out}", "--no_cache",
+        *ENGINE, "--config.decoding.max_new_tokens=2",
+    )  # fmt: skip
+    rows = read(out)
+    assert [row["id"] for row in rows] == [1, 3]
+    (want,) = make_engine().generate([Request(0, "two", 2)])
+    assert rows[1]["text"] == want.text
+
+
+RUN = "import sys; from mmqa_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_in_the_middle_a_rerun_asks_the_rest(tmp_path, end):
+    """What is kept at the kill is not asked again; the output appears whole, or not at all."""
+    prompts, out, cache = (tmp_path / name for name in ("p.txt", "out.jsonl", "cache"))
+    prompts.write_text("".join(f"prompt {n}\n" for n in range(1, 201)))
+    flags = [
+        "prompt", f"--prompts={prompts}", "--model=tiny", "--backend=openai", f"--out={out}",
+        f"--cache={cache}", CONFIG, "--config.server.concurrency=4",
+    ]  # fmt: skip
+
+    def slowly(body):
+        time.sleep(0.05)
+        return said(body["prompt"].upper())
+
+    with Stub(slowly).serving() as stub:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, *flags], stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 60
+        while len(stub.asked) < 40 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(end)
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 130)
+        if end == signal.SIGINT:
+            assert told.splitlines()[-1].startswith("mmqa: interrupted; start the same command")
+        assert not out.exists()
+        kept = len(ResponseCache(cache))
+        assert 30 <= kept < 200  # all but the last few of forty
+        stub.asked.clear()
+        result = done(*flags)
+        assert result["cached"] == kept
+        assert result["answered"] == len(stub.asked) == 200 - kept
+    assert [row["text"] for row in read(out)] == [f"PROMPT {n}" for n in range(1, 201)]
+
+
+def test_failed_requests_are_named_in_the_output(tmp_path):
+    prompts, out = (
+        write(tmp_path / "p.jsonl", [{"prompt": "good"}, {"prompt": "bad"}]),
+        tmp_path / "o",
+    )
+    flags = ["prompt", f"--prompts={prompts}", "--model=tiny", "--backend=openai", f"--out={out}"]
+    flags += [CONFIG, f"--cache={tmp_path / 'cache'}"]
+    reply = {"good": said("yes"), "bad": error(400, "too long")}
+    with Stub(lambda body: reply[body["prompt"]]).serving() as stub:
+        result = done(*flags)
+        assert (result["answered"], result["failed"]) == (1, 1)
+        good, bad = read(out)
+        assert good == {"id": 1, "text": "yes", "finish": "stop", "prompt_tokens": 3}
+        assert bad["id"] == 2
+        assert bad["error"].startswith("the server refuses it (400: ")
+        # A failure is not kept: the next run asks again.
+        reply["bad"] = said("now")
+        stub.asked.clear()
+        assert (done(*flags)["failed"], len(stub.asked)) == (0, 1)
+        assert read(out)[1]["text"] == "now"
+
+        reply["bad"] = error(400, "too long")
+        ended = mmqa(*flags, "--no_cache", "--config.server.max_failures=0")
+    assert ended.code == 1
+    assert "1 requests failed, more than server.max_failures = 0, the last, 2, because" in ended.err
+    assert read(out)[1]["text"] == "now"  # still that of the run before
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{"], "line 1: not valid JSON"),
+        (['{"prompt": "a"}', '["a"]'], "line 2: not a JSON object"),
+        (['{"id": 1}'], "line 1: has neither of `prompt` and `messages`"),
+        (['{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'], "line 1: has both"),
+        (['{"prompt": "a", "max_tokens": 3}'], "line 1: key 'max_tokens' is unknown; did you mean"),
+        (['{"prompt": 3}'], "line 1: prompt is 3, a text was expected"),
+        (['{"prompt": "a", "stop": "b"}'], 'line 1: stop is "b", a list of texts was expected'),
+        (['{"prompt": "a", "n": true}'], "line 1: n is true, a whole number was expected"),
+        (['{"prompt": "a", "temperature": -1}'], "line 1: request 1: temperature is -1"),
+        (['{"prompt": "a", "choices": []}'], r"line 1: choices is \[\], a list of texts"),
+        (['{"prompt": "a", "choices": ["b"], "n": 2}'], "line 1: n has no meaning beside"),
+        (['{"prompt": "a", "images": ["no.png"]}'], "line 1: image .*no.png: cannot be read"),
+        (['{"messages": [{"role": "bot", "content": "a"}]}'], "line 1: message: role is 'bot'"),
+        (['{"messages": [{"role": "user"}]}'], "line 1: a message is {role, content}"),
+        (['{"prompt": "\\ud83d"}'], "line 1: holds '.ud83d', half of a character"),
+        (
+            ['{"id": "x", "prompt": "a"}', "", '{"id": "x", "prompt": "b"}'],
+            "line 3: the id 'x' is that of line 1 too",
+        ),
+        (
+            ['{"id": 3, "prompt": "a"}', "", '{"prompt": "b"}'],
+            "line 3: the id '3' is that of line 1",
+        ),
+        (["", ""], "holds no prompt; write one on each line"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_by_its_line(refused, tmp_path, lines, message):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(lines))
+    out = tmp_path / "out.jsonl"
+    refused(
+        "prompt", f"--prompts={prompts}", "--model=none", f"--out={out}", CONFIG,
+        message=rf"mmqa: {prompts}[,:] ?{message}",
+    )  # fmt: skip
+
+
+def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "short"}, {"prompt": "long " * 40}])
+    (tmp_path / "notes.txt").write_text("no weights")
+    flags = ["prompt", f"--prompts={prompts}", f"--out={tmp_path / 'out'}", *ENGINE]
+    long = r"line 2: request 2: its prompt has 200 tokens, .* engine.length = 160; shorten it"
+    refused(*flags, f"--model={folder}", message=rf"{prompts}, {long}")
+    refused(*flags, "--model=missing", message="--model=missing: no such file .* names smollm2")
+    refused(*flags, f"--model={tmp_path / 'notes.txt'}", message="notes.txt: not a checkpoint")
+    refused(
+        *flags, f"--model={folder}", f"--tokenizer={tmp_path}", message="holds no tokenizer.json"
+    )
+    refused(
+        *flags, f"--model={folder}", "--config.model.dtype=float64",
+        message="config key model.dtype='float64': expected auto",
+    )  # fmt: skip
+    missing = tmp_path / "none.txt"
+    refused(
+        "prompt", f"--prompts={missing}", "--model=x", f"--out={tmp_path / 'o'}", CONFIG,
+        message=f"{missing}: no such file",
+    )  # fmt: skip
+    refused(
+        "prompt", f"--prompts={prompts}", "--model=x", f"--out={tmp_path}", CONFIG,
+        message="--out=.*: is a folder",
+    )  # fmt: skip

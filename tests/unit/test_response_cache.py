@@ -1,0 +1,244 @@
+"""The response cache: what it keeps, who shares it, and what a kill leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
+from mmqa_jax.prompting.backends import (
+    Chat,
+    Choices,
+    Completion,
+    Decoding,
+    Message,
+    Picture,
+    Usage,
+)
+from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
+
+numbers = st.floats(allow_nan=False)
+candidates = st.builds(
+    Candidate,
+    text=st.text(),
+    tokens=st.lists(st.integers(0, 9)).map(tuple),
+    total=st.floats(),
+    logprobs=st.none() | st.lists(numbers).map(tuple),
+    finish=st.sampled_from(["end", "stop", "length"]),
+)
+scores = st.builds(
+    Score, total=numbers, logprobs=st.lists(numbers, min_size=1).map(tuple), greedy=st.booleans()
+)
+
+
+class Echoing:
+    """A backend that answers with what it was asked, and counts."""
+
+    def __init__(self, answers=None, fingerprint="echo"):
+        self.asked, self.answers = [], answers or {}
+        self.usage, self.failures, self.fingerprint = Usage(), [], fingerprint
+
+    def generate(self, requests):
+        for request in requests:
+            self.asked.append(request.id)
+            said = self.answers.get(request.id)
+            yield said or Result(
+                request.id, (Candidate(f"<{request.prompt}>", (), math.nan, None, "end"),), 4, 2
+            )
+
+    def loglikelihood(self, requests):
+        for request in requests:
+            self.asked.append(request.id)
+            yield self.answers[request.id]
+
+
+def texts(results):
+    return {result.id: result.text for result in results}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(candidates, min_size=1, max_size=3).map(tuple), st.lists(scores, min_size=1).map(tuple)
+)
+def test_answers_come_back_as_they_were(found, ranked):
+    """Every bit of text and numbers; what was reused belongs to the run that did it."""
+    answers = {1: Result(1, found, 7, 3), 2: Scores(2, ranked)}
+    backend = Echoing(answers)
+    served = Cached(backend, ResponseCache(":memory:"))
+    completion, choices = Completion(1, "a"), Choices(2, "b", ("c",) * len(ranked))
+    assert [*served.generate([completion]), *served.loglikelihood([choices])] == [*answers.values()]
+    (one,), (two,) = served.generate([completion]), served.loglikelihood([choices])
+    assert repr(one) == repr(dataclasses.replace(answers[1], reused_tokens=0))  # nan too
+    assert two == answers[2]
+    assert backend.asked == [1, 2]
+    assert backend.usage.cached == 2
+
+
+def test_only_what_is_missing_is_asked(tmp_path):
+    first = Echoing()
+    served = Cached(first, ResponseCache(tmp_path / "cache"))
+    half = texts(served.generate(Completion(n, f"prompt {n}") for n in range(0, 20, 2)))
+    assert first.asked == list(range(0, 20, 2))
+    again = Echoing()
+    served = Cached(again, ResponseCache(tmp_path / "cache"))
+    whole = texts(served.generate(Completion(f"id {n}", f"prompt {n}") for n in range(20)))
+    assert again.asked == [f"id {n}" for n in range(1, 20, 2)]  # other ids, the same prompts
+    assert whole == {f"id {n}": f"<prompt {n}>" for n in range(20)}
+    assert half == {n: f"<prompt {n}>" for n in range(0, 20, 2)}
+    # Another model's answers are another's.
+    other = Echoing(fingerprint="other")
+    texts(Cached(other, ResponseCache(tmp_path / "cache")).generate([Completion(0, "prompt 0")]))
+    assert other.asked == [0]
+
+
+def test_the_key_holds_all_that_an_answer_depends_on():
+    red, blue = Picture(b"\x89PNG red", "a.png"), Picture(b"\x89PNG blue", "a.png")
+    drawn = Decoding(temperature=1.0)
+    changed = {"max_new_tokens": 9, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "stop": ("x",)}
+    changed |= {"n": 2, "seed": 5, "logprobs": True, "length_penalty": 0.5}
+    different = [
+        Completion(0, "a", drawn),
+        *(Completion(0, "a", dataclasses.replace(drawn, **{k: v})) for k, v in changed.items()),
+        Completion(0, "a"),
+        Completion(0, "b", drawn),
+        Completion(0, "a", drawn, (red,)),
+        Completion(0, "a", drawn, (blue,)),
+        Completion(0, "a", drawn, (red, blue)),
+        Chat(0, (Message("user", ("a",)),), drawn),
+        Chat(0, (Message("system", ("a",)),), drawn),
+        Chat(0, (Message("user", (red, "a")),), drawn),
+        Chat(0, (Message("user", ("a", red)),), drawn),
+        Chat(0, (Message("user", ("a",)), Message("assistant", ("b",))), drawn),
+        Choices(0, "a", ("b", "c")),
+        Choices(0, "a", ("c", "b")),
+        Choices(0, "a", ("bc",)),
+        Choices(0, (Message("user", ("a",)),), ("b", "c")),
+    ]
+    keys = [request_key("model", request) for request in different]
+    assert len(set(keys)) == len(keys)
+    assert request_key("other", different[0]) != keys[0]
+    # Neither id nor file name, nor the seed where nothing is drawn.
+    same = [
+        (Completion(0, "a", drawn, (red,)), Completion(1, "a", drawn, (Picture(red.data, "b"),))),
+        (Completion(0, "a"), Completion(0, "a", Decoding(seed=5, top_k=3, top_p=0.5))),
+        (Completion(0, "a", Decoding(stop=["x"])), Completion(0, "a", Decoding(stop=("x",)))),
+    ]
+    for one, other in same:
+        assert request_key("model", one) == request_key("model", other)
+
+
+RUN = textwrap.dedent("""
+    import sys, time
+    from test_response_cache import Echoing
+    from mmqa_jax.prompting.backends import Completion
+    from mmqa_jax.prompting.cache import Cached, ResponseCache
+
+    path, first, last, pause = sys.argv[1], *map(float, sys.argv[2:])
+    sys.stdin.readline()  # all begin together
+    backend = Echoing()
+    served = Cached(backend, ResponseCache(path))
+    for result in served.generate(Completion(n, f"p{n}") for n in range(int(first), int(last))):
+        print(result.id, flush=True)
+        time.sleep(pause)
+    print("asked", len(backend.asked), flush=True)
+""")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts processes that answer prompts first .. last through the same cache."""
+
+    def run(first, last, pause=0.0):
+        return subprocess.Popen(
+            [sys.executable, "-c", RUN, *map(str, (tmp_path / "cache", first, last, pause))],
+            cwd=Path(__file__).parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    return run
+
+
+def test_processes_share_one_file(start, tmp_path):
+    """Made, filled and read by three at once; then nothing is asked any more."""
+    processes = [start(0, 300), start(100, 400), start(200, 500)]
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert out.splitlines()[-1].startswith("asked")
+    assert len(ResponseCache(tmp_path / "cache")) == 500
+    last = Echoing()
+    served = Cached(last, ResponseCache(tmp_path / "cache"))
+    assert len(texts(served.generate(Completion(n, f"p{n}") for n in range(500)))) == 500
+    assert last.asked == []
+
+
+def test_killed_in_the_middle_a_rerun_asks_the_rest(start, tmp_path):
+    process = start(0, 1000, pause=0.002)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    seen = [int(process.stdout.readline()) for _ in range(40)]
+    process.send_signal(signal.SIGKILL)
+    seen += [int(line) for line in process.stdout.read().split()]
+    process.wait()
+    assert seen == list(range(len(seen)))
+    again = Echoing()
+    served = Cached(again, ResponseCache(tmp_path / "cache"))
+    assert len(texts(served.generate(Completion(n, f"p{n}") for n in range(1000)))) == 1000
+    # The one after the last seen may have been kept, and not shown any more.
+    assert again.asked in (list(range(len(seen), 1000)), list(range(len(seen) + 1, 1000)))
+
+
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path):
+    path = tmp_path / "cache"
+    path.write_bytes(b"not a database at all, and long enough to be looked at " * 100)
+    with pytest.raises(UserError, match=rf"{path}: the response cache is damaged .*; delete this"):
+        ResponseCache(path)
+
+    path.unlink()
+    cache = ResponseCache(path)
+    for n in range(2000):
+        cache.put(f"key {n}", {"candidates": "x" * 100})
+    cache.close()
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\xff" * (len(data) - 4096)  # all pages but the first
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"the response cache is damaged .*; delete this file and"):
+        ResponseCache(path).get("key 77")
+
+    path.unlink()
+    cache = ResponseCache(path)
+    served = Cached(Echoing(), cache)
+    cache.put(request_key("echo", Completion(0, "a")), {"candidates": [{"words": 1}]})
+    with pytest.raises(UserError, match=r"holds an answer that cannot be read .*; delete the file"):
+        served.find(Completion(0, "a"))
+
+
+def test_what_is_no_cache_is_left_alone(tmp_path):
+    foreign = tmp_path / "foreign.sqlite"
+    with sqlite3.connect(foreign) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    connection.close()
+    before = foreign.read_bytes()
+    with pytest.raises(UserError, match="not a response cache of this version; name another"):
+        ResponseCache(foreign)
+    assert foreign.read_bytes() == before
+    with pytest.raises(UserError, match=r"the response cache cannot be \w+ there"):
+        ResponseCache(tmp_path)
+    with pytest.raises(UserError, match=r"the response cache cannot be \w+ there"):
+        ResponseCache(foreign / "cache")

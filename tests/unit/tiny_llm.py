@@ -1,0 +1,77 @@
+"""A tiny random LLaMA with a tokenizer of letters and ChatML's template, as a published folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flax import nnx
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.chat_template import ChatTemplate
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.weights.exports import publish_llama, write_published
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+END = len(LETTERS) + 1
+MODEL = LlamaConfig(
+    vocab_size=len(LETTERS) + 2,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    mlp=48,
+    positions=192,
+    init_stddev=0.4,
+    unroll=1,
+)
+SIZES = EngineConfig(slots=4, length=160, buckets=(8, 32), prefill_tokens=64, block=32)
+FAST = {"xla_backend_optimization_level": 0}  # compiling is all the time
+TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def letters() -> Tokenizer:
+    """One token a letter."""
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(LETTERS)}, []))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def text_tokenizer() -> TextTokenizer:
+    """The same with template and end."""
+    return TextTokenizer(letters(), ChatTemplate(TEMPLATE), (END,))
+
+
+def make_engine() -> Engine:
+    """The engine of the tiny model."""
+    model = Llama(MODEL, rngs=nnx.Rngs(3))
+    options = {"end_ids": (END,), "config": SIZES, "compiler_options": FAST}
+    return Engine(model, text_tokenizer(), **options)
+
+
+def tiny_backend(engine: Engine, fingerprint: str = "tiny") -> EngineBackend:
+    """A backend over an engine that is there."""
+    return EngineBackend(
+        lambda: engine, text_tokenizer(), length=SIZES.length, fingerprint=fingerprint
+    )
+
+
+def write_folder(folder: Path) -> Path:
+    """Writes the model as transformers would."""
+    published = publish_llama(MODEL, nnx.state(Llama(MODEL, rngs=nnx.Rngs(3))))
+    folder.mkdir()
+    write_published(folder, published, more={"eos_token_id": END})
+    letters().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
