@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from cli_runs import ROOT, mmqa
 
-from mmqa_jax.cli import _parser, _split_config_overrides
+from mmqa_jax.arguments import make_parser
+from mmqa_jax.cli import _split_config_overrides
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -36,7 +37,7 @@ def test_every_verb_has_help_with_a_working_example():
 def _parses(example: str) -> None:
     """The example's flags are those of the parser."""
     kept, _ = _split_config_overrides(shlex.split(example)[1:])
-    _parser().parse_args(kept)
+    make_parser().parse_args(kept)
 
 
 def test_help_loads_no_numerical_library():

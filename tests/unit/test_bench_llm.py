@@ -1,0 +1,84 @@
+"""`mmqa bench llm`: both sides answer alike, and the rows say what they should."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.bench import Options, llm
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
+
+TINY = LlamaConfig(
+    vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,
+    init_stddev=0.3,
+)  # fmt: skip
+LOAD = llm.Load(prompts=5, prompt=40, new=3, shared=32, batch=4, decode=6, text=96)
+
+
+def tiny_model(size: str, dtype: str | None = None) -> Llama:
+    assert dtype in (None, "bfloat16")
+    config = TINY if dtype is None else LlamaConfig(**{**vars(TINY), "dtype": dtype})
+    return Llama(config, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def result():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "load_model", tiny_model)
+        patch.setattr(llm, "_WINDOW", 32)
+        text = np.random.default_rng(0).integers(0, 64, 5 * 40).tolist()
+        patch.setattr(llm, "_text", lambda size, load: text)
+        yield llm.measure("small", LOAD, Options())
+
+
+def test_both_sides_answer_alike(result):
+    rows = {row["name"]: row for row in result["rows"]}
+    assert tuple(rows) == llm.ROWS
+    for name in ("few_shot", "different", "prefill", "decode"):
+        assert rows[name]["same_answers"] == 1.0, name
+        assert rows[name]["ratio"] > 0
+        assert rows[name]["peer_bfloat16"] > 0
+    decode = rows["decode"]
+    assert decode["of_floor"] == pytest.approx(decode["ours"] / decode["floor"], abs=0.01)
+    assert json.dumps(result)
+
+
+def test_int8_changes_the_perplexity_a_little(result):
+    rows = {row["name"]: row for row in result["rows"]}
+    for name in ("perplexity_int8_cache", "perplexity_int8_weights"):
+        ours, plain = rows[name]["ours"], rows[name]["peer"]
+        assert 1 < plain < math.inf
+        assert ours != plain
+        assert abs(math.log(ours / plain)) < 0.05
+
+
+def test_prompts_are_cut_from_the_text():
+    text = list(range(100))
+    assert llm._cut(text, 2, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert llm._cut(text, 2, 4, shared=3) == [[0, 1, 2, 3], [0, 1, 2, 4]]
+
+
+def test_the_floor_is_what_memory_allows():
+    """A step reads 1,000 bytes/s away: weights once, keys and values of every slot once."""
+    side = llm.OurSide(tiny_model("small"), LOAD)
+    weights = 4 * sum(p.size for p in jax_leaves(tiny_model("small")))
+    of_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
+    held = 4 * (40 + 3) * of_token
+    assert side.decode_floor(1000.0) == pytest.approx(4 * 1000 / (weights + held))
+
+
+def jax_leaves(model: Llama) -> list:
+    import jax
+
+    return jax.tree.leaves(nnx.state(model))
+
+
+def test_an_unknown_row_is_refused():
+    with pytest.raises(UserError, match="--only=decoding: no such row; use one of few_shot"):
+        llm.measure("small", LOAD, Options(only=("decoding",)))
