@@ -99,7 +99,7 @@ def measure(size: str, load: Load, options: Options) -> dict[str, Any]:
     return {
         "bench": "llm",
         "device": device_name(),
-        "rows": rows,
+        "rows": sorted(rows, key=lambda row: ROWS.index(row["name"])),
         "model": {"small": "SmolLM2-135M, float32", "full": "LLaMA-2-7B's shape, bfloat16"}[size],
         "rounds": rounds,
         "bandwidth_gb": round(bandwidth / 1e9, 1),
