@@ -7,6 +7,7 @@ any numerical library is loaded.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 from mmqa_jax.bench import SIZES as BENCH_SIZES
@@ -14,6 +15,8 @@ from mmqa_jax.bench import available as available_benches
 from mmqa_jax.bench import describe as describe_benches
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.registry import NAMES, describe
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 class _Parser(argparse.ArgumentParser):
@@ -354,6 +357,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_config(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    if default is not None and not Path(default).exists():  # called from outside the checkout
+        default = str(_CHECKOUT / default)
     parser.add_argument(
         "--config",
         default=default,
