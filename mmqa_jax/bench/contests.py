@@ -395,7 +395,10 @@ class _OurTrainStep:
         b1, b2 = options.pop("betas")
         self._optimizer = optax.adamw(options.pop("lr"), b1, b2, **options)
         self._task = task
-        self._carry = (params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
+        # All in one place, where every step leaves it: it would be compiled twice otherwise.
+        self._carry = jax.device_put(
+            (params, self._optimizer.init(params), jnp.zeros((), jnp.int32)), jax.devices()[0]
+        )
         self._batch = jax.device_put(batch)
         self._step = jax.jit(self._one, donate_argnums=0, static_argnums=2)
 

@@ -5,11 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from mmqa_jax.core.errors import UserError
+
+_HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
+
+
+def unfinished(path: Path, kind: str = "tmp", process: int | str | None = None) -> Path:
+    """What `path` is called until it is whole: beside it, hidden, with host and process.
+
+    Hosts of one job share a file system, and may well have processes of the same number.
+
+    Args:
+      path: file or folder.
+      kind: the ending.
+      process: None is this one; `*` makes a pattern of all of this host's.
+    """
+    return path.with_name(f".{path.name}.{_HOST}.{process or os.getpid()}.{kind}")
 
 
 @contextlib.contextmanager
@@ -20,7 +37,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = unfinished(path)
     try:
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
             yield file

@@ -5,6 +5,7 @@
                        positives, negatives, choices, answer_index, rationale
     images.tar         optional: the pictures, instead of files beside the two
 
+A question that is itself a passage of the corpus may name it as `from_source`: it is then no hit.
 `image` is a path relative to the folder, or a member of images.tar. Unknown keys are kept in
 `extra`. An image source with `"image": null` is one whose picture is lost.
 """
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_jsonl, write_jsonl
+from mmqa_jax.core.files import check_text, read_jsonl, unfinished, write_jsonl
 from mmqa_jax.data.schema import Question, Source
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def export_interchange(corpus: Corpus, folder: str | os.PathLike) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; name another to export to.")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = unfinished(folder)
     try:
         temporary.mkdir(parents=True)
         questions = corpus.questions()

@@ -155,8 +155,10 @@ def _attend(
     kv_heads = layer.key.shape[1]
     groups = heads // kv_heads
     grouped = q.reshape(batch, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
-    # In the cache's type where that is the wider one: to narrow the cache would copy it.
-    dtype = q.dtype if layer.key_scale is not None else jnp.promote_types(q.dtype, layer.key.dtype)
+    dtype = q.dtype
+    if layer.key_scale is None and block == layer.columns:
+        # All columns at once are read in place: to narrow them would copy the cache.
+        dtype = jnp.promote_types(q.dtype, layer.key.dtype)
     grouped = grouped.reshape(batch, kv_heads, groups * length, size)  # [R, kv, G * L, D]
     grouped = grouped.astype(dtype)
     last = jnp.tile(positions, (1, groups))[:, None, :, None]  # [R, 1, G * L, 1]

@@ -26,8 +26,3 @@ class Throughput:
     def decode_rate(self) -> float:
         """New tokens per second, all slots together."""
         return self.decode_tokens / max(self.decode_seconds, 1e-9)
-
-    @property
-    def request_rate(self) -> float:
-        """Requests finished per second of prefill and decoding."""
-        return self.requests / max(self.prefill_seconds + self.decode_seconds, 1e-9)

@@ -22,7 +22,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.scores import Scores, predictions_by_question
+from mmqa_jax.evaluation.scores import (
+    Scores,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.weights.bart import load_bart
 
@@ -233,12 +238,8 @@ def score_fluency(
       UserError: unknown or repeated question ids, or no question has a reference answer.
     """
     given = predictions_by_question(questions, predictions)
-    scored = [question for question in questions if question.answers]
-    if not scored:
-        raise UserError(
-            f"none of the {len(questions)} questions has a reference answer, of which fluency is "
-            "measured; score a split that has them."
-        )
+    what = "a reference answer, of which fluency is measured"
+    scored = questions_that_count(questions, lambda question: bool(question.answers), what)
     answered = [question for question in scored if question.id in given]
     pairs: dict[tuple[str, str], int] = {}  # (source, target) -> row, each once
     for question in answered:
@@ -258,16 +259,10 @@ def score_fluency(
         # A model can be wholly certain of its own words: 0.
         literal = said / np.minimum(own, -np.finfo(float).tiny)
         values[f"{name}/paper_eq1"][question.id] = np.minimum(1.0, literal).max()
-    return Scores(
-        question_ids=tuple(q.id for q in scored),
-        categories=tuple(q.category for q in scored),
-        per_question={
-            metric: np.array([by_id.get(q.id, 0.0) for q in scored])
-            for metric, by_id in values.items()
-        },
-        missing=len(scored) - len(answered),
-        unscored=len(questions) - len(scored),
-    )
+    per_question = {
+        metric: np.array([by_id.get(q.id, 0.0) for q in scored]) for metric, by_id in values.items()
+    }
+    return scores_of(questions, scored, given, per_question)
 
 
 def fluency_times_accuracy(

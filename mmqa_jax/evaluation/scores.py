@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -97,3 +97,31 @@ def predictions_by_question(
             )
         found[name] = prediction
     return found
+
+
+def questions_that_count(
+    questions: Sequence[Question], counts: Callable[[Question], bool], what: str
+) -> list[Question]:
+    """The questions whose reference is published; UserError that none `has {what}`."""
+    scored = [question for question in questions if counts(question)]
+    if not scored:
+        raise UserError(
+            f"none of the {len(questions)} questions has {what}; score a split that has them."
+        )
+    return scored
+
+
+def scores_of(
+    questions: Sequence[Question],
+    scored: Sequence[Question],
+    given: Mapping[str, Prediction],
+    per_question: Mapping[str, np.ndarray],
+) -> Scores:
+    """Scores of those of the questions that are `scored`; `given` are all predictions."""
+    return Scores(
+        question_ids=tuple(question.id for question in scored),
+        categories=tuple(question.category for question in scored),
+        per_question=per_question,
+        missing=sum(question.id not in given for question in scored),
+        unscored=len(questions) - len(scored),
+    )

@@ -24,7 +24,12 @@ from word2number import w2n
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.scores import Scores, predictions_by_question
+from mmqa_jax.evaluation.scores import (
+    Scores,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 
 LemmatizerName = Literal["none", "spacy"]
 
@@ -51,6 +56,7 @@ DOMAINS = {"color": COLORS, "shape": SHAPES, "YesNo": YES_NO}
 
 # Keywords that stand for "not published".
 _HIDDEN = frozenset({"", "TBD"})
+_HIDES = "(WebQA hides them in its test split)"
 _PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", ""))
 _LONE_PERIOD = re.compile(r"\.(?!\d)")
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -150,12 +156,7 @@ def score_answers(
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
     given = predictions_by_question(questions, predictions)
-    scored = [question for question in questions if has_keywords(question)]
-    if not scored:
-        raise UserError(
-            f"none of the {len(questions)} questions has keyword answers (WebQA hides them in "
-            "its test split); score a split that has them."
-        )
+    scored = questions_that_count(questions, has_keywords, f"keyword answers {_HIDES}")
     normalizer.remember(text for q in scored for text in (q.keywords, *_answer(given, q)))
     values = np.zeros((2, len(scored)))
     for row, question in enumerate(scored):
@@ -169,7 +170,7 @@ def score_answers(
         values[1, row] = exact_match(
             *pair, question.category, _wrong_choice_tokens(question, normalizer)
         )
-    return _scores(
+    return scores_of(
         questions,
         scored,
         given,
@@ -194,12 +195,9 @@ def score_answers_without_keywords(
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
     given = predictions_by_question(questions, predictions)
-    scored = [question for question in questions if question.answers]
-    if not scored:
-        raise UserError(
-            f"none of the {len(questions)} questions has a reference answer (WebQA hides them in "
-            "its test split); score a split that has them."
-        )
+    scored = questions_that_count(
+        questions, lambda q: bool(q.answers), f"a reference answer {_HIDES}"
+    )
     normalizer.remember(text for q in scored for text in (q.answers[0], *_answer(given, q)))
     values = np.array(
         [
@@ -215,7 +213,7 @@ def score_answers_without_keywords(
         ]
     )
     variant = "approx" if normalizer.variant == "official" else f"approx_{normalizer.variant}"
-    return _scores(questions, scored, given, {f"webqa_acc/{variant}": values})
+    return scores_of(questions, scored, given, {f"webqa_acc/{variant}": values})
 
 
 def by_modality(scores: Scores) -> Scores:
@@ -252,14 +250,9 @@ def score_sources(questions: Sequence[Question], predictions: Sequence[Predictio
     `score_answers` does, and where no question has gold sources.
     """
     given = predictions_by_question(questions, predictions)
-    scored = [question for question in questions if question.positives]
-    if not scored:
-        raise UserError(
-            f"none of the {len(questions)} questions has gold sources (WebQA hides them in its "
-            "test split); score a split that has them."
-        )
+    scored = questions_that_count(questions, lambda q: bool(q.positives), f"gold sources {_HIDES}")
     cited = [given[q.id].sources if q.id in given else () for q in scored]
-    return _scores(
+    return scores_of(
         questions,
         scored,
         given,
@@ -366,21 +359,6 @@ def _wrong_choice_tokens(question: Question, normalizer: Normalizer) -> set[str]
 
 def _answer(given: dict[str, Prediction], question: Question) -> list[str]:
     return [given[question.id].answer] if question.id in given else []
-
-
-def _scores(
-    questions: Sequence[Question],
-    scored: list[Question],
-    given: dict[str, Prediction],
-    per_question: dict[str, np.ndarray],
-) -> Scores:
-    return Scores(
-        question_ids=tuple(q.id for q in scored),
-        categories=tuple(q.category for q in scored),
-        per_question=per_question,
-        missing=sum(q.id not in given for q in scored),
-        unscored=len(questions) - len(scored),
-    )
 
 
 def _plain(text: str) -> str:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.bart_config import BartConfig
-from mmqa_jax.models.bert import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_length
 from mmqa_jax.models.layers import (
     Attention,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_length, check_rate
 from mmqa_jax.models.layers import (
     Embedding,
@@ -32,13 +32,6 @@ from mmqa_jax.models.layers import (
     stack_layers,
     zeros_init,
 )
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),  # exact, erf
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),  # tanh
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}
 
 
 @dataclasses.dataclass(frozen=True)

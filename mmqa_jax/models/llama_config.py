@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
 
 SCALINGS = ("linear", "llama3")

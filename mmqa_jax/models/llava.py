@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert import ACTIVATIONS
+from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.clip import VisionConfig, VisionTower, vit_l_14_336
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.layers import Linear, normal_init

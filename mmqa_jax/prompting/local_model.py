@@ -26,7 +26,7 @@ from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.converted import MIB, in_mebibytes, is_converted, load_converted, read_record
 from mmqa_jax.weights.gguf_io import smollm2_path
-from mmqa_jax.weights.keymap import abstract_model, load_into
+from mmqa_jax.weights.keymap import make_loaded
 from mmqa_jax.weights.registry import architecture
 
 NAMES = {"smollm2": smollm2_path}  # models that come as Python packages
@@ -168,7 +168,10 @@ def _load(kind: str, path: Path, dtype: str, mesh: Mesh | None) -> nnx.Module:
     entry = architecture(kind)
     checkpoint = entry.part("opener")(path)
     module = entry.part("model")
-    graphdef, state = abstract_model(
-        lambda: module(shape, rngs=nnx.Rngs(0)), mesh, param_dtype=dtype
+    return make_loaded(
+        lambda: module(shape, rngs=nnx.Rngs(0)),
+        checkpoint.key_map,
+        checkpoint.source,
+        mesh=mesh,
+        param_dtype=dtype,
     )
-    return nnx.merge(graphdef, load_into(state, checkpoint.key_map, checkpoint.source))

@@ -15,7 +15,7 @@ from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.decoding.requests import Candidate, Result, Scores
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
-from mmqa_jax.prompting.backends import Backend, Choices, Completion, Decoding, ask
+from mmqa_jax.prompting.backends import Backend, Choices, Decoding, ask
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 from mmqa_jax.prompting.prompts_file import Line, check_line, read_prompts
 
@@ -145,16 +145,16 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
     elif isinstance(answer, Scores):
         row |= _scored(request, answer)
     else:
-        row |= _candidate(answer.candidates[0], request)
+        row |= _candidate(answer.candidates[0])
         row["prompt_tokens"] = answer.prompt_tokens
         if len(answer.candidates) > 1:
-            row["candidates"] = [_candidate(one, request) for one in answer.candidates]
+            row["candidates"] = [_candidate(one) for one in answer.candidates]
     if line.meta is not None:
         row["meta"] = line.meta
     return row
 
 
-def _candidate(candidate: Candidate, request: Completion) -> dict[str, Any]:
+def _candidate(candidate: Candidate) -> dict[str, Any]:
     row: dict[str, Any] = {"text": candidate.text, "finish": candidate.finish}
     if candidate.total == candidate.total:  # a server tells it only where it is asked for
         row["logprob"] = candidate.total

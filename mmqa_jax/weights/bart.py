@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -19,11 +19,11 @@ from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
     Transform,
-    abstract_model,
-    load_into,
+    make_loaded,
     norm_rules,
     transformer_rules,
 )
+from mmqa_jax.weights.published import PublishedSource
 from mmqa_jax.weights.sources import open_source
 
 _ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
@@ -106,14 +106,8 @@ def load_bart(
     file = folder / "config.json"
     config = dataclasses.replace(BartConfig.from_hf(read_json(file), str(file)), **changes)
     source = open_source(folder if state_dict is None else state_dict)
-
-    graphdef, state = abstract_model(
-        lambda: Bart(config, rngs=nnx.Rngs(0)), mesh, rules, param_dtype
-    )
-    key_map = bart_key_map()
     if state_dict is None and _BIAS not in source.specs():
-        empty = state[_BIAS].get_value()
-        zeros = jnp.zeros(empty.shape, empty.dtype, device=empty.sharding)
-        state[_BIAS] = state[_BIAS].replace(zeros)
-        key_map = dataclasses.replace(key_map, fresh=(_BIAS,))
-    return nnx.merge(graphdef, load_into(state, key_map, source))
+        zeros = np.zeros((1, config.vocab_size), np.float32)
+        source = PublishedSource(source, {}, {_BIAS: zeros})
+    where = {"mesh": mesh, "rules": rules, "param_dtype": param_dtype}
+    return make_loaded(lambda: Bart(config, rngs=nnx.Rngs(0)), bart_key_map(), source, **where)

@@ -14,13 +14,15 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.bert import ACTIVATIONS, Bert, BertConfig
+from mmqa_jax.models.activations import ACTIVATIONS
+from mmqa_jax.models.bert import Bert, BertConfig
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
     Transform,
     linear_rules,
     load_into,
+    load_model,
     norm_rules,
     transformer_rules,
 )
@@ -233,7 +235,7 @@ def fill_bert(
     wanted = trunk_layers(model.config, published, folder, num_layers)
     key_map = first_layers(bert_key_map(model.config), wanted, published.layers)
     key_map = word_rows(key_map, rows)
-    nnx.update(model, load_into(nnx.state(model), key_map, open_source(folder)))
+    load_model(model, key_map, open_source(folder))
 
 
 def trunk_layers(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.files import no_empty_folders, read_json
+from mmqa_jax.core.files import no_empty_folders, read_json, unfinished
 
 WRITTEN_BY = "written_by"  # marks a config.json of ours: --overwrite may replace its folder
 
@@ -79,7 +79,7 @@ def whole_folder(out: Path, size: int) -> Iterator[Path]:
                 f"--out={out}: {size / 2**30:.1f} GiB are to be written, the disk has "
                 f"{free / 2**30:.1f} GiB left; name a folder on another."
             )
-        temporary, old = (_beside(out, kind) for kind in ("tmp", "old"))
+        temporary, old = (unfinished(out.absolute(), kind) for kind in ("tmp", "old"))
         try:
             temporary.mkdir()
             yield temporary
@@ -125,13 +125,9 @@ def places_named(source: Path) -> Iterator[None]:
 _FULL = "the disk became full while the model was written; make room and convert it again."
 
 
-def _beside(out: Path, kind: str, process: int | str | None = None) -> Path:
-    return out.absolute().with_name(f".{out.name}.{process or os.getpid()}.{kind}")
-
-
 def _remove_leftovers(out: Path) -> None:
-    """Removes what processes that are gone left beside `out`."""
-    pattern = _beside(out, "tmp", "*").name
+    """Removes what processes of this host that are gone left beside `out`."""
+    pattern = unfinished(out.absolute(), process="*").name
     for folder in out.absolute().parent.glob(pattern):
         process = folder.name.split(".")[-2]
         if process.isdigit() and not _lives(int(process)):

@@ -168,6 +168,28 @@ def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None
     nnx.update(model, load_into(nnx.state(model), key_map, source))
 
 
+def make_loaded(
+    build: Callable[[], nnx.Module],
+    key_map: KeyMap,
+    source: TensorSource,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+    param_dtype: str = "float32",
+) -> nnx.Module:
+    """A new module with a checkpoint's parameters, of which nothing is initialised before.
+
+    Args:
+      build, mesh, rules, param_dtype: see `abstract_model`.
+      key_map, source: see `load_into`.
+
+    Raises:
+      UserError: as `load_into`.
+    """
+    graphdef, state = abstract_model(build, mesh, rules, param_dtype)
+    return nnx.merge(graphdef, load_into(state, key_map, source))
+
+
 class StateSource:
     """A model's parameters under published keys and layouts: a key map run backwards.
 

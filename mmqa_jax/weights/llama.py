@@ -29,8 +29,7 @@ from mmqa_jax.weights.keymap import (
     Rule,
     StateSource,
     Transform,
-    abstract_model,
-    load_into,
+    make_loaded,
     untied_source,
 )
 from mmqa_jax.weights.safetensors_io import TensorSource
@@ -198,10 +197,8 @@ def load_llama(
     """
     config, key_map, source = open_llama(path)
     config = dataclasses.replace(config, **changes)
-    graphdef, state = abstract_model(
-        lambda: Llama(config, rngs=nnx.Rngs(0)), mesh, rules, param_dtype
-    )
-    return nnx.merge(graphdef, load_into(state, key_map, source))
+    where = {"mesh": mesh, "rules": rules, "param_dtype": param_dtype}
+    return make_loaded(lambda: Llama(config, rngs=nnx.Rngs(0)), key_map, source, **where)
 
 
 def stacked_source(state: nnx.State, key_map: KeyMap) -> StateSource:

@@ -26,13 +26,7 @@ from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig, vit_l_14_
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava, LlavaConfig
 from mmqa_jax.weights.clip import clip_config, clip_key_map, vision_to_hf
-from mmqa_jax.weights.keymap import (
-    KeyMap,
-    Rule,
-    abstract_model,
-    linear_rules,
-    load_into,
-)
+from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, make_loaded
 from mmqa_jax.weights.llama import llama_rules, stacked_source
 from mmqa_jax.weights.safetensors_io import TensorSource
 from mmqa_jax.weights.sources import open_source
@@ -215,10 +209,8 @@ def load_llava(
     """
     config, key_map, source = open_llava(folder, clip)
     config = config.with_both(**changes)
-    graphdef, state = abstract_model(
-        lambda: Llava(config, rngs=nnx.Rngs(0)), mesh, rules, param_dtype
-    )
-    return nnx.merge(graphdef, load_into(state, key_map, source))
+    where = {"mesh": mesh, "rules": rules, "param_dtype": param_dtype}
+    return make_loaded(lambda: Llava(config, rngs=nnx.Rngs(0)), key_map, source, **where)
 
 
 def to_transformers(config: LlavaConfig, state: nnx.State) -> tuple[dict[str, Any], TensorSource]:

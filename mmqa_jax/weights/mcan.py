@@ -23,6 +23,7 @@ from mmqa_jax.weights.keymap import (
     StateSource,
     linear_rules,
     load_into,
+    load_model,
     norm_rules,
 )
 from mmqa_jax.weights.published import PublishedSource, renames
@@ -140,11 +141,11 @@ def load_mcan_openvqa(path: str | os.PathLike, model: MCANOpenVQA) -> None:
       UserError: a missing or broken file, tensors that do not fit.
     """
     key_map = mcan_openvqa_key_map(model.config)
-    nnx.update(model, load_into(nnx.state(model), key_map, open_source(path)))
+    load_model(model, key_map, open_source(path))
 
 
 def mcan_source(state: nnx.State, config: MCANConfig) -> PublishedSource:
-    """An MCAN's tensors under Prophet's keys, to be read or saved."""
+    """An MCAN's tensors under Prophet's keys."""
     rotation = _rotation(config)
     constants = {
         f"backbone.dec_list.{3 * layer}.rope.{name}": table

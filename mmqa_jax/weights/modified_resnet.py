@@ -113,7 +113,7 @@ def load_modified_resnet(
 
 
 def modified_resnet_source(state: nnx.State, config: ModifiedResNetConfig) -> PublishedSource:
-    """A model's tensors under OpenAI's keys (`visual.*`), to be read or saved."""
+    """A model's tensors under OpenAI's keys (`visual.*`)."""
     source = StateSource(state, modified_resnet_key_map(config))
     return PublishedSource(source, _prefixes(config))
 

@@ -28,13 +28,7 @@ from mmqa_jax.weights.bert import (
     mlm_rules,
     mlm_tied,
 )
-from mmqa_jax.weights.keymap import (
-    KeyMap,
-    abstract_model,
-    linear_rules,
-    load_into,
-    norm_rules,
-)
+from mmqa_jax.weights.keymap import KeyMap, linear_rules, make_loaded, norm_rules
 from mmqa_jax.weights.sources import open_source
 
 # Values of img_feature_type whose regions are vectors; the others are indices into a code book.
@@ -109,8 +103,6 @@ def load_oscar(
     file = Path(folder) / "config.json"
     published = oscar_config(read_json(file), str(file))
     config = dataclasses.replace(published, bert=dataclasses.replace(published.bert, **changes))
-    source = open_source(folder)
-    graphdef, state = abstract_model(
-        lambda: Oscar(config, rngs=nnx.Rngs(0)), mesh, rules, param_dtype
-    )
-    return nnx.merge(graphdef, load_into(state, oscar_key_map(config), source))
+    key_map, source = oscar_key_map(config), open_source(folder)
+    where = {"mesh": mesh, "rules": rules, "param_dtype": param_dtype}
+    return make_loaded(lambda: Oscar(config, rngs=nnx.Rngs(0)), key_map, source, **where)

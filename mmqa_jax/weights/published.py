@@ -3,19 +3,18 @@
 Its layer numbers are not always those of our stacks: Prophet counts attention and MLP as layers
 of their own, CLIP's ResNet counts the one block of a stage that is not like the others. A table
 of prefixes, published -> ours, says how they correspond: `renames` reads with it,
-`PublishedSource` writes with it.
+`PublishedSource` gives the published keys back.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 
-from mmqa_jax.weights.safetensors_io import TensorSource, write_safetensors
+from mmqa_jax.weights.safetensors_io import TensorSource
 
 
 def renames(prefixes: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -60,8 +59,3 @@ class PublishedSource:
         if key in self._constants:
             return self._constants[key]
         return self._source.read(self._ours[key])
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes all tensors as a safetensors file, one in memory at a time."""
-        specs = self.specs()
-        write_safetensors(path, specs, ((key, self.read(key)) for key in specs))

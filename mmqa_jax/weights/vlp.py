@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.vlp import VLP, VLPConfig
@@ -27,7 +26,7 @@ from mmqa_jax.weights.bert import (
     trunk_layers,
     word_rows,
 )
-from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, load_into
+from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, load_model
 from mmqa_jax.weights.safetensors_io import SafetensorsSource
 from mmqa_jax.weights.sources import open_source
 
@@ -99,7 +98,7 @@ def load_vlp(
         ignore = (*key_map.ignore, r"^vis_embed\.", r"^vis_pe_embed\.")
         fresh = (*key_map.fresh, *_VISUAL)
         key_map = dataclasses.replace(key_map, rules=rules, ignore=ignore, fresh=fresh)
-    nnx.update(model, load_into(nnx.state(model), key_map, source))
+    load_model(model, key_map, source)
 
 
 def init_vlp_from_bert(
@@ -150,7 +149,7 @@ def init_vlp_from_bert(
     )
     key_map = fit_types(key_map, published.types, trunk.types)
     key_map = word_rows(first_layers(key_map, wanted, published.layers), rows)
-    nnx.update(model, load_into(nnx.state(model), key_map, source))
+    load_model(model, key_map, source)
     table = model.bert.embeddings.token_type.table
     for number in new_types:
         vector = jax.random.normal(jax.random.key(number), (trunk.hidden,), table.dtype)

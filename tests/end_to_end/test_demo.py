@@ -271,7 +271,7 @@ def test_an_answer_cites_sources_of_the_corpus(demo, with_picture, tmp_path):
             assert 0 <= cited["score"] <= 1
 
 
-def test_questions_that_cannot_be_asked(demo, tmp_path):
+def test_questions_that_cannot_be_asked(demo):
     ended = run("ask", f"--workdir={demo.workdir}", "What is the capital of " * 20 + "Kenya?")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert re.search(r"mmqa: .* tokens more than the \d+ .* ask it in fewer words\.", ended.stderr)

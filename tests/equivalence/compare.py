@@ -1,4 +1,4 @@
-"""What the comparisons share: tolerances, compiling, one layer at a time, eight devices.
+"""What the comparisons share: tolerances, compiling, one layer at a time, exports, meshes.
 
 The precision of matrix products is conftest.py's.
 """
@@ -6,10 +6,7 @@ The precision of matrix products is conftest.py's.
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,6 +131,19 @@ def same_parameters(model: nnx.Module, other: nnx.Module) -> None:
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
 
 
+def reloaded(kind: Any, folder: Path, **options: Any) -> Any:
+    """An exported model as transformers reads it, of which no tensor is missing or too much.
+
+    Args:
+      kind: the class of transformers.
+      options: of its `from_pretrained`.
+    """
+    model, report = kind.from_pretrained(folder, output_loading_info=True, **options)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not report[what], (what, report[what])
+    return model
+
+
 def names_its_axes(
     model: nnx.Module,
     known: Collection[str | None] | None = None,
@@ -153,26 +163,6 @@ def names_its_axes(
         used = [name for name in names if name is not None]
         assert len(set(used)) == len(used), path
         assert ("layers" in names[:1]) == any(part in stacks for part in path), path
-
-
-def run_on_eight_devices(script: str, *arguments: Any) -> list[str]:
-    """Runs a script of this folder with eight fake CPU devices; the words that it prints.
-
-    The device count is fixed when JAX starts, so that these are scripts of their own.
-    """
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.split()
 
 
 def load_on_mesh(load: Callable[..., nnx.Module]) -> tuple[Mesh, nnx.Module, nnx.Module]:

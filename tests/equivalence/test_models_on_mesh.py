@@ -5,9 +5,7 @@ Those of LLaMA, LLaVA, BART and Oscar are compared in their own test files.
 
 from __future__ import annotations
 
-from compare import run_on_eight_devices
 
-
-def test_eight_devices_equal_one():
-    done = run_on_eight_devices("models_on_mesh.py")
-    assert done == ["clip", "modified_resnet", "bert", "vlp", "mcan", "mcan_openvqa"]
+def test_eight_devices_equal_one(run_on_devices):
+    done = run_on_devices(8, "models_on_mesh.py")
+    assert done.split() == ["clip", "modified_resnet", "bert", "vlp", "mcan", "mcan_openvqa"]

@@ -17,6 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import modified_resnet
 from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.weights.modified_resnet import load_modified_resnet, modified_resnet_source
+from mmqa_jax.weights.safetensors_io import write_sharded
 
 # Nothing at its default; the first stage has no block beside its first.
 CONFIG = ModifiedResNetConfig(
@@ -247,14 +248,14 @@ def test_bfloat16_stays_near_float32(pair):
 def test_export_reloads_in_torch(pair, tmp_path):
     theirs, ours = pair
     source = modified_resnet_source(nnx.state(ours), CONFIG)
-    source.save(tmp_path / "visual.safetensors")
+    write_sharded(tmp_path, source)
     exported = {key: torch.from_numpy(source.read(key).copy()) for key in source.specs()}
     again = TorchResNet(CONFIG).eval()
     again.load_state_dict({k.removeprefix("visual."): v for k, v in exported.items()})
     for name, want in theirs.state_dict().items():
         if not name.endswith("num_batches_tracked"):
             assert torch.equal(again.state_dict()[name], want), name
-    config, state = load_modified_resnet(tmp_path / "visual.safetensors", eps=1e-3, unroll=1)
+    config, state = load_modified_resnet(tmp_path / "model.safetensors", eps=1e-3, unroll=1)
     assert config == CONFIG
     jax.tree.map(np.testing.assert_array_equal, state, nnx.state(ours))
 

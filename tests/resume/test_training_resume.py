@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import grain
 import jax
 import numpy as np
 import pytest
-from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).parent))
 import tiny_run
+from flax import nnx
 
 from mmqa_jax.core.checkpoint import load_metadata, load_params, save_params
 from mmqa_jax.core.errors import RunError, UserError
@@ -129,18 +125,11 @@ def test_killed_runs_end_equal_to_an_uninterrupted_one(tmp_path, uninterrupted):
     assert_same_run(tmp_path, uninterrupted)
 
 
-def test_a_run_goes_on_on_another_mesh(tmp_path, uninterrupted):
+def test_a_run_goes_on_on_another_mesh(tmp_path, uninterrupted, run_on_devices):
     with pytest.raises(SystemExit):
         run(tmp_path, tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(15)))
-    ended = subprocess.run(
-        [sys.executable, tiny_run.__file__, str(tmp_path), "on_mesh", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "'tensor'" in ended.stdout  # the weights were indeed split
+    printed = run_on_devices(4, "tiny_run.py", tmp_path, "on_mesh", 0)
+    assert "'tensor'" in printed  # the weights were indeed split
     for name, value in weights(uninterrupted).items():
         np.testing.assert_allclose(weights(tmp_path)[name], value, atol=2e-5, err_msg=name)
     # The rows of both parts: same steps, same losses but for the order of the sums.

@@ -6,23 +6,12 @@ a script.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 CACHES = ("float32", "int8")
 
 
-def test_on_four_devices():
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [*CACHES, "done"]
+def test_on_four_devices(run_on_devices):
+    done = run_on_devices(4, "test_engine_mesh.py")
+    assert done.split() == [*CACHES, "done"]
 
 
 def main():

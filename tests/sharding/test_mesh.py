@@ -6,10 +6,6 @@ this file, called as a script. Rules and bad input need no devices.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -72,16 +68,9 @@ def test_meshes_that_cannot_be(shape, match):
         make_mesh(shape, devices=jax.devices()[:1] * 8)
 
 
-def test_on_eight_devices():
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["mesh", "init", "forward", "gradient", "restore", "done"]
+def test_on_eight_devices(run_on_devices):
+    done = run_on_devices(8, "test_mesh.py")
+    assert done.split() == ["mesh", "init", "forward", "gradient", "restore", "done"]
 
 
 def main():

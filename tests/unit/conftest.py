@@ -1,4 +1,4 @@
-"""Fixtures of the test_cli_*.py files; what they make is made once for all of them."""
+"""Fixtures of several files; what is expensive is made once for all of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ from cli_runs import (
     tree,
     write_documents,
 )
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """The engine of tiny_llm. What was asked of it before changes no answer of it."""
+    from tiny_llm import make_engine
+
+    return make_engine()
+
+
+@pytest.fixture
+def backend(engine):
+    """A new backend over it: nothing is counted yet."""
+    from tiny_llm import tiny_backend
+
+    return tiny_backend(engine)
 
 
 @pytest.fixture(scope="session")

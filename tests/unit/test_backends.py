@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_llm import END, FAST, MODEL, SIZES, make_engine, text_tokenizer, tiny_backend
+from tiny_llm import END, FAST, MODEL, SIZES, by_id, flag, text_tokenizer, tiny_backend
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.llava_images import llava_pixels
@@ -27,30 +27,9 @@ from mmqa_jax.prompting.backends import (
     Completion,
     Decoding,
     Message,
-    Picture,
     ask,
 )
 from mmqa_jax.prompting.cache import Cached, ResponseCache
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return make_engine()
-
-
-@pytest.fixture
-def backend(engine):
-    return tiny_backend(engine)
-
-
-def by_id(results):
-    return {result.id: result for result in results}
-
-
-def png(color=(200, 30, 40), size=(6, 4)):
-    file = io.BytesIO()
-    Image.new("RGB", size, color).save(file, "PNG")
-    return Picture(file.getvalue(), "red.png")
 
 
 def test_texts_and_conversations_are_the_engines_own_tokens(engine, backend):
@@ -137,7 +116,7 @@ def test_with_cache_and_without_the_same_answers(engine, requests, kept):
             assert one.candidates == other.candidates == last.candidates
 
 
-def test_what_does_not_fit_is_refused_before_weights_are_loaded(backend):
+def test_what_does_not_fit_is_refused_before_weights_are_loaded():
     def no_engine():
         raise AssertionError("the engine was made")
 
@@ -151,8 +130,8 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded(backend):
         lazy.check(Choices("a", "a" * 150, ("b", "c" * 11)))
     for request, message in [
         (Completion("a", ""), "its prompt is empty"),
-        (Completion("a", "b", images=(png(),)), "the model is a LLaMA without eyes"),
-        (Chat("a", (Message("user", ("b", png())),)), "the model is a LLaMA without eyes"),
+        (Completion("a", "b", images=(flag(),)), "the model is a LLaMA without eyes"),
+        (Chat("a", (Message("user", ("b", flag())),)), "the model is a LLaMA without eyes"),
         (Completion("a", "b", Decoding(temperature=-1)), "temperature is -1, expected 0"),
     ]:
         with pytest.raises(UserError, match=f"request 'a': .*{message}"):
@@ -179,7 +158,7 @@ def test_a_llava_sees_the_pictures_of_a_conversation():
     backend = EngineBackend(
         lambda: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
     )
-    red, blue = png(), png((20, 30, 240), (3, 9))
+    red, blue = flag(), flag((20, 30, 240), (3, 9))
     first = Message("user", (red, "What is it"))
     turns = (first, Message("assistant", ("A flag.",)), Message("user", (blue, "And this")))
     text = llava_prompt.conversation(

@@ -65,7 +65,7 @@ def test_wrong_flags(sources, refused, tmp_path):
     refused("convert", "--model=bert", source, out, clip, message=r"a bert takes no CLIP")
 
 
-def test_wrong_paths(sources, refused, tmp_path, bert):
+def test_wrong_paths(refused, tmp_path, bert):
     def wrong(message, source=bert.path, out=tmp_path / "out", *more):
         flags = ("convert", "--model=bert", f"--source={source}", f"--out={out}", *more)
         refused(*flags, message=message)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 from cli_runs import TEST, done, mmqa, rows_of, write_rows
+from shared_data import IMAGE_TSV
 
 from mmqa_jax.evaluation import webqa
 from mmqa_jax.evaluation.webqa_formats import COLUMNS
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
-
-
-SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[2] / "../shared/data"))
-GOLDEN = (
-    SHARED
-    / "webqa_golden/img_queries_VLP_x101fpn_combinedTraining_val_beam5_img_step11_cleaned.tsv"
-)
 
 
 def gold() -> list[dict]:
@@ -118,11 +110,11 @@ def test_broken_submission(data, refused, tmp_path):
 
 
 @pytest.mark.skipif(
-    not (GOLDEN.exists() and webqa.spacy_is_installed()),
+    not (IMAGE_TSV.exists() and webqa.spacy_is_installed()),
     reason="needs ../shared/data/webqa_golden (MMQA_SHARED_DATA) and the `lemma` extra",
 )
 def test_the_official_validation_outputs_from_the_command_line():
-    ended = mmqa("evaluate", "webqa", f"--predictions={GOLDEN}", "--json")
+    ended = mmqa("evaluate", "webqa", f"--predictions={IMAGE_TSV}", "--json")
     assert ended.code == 0, ended.err
     result = ended.value
     assert (result["dataset"], result["n"], result["missing"]) == ("webqa", 2511, 0)
@@ -205,7 +197,7 @@ def test_a_submission_goes_by_the_questions_own_snippet_ids(webqa_files, tmp_pat
     assert again["scores"] == result["scores"]
 
 
-def test_a_submission_of_the_hidden_split(webqa_files, tmp_path):
+def test_a_submission_of_the_hidden_split(tmp_path):
     hidden = {
         "h1": {
             "Q": "Where?", "Qcate": "text", "split": "test", "Guid": "h1",

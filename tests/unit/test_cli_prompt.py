@@ -11,7 +11,7 @@ import time
 import pytest
 from cli_runs import ROOT, done, mmqa
 from openai_stub import Stub, error, said
-from tiny_llm import SIZES, make_engine, text_tokenizer, write_folder
+from tiny_llm import SIZES, text_tokenizer, write_folder
 
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.prompting.cache import ResponseCache
@@ -54,7 +54,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder, tmp_path):
+def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder, engine, tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", ROWS)
     out = tmp_path / "new" / "answers.jsonl"
     flags = ["prompt", f"--prompts={prompts}", f"--model={folder}", f"--out={out}"]
@@ -65,7 +65,6 @@ def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder
     assert [row["id"] for row in rows] == ["q2", "q1", 7, 4]  # its line number where it has none
 
     # What the engine itself says.
-    engine = make_engine()
     ids = text_tokenizer().encode_plain("<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
     want = {
         answer.id: answer.candidates
@@ -106,7 +105,7 @@ def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder
     assert read(out)[:4] == rows
 
 
-def test_plain_text_is_a_prompt_a_line(folder, tmp_path):
+def test_plain_text_is_a_prompt_a_line(folder, engine, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\r\n\ntwo\n")
     out = tmp_path / "answers.jsonl"
@@ -116,7 +115,7 @@ def test_plain_text_is_a_prompt_a_line(folder, tmp_path):
     )  # fmt: skip
     rows = read(out)
     assert [row["id"] for row in rows] == [1, 3]
-    (want,) = make_engine().generate([Request(0, "two", 2)])
+    (want,) = engine.generate([Request(0, "two", 2)])
     assert rows[1]["text"] == want.text
 
 

@@ -135,7 +135,7 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         ("c.packing.segments = (4, 9)", r"packing\.segments: .*token type 9; use 0 to 5"),
         (
             "c.features = {'root': 'x101'}",
-            r"key features: model\.frontend=patches reads pixels; set it to one of x101, vinvl or",
+            r"key features: model\.frontend=patches reads pixels; set it to one of x101, vinvl, clip or",
         ),
         ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is no regular expression"),
         ("c.mesh.data = 3; c.batches.batch_size = 7", r"data=3.*does not fit 1 devices"),

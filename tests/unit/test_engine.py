@@ -10,6 +10,7 @@ import jax.monitoring
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_llm import FAST, by_id, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -18,20 +19,8 @@ from mmqa_jax.decoding.sampling import SamplingParameters, choose, seed_words
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.decoding.stops import StopWatch, cut
 from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
 
-FAST = {"xla_backend_optimization_level": 0}  # tiny models: compiling is all the time
-MODEL = LlamaConfig(
-    vocab_size=61,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    mlp=48,
-    positions=192,
-    init_stddev=0.4,
-    unroll=1,
-)
+MODEL = llama_config(61)
 SIZES = EngineConfig(slots=5, length=160, buckets=(8, 32), prefill_tokens=64, block=32)
 END = 7
 
@@ -104,7 +93,7 @@ def random_requests(seed, count):
 
 
 def served(engine, requests):
-    return {result.id: result for result in engine.generate(requests)}
+    return by_id(engine.generate(requests))
 
 
 def test_greedy_equals_the_forward_pass(engine, log_probs):
@@ -187,7 +176,7 @@ def test_sizes_change_no_answer(engine, changes):
     ],
     ids=str,
 )
-def test_coarser_numbers_stay_near(engine, log_probs, changes, most):
+def test_coarser_numbers_stay_near(log_probs, changes, most):
     """Log-probabilities of a given text under a rounded cache or rounded weights."""
     text = np.random.default_rng(5).integers(0, MODEL.vocab_size, 120)
     requests = [Scoring(n, text[:size], [text[size:]]) for n, size in enumerate((1, 60, 100))]
@@ -360,7 +349,7 @@ def test_long_prompts_are_shortened_by_the_caller_or_refused(engine):
         asked.append(excess)
         return dataclasses.replace(request, prompt=request.prompt[:-6])
 
-    results = {r.id: r for r in engine.generate([short, long], shorten=fewer)}
+    results = by_id(engine.generate([short, long], shorten=fewer))
     assert asked == [10, 4]
     assert results["long"].prompt_tokens == 138
     for give_up in (lambda request, excess: None, lambda request, excess: request):

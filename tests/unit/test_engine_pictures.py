@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_llm import FAST, by_id, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -13,26 +14,14 @@ from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig, normalize_pixels
 from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import Llava, LlavaConfig, expand_images
 
-FAST = {"xla_backend_optimization_level": 0}  # tiny models: compiling is all the time
 IMAGE = -200  # outside the vocabulary, as in the original
 MODEL = LlavaConfig(
     vision=VisionConfig(
         image_size=12, patch_size=4, width=24, layers=2, heads=2, mlp_width=20, embed_dim=16
     ),
-    llama=LlamaConfig(
-        vocab_size=61,
-        hidden=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        positions=96,
-        init_stddev=0.4,
-        unroll=1,
-    ),
+    llama=llama_config(61, positions=96),
     image_token=IMAGE,
 )
 SIZES = EngineConfig(slots=4, length=96, buckets=(8, 16), prefill_tokens=32, block=32)
@@ -82,7 +71,7 @@ def test_answers_equal_the_forward_pass(engine, logits, pictures):
         Request(name, tokens, 6, images=images, logprobs=True)
         for name, (tokens, images) in prompts.items()
     ]
-    results = {result.id: result for result in engine.generate(requests)}
+    results = by_id(engine.generate(requests))
     assert results["one"].prompt_tokens == 6 + 9  # nine patches
     assert results["one"].candidates[0].tokens != results["other picture"].candidates[0].tokens
     for name, (tokens, images) in prompts.items():

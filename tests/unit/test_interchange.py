@@ -4,20 +4,17 @@ import dataclasses
 import io
 import itertools
 import json
-import os
 import tarfile
-from pathlib import Path
 
 import pytest
 from PIL import Image
+from shared_data import SHARED
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus, prepare_interchange
 from mmqa_jax.data.images import decode
 from mmqa_jax.data.interchange import export_interchange, read_interchange
 from mmqa_jax.data.schema import Question, Source
-
-SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[2] / "../shared/data"))
 
 SOURCES = [
     {

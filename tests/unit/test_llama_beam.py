@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import test_beam
 from flax import nnx
+from tiny_llm import FAST, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -14,20 +15,8 @@ from mmqa_jax.decoding.llama_beam import beam_search
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
 
-FAST = {"xla_backend_optimization_level": 0}  # tiny models: compiling is all the time
-MODEL = LlamaConfig(
-    vocab_size=23,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    mlp=48,
-    positions=64,
-    init_stddev=0.4,
-    unroll=1,
-)
+MODEL = llama_config(23, positions=64)
 PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 4, 4, 1, 9]]
 
 

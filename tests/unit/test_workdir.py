@@ -112,7 +112,7 @@ def test_stages_run_once_per_inputs_and_failed_ones_again(tmp_path):
     assert workdir.stages()["index"]["peak_rss_mib"] > 10
 
 
-def test_time_of_killed_attempts_counts(tmp_path, monkeypatch):
+def test_time_of_killed_attempts_counts(tmp_path):
     process = hold(tmp_path)
     time.sleep(6)  # one heartbeat
     process.send_signal(signal.SIGKILL)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from flax import nnx
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mmqa_jax.decoding.engine import Engine
@@ -13,6 +17,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.chat_template import ChatTemplate
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.weights.exports import publish_llama, write_published
@@ -20,19 +25,26 @@ from mmqa_jax.weights.exports import publish_llama, write_published
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 END = len(LETTERS) + 1
-MODEL = LlamaConfig(
-    vocab_size=len(LETTERS) + 2,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    mlp=48,
-    positions=192,
-    init_stddev=0.4,
-    unroll=1,
-)
-SIZES = EngineConfig(slots=4, length=160, buckets=(8, 32), prefill_tokens=64, block=32)
 FAST = {"xla_backend_optimization_level": 0}  # compiling is all the time
+
+
+def llama_config(vocab_size: int, positions: int = 192) -> LlamaConfig:
+    """A tiny LLaMA whose random parameters are large enough to tell tokens apart."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        positions=positions,
+        init_stddev=0.4,
+        unroll=1,
+    )
+
+
+MODEL = llama_config(len(LETTERS) + 2)
+SIZES = EngineConfig(slots=4, length=160, buckets=(8, 32), prefill_tokens=64, block=32)
 TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
     "+ '<|im_end|>' + '\n'}}{% endfor %}"
@@ -65,6 +77,18 @@ def tiny_backend(engine: Engine, fingerprint: str = "tiny") -> EngineBackend:
     return EngineBackend(
         lambda: engine, text_tokenizer(), length=SIZES.length, fingerprint=fingerprint
     )
+
+
+def by_id(results: Iterable[Any]) -> dict[Any, Any]:
+    """Results in the order in which they came, under their ids."""
+    return {result.id: result for result in results}
+
+
+def flag(color: tuple[int, int, int] = (200, 30, 40), size: tuple[int, int] = (6, 4)) -> Picture:
+    """A picture of one colour, called red.png."""
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return Picture(file.getvalue(), "red.png")
 
 
 def write_folder(folder: Path) -> Path:

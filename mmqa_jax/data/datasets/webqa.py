@@ -206,11 +206,6 @@ def read_questions(*paths: PathLike) -> list[Question]:
     return read_release(paths).questions
 
 
-def read_corpus(*paths: PathLike) -> list[Source]:
-    """The distinct sources of official json files; see read_release."""
-    return read_release(paths).sources
-
-
 class ImagesTsv:
     """Pictures of imgs.tsv, found through imgs.lineidx and read one at a time.
 

@@ -1,0 +1,57 @@
+"""Files and folders that appear whole or not at all, on a disk that several hosts share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mmqa_jax.core import files
+from mmqa_jax.core.files import atomic_write, unfinished
+from mmqa_jax.weights.folders import whole_folder
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "new" / "rows.txt"
+    with atomic_write(path) as file:
+        file.write("old")
+
+    def fail():
+        with atomic_write(path) as file:
+            file.write("half")
+            raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        fail()
+    assert path.read_text() == "old"
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_hosts_with_processes_of_one_number_do_not_meet(tmp_path, monkeypatch):
+    path = tmp_path / "rows.txt"
+    with atomic_write(path) as here:
+        here.write("here")
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "_HOST", "there")
+            with atomic_write(path) as there:
+                there.write("there")
+        assert path.read_text() == "there"
+    assert path.read_text() == "here"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_only_what_this_host_left_is_removed(tmp_path, monkeypatch):
+    """Whether a process of another host lives cannot be asked."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    out = tmp_path / "out"
+    here = unfinished(out, process=gone.pid)
+    monkeypatch.setattr(files, "_HOST", "there")
+    there = unfinished(out, process=gone.pid)
+    monkeypatch.undo()
+    for folder in (here, there):
+        folder.mkdir()
+    with whole_folder(out, 0) as folder:
+        (folder / "config.json").write_text("{}")
+    assert sorted(tmp_path.iterdir()) == sorted([there, out])
