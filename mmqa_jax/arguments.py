@@ -228,9 +228,19 @@ def make_parser() -> argparse.ArgumentParser:
     rerank.add_argument(
         "--candidates",
         default="restricted",
-        help="`restricted` (each question's own) or a file of `mmqa search`",
+        help="`restricted` (each question's own), a file of `mmqa search`, or `all`: the whole "
+        "collection, with a model of configs/atlas/rerank_cached.py's kind",
     )
-    rerank.add_argument("--top_k", type=int, default=20, help="candidates of a file to score (20)")
+    rerank.add_argument(
+        "--top_k", type=int, default=20, help="candidates of a file to score, of all to keep (20)"
+    )
+    rerank.add_argument(
+        "--cap",
+        choices=("none", "webqa"),
+        default="none",
+        help="restricted: webqa reads 16 pictures and 16 snippets of a question, as its baseline",
+    )
+    _add_select(rerank)
     rerank.add_argument("--out", required=True, help="JSON-lines file to write")
 
     answer = verb(
@@ -249,8 +259,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--threshold",
         type=float,
         default=0.2,
-        help="a second source is cited above this probability (0.2)",
+        help="sources are cited above this probability (0.2); `mmqa rerank` sweeps it",
     )
+    _add_select(answer)
     answer.add_argument("--out", required=True, help="predictions.jsonl to write")
 
     prompt = verb(
@@ -371,6 +382,16 @@ def _add_config(parser: argparse.ArgumentParser, default: str | None = None) -> 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, help="folder written by `mmqa prepare`")
+
+
+def _add_select(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--select",
+        choices=("best", "above"),
+        default="best",
+        help="best: the best source always and a second one above the threshold (WebQA 6.2); "
+        "above: all above it, perhaps none (the baseline's restricted setting)",
+    )
 
 
 def _add_split(parser: argparse.ArgumentParser) -> None:

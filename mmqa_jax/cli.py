@@ -157,6 +157,8 @@ def _rerank(arguments: argparse.Namespace) -> Result:
         Path(arguments.out),
         split=arguments.split,
         top_k=arguments.top_k,
+        cap=arguments.cap,
+        select=arguments.select,
     )
 
 
@@ -170,6 +172,7 @@ def _answer(arguments: argparse.Namespace) -> Result:
         Path(arguments.out),
         split=arguments.split,
         threshold=arguments.threshold,
+        select=arguments.select,
     )
 
 

@@ -27,7 +27,7 @@ BENCHES = {
     "convert": "peak memory of `mmqa convert`, of its export, and of loading onto devices",
     "llm": "the generation engine against transformers' generate",
     "retrieval": "embedding, indexing and search against exact search",
-    "rerank": "source selection with the VLP cross-encoder",
+    "rerank": "VLP on every pair of WebQA: each read anew, or sources and questions read once",
 }
 SIZES = ("small", "full")
 _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")

@@ -22,6 +22,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ml_collections import ConfigDict, FieldReference
@@ -148,9 +149,28 @@ def parameters_of(maker: Callable[..., Any], *without: str) -> tuple[dict[str, A
     return {parameter.name: parameter.annotation for parameter in kept}, needed
 
 
-def _load_module(file: Path) -> Any:
+def config_beside(file: str, name: str) -> ModuleType:
+    """Another python file of a config's folder, for experiments that share a part.
+
+    Args:
+      file: the config's own `__file__`.
+      name: of the other one.
+    """
+    return _execute(Path(file).with_name(name))
+
+
+def _load_module(file: Path) -> ModuleType:
     if not file.is_file():
         raise UserError(f"--config={file}: no such config file; check the path.")
+    module = _execute(file)
+    if not callable(getattr(module, "get_config", None)):
+        raise UserError(
+            f"{file}: a config file must define get_config(mode=''), which returns a ConfigDict."
+        )
+    return module
+
+
+def _execute(file: Path) -> ModuleType:
     name = "mmqa_config_" + hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
@@ -161,10 +181,6 @@ def _load_module(file: Path) -> Any:
             spec.loader.exec_module(module)
     finally:
         sys.dont_write_bytecode = keep
-    if not callable(getattr(module, "get_config", None)):
-        raise UserError(
-            f"{file}: a config file must define get_config(mode=''), which returns a ConfigDict."
-        )
     return module
 
 

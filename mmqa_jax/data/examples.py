@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int, UInt8
 
 from mmqa_jax.data.colors import COLOR_TERMS, color_shares
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.images import patch_boxes, patches
+from mmqa_jax.data.images import BrokenPictures, patch_boxes, patches
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.sequences import Example, SourceTokens, clean
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
@@ -60,6 +61,7 @@ class Pictures(Protocol):
     """What is needed of data.images.PictureStore."""
 
     size: int
+    broken: BrokenPictures
 
     def pixels(self, row: int) -> UInt8[np.ndarray, "S S 3"] | None: ...
 
@@ -92,6 +94,7 @@ PARTS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
+_NAMED = 5  # missing pictures that are named
 _TYPICAL_COLORS = 4  # that a picture shows
 
 
@@ -215,6 +218,20 @@ class SourceReader:
             return text
         pictures = (there & self.is_image[rows]).sum(axis=-1) + own_pictures
         return text + _TYPICAL_COLORS * pictures + self._where_length * (pictures == 1)
+
+    def tell_of_missing(self) -> None:
+        """Says on stderr which pictures could not be read so far; these were shown as text."""
+        for kind, found in (
+            ("without region features", getattr(self.regions, "missing", None)),
+            ("that cannot be decoded", getattr(self.pictures, "broken", None)),
+        ):
+            if found is None or not found.count:
+                continue
+            names = ", ".join(found.names[:_NAMED]) + (", ..." if found.count > _NAMED else "")
+            print(
+                f"pictures {kind}, read as their captions alone: {found.count} ({names}).",
+                file=sys.stderr,
+            )
 
     def raw(self, row: int) -> RawSource:
         """The source in `row` with its pixels."""

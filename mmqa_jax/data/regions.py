@@ -392,6 +392,7 @@ class FeatureRegions:
 
     Attributes:
       slots, dim, position_dim: as PatchRegions.
+      missing: as given.
     """
 
     def __init__(
@@ -403,7 +404,7 @@ class FeatureRegions:
         names: Sequence[str] | None = None,
         missing: BrokenPictures | None = None,
     ):
-        self._reader, self._ids, self._names, self._missing = reader, ids, names, missing
+        self._reader, self._ids, self._names, self.missing = reader, ids, names, missing
         self.slots, self.dim, self.position_dim = slots, FEATURES, BOX + reader.classes
 
     def __call__(
@@ -416,9 +417,9 @@ class FeatureRegions:
         try:
             found = self._reader.read(image_id)
         except RegionError as error:
-            if self._missing is None:
+            if self.missing is None:
                 raise
-            self._missing.add(str(image_id), str(error))
+            self.missing.add(str(image_id), str(error))
             return None
         return found.features[: self.slots], vlp_places(found)[: self.slots]
 

@@ -20,8 +20,8 @@ from jaxtyping import Bool, Float, Int
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.truncation import Tokens, cut, cut_pair, fair_shares
 
-Tokens = Sequence[int] | Int[np.ndarray, " N"]
 Packed = dict[str, np.ndarray]
 
 # The arrays that the VLP model reads, with the names of models.vlp.VLPInputs.
@@ -59,6 +59,10 @@ class PackingConfig:
       max_source_tokens: source text at most, all sources together.
       max_caption_tokens: the same for examples with pictures; None = max_source_tokens.
       max_question_tokens, max_answer_tokens: question and answer at most.
+      max_pair_tokens: question and answer together at most (the baseline's max_len_b): surplus
+        leaves at the question's head or the answer's tail. None: no such limit.
+      all_slots_open: the slots of a picture are seen whether or not a region lies in them, as
+        in the baseline; off, only those with a region.
       segments: token types of the context and of question and answer (VLP: 4 and 5).
       per_source: ours, not VLP's: the first source's slots and text get type 2, the second's
         type 3, so that captions bind to their pictures; and when the text must be cut, each
@@ -67,9 +71,10 @@ class PackingConfig:
         for all further ones) that stand in the question too, () for no such signal. A small
         cross-encoder finds a name in a source with it at once; without, it must first learn to
         compare tokens. With two types it also sees which of two sources holds what was asked for.
-      positions_after_regions: text positions start after the region slots (VLP). Off (ours):
-        text positions ignore the slots, whose position embeddings come from the region
-        positions anyway; BERT weights then see text where they were trained to.
+      positions_after_regions: text positions start after the region slots (VLP), for any number
+        of pictures after those of the largest bucket, as in the baseline. Off (ours): text
+        positions ignore the slots, whose position embeddings come from the region positions
+        anyway; BERT weights then see text where they were trained to.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -80,6 +85,8 @@ class PackingConfig:
     max_caption_tokens: int | None = None
     max_question_tokens: int = 70
     max_answer_tokens: int = 39
+    max_pair_tokens: int | None = None
+    all_slots_open: bool = False
     segments: tuple[int, int] = (4, 5)
     per_source: bool = False
     match_types: tuple[int, ...] = ()
@@ -89,7 +96,8 @@ class PackingConfig:
         if not self.buckets:
             raise UserError("packing.buckets is empty: give at least one (pictures, text length).")
         object.__setattr__(self, "buckets", tuple(sorted(Bucket(*b) for b in self.buckets)))
-        needed = 4 + self.max_question_tokens + self.max_answer_tokens
+        pair = self.max_question_tokens + self.max_answer_tokens
+        needed = 4 + min(pair, self.max_pair_tokens or pair)
         for pictures in {bucket.pictures for bucket in self.buckets}:
             longest = max(b.text for b in self.buckets if b.pictures == pictures)
             if longest < needed:
@@ -102,6 +110,16 @@ class PackingConfig:
     @property
     def max_pictures(self) -> int:
         return self.buckets[-1].pictures
+
+    @property
+    def text_start(self) -> int:
+        """By how much text behind region slots is set back in its positions."""
+        return self.max_pictures * self.slots_per_picture * self.positions_after_regions
+
+    @property
+    def positions(self) -> int:
+        """Position embeddings that the longest sequence needs."""
+        return max(b.text + (self.text_start if b.pictures else 0) for b in self.buckets)
 
     def bucket_index(self, pictures: int, tokens: int, specials: int) -> int:
         """Index of the bucket for `tokens` text tokens and `specials` special ones.
@@ -120,13 +138,18 @@ class PackingConfig:
         return longest
 
 
-# The baseline's shapes: max_len_a 400 (200 region slots + caption), max_len_b 109, 512 columns.
+# The baseline's shapes in training: max_len_a 400 (200 region slots + caption), max_len_b 109,
+# 512 columns. configs/webqa has those of inference too.
 VLP_WEBQA = PackingConfig(
     buckets=((0, 512), (2, 312)),
     slots_per_picture=100,
     region_dim=2048,
     position_dim=1607,
     max_caption_tokens=200,
+    max_question_tokens=109,
+    max_answer_tokens=109,
+    max_pair_tokens=109,
+    all_slots_open=True,
 )
 
 
@@ -287,9 +310,12 @@ class Packer:
         shape = config.buckets[bucket]
         slots = shape.pictures * config.slots_per_picture  # R
         columns = slots + shape.text  # L
-        answer = cut(example.answer, min(config.max_answer_tokens, shape.text - 3), rng)
+        question, answer = example.question, example.answer
+        if config.max_pair_tokens is not None:
+            question, answer = cut_pair(question, answer, config.max_pair_tokens, rng)
+        answer = cut(answer, min(config.max_answer_tokens, shape.text - 3), rng)
         room = shape.text - 2 - close - len(answer) - reserve
-        question = cut(example.question, min(config.max_question_tokens, room), rng)
+        question = cut(question, min(config.max_question_tokens, room), rng)
         limit = config.max_source_tokens
         if example.pictures and config.max_caption_tokens is not None:
             limit = config.max_caption_tokens
@@ -320,8 +346,8 @@ class Packer:
         if close:
             ids[end - 1] = tokenizer.sep_id
         positions = np.arange(columns, dtype=np.int32)
-        if not config.positions_after_regions:
-            positions[1 + slots :] -= slots
+        if slots:
+            positions[1 + slots :] += config.text_start - slots
         context = np.zeros(columns, bool)
         context[0] = True
         context[1 + slots : answer_start] = True
@@ -394,7 +420,8 @@ class Packer:
             start = used * slots
             features[start : start + count] = values[:count]
             places[start : start + count] = boxes[:count]
-            context[1 + start : 1 + start + count] = True
+            seen = slots if config.all_slots_open and used < shape.pictures else count
+            context[1 + start : 1 + start + seen] = True
             if config.per_source and count:
                 types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
             if source.tags is not None:
@@ -434,30 +461,6 @@ def batch(examples: Sequence[Mapping[str, np.ndarray]]) -> Packed:
 def clean(text: str) -> str:
     """A text as the baseline tokenises it: no `"`, no blanks at the ends."""
     return text.replace('"', "").strip()
-
-
-def cut(tokens: Tokens, budget: int, rng: np.random.Generator | None) -> Tokens:
-    """`tokens` cut to `budget`: each surplus token at head or tail by a fair coin of `rng`.
-
-    Without `rng` the tail goes.
-    """
-    budget = max(budget, 0)
-    surplus = len(tokens) - budget
-    if surplus <= 0:
-        return tokens
-    head = int(rng.binomial(surplus, 0.5)) if rng is not None else 0
-    return tokens[head : head + budget]
-
-
-def fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
-    """Shares of `budget` so that short texts stay whole and long ones get equal parts."""
-    shares = [0] * len(lengths)
-    rest = max(budget, 0)
-    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for served, index in enumerate(by_length):
-        shares[index] = min(lengths[index], rest // (len(lengths) - served))
-        rest -= shares[index]
-    return shares
 
 
 def source_type(index: int, default: int) -> int:

@@ -15,9 +15,8 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import layers
-from mmqa_jax.models.bert import Bert, BertConfig, minilm_l6
+from mmqa_jax.models.bert import Bert, BertConfig
 from mmqa_jax.models.clip import (
-    ATLAS_VISION,
     INITIAL_LOGIT_SCALE,
     MAX_LOGIT_SCALE,
     CLIPConfig,
@@ -71,12 +70,6 @@ class DualEncoderConfig:
     def embed_dim(self) -> int:
         """Size of the embeddings."""
         return self.text.hidden if isinstance(self.text, BertConfig) else self.text.embed_dim
-
-
-def atlas_dual_encoder(**changes) -> DualEncoderConfig:
-    """MiniLM text tower and a small vision tower from scratch, for the Atlas corpus."""
-    base = DualEncoderConfig(text=minilm_l6(), vision=ATLAS_VISION, picture_gate=0.1)
-    return dataclasses.replace(base, **changes)
 
 
 def clip_dual_encoder(config: CLIPConfig, **changes) -> DualEncoderConfig:

@@ -29,7 +29,8 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
 
     Args:
       section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ),
-        `frontend` (`patches`, `x101` or `vinvl`) and, for patches, `patch` (side in pixels),
+        `frontend` (`patches`, `x101`, `vinvl` or `clip`); for clip those of `clip_vision` and
+        `vision_layer` (-2, the last but one); and, for patches, `patch` (side in pixels),
         `visual_hidden` (sizes of further linears), `region_positions` (values of a patch's place,
         6), `tags` (slots hold words), `copy_head` (whether it has one) and
         `written_words` (beside a copy head: words that are not copied, the first ones).
@@ -50,10 +51,17 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
             copy_head=section.get("copy_head", False),
             written_words=section.get("written_words"),
         )
+    if frontend == "clip":
+        return vlp.vlp_clip(
+            clip_vision(section),
+            bert=trunk,
+            layer=section.get("vision_layer", -2),
+            visual_hidden=section.get("visual_hidden", ()),
+        )
     published = {"x101": vlp.vlp_base_x101(), "vinvl": vlp.vlp_base_vinvl()}
     if frontend not in published:
         raise UserError(
-            f"config key model.frontend={frontend}: unknown; use patches, x101 or vinvl."
+            f"config key model.frontend={frontend}: unknown; use patches, x101, vinvl or clip."
         )
     return dataclasses.replace(published[frontend], bert=trunk)
 
@@ -62,26 +70,41 @@ def dual_encoder_from_config(section: Mapping[str, Any], vocab_size: int) -> Dua
     """The dual encoder as the config describes it.
 
     Args:
-      section: either `clip` (a name of CLIPS; then CLIP itself) or `trunk` and `changes` of a
-        BERT text tower with `vision` (fields of VisionConfig); and `fusion`, `picture_gate`.
+      section: either `clip` (a name of CLIPS; then CLIP itself) or the `trunk` of a BERT text
+        tower; `changes` (fields of the text tower's config that differ) and `vision` (of
+        VisionConfig); and `fusion`, `picture_gate`.
       vocab_size: of the tokenizer; CLIP has its own.
 
     Raises:
       UserError: an unknown name or field.
     """
     if section.get("clip"):
-        if section["clip"] not in CLIPS:
-            raise UserError(
-                f"config key model.clip={section['clip']}: unknown; use one of {', '.join(CLIPS)}."
-            )
-        both = CLIPS[section["clip"]]()
-        text, vision = both.text, both.vision
+        text = _with(_clip(section["clip"]).text, section.get("changes", {}), "model.changes")
+        vision = clip_vision(section)
     else:
         text = _trunk(section, vocab_size, types=2)
         vision = _with(clip.ATLAS_VISION, section.get("vision", {}), "model.vision")
     return DualEncoderConfig(
         text, vision, fusion=section["fusion"], picture_gate=section["picture_gate"]
     )
+
+
+def clip_vision(section: Mapping[str, Any]) -> clip.VisionConfig:
+    """The vision tower of a dual encoder that is a CLIP, or of VLP's frontend `clip`.
+
+    Args:
+      section: `clip` (a name of CLIPS) and `vision` (fields of VisionConfig that differ).
+
+    Raises:
+      UserError: an unknown name or field.
+    """
+    return _with(_clip(section["clip"]).vision, section.get("vision", {}), "model.vision")
+
+
+def _clip(name: str) -> clip.CLIPConfig:
+    if name not in CLIPS:
+        raise UserError(f"config key model.clip={name}: unknown; use one of {', '.join(CLIPS)}.")
+    return CLIPS[name]()
 
 
 def _trunk(section: Mapping[str, Any], vocab_size: int, types: int) -> bert.BertConfig:

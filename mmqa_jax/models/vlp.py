@@ -16,6 +16,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import Bert, BertConfig, MlmHead, minilm_l6
+from mmqa_jax.models.clip import VisionConfig, VisionTower, normalize_pixels
 from mmqa_jax.models.layers import (
     Initializer,
     Linear,
@@ -38,7 +39,8 @@ class VLPConfig:
 
     A region's content vector [region_features] goes through one linear per size in
     `visual_hidden` and a last one to the trunk's width, its place vector [region_positions]
-    through one linear; ReLU after each linear, then dropout.
+    through one linear; ReLU after each linear, then dropout. With `vision` the regions are patches
+    of raw pixels, of which a frozen CLIP makes the content vectors first.
     """
 
     bert: BertConfig
@@ -50,6 +52,8 @@ class VLPConfig:
     # Ours: the masked-LM head writes only the first words of the vocabulary, all others are
     # copied (as in pointer-generator networks, whose generator knows common words only).
     written_words: int | None = None
+    vision: VisionConfig | None = None  # ours: see ClipRegionEncoder
+    vision_layer: int = -2
 
     def __post_init__(self):
         if self.written_words is not None and self.written_words < 1:
@@ -103,6 +107,20 @@ def vlp_patches(
         region_tags=region_tags,
         copy_head=copy_head,
         written_words=written_words,
+    )
+
+
+def vlp_clip(
+    vision: VisionConfig, *, bert: BertConfig, layer: int = -2, visual_hidden: tuple[int, ...] = ()
+) -> VLPConfig:
+    """Regions are CLIP's patch features, made on the fly; places are the patches' 6 box values."""
+    return VLPConfig(
+        bert,
+        region_features=vision.patch_size**2 * 3,
+        region_positions=6,
+        visual_hidden=tuple(visual_hidden),
+        vision=vision,
+        vision_layer=layer,
     )
 
 
@@ -183,13 +201,14 @@ def _mask_of(inputs: VLPInputs) -> jax.Array:
 
 
 class RegionEncoder(nnx.Module):
-    """Linear + ReLU, once per size, then dropout: [B, R, in] -> [B, R, sizes[-1]]."""
+    """Linear + ReLU, once per size, then dropout: [B, R, in] -> [B, R, sizes[-1]] of `dtype`."""
 
     def __init__(
         self,
         in_features: int,
         sizes: tuple[int, ...],
         rate: float,
+        dtype: str,
         *,
         rngs: nnx.Rngs,
         kernel_init: Initializer,
@@ -200,12 +219,45 @@ class RegionEncoder(nnx.Module):
             Linear(*widths[i : i + 2], names[i], rngs=rngs, kernel_init=kernel_init)
             for i in range(len(sizes))
         )
-        self.rate = rate
+        self.rate, self.dtype = rate, dtype
 
     def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+        x = x.astype(self.dtype)
         for linear in self.linears:
             x = jax.nn.relu(linear(x))
         return dropout(x, self.rate, dropout_key)
+
+
+class ClipRegionEncoder(RegionEncoder):
+    """Patches of raw pixels -> CLIP's patch features -> linears, as RegionEncoder.
+
+    The tower stands in front of the model within the same jitted step, not in the input pipeline:
+    it then sees whole batches on the accelerator, and a picture travels as its pixels, which the
+    host keeps decoded; float features of WebQA's 390,000 pictures would be 200 GB and more, and
+    made one by one on the host they would hold up every step. It is frozen, and saved with the
+    run, so that a trained model needs no second folder.
+    """
+
+    def __init__(
+        self, vision: VisionConfig, layer: int, sizes: tuple[int, ...], rate: float, dtype: str,
+        *, rngs: nnx.Rngs, kernel_init: Initializer,
+    ):  # fmt: skip
+        super().__init__(vision.width, sizes, rate, dtype, rngs=rngs, kernel_init=kernel_init)
+        self.tower, self.layer = VisionTower(vision, rngs=rngs), layer
+
+    def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+        return super().__call__(self.features(x), dropout_key=dropout_key)
+
+    def features(self, x: jax.Array) -> jax.Array:
+        """Patches [B, R, patch * patch * 3], pixels in -1..1 -> features [B, R, width]."""
+        vision = self.tower.config
+        side, patch = vision.image_size // vision.patch_size, vision.patch_size
+        pixels = (x + 1) / 2  # 0..1
+        pixels = pixels.reshape(-1, side, side, patch, patch, 3)  # [B * pictures, row, column, ...]
+        pixels = pixels.transpose(0, 1, 3, 2, 4, 5)
+        pixels = pixels.reshape(-1, vision.image_size, vision.image_size, 3)
+        found = self.tower.patch_features(normalize_pixels(pixels), self.layer)
+        return jax.lax.stop_gradient(found).reshape(*x.shape[:2], vision.width)
 
 
 class CopyHead(nnx.Module):
@@ -299,19 +351,18 @@ class VLP(nnx.Module):
         self.bert = Bert(bert, rngs=rngs)
         # Small first weights of the content and larger ones of the place, which has few values,
         # so that neither drowns the other, nor a tag.
-        self.region_content = RegionEncoder(
-            config.region_features,
-            (*config.visual_hidden, bert.hidden),
-            bert.dropout,
-            rngs=rngs,
-            kernel_init=normal_init(0.01),
-        )
+        sizes, rest = (*config.visual_hidden, bert.hidden), (bert.dropout, bert.dtype)
+        small, larger = normal_init(0.01), normal_init(0.03)
+        if config.vision is None:
+            self.region_content = RegionEncoder(
+                config.region_features, sizes, *rest, rngs=rngs, kernel_init=small
+            )
+        else:
+            self.region_content = ClipRegionEncoder(
+                config.vision, config.vision_layer, sizes, *rest, rngs=rngs, kernel_init=small
+            )
         self.region_place = RegionEncoder(
-            config.region_positions,
-            (bert.hidden,),
-            bert.dropout,
-            rngs=rngs,
-            kernel_init=normal_init(0.03),
+            config.region_positions, (bert.hidden,), *rest, rngs=rngs, kernel_init=larger
         )
         self.source_head = Linear(bert.hidden, 2, ("embed", None), rngs=rngs)
         self.mlm_head = MlmHead(bert, rngs=rngs)
@@ -322,16 +373,12 @@ class VLP(nnx.Module):
         content_key, place_key, sum_key = split_key(dropout_key, 3)
         regions = None
         if inputs.region_features.shape[1]:
-            dtype = self.config.bert.dtype
-            content, place = (
-                inputs.region_features.astype(dtype),
-                inputs.region_positions.astype(dtype),
-            )
-            content = self.region_content(content, dropout_key=content_key)  # [B, R, H]
+            content = self.region_content(inputs.region_features, dropout_key=content_key)
             if self.config.region_tags:
                 slots = inputs.input_ids[:, 1 : 1 + content.shape[1]]
-                content = content + self.bert.embeddings.word(slots).astype(dtype)
-            regions = content, self.region_place(place, dropout_key=place_key)
+                content = content + self.bert.embeddings.word(slots).astype(content.dtype)
+            place = self.region_place(inputs.region_positions, dropout_key=place_key)
+            regions = content, place  # [B, R, H] each
         return self.bert.embeddings(
             inputs.input_ids,
             inputs.position_ids,

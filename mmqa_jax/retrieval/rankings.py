@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Container, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, write_jsonl
-from mmqa_jax.data.schema import Ranking
+from mmqa_jax.data.schema import Question, Ranking
 
 
 def to_rankings(
@@ -124,6 +125,51 @@ def _parse(row: Any, place: str) -> Ranking:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def with_mined_negatives(
+    questions: Sequence[Question], files: Sequence[str], source_ids: Container[str]
+) -> list[Question]:
+    """Questions with further hard negatives: what retrievers found that is not gold.
+
+    Args:
+      files: rankings of all the questions, as `mmqa search` writes them for their split; none
+        changes nothing.
+      source_ids: as in `read_rankings`, whose errors this raises.
+    """
+    for path in files:
+        rankings = read_rankings(path, [question.id for question in questions], source_ids)
+        questions = [
+            dataclasses.replace(
+                question,
+                negatives=tuple(
+                    dict.fromkeys(
+                        name
+                        for name in (*question.negatives, *ranking.sources)
+                        if name not in question.positives
+                    )
+                ),
+            )
+            for question, ranking in zip(questions, rankings, strict=True)
+        ]
+    return list(questions)
+
+
+def without_own_source(
+    questions: Sequence[Question], rankings: Sequence[Ranking], top_k: int
+) -> list[Ranking]:
+    """Rankings cut to `top_k`, without the source that a question was made from.
+
+    A question that is a passage of the corpus names it under the key `from_source`; found, it
+    would always be the first hit and never an answer.
+    """
+    kept = []
+    for question, ranking in zip(questions, rankings, strict=True):
+        own = question.extra.get("from_source")
+        places = [i for i, name in enumerate(ranking.sources) if name != own][:top_k]
+        names = tuple(ranking.sources[i] for i in places)
+        kept.append(Ranking(ranking.question_id, names, tuple(ranking.scores[i] for i in places)))
+    return kept
 
 
 def best_of(first: Sequence[Ranking], second: Sequence[Ranking]) -> list[Ranking]:

@@ -22,15 +22,17 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.checkpoint import load_metadata, load_params
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureStore
 from mmqa_jax.data.inference_batches import answer_inputs, rerank_pairs
-from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking
 from mmqa_jax.data.sequences import INPUT_FIELDS, Packer
-from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
+from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.dual_encoder import DualEncoder
 from mmqa_jax.models.presets import dual_encoder_from_config
+from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.bm25 import BM25, source_text
 from mmqa_jax.retrieval.embedder import Embedder
@@ -38,7 +40,8 @@ from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
 from mmqa_jax.retrieval.rankings import best_of, by_score, to_rankings
 from mmqa_jax.retrieval.two_pass import two_pass_search
 from mmqa_jax.systems import webqa
-from mmqa_jax.training.recipes import make_packer, make_source_reader, make_vlp_config
+from mmqa_jax.training.recipes import make_packer, make_packing, make_source_reader, make_vlp_config
+from mmqa_jax.training.rerank import two_sides
 from mmqa_jax.training.run import read_config
 
 _NAMED = 5  # cut questions that are named
@@ -211,7 +214,7 @@ class Reranker:
 
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
         self.corpus, self.batch_size = corpus, config.inference.batch_size
-        self._packer = make_packer(config, tokenizer)
+        self._packer = make_packer(config, tokenizer, inference=True)
         self._reader = make_source_reader(config, corpus, tokenizer)
         graphdef, self._state = nnx.split(model)
 
@@ -245,6 +248,7 @@ class Reranker:
                 found = jax.device_get(self._relevance(self._state, vlp_inputs(batch)))
                 scores[batch["index"][real]] = found[real]
                 progress.advance(int(real.sum()))
+        self._reader.tell_of_missing()
         ends = np.cumsum([len(some) for some in rows])
         rankings = []
         for given, end in zip(candidates, ends, strict=True):
@@ -308,11 +312,18 @@ class TwoPassReranker:
 
 
 class Reader:
-    """VLP's answers: beam search with an appended [MASK] (WebQA section 5.2)."""
+    """VLP's answers: beam search with an appended [MASK] (WebQA section 5.2).
+
+    Attributes:
+      modality: of the sources that it was trained on alone (VLP_I, VLP_T), or None.
+      max_pictures: how many pictures it sees at once.
+    """
 
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
         self.corpus, self.tokenizer, self.options = corpus, tokenizer, config.inference
-        self._packer = make_packer(config, tokenizer)
+        self.modality: Modality | None = config.data.get("modality")
+        self._packer = make_packer(config, tokenizer, inference=True)
+        self.max_pictures = self._packer.config.max_pictures
         self._reader = make_source_reader(config, corpus, tokenizer)
         self._graphdef, self._state = nnx.split(model)
 
@@ -329,8 +340,9 @@ class Reader:
             read before the cited sources. By default the questions' own pictures.
         """
         tell_of_cut_questions(questions, self._packer)
-        if question_pixels is None:
-            question_pixels = [self._reader.pictures.question_pixels(q) for q in questions]
+        pictures = self._reader.pictures  # None: pictures are read as a detector's regions
+        if question_pixels is None and pictures is not None:
+            question_pixels = [pictures.question_pixels(question) for question in questions]
         batches = answer_inputs(
             self._reader,
             self._packer,
@@ -363,6 +375,7 @@ class Reader:
                         questions[place].id, cited[place], tokens[row], scores[row]
                     )
                 progress.advance(int(real.sum()))
+        self._reader.tell_of_missing()
         return answers
 
     def check_length(self, question: str) -> None:
@@ -432,9 +445,15 @@ def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
 
 def load_reranker(
     folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None
-) -> Reranker:
+) -> webqa.Reranker:
     """The trained source selector of a rerank run; `batch_size` instead of its config's."""
-    return Reranker(*_load_vlp(folder, corpus, "rerank", batch_size))
+    from mmqa_jax.systems.cached_reranker import CachedReranker  # it builds on this module
+
+    config, corpus, tokenizer, vlp = _load_vlp(folder, corpus, "rerank", batch_size)
+    sides = two_sides(config.model, make_packing(config), vlp.config)
+    if sides is None:
+        return Reranker(config, corpus, tokenizer, vlp)
+    return CachedReranker(config, corpus, tokenizer, TwoSidedVLP.of(vlp, sides))
 
 
 def load_reader(folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None) -> Reader:
@@ -453,7 +472,9 @@ def _load_vlp(
     return config, corpus, tokenizer, model
 
 
-def _read_run(folder: str | os.PathLike, tasks: tuple[str, ...]) -> tuple[ConfigDict, WordPiece]:
+def _read_run(
+    folder: str | os.PathLike, tasks: tuple[str, ...]
+) -> tuple[ConfigDict, WordPiece | ClipTokenizer]:
     folder = Path(folder)
     metadata = load_metadata(folder)
     if metadata.get("task") not in tasks:
@@ -467,7 +488,7 @@ def _read_run(folder: str | os.PathLike, tasks: tuple[str, ...]) -> tuple[Config
             f"{folder / 'config.json'}: is not of the run that model.json belongs to; copy the run "
             "anew or train it again in a new --workdir."
         )
-    return config, load_tokenizer(folder / "tokenizer.json")
+    return config, open_tokenizer(folder / "tokenizer.json")
 
 
 def _load(folder: str | os.PathLike, build: Any) -> Any:

@@ -95,7 +95,7 @@ def search(
     modality: str = "unknown",
     webqa_compat: bool = False,
 ) -> dict[str, Any]:
-    """Ranks sources for every question of a split.
+    """Ranks sources for every question of a split; see `rankings.without_own_source`.
 
     Args:
       candidates: `all` the collection, or `restricted` to each question's own.
@@ -105,7 +105,7 @@ def search(
     """
     from mmqa_jax.core import startup
     from mmqa_jax.retrieval.modality import ByModality, one_modality
-    from mmqa_jax.retrieval.rankings import write_rankings
+    from mmqa_jax.retrieval.rankings import without_own_source, write_rankings
     from mmqa_jax.systems.parts import FusedRetriever
 
     check_top_k(top_k)
@@ -126,17 +126,19 @@ def search(
             made.append(_bm25(part, webqa_compat=webqa_compat, two_pass=two_pass))
         if method != "bm25":
             made.append(dense if modality is None else _of_modality(dense, part, modality))
-        return made[0] if len(made) == 1 else FusedRetriever(made, max(top_k, _FUSED_DEPTH))
+        return made[0] if len(made) == 1 else FusedRetriever(made, max(depth, _FUSED_DEPTH))
 
+    depth = top_k + any("from_source" in question.extra for question in questions)
     more: dict[str, Any] = {}
     if candidates == "restricted":
-        rankings = _restricted(retriever(None), questions, corpus, top_k)
+        rankings = _restricted(retriever(None), questions, corpus, depth)
     elif modality == "unknown":
-        rankings = retriever(None).search(questions, top_k)
+        rankings = retriever(None).search(questions, depth)
     else:
         needed, more = _modalities(corpus, questions, modality)
         retrievers = {wanted: retriever(wanted) for wanted in dict.fromkeys(needed)}
-        rankings = ByModality(retrievers, lambda _: needed).search(questions, top_k)
+        rankings = ByModality(retrievers, lambda _: needed).search(questions, depth)
+    rankings = without_own_source(questions, rankings, top_k)
     write_rankings(out, rankings)
     return {"questions": len(questions), **_scores(corpus, questions, rankings), **more}
 

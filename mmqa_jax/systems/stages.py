@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,36 +86,95 @@ def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, An
 
 
 def rerank(
-    data: Path, model: Path, candidates: str, out: Path, *, split: str, top_k: int
+    data: Path,
+    model: Path,
+    candidates: str,
+    out: Path,
+    *,
+    split: str,
+    top_k: int,
+    cap: str = "none",
+    select: str = "best",
 ) -> dict[str, Any]:
-    """Scores each question's candidates with the source head."""
+    """Scores each question's candidates with the source head; sweeps the threshold.
+
+    Args:
+      candidates: `restricted`; a rankings file, of which `top_k` sources are read; or `all`, the
+        whole collection, of which `top_k` are kept (models with joint_layers).
+      cap: for `restricted`, a name of webqa.CAPS.
+      select: how the sweep selects sources, a name of webqa.SELECTIONS.
+    """
     from mmqa_jax.core import startup
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
+    from mmqa_jax.systems.cached_reranker import rank_all
     from mmqa_jax.systems.parts import load_reranker
 
     check_top_k(top_k)
+    if cap != "none" and candidates != "restricted":
+        raise UserError(
+            f"--cap={cap}: limits each question's own candidates; use it with "
+            "--candidates=restricted, and --top_k with a file."
+        )
     check_out(out)
     startup.start()
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
     if candidates == "restricted":
-        given = webqa.restricted_candidates(questions, corpus)
-    else:
+        given = webqa.restricted_candidates(questions, corpus, webqa.CAPS[cap])
+    elif candidates != "all":
         given = read_rankings(candidates, [q.id for q in questions], corpus.row)
         given = [Ranking(r.question_id, r.sources[:top_k], r.scores[:top_k]) for r in given]
-    relevance = load_reranker(model, corpus).score(questions, given)
+    reranker = load_reranker(model, corpus)
+    if candidates == "all":
+        relevance = rank_all(reranker, questions, top_k)
+    else:
+        relevance = reranker.score(questions, given)
     write_rankings(out, relevance)
-    best, sweep = webqa.tune_threshold(questions, relevance)
-    return {"questions": len(questions), "best_threshold": best, "source_f1": sweep[best]}
+    if not any(question.positives for question in questions):
+        return {"questions": len(questions)}  # as in WebQA's test split
+    best, sweep = webqa.tune_threshold(questions, relevance, select)
+    show_sweep(f"{data.name}, {split}: sources selected by --select={select}", sweep)
+    rows = [{"threshold": threshold, "source_f1": f1} for threshold, f1 in sweep.items()]
+    return {
+        "questions": len(questions),
+        "best_threshold": best,
+        "source_f1": sweep[best],
+        "sweep": rows,
+    }
+
+
+def show_sweep(title: str, sweep: Mapping[float, float]) -> None:
+    """Prints the source F1 of every threshold."""
+    from rich.console import Console
+
+    from mmqa_jax.evaluation.tables import Table, to_rich
+
+    rows = [(f"{threshold:g}", float(f1)) for threshold, f1 in sweep.items()]
+    Console().print(to_rich(Table(title, ("threshold", "source F1"), rows)))
 
 
 def answer(
-    data: Path, model: Path, sources: str, out: Path, *, split: str, threshold: float
+    data: Path,
+    model: Path,
+    sources: str,
+    out: Path,
+    *,
+    split: str,
+    threshold: float,
+    select: str = "best",
 ) -> dict[str, Any]:
-    """Answers every question of a split from its gold, given or no sources."""
+    """Answers every question of a split from its gold, given or no sources.
+
+    A model of one modality (VLP_I, VLP_T) answers its questions alone, from such sources alone.
+
+    Args:
+      sources: `oracle`, `none`, or a file of relevance, of which those are cited that `threshold`
+        and `select` (a name of webqa.SELECTIONS) choose.
+    """
     from mmqa_jax.core import startup
     from mmqa_jax.retrieval.rankings import read_rankings
     from mmqa_jax.systems.parts import load_reader
+    from mmqa_jax.training.recipes import of_modality
 
     if not 0 <= threshold <= 1:
         raise UserError(
@@ -131,11 +190,23 @@ def answer(
         relevance = read_rankings(sources, [q.id for q in questions], corpus.row)
     reader = load_reader(model, corpus)
     if sources == "oracle":
-        predictions = webqa.answer_oracle(questions, reader)
+        cited = [webqa.gold_ranking(question) for question in questions]
     elif sources == "none":
-        predictions = webqa.answer_question_only(questions, reader)
+        cited = [webqa.cited_nothing(question) for question in questions]
     else:
-        predictions = reader.answer(questions, webqa.select_sources(relevance, threshold))
+        least, most = webqa.SELECTIONS[select]
+        cited = webqa.select_sources(relevance, threshold, most, least)
+    if reader.modality is not None:
+        asked = of_modality(questions, corpus, reader.modality)
+        print(
+            f"{model} was trained on {reader.modality} sources alone: it answers the {len(asked)} "
+            f"of {len(questions)} questions that need them.",
+            file=sys.stderr,
+        )
+        names = {question.id for question in asked}
+        cited = [ranking for ranking in cited if ranking.question_id in names]
+        questions = asked
+    predictions = webqa.answer_cited(questions, corpus, reader, cited)
     write_predictions(out, predictions)
     return {"questions": len(predictions), "predictions": str(out)}
 

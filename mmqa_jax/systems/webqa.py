@@ -17,12 +17,18 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking
 from mmqa_jax.evaluation.webqa import source_f1
 from mmqa_jax.retrieval.rankings import best_of, by_score
 
 # Grid of the dev sweep; the paper settles on 0.2 (section 6.1).
 THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# How sources are selected -> (fewest, most) of a question's: `best` is section 6.2's, `above` what
+# the baseline does in the restricted setting (modeling.py l.1106-1123), perhaps nothing.
+SELECTIONS: dict[str, tuple[int, int | None]] = {"best": (1, 2), "above": (0, None)}
+# Candidates of each modality that are read in the restricted setting: `webqa` is the baseline's
+# (run_webqa.py, --txt_filter_max_choices and --img_filter_max_choices).
+CAPS: dict[str, int | None] = {"none": None, "webqa": 16}
 # Weights of the retriever's cosine beside VLP's log-odds; 0 is the paper's VLP alone.
 WEIGHTS = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
 
@@ -42,7 +48,10 @@ class Reranker(Protocol):
 
 
 class Reader(Protocol):
-    """Answers in words from given sources."""
+    """Answers in words from given sources, of one `modality` alone if that is not None."""
+
+    modality: Modality | None
+    max_pictures: int
 
     def answer(
         self, questions: Sequence[Question], cited: Sequence[Ranking]
@@ -80,6 +89,17 @@ def answer_full_scale(
     candidates = retriever.search(questions, top_k)  # [question, top_k] sources by similarity
     relevance = reranker.score(questions, candidates)  # the same, by P(relevant) in [0, 1]
     return reader.answer(questions, select_sources(relevance, threshold))
+
+
+def answer_cited(
+    questions: Sequence[Question], corpus: Corpus, reader: Reader, cited: Sequence[Ranking]
+) -> list[Prediction]:
+    """Answers from what the reader takes of the cited sources; they are all cited still."""
+    read = read_of_cited(cited, corpus, reader.max_pictures, reader.modality)
+    return [
+        dataclasses.replace(answer, sources=ranking.sources, source_scores=ranking.scores)
+        for answer, ranking in zip(reader.answer(questions, read), cited, strict=True)
+    ]
 
 
 def answer_settings(
@@ -124,24 +144,38 @@ def top(ranking: Ranking, top_k: int) -> Ranking:
     return Ranking(ranking.question_id, ranking.sources[:top_k], ranking.scores[:top_k])
 
 
-def restricted_candidates(questions: Sequence[Question], corpus: Corpus) -> list[Ranking]:
+def restricted_candidates(
+    questions: Sequence[Question], corpus: Corpus, cap: int | None = None
+) -> list[Ranking]:
     """Each question's own candidates (gold and hard negatives), without scores.
 
     They come in an order that says nothing of which is gold: sorted by id.
+
+    Args:
+      cap: of each modality at most so many, the gold ones first, then the negatives as the file
+        lists them (the baseline shuffles these once). Where gold sources are hidden, the first.
     """
     rankings = []
     for question in questions:
-        ids = tuple(sorted(corpus.sources[row].id for row in corpus.candidates(question)))
-        rankings.append(Ranking(question.id, ids, (0.0,) * len(ids)))
+        sources = [corpus.sources[row] for row in corpus.candidates(question)]
+        kept = [
+            source.id
+            for modality in ("text", "image")
+            for source in [source for source in sources if source.modality == modality][:cap]
+        ]
+        rankings.append(Ranking(question.id, tuple(sorted(kept)), (0.0,) * len(kept)))
     return rankings
 
 
 def select_sources(
-    relevance: Sequence[Ranking], threshold: float, max_sources: int = 2, min_sources: int = 1
+    relevance: Sequence[Ranking],
+    threshold: float,
+    max_sources: int | None = 2,
+    min_sources: int = 1,
 ) -> list[Ranking]:
     """The sources to cite: the best always, others when P(relevant) > threshold.
 
-    WebQA's full-scale selection (section 6.2) keeps two at most; so do the readers.
+    WebQA's full-scale selection (section 6.2) keeps two at most; so do the readers. None keeps all.
     `min_sources=0` lets a question go without, as one that brings its own picture may.
     """
     selected = []
@@ -215,15 +249,43 @@ def tune_selection(
     return best, tuned[best], sweep
 
 
+def read_of_cited(
+    cited: Sequence[Ranking], corpus: Corpus, pictures: int = 2, modality: Modality | None = None
+) -> list[Ranking]:
+    """What VLP reads of the cited sources: all snippets, the first `pictures` pictures.
+
+    Further pictures are left out, caption and all (webqa_loader.py, Preprocess4webqaDecoder).
+    With `modality` sources of the other one are, too (VLP_I, VLP_T).
+    """
+    read = []
+    for ranking in cited:
+        kinds = [corpus.sources[corpus.row[name]].modality for name in ranking.sources]
+        shown = [i for i, kind in enumerate(kinds) if kind == "image"][:pictures]
+        kept = [
+            i
+            for i, kind in enumerate(kinds)
+            if (kind == "text" or i in shown) and modality in (None, kind)
+        ]
+        names, scores = (
+            tuple(values[i] for i in kept) for values in (ranking.sources, ranking.scores)
+        )
+        read.append(Ranking(ranking.question_id, names, scores))
+    return read
+
+
 def tune_threshold(
-    questions: Sequence[Question], relevance: Sequence[Ranking]
+    questions: Sequence[Question], relevance: Sequence[Ranking], selection: str = "best"
 ) -> tuple[float, dict[float, float]]:
     """The threshold with the best mean source F1 (on dev), and the whole sweep.
 
     Ties go to the threshold nearest the paper's 0.2.
+
+    Args:
+      selection: a name of SELECTIONS.
     """
+    least, most = SELECTIONS[selection]
     sweep = {
-        threshold: mean_source_f1(questions, select_sources(relevance, threshold))
+        threshold: mean_source_f1(questions, select_sources(relevance, threshold, most, least))
         for threshold in THRESHOLDS
     }
     best = max(sweep, key=lambda threshold: (sweep[threshold], -abs(threshold - 0.2)))

@@ -12,12 +12,15 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 from mmqa_jax.data.images import Resize
 from mmqa_jax.data.pipelines import answer_batches, contrastive_batches, rerank_batches
+from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.sequences import MaskingConfig, PackingConfig
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.clip import TextConfig, VisionConfig
 from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
+from mmqa_jax.training.clip_weights import check_clip_frontend, check_clip_start
 from mmqa_jax.training.loop import check_batch_size, read_section
-from mmqa_jax.training.recipes import FEED_KEYS, READERS, make_packing, region_sizes
+from mmqa_jax.training.recipes import FEED_KEYS, make_packing, region_sizes
+from mmqa_jax.training.rerank import two_sides
 
 _BATCHES = {
     "contrastive": contrastive_batches,
@@ -27,6 +30,8 @@ _BATCHES = {
 # Key -> type, of what no dataclass or function describes.
 _VALUES = {"task": str, "seed": int, "tokenizer": str, "init": str}
 _DATA = {"dir": str, "split": str}
+_MINED = {"negatives": tuple[str, ...]}
+_SHOWN = {"titles": bool, "modality": Modality | None}
 _PICTURES = {"size": int, "resize": Resize}
 _AUGMENT = {"entities": float, "palette": float}
 _FEATURES = {
@@ -55,9 +60,13 @@ _VLP = {
     "colors": bool,
     "tags": bool,
     "visual_hidden": tuple[int, ...],
+    "clip": str,
+    "vision": dict,
+    "vision_layer": int,
     "copy_head": bool,
     "written_words": int | None,
 }
+_TWO_SIDES = {"joint_layers": int, "match_type": int | None}
 _INFERENCE: dict[str, dict[str, Any]] = {
     "contrastive": {"batch_size": int, "buckets": tuple[int, ...]},
     "rerank": {"batch_size": int},
@@ -87,15 +96,17 @@ def check_config(config: ConfigDict) -> None:
     check_section(
         config,
         "",
-        {**known, "augment": dict, "features": dict, "new_types": tuple[int, ...]},
+        {**known, "augment": dict, "features": dict, "new_types": tuple[int, ...]}
+        | ({"tower_parts": int} if task == "contrastive" else {}),
         known,
     )
-    check_section(config.data, "data", _DATA, _DATA)
+    check_section(config.data, "data", {**_DATA, **_MINED, **_SHOWN}, _DATA)
     check_section(config.mesh, "mesh", dict.fromkeys(MESH_AXES, int))
     check_section(config.pictures, "pictures", _PICTURES, _PICTURES)
     check_section(config.get("augment", {}), "augment", _AUGMENT)
     known = _INFERENCE[task]
     optional = {"only_best": bool, "no_repeat_ngram": int} if task == "answer" else {}
+    optional |= {"packing": dict} if task != "contrastive" else {}
     check_section(config.inference, "inference", {**known, **optional}, known)
     _check_positive(config.inference, "inference", known)
     ngram, most = config.inference.get("no_repeat_ngram", 0), config.inference.get("max_new_tokens")
@@ -113,18 +124,38 @@ def check_config(config: ConfigDict) -> None:
     else:
         _check_vlp(config)
     options = read_section(config.train)
-    check_batch_size(
-        config.batches.batch_size, make_mesh(config.mesh.to_dict()), options.accumulate
-    )
+    if task == "contrastive" and options.accumulate > 1:
+        raise UserError(
+            f"config key train.accumulate={options.accumulate}: the contrastive loss needs its "
+            f"whole batch; leave it out and set tower_parts to {options.accumulate}."
+        )
+    _check_positive(config, "", {"tower_parts": int})
+    parts = options.accumulate * config.get("tower_parts", 1)
+    check_batch_size(config.batches.batch_size, make_mesh(config.mesh.to_dict()), parts)
 
 
 def _check_dual_encoder(config: ConfigDict) -> None:
     model = config.model
     needed = ["fusion", "picture_gate"] + ["trunk"] * (not model.get("clip"))
     check_section(model, "model", _DUAL_ENCODER, needed)
-    _check_sizes(model.get("changes", {}), "model.changes", BertConfig)
+    text_fields = TextConfig if model.get("clip") else BertConfig
+    _check_sizes(model.get("changes", {}), "model.changes", text_fields)
     _check_sizes(model.get("vision", {}), "model.vision", VisionConfig)
-    side = dual_encoder_from_config(model, _ANY_VOCABULARY).vision.image_size
+    dual_encoder = dual_encoder_from_config(model, _ANY_VOCABULARY)
+    if model.get("clip"):
+        check_clip_start(config, dual_encoder)
+    text = dual_encoder.text
+    most = text.context if isinstance(text, TextConfig) else text.positions
+    for key, length in (
+        ("batches.query_length", config.batches.query_length),
+        ("batches.source_lengths", max(config.batches.source_lengths, default=0)),
+        ("inference.buckets", max(config.inference.buckets, default=0)),
+    ):
+        if length > most:
+            raise UserError(
+                f"config key {key}: {length} tokens, the text tower reads {most}; give no more."
+            )
+    side = dual_encoder.vision.image_size
     if config.pictures.size != side:
         raise UserError(
             f"config key pictures.size={config.pictures.size}: the vision tower takes {side}; set "
@@ -134,9 +165,11 @@ def _check_dual_encoder(config: ConfigDict) -> None:
 
 def _check_vlp(config: ConfigDict) -> None:
     model = config.model
-    patch = ["patch"] * (model.get("frontend") == "patches")
-    check_section(model, "model", _VLP, ["trunk", "frontend", *patch])
+    own = {"patches": ["patch"], "clip": ["clip"]}.get(model.get("frontend"), [])
+    known = {**_VLP, **(_TWO_SIDES if config.task == "rerank" else {})}
+    check_section(model, "model", known, ["trunk", "frontend", *own])
     _check_sizes(model.get("changes", {}), "model.changes", BertConfig)
+    _check_sizes(model.get("vision", {}), "model.vision", VisionConfig)
     if model.get("written_words") and not config.tokenizer.startswith(("minilm:corpus", "corpus:")):
         raise UserError(
             f"config key model.written_words={model.written_words}: writes the first words of the "
@@ -144,20 +177,27 @@ def _check_vlp(config: ConfigDict) -> None:
             "tokenizer to minilm:corpus or leave model.written_words out."
         )
     vlp = vlp_from_config(model, _ANY_VOCABULARY)
-    if model.frontend not in READERS and "features" in config:
+    where = {"x101": "root", "vinvl": "files", "clip": "root"}
+    if model.frontend not in where and "features" in config:
         raise UserError(
             f"config key features: model.frontend={model.frontend} reads pixels; set it to one of "
-            f"{', '.join(READERS)} or leave features out."
+            f"{', '.join(where)} or leave features out."
         )
-    if model.frontend in READERS:
-        where = {"x101": "root", "vinvl": "files"}[model.frontend]
-        check_section(config.get("features", {}), "features", _FEATURES, [where])
+    if model.frontend in where:
+        check_section(config.get("features", {}), "features", _FEATURES, [where[model.frontend]])
         for number in config.features.get("files", {}):
             if not number.isdigit():
                 raise UserError(
                     f"config key features.files.{number}: a number was expected, image_id // "
                     "10,000,000 of the pictures in that TSV; change the key."
                 )
+    if vlp.vision is not None:
+        if config.pictures.size != vlp.vision.image_size:
+            raise UserError(
+                f"config key pictures.size={config.pictures.size}: model.clip={model.clip} takes "
+                f"{vlp.vision.image_size}; set pictures.size to it, or model.clip to another CLIP."
+            )
+        check_clip_frontend(config)
     given = region_sizes(config).dim
     if given != vlp.region_features:
         raise UserError(
@@ -165,15 +205,20 @@ def _check_vlp(config: ConfigDict) -> None:
             "values, "
             f"patches of side {model.patch} have {given}; use the frontend patches."
         )
-    check_section(
-        config.packing,
-        "packing",
-        *parameters_of(PackingConfig, "slots_per_picture", "region_dim", "position_dim"),
-    )
+    known, needed = parameters_of(PackingConfig, "slots_per_picture", "region_dim", "position_dim")
+    check_section(config.packing, "packing", known, needed)
+    check_section(config.inference.get("packing", {}), "inference.packing", known)
     packing = make_packing(config)
+    for shapes in (packing, make_packing(config, inference=True)):
+        if shapes.positions > vlp.bert.positions:
+            raise UserError(
+                f"config key packing.buckets: the longest sequence has {shapes.positions} "
+                f"positions, the model {vlp.bert.positions}; use shorter buckets."
+            )
     _check_types("packing.segments", packing.segments, vlp.bert.types)
     _check_types("packing.match_types", packing.match_types, vlp.bert.types)
     _check_types("new_types", config.get("new_types", ()), vlp.bert.types)
+    two_sides(model, packing, vlp)
     if config.task == "answer":
         check_section(config.masking, "masking", *parameters_of(MaskingConfig))
 
@@ -196,6 +241,7 @@ def _check_positive(section: Any, name: str, known: Mapping[str, Any]) -> None:
     """Every whole number of these sections is a size or a count."""
     for key, value in section.items():
         if known.get(key) is int and value < 1:
+            place = f"{name}.{key}" if name else key
             raise UserError(
-                f"config key {name}.{key}={value}: at least 1 was expected; give a larger number."
+                f"config key {place}={value}: at least 1 was expected; give a larger number."
             )

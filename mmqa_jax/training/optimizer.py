@@ -44,6 +44,9 @@ class OptimizerOptions:
       clip_parameter_norm: bert_adam alone: each parameter's gradient norm is clipped to this.
       multipliers: ((regular expression over parameter names, factor on the rate), ...); the
         first that matches counts.
+      every: batches to an update, which takes the mean of their gradients; `train.steps` counts
+        batches. Unlike `train.accumulate`, which takes a batch in parts, it lets batches of
+        different shapes share an update, and no more than one batch lies in memory.
     """
 
     name: str = "adamw"
@@ -59,6 +62,7 @@ class OptimizerOptions:
     clip_norm: float | None = None
     clip_parameter_norm: float = 1.0
     multipliers: tuple[tuple[str, float], ...] = ()
+    every: int = 1
 
 
 def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
@@ -74,6 +78,11 @@ def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
         raise UserError(
             "config key train.optimizer.weight_decay: adam has no weight decay; set "
             "train.optimizer.name to adamw or leave weight_decay out."
+        )
+    if options.every < 1:
+        raise UserError(
+            f"config key train.optimizer.every={options.every}: at least 1 was expected; give a "
+            "larger number."
         )
     if options.warmup < 0 or options.learning_rate <= 0:
         raise UserError(
@@ -111,7 +120,7 @@ def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:
 def make_optimizer(
     options: OptimizerOptions, steps: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optimizer for `steps` updates, and its schedule (for the logs).
+    """The optimizer for `steps` batches, and its schedule by batch (for the logs).
 
     The transformation's trees keep the parameters' Flax metadata, so optimizer state is sharded
     like the parameters.
@@ -119,7 +128,7 @@ def make_optimizer(
     Raises:
       UserError: on `init`, a multiplier that matches no parameter.
     """
-    schedule = make_schedule(options, steps)
+    schedule = make_schedule(options, -(-steps // options.every))
     decay = options.weight_decay
     if decay is None:
         decay = 0.0 if options.name == "adam" else 0.01
@@ -141,7 +150,10 @@ def make_optimizer(
     if options.multipliers:
         parts.append(scale_by_name(options.multipliers))
     parts.append(optax.scale_by_learning_rate(schedule))
-    return optax.chain(*parts), schedule
+    if options.every == 1:
+        return optax.chain(*parts), schedule
+    several = optax.MultiSteps(optax.chain(*parts), options.every).gradient_transformation()
+    return several, lambda step: schedule(step // options.every)
 
 
 class BertAdamState(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.examples import Augment, PatchRegions, SourceReader
 from mmqa_jax.data.feed import FeedConfig
@@ -29,22 +31,24 @@ from mmqa_jax.data.regions import (
     read_class_names,
     read_id_map,
 )
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.data.sequences import MaskingConfig, Packer, PackingConfig
 from mmqa_jax.data.tokenizers import (
     WordPiece,
-    load_tokenizer,
     minilm_tokenizer,
     restrict_vocabulary,
     train_wordpiece,
     vocabulary_rows,
 )
-from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
+from mmqa_jax.models.presets import clip_vision, dual_encoder_from_config, vlp_from_config
 from mmqa_jax.models.vlp import VLPConfig, VLPInputs
 from mmqa_jax.retrieval.bm25 import source_text
+from mmqa_jax.retrieval.modality import gold_modality
+from mmqa_jax.retrieval.rankings import with_mined_negatives
 from mmqa_jax.training.answer import AnswerTask
+from mmqa_jax.training.clip_weights import fill_dual_encoder, fill_frontend
 from mmqa_jax.training.contrastive import ContrastiveTask
-from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.training.rerank import RerankTask, two_sides
 from mmqa_jax.training.state import Task
 from mmqa_jax.weights.bert import fill_bert, minilm_path
 from mmqa_jax.weights.vlp import init_vlp_from_bert, load_vlp
@@ -64,15 +68,17 @@ class Recipe:
       batches: Grain iterator of its batches.
       fill: fills a freshly made model with pretrained weights, in place.
       title: for the progress line.
+      reader: of the sources, which knows what of them could not be read.
     """
 
     task: Task
     batches: Any
     fill: Callable[[nnx.Module], None] | None
     title: str
+    reader: SourceReader
 
 
-def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> Recipe:
+def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipTokenizer) -> Recipe:
     """The recipe of `config.task`.
 
     Raises:
@@ -81,28 +87,56 @@ def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> Rec
     recipes = {"contrastive": _contrastive, "rerank": _rerank, "answer": _answer}
     if config.task not in recipes:
         raise UserError(f"config key task={config.task}: unknown; use one of {', '.join(recipes)}.")
+    is_clip = config.task == "contrastive" and bool(config.model.get("clip"))
+    if isinstance(tokenizer, ClipTokenizer) != is_clip:
+        wanted = "the folder of a converted CLIP" if is_clip else "a WordPiece tokenizer"
+        raise UserError(
+            f"config key tokenizer={config.tokenizer}: the model reads another kind of tokens; "
+            f"name {wanted}."
+        )
     questions = corpus.questions(config.data.split)
     if not questions:
         raise UserError(
             f"config key data.split={config.data.split}: {config.data.dir} holds no such "
             "questions; choose a split that `mmqa prepare` wrote."
         )
+    questions = with_mined_negatives(questions, config.data.get("negatives", ()), corpus.row)
+    questions = of_modality(questions, corpus, config.data.get("modality"))
     return recipes[config.task](config, corpus, questions, tokenizer)
 
 
-def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece:
+def of_modality(
+    questions: Sequence[Question], corpus: Corpus, modality: Modality | None
+) -> list[Question]:
+    """The questions whose gold sources are of one modality (VLP_I, VLP_T); None: all.
+
+    Raises:
+      UserError: there are none.
+    """
+    if modality is None:
+        return list(questions)
+    kept = [question for question in questions if gold_modality(question, corpus) == modality]
+    if not kept:
+        raise UserError(
+            f"config key data.modality={modality}: none of the {len(questions)} questions needs "
+            "such sources; leave it out or choose the other one."
+        )
+    return kept
+
+
+def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece | ClipTokenizer:
     """The run's tokenizer, kept as tokenizer.json in its folder.
 
     Args:
       name: `minilm`; `minilm:corpus`, of its tokens those that the corpus and the training
         questions need, the answers' words first; `corpus:N`, a WordPiece of N tokens trained on
-        them; or the path of a tokenizer.json.
+        them; the path of a tokenizer.json; or the folder of a converted CLIP.
       corpus: what it is trained on.
       folder: of the run; a tokenizer that is already there is taken.
     """
     kept = folder / "tokenizer.json"
     if kept.exists():
-        return load_tokenizer(kept)
+        return open_tokenizer(kept)
     if name == "minilm":
         tokenizer = minilm_tokenizer()
     elif name == "minilm:corpus":
@@ -114,7 +148,7 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece:
             raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
         tokenizer = train_wordpiece(_all_texts(corpus), int(size), lowercase=True)
     else:
-        tokenizer = load_tokenizer(name)
+        tokenizer = open_tokenizer(name)
     tokenizer.save(kept)
     return tokenizer
 
@@ -173,6 +207,8 @@ def make_regions(config: ConfigDict, corpus: Corpus) -> PatchRegions | FeatureRe
 
 def _patch_regions(config: ConfigDict) -> PatchRegions:
     model = config.model
+    if model.frontend == "clip":  # the model itself makes its features of them
+        return PatchRegions(config.pictures.size, clip_vision(model).patch_size)
     return PatchRegions(
         config.pictures.size,
         model.patch,
@@ -188,20 +224,24 @@ def make_vlp_config(config: ConfigDict, tokenizer: WordPiece) -> VLPConfig:
     return vlp_from_config({**config.model, "region_positions": positions}, tokenizer.vocab_size)
 
 
-def make_packing(config: ConfigDict) -> PackingConfig:
-    """Shapes of VLP sequences for the config's pictures and token budgets."""
+def make_packing(config: ConfigDict, *, inference: bool = False) -> PackingConfig:
+    """Shapes of VLP sequences for the config's pictures and token budgets.
+
+    `inference`: with what the section `inference.packing` says otherwise, if there is one.
+    """
     regions = region_sizes(config)
+    changes = config.inference.get("packing", {}) if inference else {}
     return PackingConfig(
         slots_per_picture=regions.slots,
         region_dim=regions.dim,
         position_dim=regions.position_dim,
-        **config.packing.to_dict(),
+        **{**config.packing.to_dict(), **changes},
     )
 
 
-def make_packer(config: ConfigDict, tokenizer: WordPiece) -> Packer:
-    """The packer of VLP sequences as the config describes them."""
-    return Packer(tokenizer, make_packing(config))
+def make_packer(config: ConfigDict, tokenizer: WordPiece, *, inference: bool = False) -> Packer:
+    """The packer of VLP sequences as the config describes them; see `make_packing`."""
+    return Packer(tokenizer, make_packing(config, inference=inference))
 
 
 def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> SourceReader:
@@ -212,67 +252,78 @@ def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece)
     )
     regions = None if config.task == "contrastive" else make_regions(config, corpus)
     tags = regions.tags if regions and config.model.get("tags", False) else None
-    return SourceReader(corpus, tokenizer, pictures, regions, source_text, tags)
+    text = source_text if config.data.get("titles", True) else None
+    return SourceReader(corpus, tokenizer, pictures, regions, text, tags)
 
 
 def _contrastive(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
     model = dual_encoder_from_config(config.model, tokenizer.vocab_size)
+    reader = make_source_reader(config, corpus, tokenizer)
     batches = contrastive_batches(
-        make_source_reader(config, corpus, tokenizer),
+        reader,
         questions,
         _feed(config),
         **_options(config),
     )
 
     def fill(dual_encoder: Any) -> None:
+        if config.model.get("clip"):
+            return fill_dual_encoder(dual_encoder, config.init)
         rows = _word_rows(config, tokenizer)
         fill_bert(dual_encoder.text, _bert_folder(config), num_layers=model.text.layers, rows=rows)
 
     start = None if config.init == "scratch" else fill
-    return Recipe(ContrastiveTask(model), batches, start, "Training the retriever")
+    task = ContrastiveTask(model, make_mesh(config.mesh.to_dict()), config.get("tower_parts", 1))
+    return Recipe(task, batches, start, "Training the retriever", reader)
 
 
 def _rerank(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
     model = make_vlp_config(config, tokenizer)
+    reader = make_source_reader(config, corpus, tokenizer)
     batches = rerank_batches(
-        make_source_reader(config, corpus, tokenizer),
+        reader,
         questions,
         make_packer(config, tokenizer),
         _feed(config, inputs=VLPInputs),
         **_options(config),
     )
-    return Recipe(
-        RerankTask(model), batches, _vlp_fill(config, tokenizer), "Training the source selector"
-    )
+    task = RerankTask(model, two_sides(config.model, make_packing(config), model))
+    fill = _vlp_fill(config, tokenizer)
+    return Recipe(task, batches, fill, "Training the source selector", reader)
 
 
 def _answer(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
     model = make_vlp_config(config, tokenizer)
+    reader = make_source_reader(config, corpus, tokenizer)
     batches = answer_batches(
-        make_source_reader(config, corpus, tokenizer),
+        reader,
         questions,
         make_packer(config, tokenizer),
         MaskingConfig(**config.masking.to_dict()),
         _feed(config, inputs=VLPInputs),
         **_options(config),
     )
-    return Recipe(AnswerTask(model), batches, _vlp_fill(config, tokenizer), "Training the reader")
+    fill = _vlp_fill(config, tokenizer)
+    return Recipe(AnswerTask(model), batches, fill, "Training the reader", reader)
 
 
 def _vlp_fill(config: ConfigDict, tokenizer: WordPiece) -> Callable[[Any], None] | None:
-    if config.init == "scratch":
+    by_clip = config.model.frontend == "clip"
+    if config.init == "scratch" and not by_clip:
         return None
 
     def fill(vlp: Any) -> None:
         if config.init.endswith(".bin") or config.init.endswith(".safetensors"):
-            load_vlp(config.init, vlp, source_head=False)
-        else:
+            # VLP's checkpoint knows X101's regions alone.
+            fresh = config.model.frontend != "x101"
+            load_vlp(config.init, vlp, source_head=False, fresh_visual=fresh)
+        elif config.init != "scratch":
             rows, layers = _word_rows(config, tokenizer), vlp.config.bert.layers
             init_vlp_from_bert(
                 vlp,
@@ -281,6 +332,8 @@ def _vlp_fill(config: ConfigDict, tokenizer: WordPiece) -> Callable[[Any], None]
                 rows=rows,
                 new_types=config.get("new_types", ()),
             )
+        if by_clip:
+            fill_frontend(vlp, config.features.root)
 
     return fill
 

@@ -17,8 +17,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders, read_json
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.workdir import Workdir
+from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.tokenizers import load_tokenizer
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.loop import train
 from mmqa_jax.training.recipes import make_recipe, make_tokenizer
@@ -46,7 +46,7 @@ def run_training(config: ConfigDict, folder: Path, corpus: Corpus | None = None)
     corpus = corpus or open_corpus(config.data.dir)
     with claimed(folder, config, work="checkpoints/[0-9]*"):
         if is_trained(folder, config.train.steps):
-            load_tokenizer(folder / "tokenizer.json")  # or says what is wrong with it
+            open_tokenizer(folder / "tokenizer.json")  # or says what is wrong with it
         else:
             recipe = make_recipe(config, corpus, make_tokenizer(config.tokenizer, corpus, folder))
             train(
@@ -60,6 +60,7 @@ def run_training(config: ConfigDict, folder: Path, corpus: Corpus | None = None)
                 title=recipe.title,
                 metadata={"task": config.task, "corpus": corpus.fingerprint},
             )
+            recipe.reader.tell_of_missing()
     return {"task": config.task, "steps": config.train.steps, "workdir": str(folder)}
 
 

@@ -1,16 +1,22 @@
 """CLIP as a retriever against transformers: tokens, and vectors of texts and pictures."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Source
-from mmqa_jax.retrieval.clip import END, START, load_clip_embedder, load_clip_tokenizer
+from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.retrieval.clip import load_clip_embedder
+from mmqa_jax.systems.parts import load_embedder
+from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.convert import convert
 
 SIDE, CONTEXT = 32, 20
@@ -160,3 +166,80 @@ def test_fingerprint_and_refusals(published, converted, tmp_path):
         load_clip_tokenizer(tmp_path)
     with pytest.raises(UserError, match="format is None"):
         load_clip_embedder(published)
+
+
+# Training that goes on from CLIP (configs/webqa/contrastive.py)
+
+SIZES = {"width": 32, "layers": 2, "heads": 2, "mlp_width": 48, "embed_dim": 24}
+
+
+def start_config(converted, **changes):
+    """The published experiment at the tiny CLIP's sizes, one step that moves nothing."""
+    config = load_config(Path(__file__).parents[2] / "configs/webqa/contrastive.py")
+    config.init = str(converted)
+    config.pictures.size = SIDE
+    vocabulary = len(json.loads((converted / "vocab.json").read_text()))
+    config.model.changes = {**SIZES, "vocab_size": vocabulary, "context": CONTEXT}
+    config.model.vision = {**SIZES, "image_size": SIDE, "patch_size": 8}
+    config.batches.update(batch_size=2, query_length=12, source_lengths=(CONTEXT,), threads=0)
+    config.train.update(steps=1, log_every=1)
+    config.train.optimizer.update(learning_rate=1e-30, warmup=0)
+    config.inference.buckets = (CONTEXT,)
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.fixture
+def flags_corpus():
+    sources = [Source(f"s{i}", "text", text) for i, text in enumerate(TEXTS[:2])]
+    questions = [
+        Question(f"q{i}", "train", text, positives=(f"s{i}",)) for i, text in enumerate(TEXTS[:2])
+    ]
+    return Corpus(sources, questions, fingerprint="flags")
+
+
+def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
+    run_training(start_config(converted), tmp_path / "run", flags_corpus)
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    clip, trained = load_clip_embedder(converted), load_embedder(tmp_path / "run")[0]
+    texts = [text for text in TEXTS if text]
+    vectors = trained.embed_questions(texts)
+    np.testing.assert_allclose(vectors, clip.embed_questions(texts), atol=1e-5)
+    # The loss of the step is that of CLIP's own vectors: each text is its own source.
+    cosines = vectors[:2] @ vectors[:2].T
+    scale = metrics[0]["temperature"]
+    expected = np.mean(np.logaddexp(0, scale * (cosines[[0, 1], [1, 0]] - 1)))
+    assert metrics[0]["loss"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"init": "minilm"},
+            r"init=minilm: model\.clip=vit_b_16 starts from a folder of `mmqa con",
+        ),
+        (
+            {"model.vision.layers": 3},
+            r"this CLIP has vision\.layers 2 \(config: 3\); set model\.clip",
+        ),
+        ({"model.changes.width": 64}, r"this CLIP has text\.width 32 \(config: 64\)"),
+        (
+            {"batches.query_length": 21},
+            r"batches\.query_length: 21 tokens, the text tower reads 20",
+        ),
+        ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
+        ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),
+    ],
+)
+def test_starts_that_are_refused(changes, message, converted, flags_corpus, tmp_path):
+    config = start_config(converted, **changes)
+    with pytest.raises(UserError, match=message):
+        run_training(config, tmp_path / "run", flags_corpus)
+    assert not (tmp_path / "run").exists()
+
+
+def test_clip_needs_its_own_tokens(converted, flags_corpus, tmp_path):
+    config = ConfigDict({**start_config(converted).to_dict(), "tokenizer": "minilm"})
+    with pytest.raises(UserError, match=r"tokenizer=minilm: .*name the folder of a converted CLIP"):
+        run_training(config, tmp_path / "run", flags_corpus)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 
 @pytest.mark.parametrize("flags", [["dense"], ["dense", "--two_pass"], ["fused"]])
-def test_dense_search_ranks_every_question(data, models, index, bm25, tmp_path, flags):
+def test_dense_search_ranks_every_question(data, models, index, tmp_path, flags):
     path = tmp_path / "found.jsonl"
     result = done(
         "search", f"--data={data}", f"--method={flags[0]}", *flags[1:], "--top_k=7",
@@ -32,7 +32,7 @@ def test_dense_search_ranks_every_question(data, models, index, bm25, tmp_path, 
     assert {k: scores[k] for k in result["recall"]} == pytest.approx(result["recall"])
 
 
-def test_dense_search_needs_a_model_and_an_index(wrong, data, refused, tmp_path):
+def test_dense_search_needs_a_model_and_an_index(data, refused, tmp_path):
     flags = ["search", f"--data={data}", f"--out={tmp_path / 'out'}"]
     for method in ("dense", "fused"):
         message = rf"--method={method} needs --model and --index"
@@ -40,7 +40,7 @@ def test_dense_search_needs_a_model_and_an_index(wrong, data, refused, tmp_path)
         refused(*flags, f"--method={method}", "--index=somewhere", message=message)
 
 
-def test_embeddings_of_another_corpus_are_refused(wrong, models, index, refused, tmp_path):
+def test_embeddings_of_another_corpus_are_refused(wrong, index, refused, tmp_path):
     raw = write_documents(tmp_path / "raw", QUESTIONS[:3])
     done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'other'}")
     other = f"--data={tmp_path / 'other'}"

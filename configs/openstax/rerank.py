@@ -1,0 +1,76 @@
+"""OpenStax: VLP source selection (WebQA section 5.1) over paragraphs and captioned figures.
+
+`data.negatives` names what the candidates of a test question look like: rankings of the training
+paragraphs. The gold sources are all figures, so that most negatives are figures too.
+"""
+
+from ml_collections import ConfigDict
+
+MODES = ("runlocal",)
+
+
+def get_config(mode: str = "") -> ConfigDict:
+    """`runlocal`: a few steps of a small model trained from scratch, for tests."""
+    config = ConfigDict()
+    config.task = "rerank"
+    config.seed = 0
+    config.data = {"dir": "", "split": "train", "negatives": ()}
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    config.tokenizer = "minilm"
+    config.init = "minilm"
+    # Token types that MiniLM has nothing like: words that match the question, the second source.
+    config.new_types = (0, 1, 3)
+    config.pictures = {"size": 48, "resize": "squash"}
+    config.model = {
+        "trunk": "minilm_l6",
+        "changes": {
+            "layers": 3,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "dtype": "bfloat16",
+        },
+        "frontend": "patches",
+        "patch": 16,
+        "whole": True,
+    }
+    config.packing = {
+        "buckets": ((0, 224), (1, 224)),
+        "max_source_tokens": 80,
+        "max_question_tokens": 140,
+        "max_answer_tokens": 0,
+        "per_source": True,
+        "match_types": (1,),
+        "positions_after_regions": False,
+    }
+    config.batches = {
+        "batch_size": 48,
+        "choices_per_question": 5,
+        "alike_share": 0.75,
+        "hint_prob": 0.0,
+        "slack": 0,
+        "threads": 2,
+    }
+    config.train = {
+        "steps": 110,
+        "optimizer": {
+            "name": "adamw",
+            "learning_rate": 2e-4,
+            "schedule": "cosine",
+            "warmup": 0.1,
+            "clip_norm": 1.0,
+        },
+        "log_every": 10,
+        "checkpoint_every": 40,
+        "evaluate_every": 0,
+        "accumulate": 1,
+        "keep": 1,
+    }
+    config.inference = {"batch_size": 32}
+
+    if mode == "runlocal":
+        config.tokenizer, config.init = "corpus:2000", "scratch"
+        config.model.changes = {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128}
+        config.batches.batch_size = 8
+        config.train.steps, config.train.checkpoint_every = 4, 2
+        config.train.log_every = 2
+    return config

@@ -1,0 +1,87 @@
+"""WebQA: CLIP ViT-B/16 trained on questions and their sources, pictures and snippets in one space.
+
+Beyond the paper, whose CLIP must know the modality to find pictures. Every question's gold source
+stands against hard negatives of both modalities, its own, and all sources of the global batch:
+
+    mmqa convert --model=clip --source=openai/clip-vit-base-patch16 --out=weights/clip
+    mmqa train --config=configs/webqa/contrastive.py --config.data.dir=data/webqa \\
+               --config.init=weights/clip --workdir=runs/contrastive
+
+Written for 32 accelerators. On fewer, `tower_parts` keeps the batch and saves memory: the towers
+run over it in parts, the loss over all of it.
+"""
+
+from ml_collections import ConfigDict
+
+MODES = ("runlocal",)
+
+
+def get_config(mode: str = "") -> ConfigDict:
+    """`runlocal`: a few steps of a small model trained from scratch, for tests."""
+    config = ConfigDict()
+    config.task = "contrastive"
+    config.seed = 0
+    config.data = {"dir": "", "split": "train"}
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    config.init = "weights/clip"  # a folder of `mmqa convert --model=clip`, with its tokenizer
+    config.pictures = {"size": 224, "resize": "crop"}
+    config.model = {
+        "clip": "vit_b_16",
+        "changes": {"dtype": "bfloat16", "remat": "full"},
+        "vision": {"dtype": "bfloat16", "remat": "full"},
+        "fusion": "mean",  # caption and picture; `image` is the paper's, pictures alone
+        "picture_gate": 1.0,
+    }
+    config.tower_parts = 1
+    config.batches = {
+        "batch_size": 4096,
+        "query_length": 48,
+        "source_lengths": (77,),
+        "num_negatives": 2,
+        "two_pass": False,
+        "slack": 0,
+        "threads": 16,
+    }
+    config.train = {
+        "steps": 500,  # 36,766 questions: 55 epochs
+        "optimizer": {
+            "name": "adamw",
+            "learning_rate": 1e-5,
+            "schedule": "cosine",
+            "warmup": 0.1,
+            "weight_decay": 0.1,
+            "clip_norm": 1.0,
+        },
+        "log_every": 10,
+        "checkpoint_every": 100,
+        "evaluate_every": 0,
+        "accumulate": 1,
+        "keep": 2,
+    }
+    config.inference = {"batch_size": 256, "buckets": (16, 32, 48, 77)}
+
+    if mode == "runlocal":
+        config.tokenizer, config.init = "corpus:2000", "scratch"
+        config.pictures.size = 32
+        config.model = {
+            "trunk": "minilm_l6",
+            "changes": {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128},
+            "vision": {
+                "image_size": 32,
+                "patch_size": 8,
+                "width": 64,
+                "layers": 2,
+                "heads": 4,
+                "mlp_width": 128,
+                "embed_dim": 64,
+            },
+            "fusion": "mean",
+            "picture_gate": 1.0,
+        }
+        config.tower_parts = 2
+        config.batches.update(batch_size=8, threads=2)
+        config.train.steps, config.train.checkpoint_every = 4, 2
+        config.train.log_every = 2
+    else:
+        config.tokenizer = config.get_ref("init")
+    return config

@@ -1,0 +1,69 @@
+"""WebQA, answers by VLP (section 5.2): tables 6 and 8.
+
+  vlp_qa.py                  VLP (X101-FPN features)
+  vlp_qa.py:vinvl            VLP + VinVL
+  vlp_qa.py:q_only           VLP (Q-only): trained without sources; answer with --sources=none
+  vlp_qa.py:vlp_i            VLP_I: picture questions alone
+  vlp_qa.py:vlp_t            VLP_T: text questions alone
+  vlp_qa.py:clip_patches     ours: CLIP's patch features instead of a detector's
+
+Each with `_runlocal` behind it (VLP itself: `:runlocal`) is a run of seconds, for tests.
+"""
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import config_beside
+
+ROWS = {  # -> frontend, modality, epochs
+    "vlp": ("x101", None, 11),
+    "vinvl": ("vinvl", None, 13),
+    "q_only": ("none", None, 11),
+    "vlp_i": ("x101", "image", 11),
+    "vlp_t": ("none", "text", 11),
+    "clip_patches": ("clip", None, 11),
+}
+MODES = ("runlocal", *ROWS, *(f"{row}_runlocal" for row in ROWS))
+
+
+def get_config(mode: str = "") -> ConfigDict:
+    """`mode`: a name of MODES, the row of the table; none is VLP."""
+    vlp = config_beside(__file__, "vlp.py")
+    row = mode.removesuffix("runlocal").rstrip("_") or "vlp"
+    frontend, modality, epochs = ROWS[row]
+    config = vlp.base(frontend)
+    config.task = "answer"
+    config.data.modality = modality
+    config.masking = {"mask_prob": 0.5, "max_pred": 50}
+    config.batches = {
+        "batch_size": 32,
+        "max_sources": 16,  # all gold facts; of the pictures the first two find slots
+        "shuffle_sources": False,
+        "no_source_prob": 1.0 if row == "q_only" else 0.0,
+        "threads": 4,
+    }
+    # The epoch whose checkpoint the authors took, of 16.
+    config.train = vlp.train(vlp.QUESTIONS[modality], epochs, 1e-4, batch=32, every=4)
+    config.inference = {
+        "batch_size": 32,
+        "num_beams": 5,
+        "max_new_tokens": 30,  # max_tgt_len
+        "length_penalty": 0.0,
+        "only_best": False,
+        # [CLS] sources [SEP] question: 400 + 70 + 2 columns, then 30 for the answer.
+        "packing": {
+            "buckets": _shorter(config.packing.buckets),
+            "max_question_tokens": 70,  # max_len_Q
+            "max_answer_tokens": 0,
+            "max_pair_tokens": None,
+        },
+    }
+    if mode.endswith("runlocal"):
+        vlp.make_local(config)
+        config.inference.max_new_tokens = 8
+    return config
+
+
+def _shorter(buckets: tuple) -> tuple:
+    """The buckets for decoding, where no answer stands in the sequence."""
+    longest = {512: 472, 312: 272, 120: 90}
+    return tuple((pictures, longest.get(text, text)) for pictures, text in buckets)

@@ -1,0 +1,37 @@
+"""WebQA, source selection by VLP (section 5.1): tables 6 and 7, column source F1.
+
+  vlp_select.py                  VLP (X101-FPN features)
+  vlp_select.py:vinvl            VLP + VinVL
+  vlp_select.py:clip_patches     ours: CLIP's patch features instead of a detector's
+
+Each with `_runlocal` behind it (VLP itself: `:runlocal`) is a run of seconds, for tests.
+"""
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import config_beside
+
+ROWS = {"vlp": "x101", "vinvl": "vinvl", "clip_patches": "clip"}  # -> frontend
+MODES = ("runlocal", *ROWS, *(f"{row}_runlocal" for row in ROWS))
+
+
+def get_config(mode: str = "") -> ConfigDict:
+    """`mode`: a name of MODES, the row of the table; none is VLP."""
+    vlp = config_beside(__file__, "vlp.py")
+    row = mode.removesuffix("runlocal").rstrip("_") or "vlp"
+    config = vlp.base(ROWS[row])
+    config.task = "rerank"
+    # A question has 32 choices, 16 of either modality, of which the gold sources are some; the
+    # pairs of all questions are mixed. So 32 pairs are worth one question.
+    config.batches = {
+        "batch_size": 32,
+        "choices_per_question": 32,
+        "alike_share": 0.5,
+        "threads": 4,
+    }
+    # Epoch 3 of the original's 6.
+    config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, batch=1, every=128)
+    config.inference = {"batch_size": 64}
+    if mode.endswith("runlocal"):
+        vlp.make_local(config)
+    return config

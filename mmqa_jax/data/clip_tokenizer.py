@@ -1,0 +1,118 @@
+"""CLIP's byte-pair tokenizer, from the files published with its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write, read_json, read_text
+from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+# openai/CLIP clip/simple_tokenizer.py: contractions, runs of letters, single digits, the rest.
+_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+class ClipTokenizer:
+    """CLIP's byte-level BPE, lower case; ids without the start and end tokens.
+
+    As `clip.tokenize`: HTML entities are resolved (twice) and white space is collapsed. OpenAI's
+    also repairs broken encodings with ftfy; mend such texts beforehand.
+
+    Args:
+      vocabulary: token -> id, END and START among them.
+      merges: pairs in order of their rank.
+
+    Attributes:
+      cls_id, sep_id, pad_id: of START, END and the padding, which is never looked at.
+      vocab_size: number of tokens.
+      fingerprint: 16 hex digits that change with vocabulary or merges.
+    """
+
+    def __init__(self, vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]):
+        self.cls_id, self.sep_id = vocabulary[START], vocabulary[END]
+        self.pad_id, self.vocab_size = self.sep_id, len(vocabulary)
+        self._tokenizer = Tokenizer(
+            models.BPE(
+                vocabulary, list(merges), end_of_word_suffix="</w>", unk_token=END, fuse_unk=False
+            )
+        )
+        self._tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+        )
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        parts = json.dumps([sorted(vocabulary.items()), [list(pair) for pair in merges]])
+        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without start and end."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, without start and end."""
+        clean = [html.unescape(html.unescape(text)).strip() for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(clean, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes tokenizer.json, whole or not at all."""
+        with atomic_write(path) as file:
+            file.write(self._tokenizer.to_str())
+
+
+def load_clip_tokenizer(folder: str | os.PathLike) -> ClipTokenizer:
+    """Reads vocab.json and merges.txt, or tokenizer.json, as published with CLIP.
+
+    Raises:
+      UserError: neither is there, or they are no CLIP tokenizer's.
+    """
+    folder = Path(folder)
+    path = folder / "vocab.json"
+    if path.is_file():
+        vocabulary = read_json(path)
+        lines = read_text(folder / "merges.txt").split("\n")
+        merges = [line.split() for line in lines if line and not line.startswith("#version")]
+    else:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"{folder}: has no tokenizer (vocab.json with merges.txt, or tokenizer.json); put "
+                "the one published with the checkpoint there."
+            )
+        model = read_json(path).get("model", {})
+        vocabulary, merges = model.get("vocab"), model.get("merges", [])
+        merges = [pair.split() if isinstance(pair, str) else pair for pair in merges]
+    if not isinstance(vocabulary, dict) or not {START, END} <= vocabulary.keys():
+        raise UserError(
+            f"{path}: is not CLIP's vocabulary (it lacks {START} and {END}); put the tokenizer "
+            "published with the checkpoint there."
+        )
+    return ClipTokenizer(vocabulary, [tuple(pair) for pair in merges])
+
+
+def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer:
+    """Opens a tokenizer.json of either kind, or a folder with the tokenizer of a CLIP.
+
+    Raises:
+      UserError: it is neither; see `load_tokenizer` and `load_clip_tokenizer`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return load_clip_tokenizer(path)
+    if path.name == "tokenizer.json" and path.is_file() and '"BPE"' in read_text(path):
+        model = read_json(path).get("model", {})
+        if model.get("type") == "BPE":
+            return load_clip_tokenizer(path.parent)
+    return load_tokenizer(path)

@@ -1,0 +1,44 @@
+"""How texts that are too long for their place in a sequence are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+Tokens = Sequence[int] | Int[np.ndarray, " N"]
+
+
+def cut(tokens: Tokens, budget: int, rng: np.random.Generator | None) -> Tokens:
+    """`tokens` cut to `budget`: each surplus token at head or tail by a fair coin of `rng`.
+
+    Without `rng` the tail goes.
+    """
+    budget = max(budget, 0)
+    surplus = len(tokens) - budget
+    if surplus <= 0:
+        return tokens
+    head = int(rng.binomial(surplus, 0.5)) if rng is not None else 0
+    return tokens[head : head + budget]
+
+
+def cut_pair(
+    question: Tokens, answer: Tokens, budget: int, rng: np.random.Generator | None
+) -> tuple[Tokens, Tokens]:
+    """Question and answer cut as one text (see `cut`): its head is the question's."""
+    surplus = max(0, len(question) + len(answer) - budget)
+    head = int(rng.binomial(surplus, 0.5)) if rng is not None else 0
+    question = question[head:][:budget]  # a tail longer than the answer reaches the question
+    return question, answer[: max(0, budget - len(question))]
+
+
+def fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
+    """Shares of `budget` so that short texts stay whole and long ones get equal parts."""
+    shares = [0] * len(lengths)
+    rest = max(budget, 0)
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for served, index in enumerate(by_length):
+        shares[index] = min(lengths[index], rest // (len(lengths) - served))
+        rest -= shares[index]
+    return shares

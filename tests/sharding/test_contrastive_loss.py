@@ -1,0 +1,193 @@
+"""The contrastive loss over a split batch, on eight fake CPU devices.
+
+As test_mesh.py: the checks on eight devices run in a subprocess, this file called as a script.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.training.contrastive import ContrastiveTask, contrastive_loss
+
+# Tiny models: compiling is all the time.
+FAST = {"xla_backend_optimization_level": 1}
+
+
+def whole_matrix_loss(queries, sources, scale, positive, source_rows, gold_rows):
+    """The loss as CLIP's figure 3 has it, every logit in one [B, S] matrix."""
+    logits = scale * queries @ sources.T  # [B, S]
+    gold = (source_rows[None, :, None] == gold_rows[:, None, :]).any(axis=2)
+    others = gold & (jnp.arange(len(sources))[None, :] != positive[:, None])
+    logits = jnp.where(others, -jnp.inf, logits)
+    back = jnp.where(others[:, positive], -jnp.inf, scale * queries @ sources[positive].T)
+    forward = optax.softmax_cross_entropy_with_integer_labels(logits, positive)
+    backward = optax.softmax_cross_entropy_with_integer_labels(back.T, jnp.arange(len(queries)))
+    return (forward.mean() + backward.mean()) / 2, (logits.argmax(axis=1) == positive).mean()
+
+
+def make_links(rng, questions, group, rows=40):
+    """Positives, source rows and golds in which sources and gold sources meet more than once."""
+    source_rows = rng.integers(0, rows, questions * group).astype(np.int32)
+    positive = (group * np.arange(questions) + rng.integers(0, group, questions)).astype(np.int32)
+    gold_rows = rng.integers(-1, rows, (questions, 3)).astype(np.int32)
+    gold_rows[:, 1] = source_rows[positive]
+    return positive, source_rows, gold_rows
+
+
+def unit(x):
+    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+
+def make_vectors(rng, questions, group, dim):
+    return unit(rng.normal(size=(questions, dim))), unit(rng.normal(size=(questions * group, dim)))
+
+
+def tiny_task(**options):
+    config = DualEncoderConfig(
+        text=BertConfig(
+            vocab_size=37, hidden=16, layers=2, heads=2, mlp=24, positions=12, dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        vision=VisionConfig(
+            image_size=8, patch_size=4, width=12, layers=1, heads=2, mlp_width=20, embed_dim=16
+        ),
+        logit_scale=0.0,  # at CLIP's, gradients of up to 16 differ by float32's rounding alone
+    )  # fmt: skip
+    return ContrastiveTask(config, **options)
+
+
+def make_params(task):
+    made = jax.jit(lambda: nnx.state(task.init(jax.random.key(0))), compiler_options=FAST)
+    return made()
+
+
+def make_batch(rng, questions, group):
+    positive, source_rows, gold_rows = make_links(rng, questions, group)
+    count = questions * group
+    return {
+        "query_ids": rng.integers(0, 37, (questions, 10)),
+        "query_mask": np.arange(10) < rng.integers(1, 11, (questions, 1)),
+        "source_ids": rng.integers(0, 37, (count, 12)),
+        "source_mask": np.arange(12) < rng.integers(1, 13, (count, 1)),
+        "pixels": rng.integers(0, 256, (count, 8, 8, 3)).astype(np.uint8),
+        "has_image": rng.random(count) < 0.5,
+        "positive": positive,
+        "source_rows": source_rows,
+        "gold_rows": gold_rows,
+    }
+
+
+def task_gradient(task, params, batch):
+    """Loss, metrics and the parameters' gradient, compiled for where they lie."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: task.init(jax.random.key(0))))
+
+    def loss(params, batch):
+        return task.loss(nnx.merge(graphdef, params), batch, jax.random.key(1))
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST)
+    return run.lower(params, batch).compile()
+
+
+def test_blocks_are_the_whole_matrix():
+    rng = np.random.default_rng(0)
+    vectors = make_vectors(rng, 24, 3, 16)
+    links = make_links(rng, 24, 3)
+
+    def value(loss):
+        def of(queries, sources, scale):
+            return loss(queries, sources, scale, *links)
+
+        return jax.jit(jax.value_and_grad(of, (0, 1, 2), has_aux=True), compiler_options=FAST)
+
+    ours = value(contrastive_loss)(*vectors, jnp.float32(7.0))
+    want = value(whole_matrix_loss)(*vectors, jnp.float32(7.0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), ours, want)
+
+
+def test_towers_in_parts_have_the_same_gradient_and_less_memory():
+    rng = np.random.default_rng(1)
+    task = tiny_task()
+    params = make_params(task)
+    batch = make_batch(rng, 64, 2)
+    whole = task_gradient(task, params, batch)
+    parts = task_gradient(tiny_task(tower_parts=8), params, batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+        parts(params, batch),
+        whole(params, batch),
+    )
+    needed = [run.memory_analysis().temp_size_in_bytes for run in (whole, parts)]
+    assert needed[1] < needed[0] / 2
+
+
+def test_on_eight_devices(run_on_devices):
+    printed = run_on_devices(8, "test_contrastive_loss.py")
+    assert printed.split() == ["loss", "blocks", "towers", "done"]
+
+
+def main():
+    import math
+    import re
+
+    from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
+
+    rng = np.random.default_rng(0)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    split, whole = batch_sharding(mesh), replicated(mesh)
+
+    def gradient(loss, **options):
+        run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+        return jax.jit(run, compiler_options=FAST, **options)
+
+    def on_mesh(queries, sources, scale, *links):
+        return contrastive_loss(queries, sources, scale, *links, mesh=mesh)
+
+    arrays = make_vectors(rng, 24, 3, 16), make_links(rng, 24, 3)
+    vectors, links = jax.device_put(arrays, split)
+    scale = jax.device_put(jnp.float32(7.0), whole)
+    got = gradient(on_mesh)(*vectors, scale, *links)
+    want = gradient(whole_matrix_loss)(*arrays[0], jnp.float32(7.0), *arrays[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, want)
+    print("loss")
+
+    # What a device computes: B = 64 questions, S = 128 sources, n = 8 parts.
+    mesh = make_mesh({"data": 4, "fsdp": 2})
+    split, whole = batch_sharding(mesh), replicated(mesh)
+    vectors, links = jax.device_put((make_vectors(rng, 64, 2, 12), make_links(rng, 64, 2)), split)
+    scale = jax.device_put(jnp.float32(7.0), whole)
+
+    def module(loss):
+        out = ((whole, whole), (split, split, whole))
+        compiled = gradient(loss, out_shardings=out).lower(*vectors, scale, *links).compile()
+        text = compiled.as_text()
+        shapes = set(re.findall(r"\b(?:f32|s32|pred)\[([\d,]+)\]", text))
+        return text, {tuple(map(int, shape.split(","))) for shape in shapes}
+
+    text, shapes = module(on_mesh)
+    assert {(8, 128), (8, 64)} <= shapes  # [B / n, S] and [B / n, B]
+    assert max(map(math.prod, shapes)) <= 8 * 128 * 3  # the block and its three golds a question
+    assert "all-to-all" not in text
+    # The same test sees what XLA makes of the whole matrix.
+    assert max(map(math.prod, module(whole_matrix_loss)[1])) >= 64 * 64
+    print("blocks")
+
+    task = tiny_task()
+    params, batch = make_params(task), make_batch(rng, 32, 2)
+    want = task_gradient(task, params, batch)(params, batch)
+    everywhere, here = jax.device_put(params, whole), jax.device_put(batch, split)
+    task = tiny_task(mesh=mesh, tower_parts=2)
+    got = task_gradient(task, everywhere, here)(everywhere, here)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
+    print("towers")
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""`mmqa rerank` with a model whose sources are read once: as the plain reranker scores them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from cli_runs import done, rows_of, train_flags
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.schema import Ranking
+from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
+from mmqa_jax.systems.cached_reranker import CachedReranker, rank_all
+from mmqa_jax.systems.parts import Reranker, _load_vlp, load_reranker
+from mmqa_jax.systems.webqa import restricted_candidates
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+TWO_SIDED = {
+    "model.changes.layers": 2,
+    "model.joint_layers": 1,
+    "packing.buckets": "((1,64),)",
+    "packing.max_question_tokens": 20,
+    "inference.batch_size": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory, quick_and_quiet):
+    """A trained two-sided model."""
+    folder = tmp_path_factory.mktemp("two_sided") / "run"
+    done("train", *_flags(data, folder))
+    return folder
+
+
+def _flags(data, folder, **changes) -> list[str]:
+    flags = train_flags("rerank", data, folder, **{**TWO_SIDED, **changes})
+    return [flag.replace("rerank.py", "rerank_cached.py") for flag in flags]
+
+
+@pytest.fixture(scope="module")
+def corpus(data):
+    return open_corpus(data)
+
+
+@pytest.fixture(scope="module")
+def parts(run, corpus):
+    """What rerankers are made of; larger weights than two steps give, so that scores differ."""
+    config, _, tokenizer, vlp = _load_vlp(run, corpus, "rerank", None)
+    graphdef, state = nnx.split(vlp)
+    state = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, state)
+    model = TwoSidedVLP.of(nnx.merge(graphdef, state), TwoSides(1, 5, 1))
+    return config, corpus, tokenizer, model
+
+
+@pytest.fixture(scope="module")
+def reranker(parts):
+    return CachedReranker(*parts)
+
+
+@pytest.fixture(scope="module")
+def plain(parts):
+    """The same model, every pair read anew as one masked sequence."""
+    return Reranker(*parts)
+
+
+def as_dicts(rankings: list[Ranking]) -> list[dict[str, float]]:
+    return [dict(zip(r.sources, r.scores, strict=True)) for r in rankings]
+
+
+def same(found: list[Ranking], expected: list[Ranking]) -> None:
+    assert [r.question_id for r in found] == [r.question_id for r in expected]
+    for ours, theirs in zip(as_dicts(found), as_dicts(expected), strict=True):
+        assert ours.keys() == theirs.keys()
+        np.testing.assert_allclose([ours[k] for k in theirs], list(theirs.values()), atol=1e-5)
+    for ranking in found:
+        assert list(ranking.scores) == sorted(ranking.scores, reverse=True)
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_scores_are_those_of_the_pairs_read_one_by_one(hinted, corpus, reranker, plain):
+    questions = corpus.questions("test")
+    candidates = restricted_candidates(questions, corpus)
+    assert {len(r.sources) for r in candidates} >= {0, 3, 8}
+    hints = ["Gondal", "", "Hav Hav", "flag", "Florin"] if hinted else None
+    expected = plain.score(questions, candidates, hints)
+    same(reranker.score(questions, candidates, hints), expected)
+    values = np.concatenate([r.scores for r in expected])
+    assert np.ptp(values) > 1e-2  # a thousand times the tolerance
+
+
+def test_the_whole_collection_is_ranked_as_pairs_are(corpus, reranker, plain, monkeypatch):
+    questions = corpus.questions("test")
+    ids = tuple(source.id for source in corpus.sources)
+    everything = [Ranking(q.id, ids, (0.0,) * len(ids)) for q in questions]
+    expected = [
+        Ranking(r.question_id, r.sources[:4], r.scores[:4])
+        for r in plain.score(questions, everything)
+    ]
+    same(reranker.search(questions, 4), expected)
+    # Of more sources than there are, all; and in small pieces the same.
+    monkeypatch.setattr(reranker, "_pairs", 8)
+    assert [len(r.sources) for r in reranker.search(questions, 100)] == [len(ids)] * len(questions)
+    same(reranker.search(questions, 4), expected)
+
+
+def test_each_source_is_read_once(corpus, reranker, monkeypatch):
+    questions = corpus.questions("test") * 3
+    questions = [dataclasses.replace(q, id=f"{n}") for n, q in enumerate(questions)]
+    read = []
+    source = reranker._source
+    monkeypatch.setattr(reranker, "_source", lambda row, *x: read.append(row) or source(row, *x))
+    reranker.score(questions, restricted_candidates(questions, corpus))
+    assert len(read) == len(set(read)) == 10  # all but one picture
+
+
+def test_nothing_to_score(corpus, reranker):
+    assert reranker.score([], []) == []
+    assert reranker.search([], 5) == []
+    question = corpus.questions("test")[:1]
+    assert reranker.score(question, [Ranking(question[0].id, (), ())])[0].sources == ()
+
+
+def test_mmqa_rerank_takes_it(data, run, corpus, tmp_path):
+    flags = ("rerank", f"--data={data}", f"--model={run}")
+    result = done(*flags, "--candidates=all", "--top_k=3", f"--out={tmp_path / 'all.jsonl'}")
+    assert result["questions"] == 5
+    assert 0 <= result["source_f1"] <= 1
+    reranker = load_reranker(run, corpus)
+    assert isinstance(reranker, CachedReranker)
+    expected = reranker.search(corpus.questions("test"), 3)
+    rows = rows_of(tmp_path / "all.jsonl")
+    assert [tuple(row["sources"]) for row in rows] == [r.sources for r in expected]
+    done(*flags, f"--out={tmp_path / 'own.jsonl'}")
+    assert {len(row["sources"]) for row in rows_of(tmp_path / "own.jsonl")} >= {0, 3, 8}
+
+
+def test_all_pairs_of_plain_vlp_are_refused(corpus, plain):
+    message = r"--candidates=all: this model reads every pair .*rerank_cached\.py"
+    with pytest.raises(UserError, match=message):
+        rank_all(plain, corpus.questions("test"), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.joint_layers": 3}, r"model\.joint_layers=3: 1 to the 2 layers"),
+        ({"packing.match_types": "(1,)"}, r"packing\.match_types=\(1,\): marks words"),
+    ],
+)
+def test_a_config_that_cannot_be_cached_is_refused(changes, message, data, refused, tmp_path):
+    refused("train", *_flags(data, tmp_path / "run", **changes), message=message)

@@ -1,0 +1,64 @@
+"""configs/openstax and configs/webqa/contrastive.py, each trained in its mode `runlocal`."""
+
+from __future__ import annotations
+
+import pytest
+from cli_runs import ROOT, TINY, TINY_OF, done, question, rows_of, write_documents
+
+from mmqa_jax.core.config import load_config
+from mmqa_jax.training.checks import check_config
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("openstax/contrastive.py", {}),
+        ("openstax/contrastive.py:zero_shot", {}),
+        ("openstax/rerank.py", {}),
+        ("webqa/contrastive.py", {"init": "scratch"}),  # the weights are the user's
+    ],
+)
+def test_configs_as_published_fit_together(name, changes):
+    check_config(load_config(f"{ROOT}/configs/{name}", changes))
+
+
+@pytest.fixture(scope="module")
+def mined(data, tmp_path_factory):
+    """What BM25 finds for the training questions."""
+    path = tmp_path_factory.mktemp("mined") / "bm25.jsonl"
+    flags = (f"--data={data}", "--split=train", "--method=bm25", "--top_k=4")
+    done("search", *flags, f"--out={path}")
+    return path
+
+
+@pytest.mark.parametrize("name", ["openstax/contrastive", "openstax/rerank", "webqa/contrastive"])
+def test_runlocal_trains(name, data, mined, tmp_path):
+    task = name.split("/")[1]
+    config = f"--config={ROOT}/configs/{name}.py:runlocal"
+    values = {**TINY, **TINY_OF[task], "data.dir": data}
+    if "openstax" in name:
+        values["data.negatives"] = f"('{mined}',)"
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    result = done("train", config, *flags, f"--workdir={tmp_path / 'run'}")
+    assert result["steps"] == 2
+    losses = [row["loss"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 2
+    assert all(0 < loss < 10 for loss in losses)
+
+
+def test_a_question_made_from_a_source_does_not_find_it(tmp_path):
+    asked = {"question": "The capital of Hav is Medina.", "positives": ["s-Gondal"]}
+    rows = [question(0, "test", "Hav", **asked, negatives=[], from_source="s-Hav")]
+    rows.append(question(1, "test", "Hav", **asked, negatives=[]))
+    raw = write_documents(tmp_path / "raw", rows)
+    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    out = tmp_path / "found.jsonl"
+    flags = (f"--data={tmp_path / 'data'}", "--method=bm25", "--top_k=3", f"--out={out}")
+    done("search", *flags)
+    own, plain = (row["sources"] for row in rows_of(out))
+    assert plain[0] == "s-Hav"
+    assert "s-Hav" not in own
+    assert len(own) == len(plain) == 3
+    assert own[:2] == plain[1:]

@@ -1,0 +1,249 @@
+"""The two-sided VLP: cached scores are those of the masked sequence, in value and gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_corpus import CORPUS, PACKING, QUESTIONS, make_reader
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.examples import RawExample
+from mmqa_jax.data.sequences import INPUT_FIELDS, Example, Packer, batch
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.layers import attention
+from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.training.rerank import RerankTask, two_sides
+
+LAYERS = 3
+TRUNK = BertConfig(
+    vocab_size=30522, hidden=24, layers=LAYERS, heads=4, mlp=40, positions=96, types=6, eps=1e-5,
+    init_stddev=0.3, dropout=0.0, attention_dropout=0.0, unroll=1,
+)  # fmt: skip
+CONFIG = VLPConfig(TRUNK, PACKING.region_dim, PACKING.position_dim, visual_hidden=())
+SOURCES = (4, 8, 17, 40, 43, 59)  # corpus rows: snippets of 11 to 19 words, and pictures
+ASKED = [q.question for q in QUESTIONS[:3]] + [
+    "which snippet of the long border mentions picture 3 ?", "",
+]  # fmt: skip
+
+
+def model_of(joint_layers: int, match_type: int | None = None, **trunk) -> TwoSidedVLP:
+    config = dataclasses.replace(CONFIG, bert=dataclasses.replace(TRUNK, **trunk))
+    return TwoSidedVLP(config, TwoSides(joint_layers, 5, match_type), rngs=nnx.Rngs(3))
+
+
+def on_device(packed: list[dict]) -> VLPInputs:
+    arrays = batch(packed)
+    return VLPInputs(**{name: jnp.asarray(arrays[name]) for name in INPUT_FIELDS})
+
+
+@functools.cache
+def sequences() -> tuple[list[VLPInputs], list[VLPInputs], VLPInputs]:
+    """All pairs by source (in the shape that VLP gives them); sources; questions.
+
+    Shapes differ between the three on purpose: nothing may depend on padding.
+    """
+    reader = make_reader()
+    packer = Packer(reader.tokenizer, PACKING)
+    tokens = [reader.tokenizer.encode(text) for text in ASKED]
+    joint, alone = [], []
+    for row in SOURCES:
+        raw, picture = RawExample("", (reader.raw(row),)), int(reader.is_image[row])
+        example = reader.example(raw, (), ())
+        length = int(reader.text_length(np.array([[row]]))[0]) + max(map(len, tokens))
+        bucket = PACKING.bucket_index(picture, length, 2)
+        joint.append(
+            on_device(
+                [packer.pack_for_selection(example._replace(question=t), bucket) for t in tokens]
+            )
+        )
+        longest = PACKING.bucket_index(picture, 1000, 2)
+        alone.append(on_device([packer.pack_for_selection(example, longest)]))
+    questions = on_device([packer.pack_for_selection(Example((), t), 0) for t in tokens])
+    return joint, alone, questions
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _masked(graphdef, state, inputs: VLPInputs) -> jax.Array:
+    return nnx.merge(graphdef, state).source_logits(inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _kept(graphdef, state, sources: VLPInputs, questions: VLPInputs) -> jax.Array:
+    model = nnx.merge(graphdef, state)
+    return model.pair_logits(model.encode_sources(sources), model.encode_questions(questions))
+
+
+def joined(model: TwoSidedVLP) -> np.ndarray:
+    """logits of the masked sequences [sources, questions, 2]."""
+    return np.stack([_masked(*nnx.split(model), inputs) for inputs in sequences()[0]])
+
+
+def cached(model: TwoSidedVLP) -> np.ndarray:
+    """The same from what is kept of both sides, snippets and pictures at a time."""
+    _, alone, questions = sequences()
+    found = []
+    for some in (alone[:3], alone[3:]):
+        sources = jax.tree.map(lambda *x: jnp.concatenate(x), *some)
+        found.append(_kept(*nnx.split(model), sources, questions))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(("joint_layers", "match_type"), [(1, 1), (2, None), (3, 1)])
+def test_cached_scores_are_those_of_the_masked_sequence(joint_layers, match_type):
+    model = model_of(joint_layers, match_type)
+    expected = joined(model)
+    found = cached(model)
+    assert found.shape == (len(SOURCES), len(ASKED), 2)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    # Scores depend on both sides, so that no mix-up of pairs could pass.
+    odds = expected[..., 0] - expected[..., 1]
+    assert (
+        min(np.ptp(odds, axis=0).min(), np.ptp(odds, axis=1).min()) > 1e-3
+    )  # a hundred times the tolerance
+
+
+def test_both_are_what_the_description_says():
+    """One pair, unpadded, with the layers' own pieces and no mask at all."""
+    model = model_of(2, 1)
+    joint, _, questions = sequences()
+    place = 1
+    inputs = jax.tree.map(lambda x: x[3:4], joint[place])
+    end = int(np.flatnonzero(inputs.context_mask[0])[-1]) + 1
+    count = int(questions.context_mask[3].sum()) - 2  # tokens of question 3
+    split = end - count - 1  # where [SEP] stands
+
+    def embedded(ids, positions, types):
+        return model.bert.embeddings(*(jnp.array([x]) for x in (ids, positions, types)))
+
+    ids = np.asarray(inputs.input_ids[0])
+    source = embedded(ids[:split], range(split), [4] * split)
+    words = [ids[0], *ids[split + 1 : end]]
+    shared = np.isin(words, ids[1:split]) & (np.arange(1 + count) > 0)
+    assert 2 < shared.sum() < count
+    question, marked = (
+        embedded(words, range(1 + count), np.where(which, 1, [4] + [5] * count))
+        for which in (np.zeros(1 + count, bool), shared)
+    )
+    embeddings = question, marked
+    layers = [model._layer(i) for i in range(LAYERS)]
+    for number, layer in enumerate(layers):
+        if number == 1:
+            question = question + (embeddings[1] - embeddings[0])
+        of_source, of_question = layer.project(source), layer.project(question)
+        _, *seen = of_question
+        if number >= 1:
+            seen = [jnp.concatenate(x, axis=1) for x in zip(of_source[1:], seen, strict=True)]
+        question = layer.finish(question, attention(of_question[0], *seen))
+        source = layer.finish(source, attention(*of_source))
+    expected = model.source_head(question[:, 0])
+    np.testing.assert_allclose(joined(model)[place, 3], expected[0], atol=1e-5)
+
+
+def test_training_through_either_gives_the_same_gradients():
+    model = model_of(2, 1)
+    graphdef, state = nnx.split(model)
+    joint, alone, questions = sequences()
+    labels = np.array([0, 1, 1, 0, 1])
+
+    def loss(logits):
+        return -jax.nn.log_softmax(logits)[np.arange(len(labels)), labels].mean()
+
+    @jax.jit
+    @jax.grad
+    def masked(state):
+        return loss(nnx.merge(graphdef, state).source_logits(joint[4]))
+
+    @jax.jit
+    @jax.grad
+    def kept(state):
+        model = nnx.merge(graphdef, state)
+        sources, asked = model.encode_sources(alone[4]), model.encode_questions(questions)
+        return loss(model.pair_logits(sources, asked)[0])
+
+    expected, found = masked(state), kept(state)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    assert largest > 1e-2
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), expected, found
+    )
+
+
+def test_its_parameters_are_vlps():
+    """A checkpoint of one fits the other, and source selection of VLP itself is untouched."""
+    plain = VLP(CONFIG, rngs=nnx.Rngs(3))
+    model = TwoSidedVLP.of(plain, TwoSides(1))
+    ours, theirs = (
+        {path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(one))}
+        for one in (model, plain)
+    )
+    assert ours.keys() == theirs.keys()
+    for path in ours:
+        np.testing.assert_array_equal(ours[path], theirs[path])
+    np.testing.assert_array_equal(cached(model), cached(model_of(1)))
+
+
+def test_in_bfloat16_it_is_near():
+    exact, coarse = cached(model_of(2, 1)), cached(model_of(2, 1, dtype="bfloat16"))
+    assert exact.dtype == coarse.dtype == np.float32
+    difference = np.abs(exact - coarse).max()
+    assert 0 < difference < 0.05 * np.abs(exact).max()
+
+
+def test_training_drops_and_inference_does_not():
+    model = model_of(2, 1, dropout=0.2, attention_dropout=0.2)
+    graphdef, state = nnx.split(model)
+    inputs = sequences()[0][0]
+
+    @jax.jit
+    def logits(state, key):
+        return nnx.merge(graphdef, state).source_logits(inputs, dropout_key=key)
+
+    one, again, other = (logits(state, jax.random.key(seed)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 1e-3
+    np.testing.assert_allclose(logits(state, None), joined(model_of(2, 1))[0], atol=1e-5)
+
+
+def test_the_rerank_task_trains_it():
+    task = RerankTask(CONFIG, TwoSides(2, 5, 1))
+    model = task.init(jax.random.key(0))
+    graphdef, state = nnx.split(model)
+    rows = len(ASKED)
+    data = {"inputs": sequences()[0][0], "labels": jnp.ones(rows, int), "weights": jnp.ones(rows)}
+    loss, metrics = jax.jit(lambda state: task.loss(nnx.merge(graphdef, state), data, None))(state)
+    expected = -jax.nn.log_softmax(joined(model)[0])[:, 0].mean()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert 0 <= float(metrics["accuracy"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("section", "packing", "message"),
+    [
+        ({"joint_layers": 4}, {}, r"model\.joint_layers=4: 1 to the 3 layers"),
+        ({"joint_layers": 0}, {}, r"model\.joint_layers=0: 1 to the 3 layers"),
+        ({"joint_layers": 1, "match_type": 6}, {}, r"model\.match_type=6: .*use 0 to 5"),
+        ({"match_type": 1}, {}, r"model\.match_type=1: .*model\.joint_layers"),
+        ({"joint_layers": 1}, {"match_types": (1,)}, r"packing\.match_types=\(1,\): .*match_type"),
+        ({"joint_layers": 1}, {"segments": (4, 4)}, r"packing\.segments=\(4, 4\): .*type 4"),
+        ({"joint_layers": 1}, {"segments": (4, 2), "per_source": True}, r"\(4, 2\): .*type 2"),
+        ({"joint_layers": 1}, {"segments": (4, 9)}, r"packing\.segments: .*token type 9"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_cached_is_refused(section, packing, message):
+    with pytest.raises(UserError, match=message):
+        two_sides(section, dataclasses.replace(PACKING, **packing), CONFIG)
+
+
+def test_a_config_without_joint_layers_is_plain_vlp():
+    assert two_sides({}, PACKING, CONFIG) is None
+    assert type(RerankTask(CONFIG).init(jax.random.key(0))) is VLP
+    sides = two_sides({"joint_layers": 2, "match_type": None}, PACKING, CONFIG)
+    assert sides == TwoSides(2, 5, None)
+    assert len(CORPUS) == 60  # SOURCES are rows of it

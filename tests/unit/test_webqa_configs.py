@@ -1,0 +1,351 @@
+"""configs/webqa: the rows of the tables, and their sequences against Preprocess4webqa's.
+
+The baseline's preprocessing is restated here in numpy from reference.md 2.2 and 2.4
+(WebQnA/WebQA_Baseline vlp/webqa_loader.py l.509-1320).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmqa_jax.core.config import flatten, load_config, to_plain_dict
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.sequences import (
+    VLP_WEBQA,
+    Bucket,
+    Example,
+    MaskingConfig,
+    Packer,
+    SourceTokens,
+)
+from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.training.checks import check_config
+from mmqa_jax.training.optimizer import make_schedule, read_options
+from mmqa_jax.training.recipes import make_packing
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
+CLS, SEP, UNK, MASK, PAD = 101, 102, 100, 103, 0  # minilm's are BERT's
+LONGEST = {0: 512, 1: 312, 2: 312}  # text columns without, with one and two pictures
+
+
+def read(name: str, mode: str = ""):
+    return load_config(f"{CONFIGS / name}.py" + (f":{mode}" if mode else ""))
+
+
+# The rows
+
+
+def differences(name: str, mode: str) -> dict:
+    """Keys in which a row differs from VLP's, with its values (None: the key is absent)."""
+    plain, other = (flatten(to_plain_dict(read(name, m))) for m in ("", mode))
+    return {
+        key: other.get(key)
+        for key in plain.keys() | other.keys()
+        if plain.get(key, "absent") != other.get(key, "absent")
+    }
+
+
+def test_vinvl_differs_from_vlp_in_its_features_and_epoch():
+    changed = differences("vlp_qa", "vinvl")
+    assert changed.pop("model.frontend") == "vinvl"
+    assert changed.pop("train.steps") == 4 * -(-36_766 * 13 // 128)  # epoch 13, not 11
+    assert {key.split(".")[0] for key in changed} == {"features"}
+    changed = differences("vlp_select", "vinvl")
+    assert changed.pop("model.frontend") == "vinvl"
+    assert {key.split(".")[0] for key in changed} == {"features"}
+
+
+def test_vlp_i_differs_from_vlp_in_its_questions_alone():
+    assert differences("vlp_qa", "vlp_i") == {
+        "data.modality": "image",
+        "train.steps": 4 * -(-18_954 * 11 // 128),
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ("vlp_t", {"data.modality": "text", "train.steps": 4 * -(-17_812 * 11 // 128)}),
+        ("q_only", {"batches.no_source_prob": 1.0}),
+    ],
+)
+def test_rows_without_pictures_differ_in_that_alone(row, changes):
+    """No picture is shown, so that none of its features and shapes are there."""
+    changed = differences("vlp_qa", row)
+    assert changed.pop("model.frontend") == "patches"
+    buckets = [changed.pop(f"{section}.buckets") for section in ("packing", "inference.packing")]
+    assert all(pictures == 0 for shapes in buckets for pictures, _ in shapes)
+    changed = {k: v for k, v in changed.items() if not k.startswith(("features", "model.patch"))}
+    assert changed == changes
+
+
+@pytest.mark.parametrize("name", ["vlp_select", "vlp_qa"])
+def test_clip_patches_differ_in_their_pictures_alone(name):
+    changed = differences(name, "clip_patches")
+    sections = {"features", "model", "packing"} | ({"inference"} if name == "vlp_qa" else set())
+    assert {key.split(".")[0] for key in changed} == sections
+    assert changed["model.frontend"] == "clip"
+    assert {key for key in changed if key.startswith(("packing", "inference"))} <= {
+        "packing.buckets",
+        "inference.packing.buckets",
+    }
+
+
+def test_a_row_by_its_name_is_the_default():
+    assert differences("vlp_qa", "vlp") == differences("vlp_select", "vlp") == {}
+    with pytest.raises(UserError, match=r"no such mode; did you mean 'vlp_i'"):
+        read("vlp_qa", "vlp_im")
+
+
+@pytest.mark.parametrize("name", ["vlp_select", "vlp_qa"])
+def test_training_is_plain_adam_at_one_rate_on_128_questions(name):
+    config = read(name)
+    options = read_options(config.train.optimizer)
+    assert (options.name, options.clip_norm, options.weight_decay) == ("adam", None, None)
+    schedule = make_schedule(options, config.train.steps)
+    rate = {"vlp_select": 3e-5, "vlp_qa": 1e-4}[name]
+    np.testing.assert_allclose([schedule(s) for s in (0, 1, 9, config.train.steps)], rate)
+    per_question = config.batches.get("choices_per_question", 1)
+    assert config.batches.batch_size * options.every == 128 * per_question
+    assert config.train.steps % options.every == 0
+    model = config.model.changes
+    assert model.eps == 1e-5
+    assert "dropout" not in model  # BERT's 0.1
+    check_config(config)  # opens no file
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        (name, mode)
+        for name, rows in (
+            ("vlp_select", ("vinvl",)),
+            ("vlp_qa", ("vinvl", "q_only", "vlp_i", "vlp_t")),
+        )
+        for row in ("", *rows)
+        for mode in (row, f"{row}_runlocal".lstrip("_"))
+    ],
+)
+def test_every_row_can_be_trained_as_far_as_its_config_tells(name, mode):
+    config = read(name, mode)
+    check_config(config)
+    if mode.endswith("runlocal"):
+        assert (config.init, config.train.steps, config.model.changes.hidden) == ("scratch", 4, 64)
+
+
+def test_clip_patches_ask_for_the_converted_clip():
+    config = read("vlp_qa", "clip_patches")
+    with pytest.raises(UserError, match=r"weights/clip/config\.json"):
+        check_config(config)
+
+
+# Sequences
+
+
+def baseline(sources, pictures, question, answer, *, select):
+    """ids, segments, positions [512] and mask [512, 512] of what fits without truncation.
+
+    `pictures`: None for a text sequence, else how many; `select`: nobody sees the answer.
+    """
+    text = [token for source in sources for token in source]
+    slots = [] if pictures is None else [UNK] * 200
+    a, b = slots + text, question + answer
+    tokens = [CLS, *a, SEP, *b, SEP]
+    segments = [4] * (len(a) + 2) + [5] * (len(b) + 1)
+    mask = np.zeros((512, 512), int)
+    seen_first = 1 + 100 * (pictures or 0)
+    if pictures is None:
+        mask[:, : len(a) + 2 + len(question)] = 1
+    else:
+        mask[:, :seen_first] = 1
+        mask[:, 201 : len(a) + 2 + len(question)] = 1
+    if not select:
+        start, end = len(a) + 2 + len(question), len(tokens)
+        mask[start:end, start:end] = np.tril(np.ones((end - start, end - start), int))
+    padding = [PAD] * (512 - len(tokens))
+    return np.array(tokens + padding), np.array(segments + padding), np.arange(512), mask
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return minilm_tokenizer()
+
+
+def words(rng, count):
+    return rng.integers(2000, 3000, count).tolist()
+
+
+def regions(count, value):
+    return np.full((count, 2048), value, "f4"), np.full((count, 1607), -value, "f4")
+
+
+def full_mask(packed):
+    context, answer = packed["context_mask"], packed["answer_mask"]
+    causal = np.tril(np.ones((len(context), len(context)), bool))
+    return context[None, :] | (answer[:, None] & answer[None, :] & causal)
+
+
+def expect_equal(packed, ids, wanted, pictures, answered):
+    """Column by column; a sequence of one picture lacks the baseline's 100 closed slots."""
+    wanted_ids, segments, positions, mask = wanted
+    columns = np.arange(512)
+    if pictures == 1:
+        assert not mask[:, 101:201].any()
+        columns = np.concatenate([columns[:101], columns[201:]])
+    real = wanted_ids[columns] != PAD
+    if not answered:  # there the baseline has the answer, which nobody sees
+        slot = (columns >= 1) & (columns <= 200) & (pictures is not None)
+        real &= mask[0, columns].astype(bool) | slot
+    np.testing.assert_array_equal(ids[real], wanted_ids[columns][real])
+    np.testing.assert_array_equal(packed["token_type_ids"][real], segments[columns][real])
+    np.testing.assert_array_equal(packed["position_ids"][real], positions[columns][real])
+    rows = np.flatnonzero(real)
+    np.testing.assert_array_equal(
+        full_mask(packed)[rows], mask[np.ix_(columns[rows], columns)].astype(bool)
+    )
+
+
+def longest_bucket(config, pictures):
+    return config.buckets.index(Bucket(pictures, LONGEST[pictures]))
+
+
+@pytest.mark.parametrize("pictures", [None, 1])
+def test_selection_reads_what_the_baseline_lets_be_seen(tokenizer, pictures):
+    rng = np.random.default_rng(3)
+    source, question, answer = words(rng, 30), words(rng, 17), words(rng, 9)
+    given = None if pictures is None else regions(100, 0.5)
+    packing = make_packing(read("vlp_select"))
+    packed = Packer(tokenizer, packing).pack_for_selection(
+        Example((SourceTokens(source, given),), question, answer),
+        longest_bucket(packing, pictures or 0),
+        rng,
+    )
+    wanted = baseline([source], pictures, question, answer, select=True)
+    expect_equal(packed, packed["input_ids"], wanted, pictures, answered=False)
+    assert packed["context_mask"].sum() == wanted[3][0].sum()
+
+
+@pytest.mark.parametrize(("pictures", "found"), [(None, 0), (1, 100), (2, 100), (2, 37)])
+def test_qa_sequences_are_the_baselines(tokenizer, pictures, found):
+    """Facts end to end; two pictures' regions and captions; a detector may find fewer than 100."""
+    rng = np.random.default_rng(4)
+    sources, question, answer = [words(rng, 21), words(rng, 13)], words(rng, 17), words(rng, 9)
+    sources = sources[: pictures or 2]
+    given = [None if pictures is None else regions(found, 0.5 + i) for i in range(len(sources))]
+    packing = make_packing(read("vlp_qa"))
+    bucket = longest_bucket(packing, pictures or 0)
+    packed = Packer(tokenizer, packing).pack_for_answer(
+        Example(tuple(map(SourceTokens, sources, given)), question, answer),
+        bucket, MaskingConfig(**read("vlp_qa").masking), rng,
+    )  # fmt: skip
+    ids, weights = packed["input_ids"].copy(), packed["masked_weights"] > 0
+    masked = packed["masked_positions"][weights]
+    ids[masked] = packed["masked_ids"][weights]
+    wanted = baseline(sources, pictures, question, answer, select=False)
+    expect_equal(packed, ids, wanted, pictures, answered=True)
+    # n_pred: half of the answer and its [SEP], with pictures three at least; max_pred 50 columns.
+    assert weights.sum() == 5
+    assert packed["masked_ids"].shape == (50,)
+    assert not packed["masked_positions"][~weights].any()
+    assert packed["answer_mask"][masked].all()
+    if pictures:
+        slots = packed["region_features"].reshape(pictures, 100, 2048)[:, :, 0]
+        np.testing.assert_array_equal(
+            slots[:, :found], [[0.5 + i] * found for i in range(pictures)]
+        )
+        assert not slots[:, found:].any()
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"), [(1, (1, 2)), (2, (2, 3)), (6, (4, 4)), (200, (50, 50))]
+)
+def test_how_many_words_are_predicted(tokenizer, answer, count):
+    """min(50, max(1 or min(3, L), round(L / 2))) of the L answer tokens with their [SEP]."""
+    rng = np.random.default_rng(5)
+    packing = make_packing(read("vlp_qa"))
+    for pictures, wanted in zip((0, 1), count, strict=True):
+        source = SourceTokens(words(rng, 5), regions(100, 1.0) if pictures else None)
+        packed = Packer(tokenizer, packing).pack_for_answer(
+            Example((source,), words(rng, 8), words(rng, answer)),
+            longest_bucket(packing, pictures), MaskingConfig(0.5, 50), rng,
+        )  # fmt: skip
+        assert (packed["masked_weights"] > 0).sum() == wanted
+
+
+def test_long_texts_lose_their_heads_or_tails(tokenizer):
+    """Sources to 400, captions to 200, question and answer together to 109, ends by fair coins."""
+    packing = make_packing(read("vlp_qa"))
+    packer, masking = Packer(tokenizer, packing), MaskingConfig(0.5, 50)
+    heads = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        pictures = seed % 2
+        source = np.arange(2000, 2450)
+        pair = np.arange(5000, 5129)  # 129 tokens: 20 too many
+        given = SourceTokens(source, regions(100, 1.0) if pictures else None)
+        packed = packer.pack_for_answer(
+            Example((given,), pair[:60], pair[60:]), longest_bucket(packing, pictures), masking, rng
+        )
+        ids = packed["input_ids"].copy()
+        weights = packed["masked_weights"] > 0
+        ids[packed["masked_positions"][weights]] = packed["masked_ids"][weights]
+        kept = ids[(ids >= 2000) & (ids < 2450)]
+        limit = 200 if pictures else 400
+        np.testing.assert_array_equal(kept, source[kept[0] - 2000 :][:limit])
+        both = ids[ids >= 5000]
+        np.testing.assert_array_equal(both, pair[both[0] - 5000 :][:109])
+        answered = packed["answer_mask"].sum()
+        assert answered == both[-1] - 5060 + 1 + 1  # the answer's rest and [SEP]
+        assert packed["truncated"] == 450 - limit + 20
+        heads.append(both[0] - 5000)
+    assert 7 < np.mean(heads) < 13  # 20 coins: mean 10
+    assert len(set(heads)) > 5
+
+
+def test_a_long_answer_beside_a_short_question_stays_whole(tokenizer):
+    packing = make_packing(read("vlp_qa"))
+    rng = np.random.default_rng(0)
+    packed = Packer(tokenizer, packing).pack_for_answer(
+        Example((SourceTokens(words(rng, 3)),), words(rng, 10), words(rng, 99)),
+        longest_bucket(packing, 0), MaskingConfig(0.5, 50), rng,
+    )  # fmt: skip
+    assert packed["answer_mask"].sum() == 100
+    assert packed["truncated"] == 0
+
+
+@pytest.mark.parametrize("pictures", [0, 1, 2])
+def test_decoding_starts_where_the_baselines_does(tokenizer, pictures):
+    """472 columns at most; positions 0..n, then 0; sources to 400 or 200, the question to 70."""
+    rng = np.random.default_rng(6)
+    packing = make_packing(read("vlp_qa"), inference=True)
+    columns = {0: (0, 472), 1: (1, 272), 2: (2, 272)}
+    assert max(b.pictures * 100 + b.text for b in packing.buckets) == 472
+    bucket = packing.buckets.index(Bucket(*columns[pictures]))
+    sources = [SourceTokens(words(rng, 300), regions(100, 1.0)) for _ in range(pictures)]
+    question = words(rng, 90)
+    example = Example(tuple(sources or [SourceTokens(words(rng, 500))]), question)
+    packed = Packer(tokenizer, packing).pack_for_decoding(example, bucket)
+    text = 200 if pictures else 400
+    start = 201 if pictures else 1
+    # [CLS] slots text [SEP] question, nothing else open; one picture opens 100 slots of 200.
+    assert packed["context_mask"].sum() == 2 + 100 * pictures + text + 70
+    length = int(packed["length"])
+    assert packed["position_ids"][length - 1] + 1 == start + text + 1 + 70  # the first new word's
+    assert packed["position_ids"][1 + 100 * pictures] == start
+    assert packed["input_ids"][length - 70 : length].tolist() == question[:70]
+    assert not packed["answer_mask"].any()
+
+
+def test_the_published_shapes_are_the_configs_longest():
+    packing = make_packing(read("vlp_qa"))
+    assert packing.positions == 512
+    for field in (
+        "slots_per_picture", "region_dim", "position_dim", "max_source_tokens",
+        "max_caption_tokens", "max_question_tokens", "max_answer_tokens", "max_pair_tokens",
+        "segments", "all_slots_open", "per_source", "match_types", "positions_after_regions",
+    ):  # fmt: skip
+        assert getattr(packing, field) == getattr(VLP_WEBQA, field), field
+    assert set(VLP_WEBQA.buckets) <= set(packing.buckets)
