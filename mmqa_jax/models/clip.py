@@ -16,7 +16,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import layers
-from mmqa_jax.models.activations import ACTIVATIONS
+from mmqa_jax.models.activations import ACTIVATIONS, by_platform
 from mmqa_jax.models.config_checks import check_divides, check_known
 
 # Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
@@ -25,8 +25,10 @@ PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
 MAX_LOGIT_SCALE = math.log(100.0)
 
-# What published CLIPs use; exact GELU in some of LAION's.
-_ACTIVATIONS = ("quick_gelu", "gelu")
+_ACTIVATIONS = {
+    "quick_gelu": by_platform(lambda x: x * jax.nn.sigmoid(1.702 * x)),  # clip/model.py, QuickGELU
+    "gelu": ACTIVATIONS["gelu"],
+}
 
 
 def _check_transformer(name: str, config: VisionConfig | TextConfig) -> None:
@@ -189,7 +191,7 @@ class Block(nnx.Module):
             q, k, v, mask=mask, is_causal=is_causal, implementation=self.config.attention
         )
         x = x + self.out(layers.merge_heads(y))
-        activation = ACTIVATIONS[self.config.activation]
+        activation = _ACTIVATIONS[self.config.activation]
         return x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))
 
 

@@ -25,7 +25,8 @@ class Answerer:
     """Retriever, selector and reader of a demo, loaded once, for single questions."""
 
     def __init__(self, folder: Path):
-        from mmqa_jax.systems.parts import TwoPassReranker, load_reader, load_reranker
+        from mmqa_jax.systems.loading import load_reader, load_reranker
+        from mmqa_jax.systems.parts import TwoPassReranker
 
         needed = folder / "retrieval" / "selection.json"
         if not needed.exists() or not (folder / "answer" / "model.json").exists():

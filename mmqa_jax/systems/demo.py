@@ -140,7 +140,8 @@ class _Demo:
 
     def select(self) -> None:
         """Reranks; tunes the similarity's weight and the threshold on the validation split."""
-        from mmqa_jax.systems.parts import TwoPassReranker, load_reranker
+        from mmqa_jax.systems.loading import load_reranker
+        from mmqa_jax.systems.parts import TwoPassReranker
 
         reranker = TwoPassReranker(
             self._dense(two_pass=True), load_reranker(self.folder / "rerank", self.corpus)
@@ -174,7 +175,7 @@ class _Demo:
 
     def read(self) -> None:
         """Answers in the four settings."""
-        from mmqa_jax.systems.parts import load_reader
+        from mmqa_jax.systems.loading import load_reader
 
         reader = load_reader(self.folder / "answer", self.corpus)
         threshold = read_json(self.folder / SELECTION)["threshold"]

@@ -1,17 +1,15 @@
 """The trained parts of a system, loaded once: retrievers, reranker, reader.
 
 Each holds its own jitted functions, takes and returns the schema's types in batches, and
-knows nothing of the others. `load_*` open what a training run left in its workdir.
+knows nothing of the others. loading.py opens what a training run left in its workdir.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +17,8 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.checkpoint import load_metadata, load_params
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureStore
 from mmqa_jax.data.inference_batches import answer_inputs, rerank_pairs
@@ -30,9 +26,6 @@ from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking
 from mmqa_jax.data.sequences import INPUT_FIELDS, Packer
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.models.dual_encoder import DualEncoder
-from mmqa_jax.models.presets import dual_encoder_from_config
-from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.bm25 import BM25, source_text
 from mmqa_jax.retrieval.embedder import Embedder
@@ -40,9 +33,10 @@ from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
 from mmqa_jax.retrieval.rankings import best_of, by_score, to_rankings
 from mmqa_jax.retrieval.two_pass import two_pass_search
 from mmqa_jax.systems import webqa
-from mmqa_jax.training.recipes import make_packer, make_packing, make_source_reader, make_vlp_config
-from mmqa_jax.training.rerank import two_sides
-from mmqa_jax.training.run import read_config
+from mmqa_jax.training.recipes import (
+    make_packer,
+    make_source_reader,
+)
 
 _NAMED = 5  # cut questions that are named
 
@@ -424,73 +418,3 @@ def until_end(tokens: np.ndarray, tokenizer: WordPiece) -> list[int]:
 def vlp_inputs(batch: dict[str, np.ndarray]) -> VLPInputs:
     """The packed arrays of a batch on the device."""
     return VLPInputs(**{name: jax.device_put(batch[name]) for name in INPUT_FIELDS})
-
-
-def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
-    """The trained dual encoder of a contrastive run, and the run's config."""
-    config, tokenizer = _read_run(folder, ("contrastive",))
-    model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
-    model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(model)
-    embedder = Embedder(
-        graphdef,
-        state,
-        tokenizer,
-        image_size=config.pictures.size,
-        buckets=tuple(config.inference.buckets),
-        batch_size=config.inference.batch_size,
-    )
-    return embedder, config
-
-
-def load_reranker(
-    folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None
-) -> webqa.Reranker:
-    """The trained source selector of a rerank run; `batch_size` instead of its config's."""
-    from mmqa_jax.systems.cached_reranker import CachedReranker  # it builds on this module
-
-    config, corpus, tokenizer, vlp = _load_vlp(folder, corpus, "rerank", batch_size)
-    sides = two_sides(config.model, make_packing(config), vlp.config)
-    if sides is None:
-        return Reranker(config, corpus, tokenizer, vlp)
-    return CachedReranker(config, corpus, tokenizer, TwoSidedVLP.of(vlp, sides))
-
-
-def load_reader(folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None) -> Reader:
-    """The trained reader of an answer run; `batch_size` instead of its config's."""
-    return Reader(*_load_vlp(folder, corpus, "answer", batch_size))
-
-
-def _load_vlp(
-    folder: str | os.PathLike, corpus: Corpus, task: str, batch_size: int | None
-) -> tuple[ConfigDict, Corpus, WordPiece, VLP]:
-    config, tokenizer = _read_run(folder, (task,))
-    if batch_size is not None:
-        config.inference.batch_size = batch_size
-    model_config = make_vlp_config(config, tokenizer)
-    model = _load(folder, lambda: VLP(model_config, rngs=nnx.Rngs(0)))
-    return config, corpus, tokenizer, model
-
-
-def _read_run(
-    folder: str | os.PathLike, tasks: tuple[str, ...]
-) -> tuple[ConfigDict, WordPiece | ClipTokenizer]:
-    folder = Path(folder)
-    metadata = load_metadata(folder)
-    if metadata.get("task") not in tasks:
-        raise UserError(
-            f"{folder}: holds a model of task {metadata.get('task')!r}, {' or '.join(tasks)} was "
-            "expected; name the workdir of such a training run."
-        )
-    config = read_config(folder)
-    if config.get("task") != metadata["task"]:
-        raise UserError(
-            f"{folder / 'config.json'}: is not of the run that model.json belongs to; copy the run "
-            "anew or train it again in a new --workdir."
-        )
-    return config, open_tokenizer(folder / "tokenizer.json")
-
-
-def _load(folder: str | os.PathLike, build: Any) -> Any:
-    graphdef, abstract = nnx.split(nnx.eval_shape(build))
-    return nnx.merge(graphdef, load_params(folder, abstract))

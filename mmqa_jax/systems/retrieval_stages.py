@@ -230,7 +230,7 @@ def _open_embedder(model: Path, corpus: Corpus) -> tuple[Any, Any]:
     """The embedder of a contrastive run or of a converted CLIP, and pictures as it takes them."""
     from mmqa_jax.data.images import PictureStore
     from mmqa_jax.retrieval.clip import load_clip_embedder
-    from mmqa_jax.systems.parts import load_embedder
+    from mmqa_jax.systems.loading import load_embedder
     from mmqa_jax.weights.converted import is_converted
 
     if is_converted(model):

@@ -107,7 +107,7 @@ def rerank(
     from mmqa_jax.core import startup
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
     from mmqa_jax.systems.cached_reranker import rank_all
-    from mmqa_jax.systems.parts import load_reranker
+    from mmqa_jax.systems.loading import load_reranker
 
     check_top_k(top_k)
     if cap != "none" and candidates != "restricted":
@@ -173,7 +173,7 @@ def answer(
     """
     from mmqa_jax.core import startup
     from mmqa_jax.retrieval.rankings import read_rankings
-    from mmqa_jax.systems.parts import load_reader
+    from mmqa_jax.systems.loading import load_reader
     from mmqa_jax.training.recipes import of_modality
 
     if not 0 <= threshold <= 1:

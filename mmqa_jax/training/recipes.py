@@ -31,7 +31,7 @@ from mmqa_jax.data.regions import (
     read_class_names,
     read_id_map,
 )
-from mmqa_jax.data.schema import Modality, Question
+from mmqa_jax.data.schema import Modality, Question, Source
 from mmqa_jax.data.sequences import MaskingConfig, Packer, PackingConfig
 from mmqa_jax.data.tokenizers import (
     WordPiece,
@@ -252,8 +252,12 @@ def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece)
     )
     regions = None if config.task == "contrastive" else make_regions(config, corpus)
     tags = regions.tags if regions and config.model.get("tags", False) else None
-    text = source_text if config.data.get("titles", True) else None
-    return SourceReader(corpus, tokenizer, pictures, regions, text, tags)
+    return SourceReader(corpus, tokenizer, pictures, regions, text_of(config), tags)
+
+
+def text_of(config: ConfigDict) -> Callable[[Source], str]:
+    """What the config's model reads of a source's words: with its title, or without."""
+    return source_text if config.data.get("titles", True) else lambda source: source.text
 
 
 def _contrastive(

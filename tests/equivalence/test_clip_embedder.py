@@ -15,7 +15,7 @@ from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.retrieval.clip import load_clip_embedder
-from mmqa_jax.systems.parts import load_embedder
+from mmqa_jax.systems.loading import load_embedder
 from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.convert import convert
 

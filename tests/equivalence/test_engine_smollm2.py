@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import test_real_llama
 import torch
-from test_real_llama import pytestmark as needs_the_weights
 
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.weights.gguf_io import smollm2_path
 from mmqa_jax.weights.llama import load_llama
-
-pytestmark = needs_the_weights
 
 theirs, tokenizer = test_real_llama.theirs, test_real_llama.tokenizer
 END = 2

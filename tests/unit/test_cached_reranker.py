@@ -15,7 +15,8 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Ranking
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.systems.cached_reranker import CachedReranker, rank_all
-from mmqa_jax.systems.parts import Reranker, _load_vlp, load_reranker
+from mmqa_jax.systems.loading import _load_vlp, load_reranker
+from mmqa_jax.systems.parts import Reranker
 from mmqa_jax.systems.webqa import restricted_candidates
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")

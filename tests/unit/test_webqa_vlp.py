@@ -30,7 +30,7 @@ from mmqa_jax.models.presets import vlp_from_config
 from mmqa_jax.models.vlp import VLP
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
-from mmqa_jax.systems.parts import load_reader
+from mmqa_jax.systems.loading import load_reader
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.convert import convert
@@ -312,10 +312,9 @@ def test_clips_patch_features_are_those_of_the_tower(clip):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3)).astype(np.uint8)
     regions = PatchRegions(16, 8)
     patches = np.stack([regions(RawSource("", pixels=picture))[0] for picture in pixels])
-    # Two rows of two pictures, side by side in their slots.
-    found = vlp.region_content.features(jnp.asarray(patches.reshape(2, 8, -1)))
     for layer in (-2, 0):
         vlp.region_content.layer = layer
+        # Two rows of two pictures, side by side in their slots.
         found = vlp.region_content.features(jnp.asarray(patches.reshape(2, 8, -1)))
         wanted = clip[1].vision.patch_features(normalize_pixels(jnp.asarray(pixels)), layer)
         np.testing.assert_allclose(found.reshape(4, 4, -1), wanted, rtol=1e-4, atol=1e-4)
