@@ -37,6 +37,7 @@ class BrokenPictures:
       total: how many pictures there are.
       limit: how many may be broken; default 1 % of `total`, at least 10.
       remedy: what the user can do about too many.
+      problem: what is wrong with them.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class BrokenPictures:
         total: int,
         limit: int | None = None,
         remedy: str = "fetch the picture files again or raise --max_broken_pictures",
+        problem: str = "cannot be decoded",
     ):
         self.limit = max(10, total // 100) if limit is None else limit
-        self.remedy = remedy
+        self.remedy, self.problem = remedy, problem
         self.reasons: dict[str, str] = {}
 
     @property
@@ -63,7 +65,7 @@ class BrokenPictures:
         if self.count > self.limit:
             shown = ", ".join(self.names[:20]) + (" ..." if self.count > 20 else "")
             raise RunError(
-                f"{self.count} pictures cannot be decoded, more than the {self.limit} allowed "
+                f"{self.count} pictures {self.problem}, more than the {self.limit} allowed "
                 f"({shown}), the last because {reason.rstrip('.')}; {self.remedy}."
             )
 

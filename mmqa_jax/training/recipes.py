@@ -199,6 +199,7 @@ def make_regions(config: ConfigDict, corpus: Corpus) -> PatchRegions | FeatureRe
         sum(number is not None for number in ids),
         section.get("max_missing"),
         "fetch their features or raise features.max_missing",
+        "have no region features",
     )
     return FeatureRegions(
         reader, ids, slots=section.get("slots", 100), names=names, missing=missing

@@ -81,6 +81,16 @@ def test_adam_and_adamw_equal_torch(name):
     assert_close(ours, {key: value.detach().numpy() for key, value in params.items()})
 
 
+def test_batches_that_share_an_update_are_one_batch():
+    start, grads = start_and_gradients()
+    pairs = [grads[:2], grads[2:4]]
+    means = [{name: (a[name] + b[name]) / 2 for name in start} for a, b in pairs]
+    section = {"name": "adam", "learning_rate": 0.05, "schedule": "constant", "warmup": 0}
+    section["clip_norm"] = 1.0
+    together = updated({**section, "every": 2}, start, grads)  # the fifth waits for a sixth
+    assert_close(together, updated(section, start, means))
+
+
 def bert_adam(start, grads, rate, steps, warmup, decayed, max_norm=1.0):
     """pytorch_pretrained_bert/optimization.py as reference.md 2.3 states it, in float64."""
     params = {name: value.astype(np.float64) for name, value in start.items()}
