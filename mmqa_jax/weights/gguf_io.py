@@ -107,7 +107,7 @@ def open_gguf(path: str | os.PathLike) -> LlamaCheckpoint:
     """
     source = GGUFSource(path)
     config = gguf_config(source)
-    return LlamaCheckpoint(config, gguf_key_map(config), source)
+    return LlamaCheckpoint(config, gguf_key_map(config), source, "gguf")
 
 
 def gguf_key_map(config: LlamaConfig) -> KeyMap:

@@ -22,6 +22,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.weights.hf_config import config_file, hf_config
 from mmqa_jax.weights.keymap import (
     IDENTITY,
     TRANSPOSE,
@@ -33,7 +34,7 @@ from mmqa_jax.weights.keymap import (
     untied_source,
 )
 from mmqa_jax.weights.safetensors_io import TensorSource
-from mmqa_jax.weights.sources import open_source
+from mmqa_jax.weights.sources import open_source, read_magic
 from mmqa_jax.weights.torch_io import TorchFile
 
 _BUFFERS = r"rotary_emb\.inv_freq$"
@@ -45,6 +46,7 @@ class LlamaCheckpoint(NamedTuple):
     config: LlamaConfig
     key_map: KeyMap
     source: TensorSource
+    layout: str  # what was recognised
 
 
 def interleaved_rows(heads: int) -> Transform:
@@ -147,30 +149,45 @@ def meta_key_map(config: LlamaConfig) -> KeyMap:
 
 
 def open_llama(path: str | os.PathLike) -> LlamaCheckpoint:
-    """Opens a LLaMA checkpoint of any layout, reading headers only.
+    """Opens a LLaMA checkpoint of any layout, known by its content; reads headers only.
 
     Args:
-      path: a `.gguf` file, a llama2.c `.bin` file, a folder with Meta's `params.json` and
-        `consolidated.*.pth`, or a folder with transformers' `config.json` and safetensors or
-        `pytorch_model*.bin`.
+      path: a GGUF file or a folder with one, a llama2.c `.bin` file, a folder with Meta's
+        `params.json` and `consolidated.*.pth`, or transformers' folder, or file beside its
+        `config.json`, of safetensors or torch tensors.
 
     Raises:
-      UserError: a missing or broken file, another model's config.
+      UserError: a missing or broken file, another model's config, several GGUF files.
     """
     path = Path(path)
-    if path.suffix == ".gguf":
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file, neither a folder nor a checkpoint's file; check the path."
+        )
+    if path.is_dir():
+        if (path / "params.json").exists() or any(path.glob("consolidated.*.pth")):
+            return open_meta(path)
+        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise UserError(
+                f"{path}: holds {len(found)} .gguf files; give one of them, e.g. {found[0]}."
+            )
+        path = found[0] if found else path
+    kind = "folder" if path.is_dir() else read_magic(path)
+    if kind == "gguf" or path.suffix == ".gguf":  # a broken one is its reader's to name
         from mmqa_jax.weights.gguf_io import open_gguf
 
         return open_gguf(path)
-    if path.suffix == ".bin":
+    if kind == "other" and path.suffix == ".bin":
         from mmqa_jax.weights.llama2c import open_llama2c
 
         return open_llama2c(path)
-    if not path.is_dir():
+    if kind == "other":
         raise UserError(
-            f"{path}: neither a folder nor a .gguf or .bin file; give a LLaMA checkpoint."
+            f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
+            "give the file or folder as it was published."
         )
-    return open_meta(path) if (path / "params.json").exists() else open_hf(path)
+    return open_hf(path)
 
 
 def load_llama(
@@ -195,7 +212,7 @@ def load_llama(
     Raises:
       UserError: as `open_llama`, or tensors that do not fit.
     """
-    config, key_map, source = open_llama(path)
+    config, key_map, source, _ = open_llama(path)
     config = dataclasses.replace(config, **changes)
     where = {"mesh": mesh, "rules": rules, "param_dtype": param_dtype}
     return make_loaded(lambda: Llama(config, rngs=nnx.Rngs(0)), key_map, source, **where)
@@ -209,16 +226,14 @@ def stacked_source(state: nnx.State, key_map: KeyMap) -> StateSource:
     return source
 
 
-def open_hf(folder: str | os.PathLike) -> LlamaCheckpoint:
+def open_hf(path: Path) -> LlamaCheckpoint:
     """Opens transformers' layout: config.json with safetensors or, as Vicuna-1.5, torch files.
 
     Raises:
       UserError: no config.json, another model's, a missing or broken file.
     """
-    folder = Path(folder)
-    file = folder / "config.json"
-    config = LlamaConfig.from_hf(read_json(file), str(file))
-    return LlamaCheckpoint(config, llama_key_map(config), open_source(folder))
+    config = LlamaConfig.from_hf(hf_config(path, "llama"), str(config_file(path)))
+    return LlamaCheckpoint(config, llama_key_map(config), open_source(path), "transformers")
 
 
 def open_meta(folder: str | os.PathLike) -> LlamaCheckpoint:
@@ -245,7 +260,7 @@ def open_meta(folder: str | os.PathLike) -> LlamaCheckpoint:
     specs = source.specs()
     table = specs.get("tok_embeddings.weight")
     config = meta_config(params, table.shape[0] if table else 32000)
-    return LlamaCheckpoint(config, meta_key_map(config), source)
+    return LlamaCheckpoint(config, meta_key_map(config), source, "meta")
 
 
 def meta_config(params: Mapping[str, Any], vocab_size: int) -> LlamaConfig:

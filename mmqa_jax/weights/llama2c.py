@@ -96,7 +96,7 @@ def open_llama2c(path: str | os.PathLike) -> LlamaCheckpoint:
       UserError: as Llama2cSource.
     """
     source = Llama2cSource(path)
-    return LlamaCheckpoint(source.config, meta_key_map(source.config), source)
+    return LlamaCheckpoint(source.config, meta_key_map(source.config), source, "llama2.c")
 
 
 def _order(config: LlamaConfig, legacy: bool) -> list[tuple[str, tuple[int, ...]]]:

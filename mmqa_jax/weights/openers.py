@@ -17,7 +17,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.mcan import MCANConfig, mcan_prophet
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig, mcan_small
@@ -35,13 +34,14 @@ from mmqa_jax.weights.clip_openai import (
     is_openai_clip,
 )
 from mmqa_jax.weights.config_json import config_from_json
+from mmqa_jax.weights.hf_config import config_file, hf_config
 from mmqa_jax.weights.keymap import KeyMap
-from mmqa_jax.weights.llama import llama_key_map, open_meta
+from mmqa_jax.weights.llama import open_llama
 from mmqa_jax.weights.llava import open_llava
 from mmqa_jax.weights.modified_resnet import modified_resnet_config, modified_resnet_key_map
 from mmqa_jax.weights.oscar import oscar_config, oscar_key_map
 from mmqa_jax.weights.safetensors_io import TensorSource
-from mmqa_jax.weights.sources import open_source, read_magic
+from mmqa_jax.weights.sources import open_source
 
 # transformers' config.json of an exported model that transformers has not.
 OWN_CONFIG = "mmqa_jax"
@@ -73,13 +73,13 @@ def open_clip(path: Path) -> Checkpoint:
     if path.is_file() and is_openai_clip((source := open_source(path)).specs()):
         config = clip_openai_config(source)
         return Checkpoint(config, clip_openai_key_map(config), SplitAttention(source), "openai")
-    config = clip_config(_hf_config(path, "clip"))
+    config = clip_config(hf_config(path, "clip"))
     return Checkpoint(config, clip_key_map(config), open_source(path), "transformers")
 
 
 def open_bert(path: Path) -> Checkpoint:
     """A BERT of transformers, with its pooler if it has one."""
-    config = bert_config(_hf_config(path, "bert"), str(_config_file(path)))
+    config = bert_config(hf_config(path, "bert"), str(config_file(path)))
     source = open_source(path)
     pooler = any(re.search(r"(^|\.)pooler\.dense\.weight$", key) for key in source.specs())
     config = dataclasses.replace(config, pooler=pooler)
@@ -88,7 +88,7 @@ def open_bert(path: Path) -> Checkpoint:
 
 def open_bart(path: Path) -> Checkpoint:
     """A BART of transformers, or a state dict alone, which has bart-large-cnn's sizes then."""
-    file = _config_file(path)
+    file = config_file(path)
     config, layout = BartConfig(), "state dict"
     if path.is_dir() or file.exists():
         config, layout = BartConfig.from_hf(read_json(file), str(file)), "transformers"
@@ -101,32 +101,8 @@ def open_bart(path: Path) -> Checkpoint:
 
 
 def open_any_llama(path: Path) -> Checkpoint:
-    """A LLaMA of transformers, Meta, llama.cpp (GGUF) or llama2.c, known by its content."""
-    if path.is_dir():
-        if any(path.glob("consolidated.*.pth")):
-            return Checkpoint(*open_meta(path), "meta")
-        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-        if len(found) > 1:
-            raise UserError(
-                f"{path}: holds {len(found)} .gguf files; give one of them, e.g. {found[0]}."
-            )
-        path = found[0] if found else path
-    kind = "folder" if path.is_dir() else read_magic(path)
-    if kind == "gguf":
-        from mmqa_jax.weights.gguf_io import open_gguf
-
-        return Checkpoint(*open_gguf(path), "gguf")
-    if kind == "other" and path.suffix == ".bin":
-        from mmqa_jax.weights.llama2c import open_llama2c
-
-        return Checkpoint(*open_llama2c(path), "llama2.c")
-    if kind == "other":
-        raise UserError(
-            f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
-            "give the file or folder as it was published."
-        )
-    config = LlamaConfig.from_hf(_hf_config(path, "llama"), str(_config_file(path)))
-    return Checkpoint(config, llama_key_map(config), open_source(path), "transformers")
+    """A LLaMA of transformers, Meta, llama.cpp (GGUF) or llama2.c."""
+    return Checkpoint(*open_llama(path))
 
 
 def open_any_llava(path: Path, clip: Path | None = None) -> Checkpoint:
@@ -138,7 +114,7 @@ def open_any_llava(path: Path, clip: Path | None = None) -> Checkpoint:
 
 def open_oscar(path: Path) -> Checkpoint:
     """An Oscar or Oscar+ as the original saves it, with its pooler if it has one."""
-    file = _config_file(path)
+    file = config_file(path)
     source = open_source(path)
     config = oscar_config(read_json(file), str(file))
     _demand(source.specs(), ("bert.img_embedding.weight",), source, "Oscar")
@@ -220,30 +196,9 @@ def open_mcan_openvqa(path: Path) -> Checkpoint:
     return Checkpoint(config, mcan_weights.mcan_openvqa_key_map(config), source, "openvqa")
 
 
-def _config_file(path: Path) -> Path:
-    return (path if path.is_dir() else path.parent) / "config.json"
-
-
-def _hf_config(path: Path, model_type: str) -> dict[str, Any]:
-    """transformers' config.json in the folder or beside the file."""
-    file = _config_file(path)
-    if not file.exists():
-        raise UserError(
-            f"{file}: no such file; the config.json of transformers must lie beside the weights."
-        )
-    published = read_json(file)
-    found = published.get("model_type") if isinstance(published, dict) else None
-    if found != model_type:
-        raise UserError(
-            f"{file}: model_type is {found!r}, expected {model_type!r}; give a checkpoint of that "
-            "model, or the --model of this one."
-        )
-    return published
-
-
 def _own(kind: type, path: Path) -> Any:
     """The config that our export wrote beside tensors of research code, None without one."""
-    file = _config_file(path)
+    file = config_file(path)
     if not path.is_dir() or not file.exists():
         return None
     content = read_json(file)
