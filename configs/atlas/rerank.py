@@ -2,6 +2,8 @@
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import config_beside
+
 MODES = ("runlocal",)
 
 
@@ -63,9 +65,5 @@ def get_config(mode: str = "") -> ConfigDict:
     config.inference = {"batch_size": 32}
 
     if mode == "runlocal":
-        config.tokenizer, config.init = "corpus:2000", "scratch"
-        config.model.changes = {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128}
-        config.batches.batch_size = 8
-        config.train.steps, config.train.checkpoint_every = 4, 2
-        config.train.log_every = 2
+        config_beside(__file__, "../small.py").make_small(config)
     return config

@@ -7,13 +7,15 @@ negatives are what BM25 finds for the training paragraphs (`data.negatives`, fil
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import config_beside
+
 MODES = ("runlocal", "zero_shot")
 
 
 def get_config(mode: str = "") -> ConfigDict:
     """`runlocal`: a few steps of a small model trained from scratch, for tests.
 
-    `zero_shot`: MiniLM as published, pictures by their captions alone (one step of no length).
+    `zero_shot`: pictures by their captions alone; `mmqa train --only_start` takes MiniLM as it is.
     """
     config = ConfigDict()
     config.task = "contrastive"
@@ -60,14 +62,6 @@ def get_config(mode: str = "") -> ConfigDict:
 
     if mode == "zero_shot":
         config.model.picture_gate = 0.0
-        config.batches.batch_size, config.batches.query_length = 8, 16
-        config.batches.source_lengths = (16,)
-        config.train.steps, config.train.optimizer.learning_rate = 1, 1e-30
     if mode == "runlocal":
-        config.tokenizer, config.init = "corpus:2000", "scratch"
-        config.model.changes = {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128}
-        config.model.vision.update(width=64, layers=2, heads=4, mlp_width=128, embed_dim=64)
-        config.batches.batch_size = 8
-        config.train.steps, config.train.checkpoint_every = 4, 2
-        config.train.log_every = 2
+        config_beside(__file__, "../small.py").make_small(config)
     return config

@@ -13,6 +13,8 @@ run over it in parts, the loss over all of it.
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import config_beside
+
 MODES = ("runlocal",)
 
 
@@ -61,27 +63,15 @@ def get_config(mode: str = "") -> ConfigDict:
     config.inference = {"batch_size": 256, "buckets": (16, 32, 48, 77)}
 
     if mode == "runlocal":
-        config.tokenizer, config.init = "corpus:2000", "scratch"
         config.pictures.size = 32
         config.model = {
             "trunk": "minilm_l6",
-            "changes": {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128},
-            "vision": {
-                "image_size": 32,
-                "patch_size": 8,
-                "width": 64,
-                "layers": 2,
-                "heads": 4,
-                "mlp_width": 128,
-                "embed_dim": 64,
-            },
+            "vision": {"image_size": 32, "patch_size": 8},
             "fusion": "mean",
             "picture_gate": 1.0,
         }
-        config.tower_parts = 2
-        config.batches.update(batch_size=8, threads=2)
-        config.train.steps, config.train.checkpoint_every = 4, 2
-        config.train.log_every = 2
+        config_beside(__file__, "../small.py").make_small(config)
+        config.tower_parts, config.batches.threads = 2, 2
     else:
         config.tokenizer = config.get_ref("init")
     return config

@@ -5,9 +5,10 @@ Facts: WebQnA/WebQA_Baseline's README and run_webqa.py; WebQA section 5. Not an 
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import config_beside
+
 # Questions of the train split (WebQA, Table 4) by the modality of their sources.
 QUESTIONS = {None: 36_766, "image": 18_954, "text": 17_812}
-_LOCAL = {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128}
 
 
 def base(frontend: str) -> ConfigDict:
@@ -97,10 +98,6 @@ def train(questions: int, epochs: int, rate: float, *, batch: int, every: int) -
 
 def make_local(config: ConfigDict) -> None:
     """Turns a config into a run of seconds: a small model from scratch (CLIP stays as it is)."""
-    config.tokenizer, config.init = "corpus:2000", "scratch"
-    config.model.changes = _LOCAL
-    config.batches.batch_size = 8
+    config_beside(__file__, "../small.py").make_small(config)
     config.train.optimizer.every = 2
-    config.train.steps, config.train.checkpoint_every = 4, 2
-    config.train.log_every = 2
     config.inference.batch_size = 8

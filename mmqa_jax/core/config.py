@@ -150,13 +150,13 @@ def parameters_of(maker: Callable[..., Any], *without: str) -> tuple[dict[str, A
 
 
 def config_beside(file: str, name: str) -> ModuleType:
-    """Another python file of a config's folder, for experiments that share a part.
+    """Another python file, for experiments that share a part.
 
     Args:
       file: the config's own `__file__`.
-      name: of the other one.
+      name: path of the other one from the config's folder.
     """
-    return _execute(Path(file).with_name(name))
+    return _execute(Path(file).parent / name)
 
 
 def _load_module(file: Path) -> ModuleType:

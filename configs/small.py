@@ -1,0 +1,17 @@
+"""What every experiment's `runlocal` mode has in common. Not an experiment itself."""
+
+from ml_collections import ConfigDict
+
+TRUNK = {"hidden": 64, "layers": 2, "heads": 4, "mlp": 128}
+TOWER = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128, "embed_dim": 64}
+
+
+def make_small(config: ConfigDict) -> None:
+    """Turns a config into a run of seconds: four steps of a small model from scratch, in place."""
+    config.tokenizer, config.init = "corpus:2000", "scratch"
+    config.model.changes = TRUNK
+    if config.task == "contrastive":
+        config.model.vision.update(TOWER)
+    config.batches.batch_size = 8
+    config.train.steps, config.train.checkpoint_every = 4, 2
+    config.train.log_every = 2
