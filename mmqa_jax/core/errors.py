@@ -1,5 +1,7 @@
 """The two ways a command fails: the user's input is wrong, or the run is."""
 
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """The user's input is wrong (exit code 2).
@@ -11,3 +13,9 @@ class UserError(Exception):
 
 class RunError(Exception):
     """The run itself failed: non-finite loss, too many broken pictures (exit code 1)."""
+
+
+def first_names(names: Iterable[str], most: int = 5) -> str:
+    """The first names of what a message is about: `a, b, c, d, e, ...`."""
+    names = list(names)
+    return ", ".join([*names[:most], *["..."] * (len(names) > most)])

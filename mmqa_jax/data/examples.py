@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from mmqa_jax.core.errors import first_names
 from mmqa_jax.data.colors import COLOR_TERMS, color_shares
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import BrokenPictures, patch_boxes, patches
@@ -94,7 +95,6 @@ PARTS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-_NAMED = 5  # missing pictures that are named
 _TYPICAL_COLORS = 4  # that a picture shows
 
 
@@ -227,9 +227,9 @@ class SourceReader:
         ):
             if found is None or not found.count:
                 continue
-            names = ", ".join(found.names[:_NAMED]) + (", ..." if found.count > _NAMED else "")
             print(
-                f"pictures {kind}, read as their captions alone: {found.count} ({names}).",
+                f"pictures {kind}, read as their captions alone: {found.count} "
+                f"({first_names(found.names)}).",
                 file=sys.stderr,
             )
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageFile
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError, UserError, first_names
 
 if TYPE_CHECKING:
     from mmqa_jax.data.corpus import Corpus
@@ -63,10 +63,10 @@ class BrokenPictures:
         """Counts picture `name` once; raises RunError with the names above the limit."""
         self.reasons.setdefault(name, reason)
         if self.count > self.limit:
-            shown = ", ".join(self.names[:20]) + (" ..." if self.count > 20 else "")
             raise RunError(
                 f"{self.count} pictures {self.problem}, more than the {self.limit} allowed "
-                f"({shown}), the last because {reason.rstrip('.')}; {self.remedy}."
+                f"({first_names(self.names, 20)}), the last because {reason.rstrip('.')}; "
+                f"{self.remedy}."
             )
 
 

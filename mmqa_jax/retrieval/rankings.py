@@ -172,6 +172,19 @@ def without_own_source(
     return kept
 
 
+def rescored(candidates: Sequence[Ranking], scores: np.ndarray) -> list[Ranking]:
+    """The same sources by other scores, best first; equal ones keep their order.
+
+    Args:
+      scores: float [N], of the sources of all candidates, end to end.
+    """
+    rankings, ends = [], np.cumsum([len(given.sources) for given in candidates])
+    for given, end in zip(candidates, ends, strict=True):
+        values = scores[end - len(given.sources) : end]
+        rankings.append(by_score(given.question_id, dict(zip(given.sources, values, strict=True))))
+    return rankings
+
+
 def best_of(first: Sequence[Ranking], second: Sequence[Ranking]) -> list[Ranking]:
     """Two passes as one: every source with the higher of its scores, best first.
 

@@ -27,7 +27,7 @@ from mmqa_jax.data.sequences import Example, Packed, batch, clean
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
 from mmqa_jax.models.two_sided_vlp import QuestionStates, SourceMemory, TwoSidedVLP
 from mmqa_jax.models.vlp import VLPInputs
-from mmqa_jax.retrieval.rankings import by_score, to_rankings
+from mmqa_jax.retrieval.rankings import rescored, to_rankings
 from mmqa_jax.systems.parts import tell_of_cut_questions, vlp_inputs
 from mmqa_jax.systems.webqa import Reranker
 from mmqa_jax.training.recipes import make_packer, make_source_reader
@@ -166,12 +166,7 @@ class CachedReranker:
                         scores[pairs] = np.asarray(found)  # a repeated pair has the same score
                 progress.advance(int(here.sum()))
         self._reader.tell_of_missing()
-        rankings, ends = [], np.cumsum(sizes)
-        for given, end in zip(candidates, ends, strict=True):
-            values = scores[end - len(given.sources) : end]
-            named = dict(zip(given.sources, values, strict=True))
-            rankings.append(by_score(given.question_id, named))
-        return rankings
+        return rescored(candidates, scores)
 
     def search(
         self, questions: Sequence[Question], top_k: int, hints: Sequence[str] | None = None

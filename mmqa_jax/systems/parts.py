@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureStore
@@ -30,15 +30,13 @@ from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.bm25 import BM25, source_text
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
-from mmqa_jax.retrieval.rankings import best_of, by_score, to_rankings
+from mmqa_jax.retrieval.rankings import best_of, rescored, to_rankings
 from mmqa_jax.retrieval.two_pass import two_pass_search
 from mmqa_jax.systems import webqa
 from mmqa_jax.training.recipes import (
     make_packer,
     make_source_reader,
 )
-
-_NAMED = 5  # cut questions that are named
 
 # uint8[S, S, 3] of each question's picture (None: it has none); None: the questions' own.
 QuestionPixels = Sequence[np.ndarray | None] | None
@@ -243,13 +241,7 @@ class Reranker:
                 scores[batch["index"][real]] = found[real]
                 progress.advance(int(real.sum()))
         self._reader.tell_of_missing()
-        ends = np.cumsum([len(some) for some in rows])
-        rankings = []
-        for given, end in zip(candidates, ends, strict=True):
-            values = scores[end - len(given.sources) : end]
-            named = dict(zip(given.sources, values, strict=True))
-            rankings.append(by_score(given.question_id, named))
-        return rankings
+        return rescored(candidates, scores)
 
 
 class TwoPassReranker:
@@ -396,11 +388,10 @@ def tell_of_cut_questions(questions: Sequence[Question], packer: Packer) -> None
     """Says on stderr which questions have more tokens than the model takes: VLP cuts them."""
     cut = [question.id for question in questions if packer.excess(question.question)]
     if cut:
-        names = ", ".join(cut[:_NAMED]) + (", ..." if len(cut) > _NAMED else "")
         print(
             f"{len(cut)} of {len(questions)} questions are longer than the "
             f"{packer.config.max_question_tokens} tokens that the model takes, and are cut: "
-            f"{names}.",
+            f"{first_names(cut)}.",
             file=sys.stderr,
         )
 

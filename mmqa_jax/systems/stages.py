@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import (
     check_out,
     no_empty_folders,
@@ -318,9 +318,8 @@ def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     counts, origin = manifest["counts"], manifest["origin"]
     said = []
     if broken := manifest["broken_pictures"]:
-        shown = ", ".join(list(broken)[:5]) + (", ..." if len(broken) > 5 else "")
         are = "picture is" if len(broken) == 1 else "pictures are"
-        said.append(f"{len(broken)} {are} broken and left out: {shown}")
+        said.append(f"{len(broken)} {are} broken and left out: {first_names(broken)}")
     if lone := counts["questions_without_sources"]:
         said.append(f"{lone} of {counts['questions']} questions list no sources at all; kept")
     if reused := origin.get("reused_snippet_ids"):
