@@ -71,7 +71,7 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding: x [B, L, heads, D]; cos, sin float32 [B or 1, L, 1, D / 2]."""
-    # As one sum over whole heads: XLA on CPU writes a concatenation of halves 20 times slower.
+    # As one sum over whole heads: XLA on CPU is slow at concatenations of computed halves.
     cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     x32 = x.astype(jnp.float32)
     return (x32 * cos + jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
