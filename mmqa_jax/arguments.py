@@ -137,6 +137,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_config(train)
     train.add_argument("--workdir", required=True, help="checkpoints, metrics and weights go here")
+    train.add_argument(
+        "--only_start",
+        action="store_true",
+        help="take no step: make a workdir of the weights that config.init names, for other verbs",
+    )
 
     embed = verb(
         "embed",

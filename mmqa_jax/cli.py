@@ -108,7 +108,8 @@ def _train(arguments: argparse.Namespace) -> Result:
     from mmqa_jax.core.config import load_config
     from mmqa_jax.training.run import run_training
 
-    return run_training(load_config(arguments.config, arguments.overrides), Path(arguments.workdir))
+    config = load_config(arguments.config, arguments.overrides)
+    return run_training(config, Path(arguments.workdir), only_start=arguments.only_start)
 
 
 def _embed(arguments: argparse.Namespace) -> Result:

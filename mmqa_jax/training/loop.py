@@ -70,6 +70,7 @@ def train(
     fill: Callable[[nnx.Module], None] | None = None,
     title: str = "Training",
     metadata: Mapping[str, Any] | None = None,
+    only_start: bool = False,
 ) -> Any:
     """Trains a task to its last step, going on from the newest checkpoint in `workdir`.
 
@@ -91,6 +92,7 @@ def train(
         of a run (not when it resumes).
       title: shown in front of the progress.
       metadata: JSON values for model.json (which model these weights belong to).
+      only_start: takes no step: the weights that are saved are those of `fill`.
 
     Returns:
       The final parameters (nnx.State).
@@ -102,6 +104,7 @@ def train(
       SystemExit: SIGTERM or Ctrl-C, after saving (code 143 or 130).
     """
     options = read_section(config)
+    steps = 0 if only_start else options.steps
     rules = tuple((name, axes) for name, axes in config.get("rules") or DEFAULT_RULES)
     optimizer, schedule = make_optimizer(read_options(config["optimizer"]), options.steps)
     model = split_model(task, seed)
@@ -128,11 +131,11 @@ def train(
             state = filled(state, model, fill)
         with (
             MetricsWriter(folder, restored_step=first) as metrics,
-            Progress(title, options.steps, "steps", start=first, quiet=_quiet()) as progress,
+            Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
             _StopSignals() as stop,
         ):
             run = _Run(options, checkpoints, metrics, progress, batches, window, seed)
-            for step in range(first + 1, options.steps + 1):
+            for step in range(first + 1, steps + 1):
                 batch, ids = _next_batch(batches, step, mesh, options.accumulate)
                 with jax.transfer_guard("disallow"):  # the batch is all that may move, above
                     state, values = step_fn(state, batch)
@@ -151,7 +154,7 @@ def train(
                     checkpoints.wait()
                     stop.leave(title, step, folder)
             checkpoints.wait()
-        save_params(folder, state.params, {**(metadata or {}), "step": options.steps, "seed": seed})
+        save_params(folder, state.params, {**(metadata or {}), "step": steps, "seed": seed})
     return state.params
 
 

@@ -51,7 +51,7 @@ from mmqa_jax.training.contrastive import ContrastiveTask
 from mmqa_jax.training.rerank import RerankTask, two_sides
 from mmqa_jax.training.state import Task
 from mmqa_jax.weights.bert import fill_bert, minilm_path
-from mmqa_jax.weights.vlp import init_vlp_from_bert, load_vlp
+from mmqa_jax.weights.vlp import init_vlp_from_bert, start_vlp
 
 # Frontends whose regions a detector found beforehand -> what reads its files.
 READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
@@ -325,9 +325,7 @@ def _vlp_fill(config: ConfigDict, tokenizer: WordPiece) -> Callable[[Any], None]
 
     def fill(vlp: Any) -> None:
         if config.init.endswith(".bin") or config.init.endswith(".safetensors"):
-            # VLP's checkpoint knows X101's regions alone.
-            fresh = config.model.frontend != "x101"
-            load_vlp(config.init, vlp, source_head=False, fresh_visual=fresh)
+            start_vlp(config.init, vlp)
         elif config.init != "scratch":
             rows, layers = _word_rows(config, tokenizer), vlp.config.bert.layers
             init_vlp_from_bert(

@@ -24,13 +24,17 @@ from mmqa_jax.training.loop import train
 from mmqa_jax.training.recipes import make_recipe, make_tokenizer
 
 
-def run_training(config: ConfigDict, folder: Path, corpus: Corpus | None = None) -> dict[str, Any]:
+def run_training(
+    config: ConfigDict, folder: Path, corpus: Corpus | None = None, *, only_start: bool = False
+) -> dict[str, Any]:
     """Trains what the config describes in `folder`, or goes on with it.
 
     Args:
       config: an experiment (see configs/); `config.data.dir` is a prepared corpus.
       folder: the run's workdir.
       corpus: the opened corpus, where the caller has it.
+      only_start: saves the model as `config.init` makes it, without training: published weights,
+        or those of another run, for the other verbs.
 
     Returns:
       What `--json` prints: the task, the step and the folder.
@@ -44,8 +48,14 @@ def run_training(config: ConfigDict, folder: Path, corpus: Corpus | None = None)
     if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
     corpus = corpus or open_corpus(config.data.dir)
+    steps = 0 if only_start else config.train.steps
     with claimed(folder, config, work="checkpoints/[0-9]*"):
-        if is_trained(folder, config.train.steps):
+        if only_start and any(folder.glob("checkpoints/[0-9]*")):
+            raise UserError(
+                f"--only_start: {folder} holds a run that was trained; name another --workdir, or "
+                "leave --only_start out to go on there."
+            )
+        if is_trained(folder, steps):
             open_tokenizer(folder / "tokenizer.json")  # or says what is wrong with it
         else:
             recipe = make_recipe(config, corpus, make_tokenizer(config.tokenizer, corpus, folder))
@@ -59,9 +69,10 @@ def run_training(config: ConfigDict, folder: Path, corpus: Corpus | None = None)
                 fill=recipe.fill,
                 title=recipe.title,
                 metadata={"task": config.task, "corpus": corpus.fingerprint},
+                only_start=only_start,
             )
             recipe.reader.tell_of_missing()
-    return {"task": config.task, "steps": config.train.steps, "workdir": str(folder)}
+    return {"task": config.task, "steps": steps, "workdir": str(folder)}
 
 
 @contextlib.contextmanager

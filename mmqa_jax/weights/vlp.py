@@ -101,6 +101,28 @@ def load_vlp(
     load_model(model, key_map, source)
 
 
+def start_vlp(path: str | os.PathLike, model: VLP) -> None:
+    """Fills a VLP from a checkpoint of VLP's pretraining or of WebQA's fine-tuning, in place.
+
+    The source head stays as it is where the checkpoint has none (pretraining), and so do the
+    region embeddings where it has other features' (VinVL's or CLIP's model from VLP's checkpoint).
+
+    Raises:
+      UserError: as `load_vlp`.
+    """
+    shapes = {key: spec.shape for key, spec in open_source(path).specs().items()}
+    config = model.config
+    content = (config.visual_hidden or (config.bert.hidden,))[0], config.region_features
+    place = config.bert.hidden, config.region_positions
+    same = (shapes.get("vis_embed.0.weight"), shapes.get("vis_pe_embed.0.weight"))
+    load_vlp(
+        path,
+        model,
+        source_head="context_classifier.weight" in shapes,
+        fresh_visual=config.vision is not None or same != (content, place),
+    )
+
+
 def init_vlp_from_bert(
     model: VLP,
     folder: str | os.PathLike,

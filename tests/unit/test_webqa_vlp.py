@@ -30,11 +30,12 @@ from mmqa_jax.models.presets import vlp_from_config
 from mmqa_jax.models.vlp import VLP
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
-from mmqa_jax.systems.loading import load_reader
+from mmqa_jax.systems.loading import _load_vlp, load_reader
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.converted import load_converted
+from mmqa_jax.weights.exports import publish_vlp, write_published
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -97,7 +98,7 @@ def release(tmp_path_factory):
     return folder
 
 
-def train(release, folder, name, **changes):
+def train(release, folder, name, *more, **changes):
     """`mmqa train` of a row of configs/webqa; stderr."""
     values = {**SMALL, "data.dir": release / "data", **changes}
     if "vinvl" in name:
@@ -106,7 +107,8 @@ def train(release, folder, name, **changes):
         values |= {"features.root": release / "x101", "features.id_map": release / "map.pkl"}
         values |= {"features.slots": 3}
     flags = [f"--config={ROOT}/configs/webqa/{name}", f"--workdir={folder}"]
-    ended = mmqa("train", *flags, *(f"--config.{key}={value}" for key, value in values.items()))
+    flags += [f"--config.{key}={value}" for key, value in values.items()]
+    ended = mmqa("train", *flags, *more)
     assert ended.code == 0, ended.err
     return ended.err
 
@@ -209,6 +211,25 @@ def test_predicted_sources_are_all_cited_and_two_pictures_read(release, reader, 
     written = json.loads(submission.read_text())
     assert written["val1"]["sources"] == [30_000_001, 30_000_002]
     assert written["val0"]["sources"] == ["val0_0", "val0_1"]
+
+
+def test_a_fine_tuned_checkpoint_serves_without_training(release, selector, tmp_path):
+    """As WebQA_Baseline saves it, source head and region embeddings included."""
+
+    def weights(folder):
+        *_, vlp = _load_vlp(folder, open_corpus(release / "data"), "rerank", None)
+        return vlp.config, nnx.state(vlp)
+
+    config, trained = weights(selector[0])
+    write_published(tmp_path / "tuned", publish_vlp(config, trained))
+    tuned = tmp_path / "tuned" / "model.safetensors"
+    run = tmp_path / "run"
+    for _ in range(2):  # the second has nothing to do
+        train(release, run, "vlp_select.py:runlocal", "--only_start", init=tuned)
+    jax.tree.map(np.testing.assert_array_equal, weights(run)[1], trained)
+    assert not list(run.glob("checkpoints/[0-9]*"))
+    with pytest.raises(AssertionError, match="holds a run that was trained"):
+        train(release, selector[0], "vlp_select.py:runlocal", "--only_start")
 
 
 def test_what_is_read_of_cited_sources():
