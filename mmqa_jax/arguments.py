@@ -345,6 +345,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write the predictions as WebQA's leaderboard takes them",
     )
+    evaluate.add_argument(
+        "--against",
+        metavar="FILE",
+        help="another system's predictions: differences, paired by question, with p-values",
+    )
+    evaluate.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
 
     report = verb(
         "report",

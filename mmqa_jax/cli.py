@@ -208,6 +208,8 @@ def _evaluate(arguments: argparse.Namespace) -> Result:
         only_given=arguments.only_given,
         bart=Path(arguments.bart) if arguments.bart else None,
         submission=Path(arguments.submission) if arguments.submission else None,
+        against=Path(arguments.against) if arguments.against else None,
+        markdown=arguments.markdown,
     )
 
 

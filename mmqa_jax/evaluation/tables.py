@@ -52,6 +52,16 @@ def format_bounds(interval: Interval) -> str:
     return f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
+def show(table: Table, *, markdown: bool = False) -> None:
+    """Prints the table: for reading, or as markdown for pasting."""
+    if markdown:
+        print(to_markdown(table))
+        return
+    from rich.console import Console
+
+    Console().print(to_rich(table))
+
+
 def to_rich(table: Table) -> rich.table.Table:
     """The table for rich.print."""
     import rich.markup

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation import webqa
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.scores import Scores, merged_scores, predictions_by_question
-from mmqa_jax.evaluation.tables import answer_table, retrieval_table, to_rich
+from mmqa_jax.evaluation.significance import Interval, paired_bootstrap, permutation_test
+from mmqa_jax.evaluation.tables import Cell, Table, answer_table, retrieval_table, show
 from mmqa_jax.evaluation.webqa_formats import (
     is_output_tsv,
     read_output_tsv,
@@ -43,6 +45,8 @@ def evaluate(
     only_given: bool = False,
     bart: Path | None = None,
     submission: Path | None = None,
+    against: Path | None = None,
+    markdown: bool = False,
 ) -> dict[str, Any]:
     """Scores predictions (answers and cited sources) or rankings; prints the tables.
 
@@ -55,6 +59,8 @@ def evaluate(
         counts 0 and a missing ranking is refused.
       bart: folder of BARTScore's model (see fluency.load_bart_scorer); None: no fluency.
       submission: file to write the predictions to in the leaderboard's format.
+      against: another system's predictions of the same questions: the differences are tested.
+      markdown: print the tables as markdown.
     """
     if submission is not None:
         check_out(submission)
@@ -65,7 +71,12 @@ def evaluate(
                 f"--submission: {predictions} holds rankings; give a file with answers, as "
                 "`mmqa answer` writes it."
             )
-        return _evaluate_rankings(dataset, asked, predictions, only_given)
+        if against is not None:
+            raise UserError(
+                f"--against: {predictions} holds rankings; answers were expected, as `mmqa answer` "
+                "writes them."
+            )
+        return _evaluate_rankings(dataset, asked, predictions, only_given, markdown)
     given = _read(predictions, asked.corpus)
     questions = asked.questions
     if only_given:
@@ -92,11 +103,18 @@ def evaluate(
         scored += fluency
     elif dataset == "webqa":
         notes.append("no fluency (webqa_fl): give --bart the folder of BARTScore's weights")
-    cites = not is_output_tsv(predictions)  # it has no room for sources
-    if cites and any(question.positives for question in questions):
-        scored.append(webqa.score_sources(questions, given))
+    scored += _score_sources(questions, given, predictions)
+    title = f"{dataset}, {split if references else predictions.name}"
+    tables = _tables(title, scored)
+    if against is not None:
+        others = _read(against, asked.corpus)
+        its = _score_answers(dataset, questions, others, lemmatizer, [])
+        its += _score_sources(questions, others, against)
+        result["against"] = _compare(scored, its)
+        tables.append(_comparison_table(f"{title}, against {against}", result["against"]))
     _say(notes)
-    _print_tables(f"{dataset}, {split if references else predictions.name}", scored)
+    for table in tables:
+        show(table, markdown=markdown)
     return result | _summary(scored)
 
 
@@ -136,10 +154,8 @@ def _read(predictions: Path, corpus: Corpus | None) -> list[Prediction]:
 
 
 def _evaluate_rankings(
-    dataset: str, asked: References, path: Path, only_given: bool
+    dataset: str, asked: References, path: Path, only_given: bool, markdown: bool
 ) -> dict[str, Any]:
-    from rich.console import Console
-
     questions = asked.questions
     if only_given:
         questions = _among(questions, read_rankings(path), path)
@@ -147,7 +163,7 @@ def _evaluate_rankings(
     rankings = read_rankings(path, [q.id for q in questions], known)
     found = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
     recall = {int(k.removeprefix("recall@")): v for k, v in found.scores.items() if "recall@" in k}
-    Console().print(to_rich(retrieval_table("Retrieval", {path.stem: recall}, {})))
+    show(retrieval_table("Retrieval", {path.stem: recall}, {}), markdown=markdown)
     return {"dataset": dataset, "n": found.n, "scores": found.scores, "by_category": {}}
 
 
@@ -212,15 +228,56 @@ def _score_fluency(
     return [fluency, *(product for product in products if product is not None)], str(weights)
 
 
-def _print_tables(title: str, scored: Sequence[Scores]) -> None:
-    from rich.console import Console
+def _score_sources(
+    questions: Sequence[Question], given: Sequence[Prediction], path: Path
+) -> list[Scores]:
+    """Source F1 where questions have gold sources and the file has room for cited ones."""
+    if is_output_tsv(path) or not any(question.positives for question in questions):
+        return []
+    return [webqa.score_sources(questions, given)]
 
-    console = Console()
+
+def _tables(title: str, scored: Sequence[Scores]) -> list[Table]:
+    tables = []
     for scores in merged_scores(scored):
-        console.print(to_rich(answer_table(title, scores)))
+        tables.append(answer_table(title, scores))
         modalities = webqa.by_modality(scores)
         if len(modalities.counts) > 1:
-            console.print(to_rich(answer_table(f"{title}, by modality", modalities)))
+            tables.append(answer_table(f"{title}, by modality", modalities))
+    return tables
+
+
+def _compare(scored: Sequence[Scores], others: Sequence[Scores]) -> dict[str, dict[str, float]]:
+    """scorer -> mean of either system, their difference with its interval, p-values."""
+    theirs = {name: x for scores in others for name, x in scores.per_question.items()}
+    found = {}
+    for scores in scored:
+        for name in scores.per_question.keys() & theirs.keys():
+            values, other = scores.per_question[name], theirs[name]
+            difference = paired_bootstrap(values, other)
+            found[name] = {
+                "this": float(values.mean()),
+                "other": float(other.mean()),
+                **dataclasses.asdict(difference),
+                "p_permutation": permutation_test(values, other),
+            }
+    return dict(sorted(found.items()))
+
+
+def _comparison_table(title: str, compared: Mapping[str, Mapping[str, float]]) -> Table:
+    rows: list[list[Cell]] = [
+        [
+            name,
+            found["this"],
+            found["other"],
+            Interval(found["difference"], found["low"], found["high"]),
+            found["p_value"],
+            found["p_permutation"],
+        ]
+        for name, found in compared.items()
+    ]
+    columns = ("scorer", "this", "other", "difference", "p, bootstrap", "p, permutation")
+    return Table(title, columns, rows, "Paired by question; 95 % interval, two-sided p-values.")
 
 
 def _summary(scored: Sequence[Scores]) -> dict[str, Any]:

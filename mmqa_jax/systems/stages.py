@@ -145,12 +145,10 @@ def rerank(
 
 def show_sweep(title: str, sweep: Mapping[float, float]) -> None:
     """Prints the source F1 of every threshold."""
-    from rich.console import Console
-
-    from mmqa_jax.evaluation.tables import Table, to_rich
+    from mmqa_jax.evaluation.tables import Table, show
 
     rows = [(f"{threshold:g}", float(f1)) for threshold, f1 in sweep.items()]
-    Console().print(to_rich(Table(title, ("threshold", "source F1"), rows)))
+    show(Table(title, ("threshold", "source F1"), rows))
 
 
 def answer(

@@ -62,6 +62,27 @@ def test_evaluate_reads_the_leaderboards_format_and_rankings(data, bm25, tmp_pat
     assert done(*flags, f"--predictions={some}", "--only_given")["n"] == 3
 
 
+def test_two_systems_are_compared_question_by_question(data, bm25, refused, tmp_path):
+    good, worse = gold(), gold()
+    for row in worse[:2]:
+        row["answer"] = "Nobody knows."
+    good = write_rows(tmp_path / "good.jsonl", good)
+    worse = write_rows(tmp_path / "worse.jsonl", worse)
+    flags = ("evaluate", "corpus", f"--references={data}", "--lemmatizer=none")
+    ended = mmqa(*flags, f"--predictions={good}", f"--against={worse}", "--markdown", "--json")
+    found = json.loads(ended.out.splitlines()[-1])["against"]
+    accuracy = found["webqa_acc/no_lemma"]
+    assert accuracy["this"] == pytest.approx(1.0, abs=1e-4)
+    assert accuracy["difference"] == pytest.approx(2 / 5, abs=1e-4)
+    assert accuracy["low"] <= 0.4 <= accuracy["high"]
+    # Two questions that differ, both for this system: half of the sign flips are as extreme.
+    assert accuracy["p_permutation"] == pytest.approx(1 / 2, abs=0.03)
+    assert found["source_f1/official"]["difference"] == 0.0
+    line = next(line for line in ended.out.splitlines() if line.startswith("| webqa_acc/no_lemma"))
+    assert line.startswith("| webqa_acc/no_lemma | 1.000 | 0.600 | 0.400 [")
+    refused(*flags, f"--predictions={bm25}", f"--against={good}", message="--against: .* rankings")
+
+
 def test_only_given_of_a_file_of_other_questions(data, bm25, refused, tmp_path):
     flags = ("evaluate", "corpus", f"--references={data}", "--split=val", "--only_given")
     path = write_rows(tmp_path / "gold.jsonl", gold())
