@@ -3,6 +3,9 @@
   vlp_select.py                  VLP (X101-FPN features)
   vlp_select.py:vinvl            VLP + VinVL
   vlp_select.py:clip_patches     ours: CLIP's patch features instead of a detector's
+  vlp_select.py:cached           ours: sources are read once for all questions, so that `mmqa rerank
+                                 --candidates=all` ranks the whole collection; `data.negatives`
+                                 names rankings whose sources are further negatives
 
 Each with `_runlocal` behind it (VLP itself: `:runlocal`) is a run of seconds, for tests.
 """
@@ -11,7 +14,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
-ROWS = {"vlp": "x101", "vinvl": "vinvl", "clip_patches": "clip"}  # -> frontend
+ROWS = {"vlp": "x101", "vinvl": "vinvl", "clip_patches": "clip", "cached": "x101"}  # -> frontend
 MODES = ("runlocal", *ROWS, *(f"{row}_runlocal" for row in ROWS))
 
 
@@ -32,6 +35,9 @@ def get_config(mode: str = "") -> ConfigDict:
     # Epoch 3 of the original's 6.
     config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, batch=1, every=128)
     config.inference = {"batch_size": 64}
+    if row == "cached":
+        config.data.negatives = ()
+        config.model.joint_layers = 1
     if mode.endswith("runlocal"):
         vlp.make_local(config)
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import html
 import json
@@ -16,6 +17,8 @@ from mmqa_jax.core.files import atomic_write, read_json, read_text
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
+OPENAI_MERGES = "bpe_simple_vocab_16e6.txt.gz"
+_OPENAI_TOKENS = 49_408  # of which 256 bytes, the same at a word's end, START and END
 # openai/CLIP clip/simple_tokenizer.py: contractions, runs of letters, single digits, the rest.
 _PIECES = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
@@ -73,33 +76,67 @@ class ClipTokenizer:
 
 
 def load_clip_tokenizer(folder: str | os.PathLike) -> ClipTokenizer:
-    """Reads vocab.json and merges.txt, or tokenizer.json, as published with CLIP.
+    """Reads what is published with CLIP: vocab.json and merges.txt, tokenizer.json, or OpenAI's
+    bpe_simple_vocab_16e6.txt.gz.
 
     Raises:
-      UserError: neither is there, or they are no CLIP tokenizer's.
+      UserError: none is there, or they are no CLIP tokenizer's.
     """
     folder = Path(folder)
     path = folder / "vocab.json"
     if path.is_file():
         vocabulary = read_json(path)
-        lines = read_text(folder / "merges.txt").split("\n")
-        merges = [line.split() for line in lines if line and not line.startswith("#version")]
-    else:
+        merges = _merges(read_text(folder / "merges.txt"))
+    elif (folder / "tokenizer.json").is_file():
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(
-                f"{folder}: has no tokenizer (vocab.json with merges.txt, or tokenizer.json); put "
-                "the one published with the checkpoint there."
-            )
         model = read_json(path).get("model", {})
         vocabulary, merges = model.get("vocab"), model.get("merges", [])
         merges = [pair.split() if isinstance(pair, str) else pair for pair in merges]
+    elif (folder / OPENAI_MERGES).is_file():
+        return _from_openai(folder / OPENAI_MERGES)
+    else:
+        raise UserError(
+            f"{folder}: has no tokenizer (vocab.json with merges.txt, tokenizer.json, or OpenAI's "
+            f"{OPENAI_MERGES}); put the one published with the checkpoint there."
+        )
     if not isinstance(vocabulary, dict) or not {START, END} <= vocabulary.keys():
         raise UserError(
             f"{path}: is not CLIP's vocabulary (it lacks {START} and {END}); put the tokenizer "
             "published with the checkpoint there."
         )
     return ClipTokenizer(vocabulary, [tuple(pair) for pair in merges])
+
+
+def _merges(text: str) -> list[list[str]]:
+    return [line.split() for line in text.split("\n") if line and not line.startswith("#version")]
+
+
+def _from_openai(path: Path) -> ClipTokenizer:
+    """The tokenizer of openai/CLIP clip/simple_tokenizer.py, whose ids follow from the merges."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            # A title that is no merge stands first; more merges follow than CLIP uses.
+            lines = file.read().split("\n")[1:]
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as gzip ({error}); fetch it again.") from None
+    symbols = _byte_symbols()
+    merges = _merges("\n".join(lines[: _OPENAI_TOKENS - 2 * len(symbols) - 2]))
+    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, merges), START, END]
+    if len(tokens) != _OPENAI_TOKENS or any(len(pair) != 2 for pair in merges):
+        raise UserError(
+            f"{path}: does not hold CLIP's {_OPENAI_TOKENS - 514:,} merges; fetch OpenAI's file."
+        )
+    return ClipTokenizer(
+        {token: row for row, token in enumerate(tokens)}, [(a, b) for a, b in merges]
+    )
+
+
+def _byte_symbols() -> list[str]:
+    """The characters that byte-level BPE writes for bytes, in the order of their ids: the
+    printable ones of Latin-1 as themselves, then the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = 256 - len(printable)
+    return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
 
 
 def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer:

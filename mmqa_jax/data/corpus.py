@@ -135,7 +135,7 @@ def prepare_webqa_format(
 
     Goes on where an attempt on the same files was interrupted, with the same result. The
     manifest's `origin` says what else was found: repeated and reused snippet ids, rows of
-    imgs.tsv, and for `webqa` where the counts are not the published ones.
+    imgs.tsv, and for `webqa` the counts beside the published ones.
 
     Args:
       train_val_json, test_json: WebQA_train_val.json, WebQA_test.json.
@@ -155,7 +155,7 @@ def prepare_webqa_format(
         "reused_snippet_ids": release.reused_snippet_ids,
     }
     if name == "webqa":
-        origin["published_differences"] = webqa.published_differences(release)
+        origin["published_counts"] = webqa.compared_counts(release)
     pictures = None
     if imgs_tsv is not None:
         pictures = webqa.ImagesTsv(imgs_tsv, lineidx)

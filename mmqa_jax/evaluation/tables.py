@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def show(table: Table, *, markdown: bool = False) -> None:
         return
     from rich.console import Console
 
-    Console().print(to_rich(table))
+    Console(width=None if sys.stdout.isatty() else 120).print(to_rich(table))
 
 
 def to_rich(table: Table) -> rich.table.Table:
@@ -150,13 +151,14 @@ def retrieval_table(
     recall: Mapping[str, Mapping[int, float]],
     source_f1: Mapping[str, float],
     note: str = "",
+    rows: str = "retriever",
 ) -> Table:
-    """A row a retriever: recall@k for every k, and the F1 of the sources it cites."""
+    """A row a retriever (or what `rows` says): recall@k for every k, the F1 of cited sources."""
     ks = sorted({k for values in recall.values() for k in values})
-    rows: list[list[Cell]] = []
+    cells: list[list[Cell]] = []
     for name in dict.fromkeys((*recall, *source_f1)):
-        rows.append([name, *(recall.get(name, {}).get(k) for k in ks), source_f1.get(name)])
-    return Table(title, ["retriever", *(f"recall@{k}" for k in ks), "source F1"], rows, note)
+        cells.append([name, *(recall.get(name, {}).get(k) for k in ks), source_f1.get(name)])
+    return Table(title, [rows, *(f"@{k}" for k in ks), "source F1"], cells, note)
 
 
 def _values(scores: Scores, scorer: str, category: str | None):

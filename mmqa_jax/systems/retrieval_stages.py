@@ -12,6 +12,7 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.systems import webqa
+from mmqa_jax.systems.retrieval_scores import score_retrieval, show_retrieval
 from mmqa_jax.systems.stages import check_top_k, split_questions
 
 _EMBEDDINGS, _INDEX, _RUN = "embeddings", "index", "embed.json"
@@ -48,8 +49,10 @@ def embed(
         )
     result = {"sources": len(corpus), "dim": embedder.dim, "broken_pictures": pictures.broken.count}
     if embeddings is None:
+        print(f"This process's part is in {out}; the others' are not all there yet.")
         return {**result, "waiting_for_other_shards": True}
     write_json(out / _RUN, {"data": str(data), "model": str(model)})
+    print(f"{len(corpus):,} sources x {embedder.dim}: {out}")
     return result
 
 
@@ -63,7 +66,9 @@ def index(folder: Path, kind: str) -> dict[str, Any]:
     if not current:
         build_index(embeddings, kind).save(folder / _INDEX)
     kind = read_json(folder / _INDEX / "manifest.json")["kind"]
-    return {"rows": len(embeddings.vectors), "kind": kind, "built": not current}
+    rows, was = len(embeddings.vectors), "was there already" if current else "built"
+    print(f"Index of {rows:,} sources ({kind}) {was}: {folder / _INDEX}")
+    return {"rows": rows, "kind": kind, "built": not current}
 
 
 def open_retriever(corpus: Corpus, model: Path, index_dir: Path, *, two_pass: bool) -> Any:
@@ -140,7 +145,11 @@ def search(
         rankings = ByModality(retrievers, lambda _: needed).search(questions, depth)
     rankings = without_own_source(questions, rankings, top_k)
     write_rankings(out, rankings)
-    return {"questions": len(questions), **_scores(corpus, questions, rankings), **more}
+    scored = score_retrieval(corpus, questions, rankings)
+    searched = "own candidates" if candidates == "restricted" else f"modality {modality}"
+    show_retrieval(f"{data.name}, {split}: {method}, {searched}", scored)
+    print(f"Rankings of {len(questions):,} questions: {out}")
+    return {"questions": len(questions), **scored, **more}
 
 
 def _check_combination(
@@ -194,36 +203,6 @@ def _modalities(
     guessed = classifier.predict([question.question for question in questions])
     told = [a == b for a, b in zip(guessed, gold, strict=True) if b is not None]
     return guessed, {"modality_accuracy": sum(told) / len(told) if told else None}
-
-
-def _scores(
-    corpus: Corpus, questions: Sequence[Question], rankings: Sequence[Ranking]
-) -> dict[str, Any]:
-    """recall@k and the source F1 of the best two, over all and by the gold sources' modality."""
-    from mmqa_jax.retrieval.modality import MODALITIES, gold_modality
-
-    gold = [gold_modality(question, corpus) for question in questions]
-    groups = {"": list(range(len(questions)))}
-    groups |= {name: [i for i, found in enumerate(gold) if found == name] for name in MODALITIES}
-    scored = {}
-    for name, places in groups.items():
-        some = [questions[i] for i in places]
-        if any(question.positives for question in some):  # WebQA hides them in its test split
-            scored[name] = _scores_of(some, [rankings[i] for i in places])
-    if not scored:
-        return {"recall": {}}
-    return {**scored.pop(""), "by_modality": scored}
-
-
-def _scores_of(questions: Sequence[Question], rankings: Sequence[Ranking]) -> dict[str, Any]:
-    from mmqa_jax.evaluation.retrieval import score_rankings
-
-    found = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
-    best = [webqa.top(ranking, 2) for ranking in rankings]
-    return {
-        "recall": {name: value for name, value in found.scores.items() if "recall@" in name},
-        "source_f1_top_2": webqa.mean_source_f1(questions, best),
-    }
 
 
 def _open_embedder(model: Path, corpus: Corpus) -> tuple[Any, Any]:

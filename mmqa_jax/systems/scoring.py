@@ -18,13 +18,14 @@ from mmqa_jax.evaluation import webqa
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.scores import Scores, merged_scores, predictions_by_question
 from mmqa_jax.evaluation.significance import Interval, paired_bootstrap, permutation_test
-from mmqa_jax.evaluation.tables import Cell, Table, answer_table, retrieval_table, show
+from mmqa_jax.evaluation.tables import Cell, Table, answer_table, show
 from mmqa_jax.evaluation.webqa_formats import (
     is_output_tsv,
     read_output_tsv,
     read_prediction_json,
 )
 from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.systems.retrieval_scores import score_retrieval, show_retrieval
 from mmqa_jax.systems.stages import read_predictions, split_questions
 
 
@@ -159,12 +160,22 @@ def _evaluate_rankings(
     questions = asked.questions
     if only_given:
         questions = _among(questions, read_rankings(path), path)
-    known = None if asked.corpus is None else asked.corpus.row
-    rankings = read_rankings(path, [q.id for q in questions], known)
+    if asked.corpus is None:
+        raise UserError(
+            f"--references: an output TSV has no gold sources to score {path} by; give a folder of "
+            "`mmqa prepare` or WebQA's own JSON."
+        )
+    rankings = read_rankings(path, [q.id for q in questions], asked.corpus.row)
     found = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
-    recall = {int(k.removeprefix("recall@")): v for k, v in found.scores.items() if "recall@" in k}
-    show(retrieval_table("Retrieval", {path.stem: recall}, {}), markdown=markdown)
-    return {"dataset": dataset, "n": found.n, "scores": found.scores, "by_category": {}}
+    scored = score_retrieval(asked.corpus, questions, rankings)
+    show_retrieval(path.stem, scored, markdown=markdown)
+    return {
+        "dataset": dataset,
+        "n": found.n,
+        "scores": found.scores,
+        "by_category": {},
+        "by_modality": scored["by_modality"],
+    }
 
 
 def _score_answers(

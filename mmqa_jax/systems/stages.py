@@ -25,6 +25,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus, prepare_interchange, prepa
 from mmqa_jax.data.records import refuse_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.systems import webqa
+from mmqa_jax.systems.retrieval_scores import score_retrieval, show_retrieval
 
 
 def prepare(
@@ -130,8 +131,11 @@ def rerank(
     else:
         relevance = reranker.score(questions, given)
     write_rankings(out, relevance)
+    print(f"Relevance for {len(questions):,} questions: {out}")
     if not any(question.positives for question in questions):
         return {"questions": len(questions)}  # as in WebQA's test split
+    scored = score_retrieval(corpus, questions, relevance)
+    show_retrieval(f"{data.name}, {split}: reranked", scored)
     best, sweep = webqa.tune_threshold(questions, relevance, select)
     show_sweep(f"{data.name}, {split}: sources selected by --select={select}", sweep)
     rows = [{"threshold": threshold, "source_f1": f1} for threshold, f1 in sweep.items()]
@@ -140,6 +144,7 @@ def rerank(
         "best_threshold": best,
         "source_f1": sweep[best],
         "sweep": rows,
+        **scored,
     }
 
 
@@ -206,6 +211,7 @@ def answer(
         questions = asked
     predictions = webqa.answer_cited(questions, corpus, reader, cited)
     write_predictions(out, predictions)
+    print(f"{len(predictions):,} answers: {out}")
     return {"questions": len(predictions), "predictions": str(out)}
 
 
@@ -322,15 +328,32 @@ def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
         said.append(f"{lone} of {counts['questions']} questions list no sources at all; kept")
     if reused := origin.get("reused_snippet_ids"):
         said.append(f"{reused} snippet ids stand for two facts; the later has a number behind its")
-    if differences := origin.get("published_differences"):
-        shown = ", ".join(
-            f"{n['found']:,} {what} ({n['published']:,})" for what, n in differences.items()
-        )
-        said.append(f"differs from the published release (its counts in brackets): {shown}")
     for line in said:
         print(line, file=sys.stderr)
+    _show_counts(manifest, out)
     kept = ("name", "fingerprint", "counts", "splits", "broken_pictures")
     result = {**{key: manifest[key] for key in kept}, "data": str(out)}
-    if differences is not None:
-        result["published_differences"] = differences
+    if compared := origin.get("published_counts"):
+        differing = {what: n for what, n in compared.items() if n["found"] != n["published"]}
+        result["published_differences"] = differing
     return result
+
+
+def _show_counts(manifest: Mapping[str, Any], out: Path) -> None:
+    """Prints what a corpus holds, WebQA's beside the counts of the published release."""
+    from mmqa_jax.evaluation.tables import Table, show
+
+    compared = manifest["origin"].get("published_counts")
+    if compared:
+        columns = ("", "found", "published", "difference")
+        rows = [
+            (what, n["found"], n["published"], n["found"] - n["published"])
+            for what, n in compared.items()
+        ]
+        same = all(difference == 0 for *_, difference in rows)
+        note = "As published." if same else "Not the whole published release."
+        show(Table(f"{manifest['name']}: {out}", columns, rows, note))
+        return
+    rows = [(f"{split} questions", n) for split, n in manifest["splits"].items()]
+    rows += [(f"{modality} sources", n) for modality, n in manifest["modalities"].items()]
+    show(Table(f"{manifest['name']}: {out}", ("", "found"), rows))

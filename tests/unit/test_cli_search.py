@@ -32,6 +32,25 @@ def test_dense_search_ranks_every_question(data, models, index, tmp_path, flags)
     assert {k: scores[k] for k in result["recall"]} == pytest.approx(result["recall"])
 
 
+def test_search_prints_recall_and_where_the_rankings_are(data, tmp_path):
+    path = tmp_path / "found.jsonl"
+    flags = (f"--data={data}", "--method=bm25", "--top_k=5", f"--out={path}")
+    ended = mmqa("search", *flags)
+    assert ended.code == 0, ended.err
+    found = done("search", *flags)
+    shown = [line.split("│") for line in ended.out.splitlines() if "│ all (" in line]
+    assert [float(cell) for cell in shown[0][2:5]] == pytest.approx(
+        [found["recall"][f"recall@{k}"] for k in (1, 2, 5)], abs=5e-4
+    )
+    for name, group in found["by_modality"].items():
+        assert f"│ {name} ({group['questions_scored']})" in ended.out
+    assert f"Rankings of 5 questions: {path}" in ended.out
+    again = mmqa(
+        "evaluate", "corpus", f"--references={data}", f"--predictions={path}", "--markdown"
+    )
+    assert "| questions | @1 | @2 | @5 | source F1 |" in again.out
+
+
 def test_dense_search_needs_a_model_and_an_index(data, refused, tmp_path):
     flags = ["search", f"--data={data}", f"--out={tmp_path / 'out'}"]
     for method in ("dense", "fused"):

@@ -94,6 +94,10 @@ def test_clip_patches_differ_in_their_pictures_alone(name):
     }
 
 
+def test_cached_differs_in_where_question_and_source_meet():
+    assert differences("vlp_select", "cached") == {"data.negatives": [], "model.joint_layers": 1}
+
+
 def test_a_row_by_its_name_is_the_default():
     assert differences("vlp_qa", "vlp") == differences("vlp_select", "vlp") == {}
     with pytest.raises(UserError, match=r"no such mode; did you mean 'vlp_i'"):

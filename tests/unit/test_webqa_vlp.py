@@ -144,6 +144,29 @@ def reranked(release, selector, cli_cache, tmp_path_factory):
     return path, ended
 
 
+# The whole collection
+
+
+def test_cached_ranks_the_whole_collection_with_mined_negatives(release, cli_cache, tmp_path):
+    data = f"--data={release / 'data'}"
+    mined = tmp_path / "mined.jsonl"
+    with quickly_and_quietly(cli_cache):
+        done("search", data, "--split=train", "--method=bm25", f"--out={mined}")
+        train(
+            release, tmp_path / "run", "vlp_select.py:cached_runlocal",
+            **{"data.negatives": f"('{mined}',)"},
+        )  # fmt: skip
+        result = done(
+            "rerank", data, f"--model={tmp_path / 'run'}", "--split=val", "--candidates=all",
+            "--top_k=1000", f"--out={tmp_path / 'all.jsonl'}",
+        )  # fmt: skip
+    corpus = open_corpus(release / "data")
+    rows = rows_of(tmp_path / "all.jsonl")
+    assert [row["question_id"] for row in rows] == [q.id for q in corpus.questions("val")]
+    assert all(set(row["sources"]) == set(corpus.row) for row in rows)
+    assert result["by_modality"].keys() == {"text", "image"}
+
+
 # The protocol
 
 

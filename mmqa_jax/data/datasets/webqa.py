@@ -181,8 +181,8 @@ def read_release(files: Sequence[PathLike], facts_only: Sequence[PathLike] = ())
     return release
 
 
-def published_differences(release: Release) -> dict[str, dict[str, int]]:
-    """Where a release's counts are not PUBLISHED_COUNTS: name -> `published` and `found`.
+def compared_counts(release: Release) -> dict[str, dict[str, int]]:
+    """A release's counts beside PUBLISHED_COUNTS: name -> `published` and `found`.
 
     A subset differs, and is as good as the whole; a cut download differs too.
     """
@@ -195,9 +195,7 @@ def published_differences(release: Release) -> dict[str, dict[str, int]]:
     for source in release.sources:
         found["pictures" if source.modality == "image" else "snippets"] += 1
     return {
-        name: {"published": count, "found": found[name]}
-        for name, count in PUBLISHED_COUNTS.items()
-        if found[name] != count
+        name: {"published": count, "found": found[name]} for name, count in PUBLISHED_COUNTS.items()
     }
 
 
