@@ -245,6 +245,20 @@ def make_parser() -> argparse.ArgumentParser:
         default="none",
         help="restricted: webqa reads 16 pictures and 16 snippets of a question, as its baseline",
     )
+    rerank.add_argument(
+        "--retriever",
+        help="workdir of a contrastive run, or a converted CLIP: reads two-hop questions again "
+        "with the title of its best source, and its cosines are the similarity",
+    )
+    rerank.add_argument("--index", help="folder written by `mmqa index`, of the retriever")
+    rerank.add_argument(
+        "--similarity_weight",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="of the similarity (the retriever's, or the scores in the file) beside the relevance; "
+        "0 is VLP alone, the sweep tells the best on --split=val",
+    )
     _add_select(rerank)
     rerank.add_argument("--out", required=True, help="JSON-lines file to write")
 

@@ -149,16 +149,22 @@ def _search(arguments: argparse.Namespace) -> Result:
 
 
 def _rerank(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.stages import rerank
+    from mmqa_jax.systems.selection import Candidates, rerank
 
+    candidates = Candidates(
+        arguments.candidates,
+        arguments.top_k,
+        arguments.cap,
+        retriever=Path(arguments.retriever) if arguments.retriever else None,
+        index_dir=Path(arguments.index) if arguments.index else None,
+        similarity_weight=arguments.similarity_weight,
+    )
     return rerank(
         Path(arguments.data),
         Path(arguments.model),
-        arguments.candidates,
+        candidates,
         Path(arguments.out),
         split=arguments.split,
-        top_k=arguments.top_k,
-        cap=arguments.cap,
         select=arguments.select,
     )
 

@@ -1,7 +1,7 @@
-"""One stage at a time: what the verbs prepare, rerank and answer do.
+"""One stage at a time: what the verbs prepare and answer do.
 
 Every stage reads the files of the one before it and writes its own; retrieval_stages.py has embed,
-index and search, scoring.py is the last one.
+index and search, selection.py rerank, scoring.py is the last one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from mmqa_jax.core.files import (
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus, open_corpus, prepare_interchange, prepare_webqa_format
 from mmqa_jax.data.records import refuse_corpus
-from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.systems import webqa
-from mmqa_jax.systems.retrieval_scores import score_retrieval, show_retrieval
 
 
 def prepare(
@@ -84,76 +83,6 @@ def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, An
     with Progress("Preparing", None, "records") as progress:
         manifest = _prepare_official(raw, "atlas", out, progress, name="atlas", **options)
     return _summary(manifest, out)
-
-
-def rerank(
-    data: Path,
-    model: Path,
-    candidates: str,
-    out: Path,
-    *,
-    split: str,
-    top_k: int,
-    cap: str = "none",
-    select: str = "best",
-) -> dict[str, Any]:
-    """Scores each question's candidates with the source head; sweeps the threshold.
-
-    Args:
-      candidates: `restricted`; a rankings file, of which `top_k` sources are read; or `all`, the
-        whole collection, of which `top_k` are kept (models with joint_layers).
-      cap: for `restricted`, a name of webqa.CAPS.
-      select: how the sweep selects sources, a name of webqa.SELECTIONS.
-    """
-    from mmqa_jax.core import startup
-    from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
-    from mmqa_jax.systems.cached_reranker import rank_all
-    from mmqa_jax.systems.loading import load_reranker
-
-    check_top_k(top_k)
-    if cap != "none" and candidates != "restricted":
-        raise UserError(
-            f"--cap={cap}: limits each question's own candidates; use it with "
-            "--candidates=restricted, and --top_k with a file."
-        )
-    check_out(out)
-    startup.start()
-    corpus = open_corpus(data)
-    questions = split_questions(corpus, data, split)
-    if candidates == "restricted":
-        given = webqa.restricted_candidates(questions, corpus, webqa.CAPS[cap])
-    elif candidates != "all":
-        given = read_rankings(candidates, [q.id for q in questions], corpus.row)
-        given = [Ranking(r.question_id, r.sources[:top_k], r.scores[:top_k]) for r in given]
-    reranker = load_reranker(model, corpus)
-    if candidates == "all":
-        relevance = rank_all(reranker, questions, top_k)
-    else:
-        relevance = reranker.score(questions, given)
-    write_rankings(out, relevance)
-    print(f"Relevance for {len(questions):,} questions: {out}")
-    if not any(question.positives for question in questions):
-        return {"questions": len(questions)}  # as in WebQA's test split
-    scored = score_retrieval(corpus, questions, relevance)
-    show_retrieval(f"{data.name}, {split}: reranked", scored)
-    best, sweep = webqa.tune_threshold(questions, relevance, select)
-    show_sweep(f"{data.name}, {split}: sources selected by --select={select}", sweep)
-    rows = [{"threshold": threshold, "source_f1": f1} for threshold, f1 in sweep.items()]
-    return {
-        "questions": len(questions),
-        "best_threshold": best,
-        "source_f1": sweep[best],
-        "sweep": rows,
-        **scored,
-    }
-
-
-def show_sweep(title: str, sweep: Mapping[float, float]) -> None:
-    """Prints the source F1 of every threshold."""
-    from mmqa_jax.evaluation.tables import Table, show
-
-    rows = [(f"{threshold:g}", float(f1)) for threshold, f1 in sweep.items()]
-    show(Table(title, ("threshold", "source F1"), rows))
 
 
 def answer(

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from scipy.special import expit
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking
 from mmqa_jax.evaluation.webqa import source_f1
-from mmqa_jax.retrieval.rankings import best_of, by_score
+from mmqa_jax.retrieval.rankings import best_of
 
 # Grid of the dev sweep; the paper settles on 0.2 (section 6.1).
 THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -204,6 +205,8 @@ class Hop(NamedTuple):
 
 def combine(hops: Sequence[Hop], weight: float) -> list[Ranking]:
     """Every source with the higher of its interpolated probabilities over the hops (ours)."""
+    if weight == 0:
+        return relevance_alone(hops)
     return functools.reduce(best_of, (interpolate(*hop, weight) for hop in hops))
 
 
@@ -227,25 +230,33 @@ def interpolate(
         p = np.clip(np.array(read.scores, np.float64), 1e-6, 1 - 1e-6)
         behind = np.array([cosine[name] - best for name in read.sources], np.float64)
         logits = np.log(p) - np.log1p(-p) + weight * behind
-        named = dict(zip(read.sources, 1 / (1 + np.exp(-logits)), strict=True))
-        mixed.append(by_score(read.question_id, named))
+        order = np.argsort(-logits, kind="stable")  # probabilities may be alike where these are not
+        names = tuple(read.sources[place] for place in order)
+        mixed.append(Ranking(read.question_id, names, tuple(expit(logits[order]).tolist())))
     return mixed
 
 
 def tune_selection(
-    questions: Sequence[Question], hops: Sequence[Hop]
+    questions: Sequence[Question],
+    hops: Sequence[Hop],
+    selection: str = "best",
+    weights: Sequence[float] = WEIGHTS,
 ) -> tuple[float, float, dict[tuple[float, float], float]]:
     """Weight of the similarity and threshold with the best source F1 (on dev), and all tried.
+
+    Args:
+      selection: a name of SELECTIONS.
+      weights: to try; above 0 only where the similarity is known.
 
     Returns:
       (weight, threshold, {(weight, threshold): mean source F1}); ties go to the smaller weight.
     """
     tuned, sweep = {}, {}
-    for weight in WEIGHTS:
+    for weight in weights:
         mixed = combine(hops, weight)
-        tuned[weight], tried = tune_threshold(questions, mixed)
+        tuned[weight], tried = tune_threshold(questions, mixed, selection)
         sweep.update({(weight, threshold): f1 for threshold, f1 in tried.items()})
-    best = max(WEIGHTS, key=lambda weight: (sweep[weight, tuned[weight]], -weight))
+    best = max(weights, key=lambda weight: (sweep[weight, tuned[weight]], -weight))
     return best, tuned[best], sweep
 
 
@@ -278,8 +289,6 @@ def tune_threshold(
 ) -> tuple[float, dict[float, float]]:
     """The threshold with the best mean source F1 (on dev), and the whole sweep.
 
-    Ties go to the threshold nearest the paper's 0.2.
-
     Args:
       selection: a name of SELECTIONS.
     """
@@ -288,8 +297,12 @@ def tune_threshold(
         threshold: mean_source_f1(questions, select_sources(relevance, threshold, most, least))
         for threshold in THRESHOLDS
     }
-    best = max(sweep, key=lambda threshold: (sweep[threshold], -abs(threshold - 0.2)))
-    return best, sweep
+    return best_threshold(sweep), sweep
+
+
+def best_threshold(sweep: Mapping[float, float]) -> float:
+    """The threshold with the best source F1; ties go to the one nearest the paper's 0.2."""
+    return max(sweep, key=lambda threshold: (sweep[threshold], -abs(threshold - 0.2)))
 
 
 def mean_source_f1(questions: Sequence[Question], cited: Sequence[Ranking]) -> float:

@@ -8,6 +8,9 @@ from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_docum
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
+from mmqa_jax.systems.loading import load_reranker
+from mmqa_jax.systems.parts import TwoPassReranker
+from mmqa_jax.systems.retrieval_stages import open_retriever
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -34,6 +37,35 @@ def test_rerank_then_answer_from_what_is_selected(data, models, bm25, tmp_path):
         assert prediction["sources"] == row["sources"][:2]  # above a threshold of 0
         assert len(prediction["beams"]) == 1  # inference.only_best
         assert prediction["answer"] == prediction["beams"][0][0]
+
+
+def test_rerank_with_a_retriever_is_the_demos_selection(data, models, index, tmp_path):
+    """Both hops, relevance and similarity: TwoPassReranker, as the demo's stage `select`."""
+    path, contrastive = tmp_path / "selected.jsonl", models / "contrastive"
+    flags = (f"--data={data}", f"--model={models / 'rerank'}", f"--out={path}")
+    ended = mmqa(
+        "rerank", *flags, f"--retriever={contrastive}", f"--index={index}",
+        "--similarity_weight=25", "--json",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    corpus = open_corpus(data)
+    questions = corpus.questions("test")
+    retriever = open_retriever(corpus, contrastive, index, two_pass=True)
+    reranker = TwoPassReranker(retriever, load_reranker(models / "rerank", corpus))
+    hops = reranker.read(questions, webqa.restricted_candidates(questions, corpus))
+    expected = webqa.combine(hops, 25.0)
+    found = read_rankings(path)
+    assert [r.sources for r in found] == [r.sources for r in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.scores == pytest.approx(theirs.scores, abs=1e-6)
+    # The sweep tells what any weight and threshold would select, 25 among them.
+    _, _, sweep = webqa.tune_selection(questions, hops)
+    assert "weight 25" in ended.out
+    told = {(r["similarity_weight"], r["threshold"]): r["source_f1"] for r in ended.value["sweep"]}
+    assert {key: told[key] for key in sweep} == pytest.approx(sweep)
+    assert ended.value["best"]["source_f1"] == max(told.values())
+    own = {t: f1 for (weight, t), f1 in told.items() if weight == 25}
+    assert ended.value["source_f1"] == own[ended.value["best_threshold"]] == max(own.values())
 
 
 def test_questions_without_sources_are_ranked_answered_and_scored(data, models, tmp_path):

@@ -291,11 +291,46 @@ def test_the_cap_keeps_gold_and_sixteen_of_each_modality():
     assert list(capped.sources) == sorted([*names[:16], *names[20:36]])
 
 
-def test_the_cap_is_for_a_questions_own_candidates(release, selector, reranked, refused, tmp_path):
+def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
+    data, found = f"--data={release / 'data'}", tmp_path / "bm25.jsonl"
+    flags = ("rerank", data, f"--model={selector[0]}", "--split=val", f"--candidates={found}")
+    with quickly_and_quietly(cli_cache):
+        done("search", data, "--split=val", "--method=bm25", "--top_k=5", f"--out={found}")
+        done(*flags, f"--out={tmp_path / 'plain.jsonl'}")
+        done(*flags, "--similarity_weight=1e6", f"--out={tmp_path / 'weighed.jsonl'}")
+    scores = [dict(zip(row["sources"], row["scores"], strict=True)) for row in rows_of(found)]
+
+    def in_the_retrievers_order(name):
+        rows = [row["sources"] for row in rows_of(tmp_path / f"{name}.jsonl")]
+        ranked = [[given[s] for s in row] for row, given in zip(rows, scores, strict=True)]
+        return [row == sorted(row, reverse=True) for row in ranked]
+
+    assert all(in_the_retrievers_order("weighed"))
+    assert not all(in_the_retrievers_order("plain"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("{file}", "--cap=webqa"), r"--cap=webqa: .* use it with --candidates=restricted"),
+        (("restricted", "--similarity_weight=5"), r"no similarity is known .* `mmqa search`"),
+        (("{file}", "--similarity_weight=-1"), r"--similarity_weight=-1.0: 0 or more"),
+        (("{file}", "--similarity_weight=nan"), r"--similarity_weight=nan: 0 or more"),
+        (("{file}", "--similarity_weight=inf"), r"--similarity_weight=inf: 0 or more"),
+        (("restricted", "--retriever=runs/c"), r"--retriever needs --index"),
+        (
+            ("all", "--retriever=runs/c", "--index=runs/i"),
+            r"--retriever: finds similarities of few",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_the_candidates(
+    flags, message, release, selector, reranked, refused, tmp_path
+):
+    candidates, more = flags[0].format(file=reranked[0]), flags[1:]
     refused(
         "rerank", f"--data={release / 'data'}", f"--model={selector[0]}", "--split=val",
-        f"--candidates={reranked[0]}", "--cap=webqa", f"--out={tmp_path / 'out'}",
-        message=r"--cap=webqa: .* use it with --candidates=restricted",
+        f"--candidates={candidates}", *more, f"--out={tmp_path / 'out'}", message=message,
     )  # fmt: skip
 
 
