@@ -151,14 +151,13 @@ def retrieval_table(
     recall: Mapping[str, Mapping[int, float]],
     source_f1: Mapping[str, float],
     note: str = "",
-    rows: str = "retriever",
 ) -> Table:
-    """A row a retriever (or what `rows` says): recall@k for every k, the F1 of cited sources."""
+    """A row a retriever: recall@k for every k, and the F1 of the sources it cites."""
     ks = sorted({k for values in recall.values() for k in values})
-    cells: list[list[Cell]] = []
+    rows: list[list[Cell]] = []
     for name in dict.fromkeys((*recall, *source_f1)):
-        cells.append([name, *(recall.get(name, {}).get(k) for k in ks), source_f1.get(name)])
-    return Table(title, [rows, *(f"@{k}" for k in ks), "source F1"], cells, note)
+        rows.append([name, *(recall.get(name, {}).get(k) for k in ks), source_f1.get(name)])
+    return Table(title, ["retriever", *(f"recall@{k}" for k in ks), "source F1"], rows, note)
 
 
 def _values(scores: Scores, scorer: str, category: str | None):

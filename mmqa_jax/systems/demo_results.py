@@ -166,7 +166,7 @@ def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
         for name, values in scores["recall"].items()
     }
     tables.append(
-        retrieval_table("Recall@k over the whole collection", recall, f1, "Source F1: top two.")
+        retrieval_table("Retrieval over the whole collection", recall, f1, "Source F1: top two.")
     )
     groups = list(scores["by_category"]["retrieval/bm25"])
     rows = [

@@ -35,21 +35,20 @@ def score_retrieval(
 
 
 def show_retrieval(title: str, scored: Mapping[str, Any], *, markdown: bool = False) -> None:
-    """Prints what `score_retrieval` found, a row for all questions and one for each modality."""
-    from mmqa_jax.evaluation.tables import retrieval_table, show
+    """Prints what `score_retrieval` found: a column for all questions and for each modality."""
+    from mmqa_jax.evaluation.tables import Table, show
 
     if not scored["recall"]:
         return
     groups = {"all": scored, **scored["by_modality"]}
-    names = {name: f"{name} ({group['questions_scored']:,})" for name, group in groups.items()}
-    recall = {
-        names[name]: {int(key.removeprefix("recall@")): v for key, v in group["recall"].items()}
-        for name, group in groups.items()
-    }
-    source_f1 = {names[name]: group["source_f1_top_2"] for name, group in groups.items()}
-    note = "Source F1: of the best two."
-    table = retrieval_table(f"{title}: recall@k", recall, source_f1, note, rows="questions")
-    show(table, markdown=markdown)
+    columns = [f"{name} ({group['questions_scored']:,})" for name, group in groups.items()]
+    rows = [
+        [name, *(group["recall"].get(name) for group in groups.values())]
+        for name in scored["recall"]
+    ]
+    rows.append(["source F1, top 2", *(group["source_f1_top_2"] for group in groups.values())])
+    note = "Questions by the modality of their gold sources." if len(groups) > 2 else ""
+    show(Table(title, ["", *columns], rows, note), markdown=markdown)
 
 
 def _scores(questions: Sequence[Question], rankings: Sequence[Ranking]) -> dict[str, Any]:

@@ -157,6 +157,8 @@ def _show_sweep(title: str, sweep: Mapping[tuple[float, float], float]) -> None:
     weights = sorted({weight for weight, _ in sweep})
     thresholds = sorted({threshold for _, threshold in sweep})
     rows = [[f"{t:g}", *(float(sweep[weight, t]) for weight in weights)] for t in thresholds]
-    columns = ["threshold", *(f"weight {weight:g}" for weight in weights)]
-    note = "Weight: --similarity_weight." if len(weights) > 1 else ""
-    show(Table(title, columns if len(weights) > 1 else ["threshold", "source F1"], rows, note))
+    if len(weights) == 1:
+        show(Table(title, ["threshold", "source F1"], rows))
+        return
+    note = "A row a threshold, a column a --similarity_weight."
+    show(Table(title, ["", *(f"{weight:g}" for weight in weights)], rows, note))
