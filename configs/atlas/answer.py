@@ -1,14 +1,19 @@
-"""Atlas: VLP answers (WebQA section 5.2) from gold sources, with our augmentations."""
+"""Atlas: VLP answers (WebQA section 5.2) from gold sources, with our augmentations.
+
+Modes `vlp_i` and `vlp_t` are table 8's: trained on the questions of one modality alone, which they
+see as often as the model of both modalities does.
+"""
 
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
-MODES = ("runlocal",)
+ONE_MODALITY = {"vlp_i": ("image", 339), "vlp_t": ("text", 111)}  # -> modality, of the 450 steps
+MODES = ("runlocal", *ONE_MODALITY)
 
 
 def get_config(mode: str = "") -> ConfigDict:
-    """`runlocal`: a few steps of a small model trained from scratch, for tests."""
+    """`mode`: of MODES; `runlocal` is a few steps of a small model from scratch, for tests."""
     config = ConfigDict()
     config.task = "answer"
     config.seed = 0
@@ -77,6 +82,9 @@ def get_config(mode: str = "") -> ConfigDict:
         "only_best": True,  # a question stops once its best beam is certain
     }
 
+    if mode in ONE_MODALITY:
+        config.data.modality, config.train.steps = ONE_MODALITY[mode]
+        config.batches.shares = {}
     if mode == "runlocal":
         config_beside(__file__, "../small.py").make_small(config)
         config.inference.max_new_tokens = 8
