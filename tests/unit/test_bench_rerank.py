@@ -9,6 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from cli_runs import compiled_quickly
 from flax import nnx
 
 from mmqa_jax.bench import Options, rerank, show
@@ -29,10 +30,8 @@ LOAD = rerank.Load(
 
 @pytest.fixture(scope="module")
 def result():
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is what costs here
-    found = rerank.measure(LOAD, Options(rounds=1))
-    jax.config.update("jax_disable_most_optimizations", False)
-    return found
+    with compiled_quickly():
+        return rerank.measure(LOAD, Options(rounds=1))
 
 
 def test_the_projection_is_that_of_the_cost_model(result):

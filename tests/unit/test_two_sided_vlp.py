@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cli_runs import compiled_quickly
 from flax import nnx
 from tiny_corpus import CORPUS, PACKING, QUESTIONS, make_reader
 
@@ -35,10 +36,8 @@ ASKED = [q.question for q in QUESTIONS[:3]] + [
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiles():
-    """Compiling is what costs here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with compiled_quickly():
+        yield
 
 
 def model_of(joint_layers: int, match_type: int | None = None, **trunk) -> TwoSidedVLP:
