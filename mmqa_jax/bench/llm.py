@@ -161,10 +161,9 @@ def _decode_rates(
 ) -> tuple[dict[str, float], dict[str, Answers]]:
     """New tokens/s of a full batch, what its prompts and first tokens take left out."""
     prompts = _cut(text, load.batch, load.prompt)
-    seconds, answers = _timed(sides, prompts, load.decode, rounds)
-    first, _ = _timed(sides, prompts, 1, rounds)
+    seconds, answers = _timed(sides, prompts, load.decode, rounds, decoding=True)
     tokens = load.batch * (load.decode - 1)
-    return {side: tokens / (seconds[side] - first[side]) for side in sides}, answers
+    return {side: tokens / taken for side, taken in seconds.items()}, answers
 
 
 def _compared(
@@ -204,9 +203,17 @@ def _cut(text: Sequence[int], count: int, size: int, shared: int = 0) -> Prompts
 
 
 def _timed(
-    sides: Mapping[str, OurSide | TorchSide], prompts: Prompts, new: int, rounds: int
+    sides: Mapping[str, OurSide | TorchSide],
+    prompts: Prompts,
+    new: int,
+    rounds: int,
+    *,
+    decoding: bool = False,
 ) -> tuple[dict[str, float], dict[str, Answers]]:
-    """Median seconds of each side, in turn after a small round that compiles, and its answers."""
+    """Median seconds of each side, in turn after a small round that compiles, and its answers.
+
+    decoding: only of what comes after the first new tokens.
+    """
     answers: dict[str, Answers] = {}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
@@ -215,7 +222,8 @@ def _timed(
         for name, side in sides.items():
             began = time.perf_counter()
             answers[name] = side.answers(prompts, new)
-            seconds[name].append(time.perf_counter() - began)
+            whole = time.perf_counter() - began
+            seconds[name].append(side.decode_seconds if decoding else whole)
     return {name: statistics.median(taken) for name, taken in seconds.items()}, answers
 
 
@@ -274,7 +282,13 @@ def _text(size: str, load: Load) -> list[int]:
 
 
 class OurSide:
-    """The engine; takes the model over."""
+    """The engine; takes the model over.
+
+    Attributes:
+      decode_seconds: of the last `answers`, what came after the first new tokens.
+    """
+
+    decode_seconds: float
 
     def __init__(self, model: Llama, load: Load, **changes: Any):
         import jax
@@ -305,10 +319,12 @@ class OurSide:
         from mmqa_jax.decoding.requests import Request
 
         self.engine.forget()
+        before = self.engine.throughput.decode_seconds
         requests = (Request(n, prompt, new) for n, prompt in enumerate(prompts))
         found = {
             result.id: result.candidates[0].tokens for result in self.engine.generate(requests)
         }
+        self.decode_seconds = self.engine.throughput.decode_seconds - before
         return [found[n] for n in range(len(prompts))]
 
     def perplexity(self, text: Sequence[int]) -> float:
@@ -324,7 +340,13 @@ class OurSide:
 
 
 class TorchSide:
-    """transformers' LlamaForCausalLM with the weights of ours, in batches of `batch`."""
+    """transformers' LlamaForCausalLM with the weights of ours, in batches of `batch`.
+
+    Attributes:
+      decode_seconds: as OurSide's.
+    """
+
+    decode_seconds: float
 
     def __init__(self, model: Llama, batch: int, dtype: str | None = None):
         import torch
@@ -338,8 +360,17 @@ class TorchSide:
     def answers(self, prompts: Prompts, new: int) -> Answers:
         """Greedy answers of exactly `new` tokens to prompts of one length."""
         import torch
+        from transformers import StoppingCriteriaList
+
+        times: list[float] = []  # of every new token
+
+        def mark(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            """A stopping criterion, called behind every token, that never stops."""
+            times.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         found: Answers = []
+        self.decode_seconds = 0.0
         for start in range(0, len(prompts), self._batch):
             ids = torch.tensor(prompts[start : start + self._batch], device=self._model.device)
             with torch.inference_mode():
@@ -350,6 +381,8 @@ class TorchSide:
                     min_new_tokens=new,
                     do_sample=False,
                     pad_token_id=0,
+                    stopping_criteria=StoppingCriteriaList([mark]),
                 )
+            self.decode_seconds += times[-1] - times[-new]
             found += [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
         return found

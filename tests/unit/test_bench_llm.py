@@ -44,6 +44,8 @@ def test_both_sides_answer_alike(result):
         assert rows[name]["same_answers"] == 1.0, name
         assert rows[name]["ratio"] > 0
         assert rows[name]["peer_bfloat16"] > 0
+    for name in ("decode", "int8_cache", "int8_weights"):  # timed apart from the prompts
+        assert min(rows[name]["ours"], rows[name]["peer"]) > 0, name
     decode = rows["decode"]
     assert decode["of_floor"] == pytest.approx(decode["ours"] / decode["floor"], abs=0.01)
     assert json.dumps(result)
