@@ -33,10 +33,7 @@ from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
 from mmqa_jax.retrieval.rankings import best_of, rescored, to_rankings
 from mmqa_jax.retrieval.two_pass import two_pass_search
 from mmqa_jax.systems import webqa
-from mmqa_jax.training.recipes import (
-    make_packer,
-    make_source_reader,
-)
+from mmqa_jax.training.recipes import make_packer, make_source_reader
 
 # uint8[S, S, 3] of each question's picture (None: it has none); None: the questions' own.
 QuestionPixels = Sequence[np.ndarray | None] | None
