@@ -7,6 +7,7 @@ any numerical library is loaded.
 from __future__ import annotations
 
 import argparse
+import difflib
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,16 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose complaint is one sentence."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        # Where a verb's flags are known: the parser of all verbs could only point at its own help.
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`.")

@@ -77,6 +77,7 @@ def test_the_installed_command_ends_as_main_does():
         ([], r"required: VERB; see `mmqa --help`"),
         (["serach"], r"invalid choice: 'serach' .*see `mmqa --help`"),
         (["report", "--wokdir=x"], r"unrecognized arguments: --wokdir=x"),
+        (["report", "--wokdir=x"], r"did you mean --workdir\?\); see `mmqa report --help`"),
         (["prepare", "msmarco", "--out=x"], r"invalid choice: 'msmarco' .*atlas.*webqa.*corpus"),
         (["evaluate", "squad"], r"invalid choice: 'squad'.*see `mmqa evaluate --help`"),
         (["search", "--data=x", "--method=bm25"], r"required: --out; see `mmqa search --help`"),
