@@ -37,7 +37,10 @@ def test_ids_follow_from_the_merges(tmp_path):
     assert tokenizer.encode("!") == [256]  # "!</w>": the first byte at a word's end
 
 
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason=f"{PUBLISHED} is not there")
+@pytest.mark.skipif(
+    not PUBLISHED.is_file(),
+    reason=f"needs ../shared/data/weights/{PUBLISHED.name} (MMQA_SHARED_DATA)",
+)
 def test_published_ids(tmp_path):
     (tmp_path / OPENAI_MERGES).symlink_to(PUBLISHED)
     tokenizer = load_clip_tokenizer(tmp_path)
