@@ -1,4 +1,4 @@
-"""What every experiment's `runlocal` mode has in common. Not an experiment itself."""
+"""What the `runlocal` modes of all experiments share; not an experiment itself."""
 
 from ml_collections import ConfigDict
 
@@ -7,7 +7,7 @@ TOWER = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128, "embed_dim": 64
 
 
 def make_small(config: ConfigDict) -> None:
-    """Turns a config into a run of seconds: four steps of a small model from scratch, in place."""
+    """Shrinks a config in place to four steps of a small model from scratch, a run of seconds."""
     config.tokenizer, config.init = "corpus:2000", "scratch"
     config.model.changes = TRUNK
     if config.task == "contrastive":

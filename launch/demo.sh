@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to cited answers: sets up .venv, then runs the whole path on Atlas.
+# From a fresh clone to cited answers: sets up .venv, then runs the whole pipeline on Atlas.
 #   launch/demo.sh [WORKDIR] [further flags of `mmqa demo`]
 # Interrupted? Start it again with the same folder: it continues.
 set -euo pipefail

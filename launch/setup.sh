@@ -45,7 +45,7 @@ if [ ! -x .venv/bin/python ]; then
 fi
 
 # The stamp names what is installed: a changed file, extra or checkout path installs anew.
-wanted="$(cat pyproject.toml launch/constraints.txt launch/setup.sh | sha256sum | cut -c1-16) $PWD"
+wanted="$(cat pyproject.toml setup.py launch/constraints.txt launch/setup.sh | sha256sum | cut -c1-16) $PWD"
 stamp=".venv/.mmqa-$extras"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0

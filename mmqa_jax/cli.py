@@ -1,27 +1,32 @@
-"""The command line: `mmqa VERB ...`. The verbs, and nothing else; arguments.py has their flags.
+"""The command line: `mmqa VERB ...`. Every verb is a module of commands/.
 
-Config files are ml_collections: `--config=FILE[:MODE] --config.train.steps=500`.
+argparse rather than absl flags: every verb has its own flags, and `mmqa --help` responds without
+loading a numerical library. Config files are ml_collections: `--config=FILE[:MODE]
+--config.train.steps=500`.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import NoReturn
 
-from mmqa_jax.arguments import make_parser
 from mmqa_jax.core.errors import RunError, UserError
 
-Result = dict[str, Any]
+VERBS = (
+    *("demo", "ask", "prepare", "convert", "train", "embed", "index", "search", "rerank"),
+    *("answer", "prompt", "run", "tables", "compare", "evaluate", "report", "bench"),
+)
 _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code (0 done, 1 the run failed, 2 wrong input)."""
+    """Runs one verb; returns the exit code (0 done, 1 the run failed, 2 invalid input)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in argv
     try:
@@ -30,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides and not hasattr(arguments, "config"):
             raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
         arguments.overrides = overrides
-        result = VERBS[arguments.verb](arguments)
+        result = command(arguments.verb).run(arguments)
     except (UserError, RunError) as error:
         if show_traceback:
             traceback.print_exc()
@@ -44,212 +49,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def command(verb: str):
+    """The module of a verb."""
+    return importlib.import_module(f"mmqa_jax.commands.{verb}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `mmqa VERB ...`; invalid arguments raise UserError."""
+    parser = _Parser(
+        prog="mmqa",
+        description="Multimodal, multi-hop question answering in JAX.",
+        epilog="`mmqa VERB --help` shows a verb's flags and a working example.",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb in VERBS:
+        module = command(verb)
+        added = verbs.add_parser(
+            verb,
+            help=module.SUMMARY,
+            description=module.SUMMARY,
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.add_argument("--json", action="store_true", help="last line: the result as JSON")
+        added.add_argument("--traceback", action="store_true", help="show an error's traceback")
+        module.add_flags(added)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose error message is one sentence."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        # Checked here, where the verb's own flags are known, to suggest the closest one.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            suggestion = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`.")
+
+
 def _split_config_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates `--config.a.b=value` arguments from the verb's own."""
     kept, overrides = [], []
     for argument in argv:
         if argument.startswith("--config."):
             if "=" not in argument:
-                raise UserError(f"{argument}: write it as --config.KEY=VALUE, in one word.")
+                raise UserError(f"{argument}: write it as --config.KEY=VALUE, without spaces.")
             overrides.append(argument.removeprefix("--config."))
         else:
             kept.append(argument)
     return kept, overrides
-
-
-# Each verb loads what it needs when it runs, and nothing before.
-
-
-def _demo(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.core.config import load_config
-    from mmqa_jax.systems.demo import run_demo
-
-    return run_demo(load_config(arguments.config, arguments.overrides), Path(arguments.workdir))
-
-
-def _ask(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.ask import ask
-
-    return ask(Path(arguments.workdir), arguments.question, arguments.image)
-
-
-def _prepare(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.stages import prepare
-
-    raw = Path(arguments.raw) if arguments.raw else None
-    return prepare(
-        arguments.dataset,
-        raw,
-        Path(arguments.out),
-        overwrite=arguments.overwrite,
-        max_broken_pictures=arguments.max_broken_pictures,
-    )
-
-
-def _convert(arguments: argparse.Namespace) -> Result:
-    import jax
-
-    from mmqa_jax.weights.convert import convert
-
-    jax.config.update("jax_platforms", "cpu")  # needs no accelerator, nor shall it hold one
-    return convert(
-        arguments.model,
-        Path(arguments.source),
-        Path(arguments.out),
-        dtype=arguments.dtype,
-        export=arguments.export,
-        overwrite=arguments.overwrite,
-        changes=arguments.set,
-        clip=Path(arguments.clip) if arguments.clip else None,
-    )
-
-
-def _train(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.core.config import load_config
-    from mmqa_jax.training.run import run_training
-
-    config = load_config(arguments.config, arguments.overrides)
-    return run_training(config, Path(arguments.workdir), only_start=arguments.only_start)
-
-
-def _embed(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.retrieval_stages import embed
-
-    return embed(
-        Path(arguments.data),
-        Path(arguments.model),
-        Path(arguments.out),
-        shard=arguments.shard,
-        overwrite=arguments.overwrite,
-    )
-
-
-def _index(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.retrieval_stages import index
-
-    return index(Path(arguments.embeddings), arguments.kind)
-
-
-def _search(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.retrieval_stages import search
-
-    return search(
-        Path(arguments.data),
-        arguments.method,
-        Path(arguments.out),
-        model=arguments.model,
-        index_dir=arguments.index,
-        split=arguments.split,
-        top_k=arguments.top_k,
-        two_pass=arguments.two_pass,
-        candidates=arguments.candidates,
-        modality=arguments.modality,
-        webqa_compat=arguments.webqa_compat,
-    )
-
-
-def _rerank(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.selection import Candidates, rerank
-
-    candidates = Candidates(
-        arguments.candidates,
-        arguments.top_k,
-        arguments.cap,
-        retriever=Path(arguments.retriever) if arguments.retriever else None,
-        index_dir=Path(arguments.index) if arguments.index else None,
-        similarity_weight=arguments.similarity_weight,
-    )
-    return rerank(
-        Path(arguments.data),
-        Path(arguments.model),
-        candidates,
-        Path(arguments.out),
-        split=arguments.split,
-        select=arguments.select,
-    )
-
-
-def _answer(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.stages import answer
-
-    return answer(
-        Path(arguments.data),
-        Path(arguments.model),
-        arguments.sources,
-        Path(arguments.out),
-        split=arguments.split,
-        threshold=arguments.threshold,
-        select=arguments.select,
-    )
-
-
-def _prompt(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.core.config import load_config
-    from mmqa_jax.core.files import check_out
-    from mmqa_jax.core.startup import cache_dir
-    from mmqa_jax.prompting.run import run_prompts
-
-    check_out(Path(arguments.out))
-    cache = Path(arguments.cache) if arguments.cache else cache_dir() / "responses.sqlite"
-    return run_prompts(
-        Path(arguments.prompts),
-        Path(arguments.out),
-        load_config(arguments.config, arguments.overrides),
-        model=arguments.model,
-        backend=arguments.backend,
-        tokenizer=arguments.tokenizer,
-        cache=None if arguments.no_cache else cache,
-    )
-
-
-def _evaluate(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.scoring import evaluate
-
-    return evaluate(
-        arguments.dataset,
-        Path(arguments.references) if arguments.references else None,
-        Path(arguments.predictions),
-        split=arguments.split,
-        lemmatizer=arguments.lemmatizer,
-        only_given=arguments.only_given,
-        bart=Path(arguments.bart) if arguments.bart else None,
-        submission=Path(arguments.submission) if arguments.submission else None,
-        against=Path(arguments.against) if arguments.against else None,
-        markdown=arguments.markdown,
-    )
-
-
-def _report(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.systems.demo import write_demo_report
-
-    return write_demo_report(Path(arguments.workdir))
-
-
-def _bench(arguments: argparse.Namespace) -> Result:
-    from mmqa_jax.bench import Options, run_bench, show
-
-    options = Options(arguments.rounds, tuple(arguments.only), arguments.size)
-    result = run_bench(arguments.name, options)
-    show(result)
-    return result
-
-
-VERBS: dict[str, Callable[[argparse.Namespace], Result]] = {
-    "demo": _demo,
-    "ask": _ask,
-    "prepare": _prepare,
-    "convert": _convert,
-    "train": _train,
-    "embed": _embed,
-    "index": _index,
-    "search": _search,
-    "rerank": _rerank,
-    "answer": _answer,
-    "prompt": _prompt,
-    "evaluate": _evaluate,
-    "report": _report,
-    "bench": _bench,
-}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,34 @@ from typing import Any
 
 import pytest
 
+# Files of tests/unit that train or compile models; `--quick` leaves them out.
+_SLOW = frozenset(
+    f"test_{name}.py"
+    for name in (
+        *("backends", "bench", "bench_llm", "bench_rerank", "bench_retrieval", "cached_reranker"),
+        *("cli_answer", "cli_compare", "cli_convert", "cli_convert_errors", "cli_prompt"),
+        *("cli_run", "cli_run_errors", "run_resume"),
+        *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
+        *("keymap", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),
+        *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
+        *("weights_folder", "wheel"),
+    )
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="only the unit tests that train and compile no model (launch/test.sh quick)",
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    if not config.getoption("--quick") or collection_path.suffix != ".py":
+        return None
+    return collection_path.parent.name != "unit" or collection_path.name in _SLOW or None
+
 
 def pytest_sessionstart():
     # A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.

@@ -1,7 +1,7 @@
 """Atlas: VLP answers (WebQA section 5.2) from gold sources, with our augmentations.
 
-Modes `vlp_i` and `vlp_t` are table 8's: trained on the questions of one modality alone, which they
-see as often as the model of both modalities does.
+Modes `vlp_i` and `vlp_t` are table 8's: trained on the questions of one modality alone, as often as
+the model of both modalities sees them.
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +21,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
-    # Token types that MiniLM has nothing like: words that match the question, the second source.
+    # Token types that MiniLM does not have: tokens that match the question, the second source.
     config.new_types = (0, 1, 3)
     config.pictures = {"size": 48, "resize": "sample"}
     config.model = {
@@ -47,13 +47,17 @@ def get_config(mode: str = "") -> ConfigDict:
         "positions_after_regions": False,
     }
     config.masking = {"mask_prob": 0.5, "max_pred": 24, "probes": True, "keyword_weight": 20.0}
-    config.augment = {"entities": 0.7, "palette": 0.7}
+    config.augment = {
+        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment",
+        "entities": 0.7,
+        "palette": 0.7,
+    }
     config.batches = {
         "batch_size": 32,
         "max_sources": 2,
         "distractor_prob": 0.1,
         "no_source_prob": 0.05,
-        "shares": {"text": 0.4},  # looking takes more examples than reading
+        "shares": {"text": 0.4},  # pictures take more examples than text
         "slack": 8,
         "threads": 2,
     }

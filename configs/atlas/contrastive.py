@@ -14,8 +14,8 @@ def get_config(mode: str = "") -> ConfigDict:
     config.seed = 0
     config.data = {"dir": "", "split": "train"}
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
-    # minilm; minilm:corpus, its tokens that the corpus needs; corpus:N, a WordPiece of N tokens
-    # trained on the corpus; or a tokenizer.json.
+    # minilm; minilm:corpus, restricted to the tokens of the corpus; corpus:N, a WordPiece of N
+    # tokens trained on the corpus; or a tokenizer.json.
     config.tokenizer = "minilm:corpus"
     # minilm, scratch, or a folder with BERT weights in transformers' layout.
     config.init = "minilm"
@@ -24,17 +24,28 @@ def get_config(mode: str = "") -> ConfigDict:
         "clip": "",  # a CLIP preset instead of a BERT text tower: vit_b_16, ...
         "trunk": "minilm_l6",
         "changes": {"dropout": 0.0, "attention_dropout": 0.0},
-        "vision": {"image_size": 32},
+        "vision": {
+            "image_size": 32,
+            "patch_size": 8,
+            "width": 192,
+            "layers": 4,
+            "heads": 3,
+            "mlp_width": 768,
+        },
         "fusion": "mean",
         "picture_gate": 0.1,
     }
-    config.augment = {"entities": 0.0, "palette": 0.0}
+    config.augment = {
+        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment",
+        "entities": 0.0,
+        "palette": 0.0,
+    }
     config.batches = {
         "batch_size": 48,
         "query_length": 32,
         "source_lengths": (48,),
         "num_negatives": 1,
-        "two_pass": True,
+        "second_hop": True,
         "slack": 0,
         "threads": 2,
     }

@@ -16,7 +16,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
-    # Token types that MiniLM has nothing like: words that match the question, the second source.
+    # Token types that MiniLM does not have: tokens that match the question, the second source.
     config.new_types = (0, 1, 3)
     config.pictures = {"size": 48, "resize": "sample"}
     config.model = {
@@ -38,12 +38,16 @@ def get_config(mode: str = "") -> ConfigDict:
         "match_types": (1,),
         "positions_after_regions": False,
     }
-    config.augment = {"entities": 0.5, "palette": 0.0}
+    config.augment = {
+        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment",
+        "entities": 0.5,
+        "palette": 0.0,
+    }
     config.batches = {
         "batch_size": 64,
         "choices_per_question": 8,
         "alike_share": 0.75,
-        "hint_prob": 0.3,
+        "second_hop_prob": 0.3,
         "slack": 4,
         "threads": 2,
     }

@@ -1,9 +1,9 @@
-"""Atlas: source selection with sources that are read once (models/two_sided_vlp.py).
+"""Atlas: source selection with cached sources (models/two_sided_vlp.py).
 
-As rerank.py, but the question sees its source in the upper layers alone, and words that both
-sides share are marked on the question's side. `data.negatives` names rankings of the training
-questions, whose sources are further negatives: a model that ranks the whole collection meets more
-than the candidates a question comes with.
+As rerank.py, but the question attends to its source in the upper layers alone, and tokens that
+both share are marked on the question's side. `data.negatives` names rankings of the training
+questions, whose sources are further negatives: a model that ranks the whole collection sees more
+than the candidates that a question comes with.
 """
 
 from ml_collections import ConfigDict

@@ -29,7 +29,15 @@ def get_config(mode: str = "") -> ConfigDict:
         "clip": "",
         "trunk": "minilm_l6",
         "changes": {"dropout": 0.0, "attention_dropout": 0.0, "dtype": "bfloat16"},
-        "vision": {"image_size": 64, "patch_size": 16, "dtype": "bfloat16"},
+        "vision": {
+            "image_size": 64,
+            "patch_size": 16,
+            "width": 192,
+            "layers": 4,
+            "heads": 3,
+            "mlp_width": 768,
+            "dtype": "bfloat16",
+        },
         "fusion": "mean",
         "picture_gate": 0.1,
     }
@@ -38,7 +46,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "query_length": 128,  # half of the paragraphs have at most 150 tokens
         "source_lengths": (96,),
         "num_negatives": 1,
-        "two_pass": False,
+        "second_hop": False,
         "slack": 0,
         "threads": 2,
     }

@@ -20,7 +20,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.tokenizer = "minilm"
     config.init = "minilm"
-    # Token types that MiniLM has nothing like: words that match the question, the second source.
+    # Token types that MiniLM does not have: tokens that match the question, the second source.
     config.new_types = (0, 1, 3)
     config.pictures = {"size": 48, "resize": "squash"}
     config.model = {
@@ -48,7 +48,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "batch_size": 48,
         "choices_per_question": 5,
         "alike_share": 0.75,
-        "hint_prob": 0.0,
+        "second_hop_prob": 0.0,
         "slack": 0,
         "threads": 2,
     }

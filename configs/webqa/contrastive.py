@@ -40,7 +40,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "query_length": 48,
         "source_lengths": (77,),
         "num_negatives": 2,
-        "two_pass": False,
+        "second_hop": False,
         "slack": 0,
         "threads": 16,
     }

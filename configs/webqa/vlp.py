@@ -41,7 +41,7 @@ def base(frontend: str) -> ConfigDict:
         "max_answer_tokens": 109,
         "max_pair_tokens": 109,  # max_len_b
         "segments": (4, 5),  # --new_segment_ids
-        "all_slots_open": True,
+        "attend_empty_slots": True,
         "positions_after_regions": True,
     }
     if frontend == "x101":

@@ -1,14 +1,15 @@
 """What `mmqa bench NAME` measures, always against a peer on the same inputs in the same run.
 
-A bench is a module of this package with `run(options) -> dict`, the object that `--json` prints:
+A bench is a module of this package that gives its cases to `runner.measure`; its
+`run(options) -> dict` returns the object that `--json` prints:
 
     {"bench": "models", "device": "Intel(R) Xeon(R) Processor, 2 threads",
      "rows": [{"name": "bert", "ours": 310.2, "peer": 520.1, "ratio": 1.68, "unit": "ms",
                "floor": 240.0, ...}]}
 
-`ours` and `peer` are in `unit`; `ratio` is how many times better ours is, above 1 where we win
-(None without a peer); `floor` is the best that arithmetic and memory allow, in `unit`. Rows and
-object may have further keys; a row's further values are shown in the table too.
+`ours` and `peer` are in `unit`; `ratio` is how many times better ours is (None without a peer);
+`floor` is the best that arithmetic and memory allow, in `unit`. Rows and object may have further
+keys; a row's further values are shown in the table too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BENCHES = {
     "convert": "peak memory of `mmqa convert`, of its export, and of loading onto devices",
     "llm": "the generation engine against transformers' generate",
     "retrieval": "embedding, indexing and search against exact search",
-    "rerank": "VLP on every pair of WebQA: each read anew, or sources and questions read once",
+    "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
 }
 SIZES = ("small", "full")
 _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
@@ -35,7 +36,7 @@ _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line may ask of a bench.
+    """The flags of `mmqa bench`.
 
     Attributes:
       rounds: how often each side is timed; None is the bench's own number.
@@ -64,7 +65,7 @@ class Options:
 
 
 def available() -> tuple[str, ...]:
-    """The benches whose module is there."""
+    """The benches whose module exists."""
     return tuple(name for name in BENCHES if importlib.util.find_spec(f"{__name__}.{name}"))
 
 

@@ -1,10 +1,10 @@
-"""`mmqa bench convert`: most memory that converting, exporting and loading a model hold at once.
+"""`mmqa bench convert`: peak memory of converting, exporting and loading a model.
 
-A random LLaMA of P parameter bytes is written on the spot; every step runs in a process of its
-own, whose peak resident memory the system tells. `of_p` is that peak as a share of P, `added`
-the same without what a process holds that has only loaded the libraries. The peer is
-transformers: `from_pretrained`, and for the two conversions `save_pretrained` too. The floor is
-the libraries alone where a step could stream, and P more where it must hold the model.
+A random LLaMA of P parameter bytes is written first; every step runs in a process of its own,
+whose peak resident memory the system reports. `of_p` is that peak as a share of P, `added` the
+same without what a process holds that has only loaded the libraries. The peer is transformers:
+`from_pretrained`, and for the two conversions `save_pretrained` too. The floor is the libraries
+alone where a step could stream, and P more where it must hold the model.
 
 This module loads no numerical library at import: what a process holds counts as its children's.
 """
@@ -17,14 +17,14 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.bench import Options
-from mmqa_jax.bench.timing import Child, processor_name, run_child, threads
+from mmqa_jax.bench.runner import Case, measure
+from mmqa_jax.bench.timing import Child, host_name, run_child
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.progress import Progress
 
 ROWS = ("convert", "export", "load", "load_mesh")
 # Fields of LlamaConfig: SmolLM2-135M's sizes, and LLaMA-3.2-1B's.
@@ -38,68 +38,84 @@ _SHAPES = {
         "mlp": 8192, "tied": True, "rope_theta": 500000.0,
     },
 }  # fmt: skip
-_MESH_DEVICES = 8  # pretended ones, of one CPU
+_MESH_DEVICES = 8  # simulated on one CPU
 _SHARD_BYTES = 3 << 30  # so that the full size has two shards
 _MIB = 1 << 20
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measures all rows, or those asked for; size small unless full is asked for."""
-    return measure(_SHAPES[options.size or "small"], options)
+    """Measures all rows, or those selected; size small unless full is given."""
+    return run_shape(_SHAPES[options.size or "small"], options)
 
 
-def measure(shape: Mapping[str, Any], options: Options) -> dict[str, Any]:
+def run_shape(shape: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Measures with a LLaMA of the given fields of LlamaConfig; returns what `--json` prints.
 
     Raises:
       UserError: the disk has no room for the models.
     """
     wanted = options.chosen(ROWS)
-    with (
-        tempfile.TemporaryDirectory(prefix="mmqa-bench-") as name,
-        Progress(
-            "Measuring conversion", 3 + 2 * len(wanted) - ("convert" in wanted), "steps"
-        ) as progress,
-    ):
-        folder = Path(name)
-        steps = _Steps(folder, progress)
-        made = json.loads(
-            steps.python("make", folder / "published", json.dumps(dict(shape))).output
-        )
+    with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as name:
+        steps = _Steps(Path(name))
+        output = steps.python("make", Path(name) / "published", json.dumps(dict(shape))).output
+        made = json.loads(output)
         size = made["bytes"]
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(name).free
         if free < 3 * size:
             raise UserError(
-                f"{folder}: {3 * size / 2**30:.1f} GiB are to be written there, the disk has "
-                f"{free / 2**30:.1f} GiB left; set TMPDIR to a folder on another."
+                f"{name}: {3 * size / 2**30:.1f} GiB will be written there, the disk has "
+                f"{free / 2**30:.1f} GiB left; set TMPDIR to a folder on another disk."
             )
         start = steps.python("start").peak_bytes
-        converted = steps.convert("published", "converted")
-        measured = {
-            "convert": lambda: converted,
-            "export": steps.export,
-            "load": lambda: steps.load(1),
-            "load_mesh": lambda: steps.load(_MESH_DEVICES),
-        }
-        rows = [_row(steps, name, measured[name](), size, start) for name in wanted]
-    return {
-        "bench": "convert",
-        "device": f"{processor_name()}, {threads()} threads",
-        "rows": rows,
-        "parameters": made["parameters"],
-        "parameter_mib": _mib(size),
-        "libraries_mib": _mib(start),
+        return measure(
+            "convert",
+            _cases(steps, wanted, size, start),
+            wanted,
+            1,
+            device=host_name(),
+            parameters=made["parameters"],
+            parameter_mib=_mib(size),
+            libraries_mib=_mib(start),
+        )
+
+
+def _cases(steps: _Steps, wanted: tuple[str, ...], size: int, start: int) -> Iterator[Case]:
+    """The rows `wanted`, of a model of `size` bytes; the libraries alone take `start`."""
+    converted = steps.convert("published", "converted")
+    measured = {
+        "convert": lambda: converted,
+        "export": lambda: steps.convert("converted", "exported", "--export=hf"),
+        "load": lambda: steps.load(1),
+        "load_mesh": lambda: steps.load(_MESH_DEVICES),
     }
+    for name in wanted:
+        loads, ours = name.startswith("load"), measured[name]()
+        peer = steps.transformers(save=not loads)
+        steps.clear("exported", "saved")
+        yield Case(
+            name,
+            "MiB",
+            _mib(ours.peak_bytes),
+            _mib(peer.peak_bytes),
+            floor=_mib(start + size if loads else start),
+            notes={
+                "of_p": ours.peak_bytes / size,
+                "added": (ours.peak_bytes - start) / size,
+                "peer_of_p": peer.peak_bytes / size,
+                "seconds": ours.seconds,
+                "peer_seconds": peer.seconds,
+            },
+        )
 
 
 class _Steps:
-    """Runs the steps as processes; folders are relative to one of them."""
+    """Runs the steps as processes, in one folder."""
 
-    def __init__(self, folder: Path, progress: Progress):
-        self._folder, self._progress = folder, progress
+    def __init__(self, folder: Path):
+        self._folder = folder
 
     def convert(self, source: str, out: str, *flags: str) -> Child:
-        """`mmqa convert`, on CPU as always."""
+        """`mmqa convert`, which always runs on the CPU."""
         return self._run(
             ["-m", "mmqa_jax.cli", "convert", "--model=llama"],
             f"--source={self._folder / source}",
@@ -107,57 +123,31 @@ class _Steps:
             *flags,
         )
 
-    def export(self) -> Child:
-        """`mmqa convert --export=hf` of what was converted."""
-        return self._cleared("exported", self.convert("converted", "exported", "--export=hf"))
-
     def load(self, devices: int) -> Child:
-        """`load_converted`, spread over so many pretended devices."""
+        """`load_converted`, sharded over so many simulated devices."""
         flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         return self.python("load", self._folder / "converted", env=flags)
 
     def transformers(self, *, save: bool) -> Child:
-        """transformers' own reading and, if asked for, writing."""
-        arguments = [self._folder / "published"]
-        if not save:
-            return self.python("load_transformers", *arguments)
-        child = self.python("load_transformers", *arguments, self._folder / "saved")
-        return self._cleared("saved", child)
+        """Reading and, with `save`, writing by transformers."""
+        folders = [self._folder / "published", self._folder / "saved"]
+        return self.python("load_transformers", *folders[: 1 + save])
 
     def python(self, function: str, *arguments: Any, env: Mapping[str, str] | None = None) -> Child:
-        """A function of this module, which gets strings."""
+        """A function of this module, called with strings."""
         call = f"import sys; from {__name__} import {function}; {function}(*sys.argv[1:])"
         return self._run(["-c", call], *map(str, arguments), env=env)
+
+    def clear(self, *folders: str) -> None:
+        """Removes what the last row has written."""
+        for folder in folders:
+            shutil.rmtree(self._folder / folder, ignore_errors=True)
 
     def _run(
         self, program: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None
     ) -> Child:
         cpu = {"JAX_PLATFORMS": "cpu", "MMQA_PROGRESS": "off", **(env or {})}
-        child = run_child([sys.executable, *program, *arguments], cpu)
-        self._progress.advance()
-        return child
-
-    def _cleared(self, folder: str, child: Child) -> Child:
-        shutil.rmtree(self._folder / folder)
-        return child
-
-
-def _row(steps: _Steps, name: str, ours: Child, size: int, start: int) -> dict[str, Any]:
-    loads = name.startswith("load")
-    peer = steps.transformers(save=not loads)
-    return {
-        "name": name,
-        "ours": _mib(ours.peak_bytes),
-        "peer": _mib(peer.peak_bytes),
-        "ratio": round(peer.peak_bytes / ours.peak_bytes, 2),
-        "unit": "MiB",
-        "floor": _mib(start + size if loads else start),
-        "of_p": round(ours.peak_bytes / size, 2),
-        "added": round((ours.peak_bytes - start) / size, 2),
-        "peer_of_p": round(peer.peak_bytes / size, 2),
-        "seconds": round(ours.seconds, 1),
-        "peer_seconds": round(peer.seconds, 1),
-    }
+        return run_child([sys.executable, *program, *arguments], cpu)
 
 
 def _mib(size: int) -> int:
@@ -168,10 +158,10 @@ def _mib(size: int) -> int:
 
 
 def make(folder: str, shape: str) -> None:
-    """Writes a random LLaMA as transformers has it, one tensor at a time; prints its size.
+    """Writes a random LLaMA in transformers' format, one tensor at a time; prints its size.
 
     Args:
-      folder: to write.
+      folder: where it goes.
       shape: fields of LlamaConfig, as JSON.
     """
     import numpy as np
@@ -179,7 +169,8 @@ def make(folder: str, shape: str) -> None:
 
     from mmqa_jax.models.llama import Llama
     from mmqa_jax.models.llama_config import LlamaConfig
-    from mmqa_jax.weights.exports import publish_llama, write_published
+    from mmqa_jax.weights.models.llama import publish_llama
+    from mmqa_jax.weights.published import write_published
 
     config = LlamaConfig(**json.loads(shape))
     abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
@@ -198,7 +189,7 @@ def make(folder: str, shape: str) -> None:
 
 
 def start() -> None:
-    """Loads what `mmqa convert` loads, and nothing more."""
+    """Loads the libraries of `mmqa convert`, and nothing more."""
     import jax
 
     import mmqa_jax.weights.convert
@@ -213,7 +204,7 @@ def load(folder: str) -> None:
     from flax import nnx
 
     from mmqa_jax.core.mesh import make_mesh
-    from mmqa_jax.weights.converted import load_converted
+    from mmqa_jax.weights.folder import load_converted
 
     model = load_converted(folder, mesh=make_mesh({"fsdp": -1}))
     jax.block_until_ready(nnx.state(model))

@@ -1,191 +1,478 @@
 """`mmqa bench models`: our models against transformers on PyTorch.
 
-Same weights, inputs, threads and type on both sides, in one process, in turn; each row first
-checks that both compute the same. A row's floor is what its matrix products take at the highest
-rate that either library reaches here with square matrices, or reading its weights once, if that
-takes longer. On a GPU PyTorch runs under torch.compile with its fused attention.
+Same random weights, inputs, threads and type on both sides, in one process, in turn; each row
+first checks that both compute the same. The floor is what the row's operations take at the highest
+rate of square matrices that either library reaches here, or reading the weights once, if that
+takes longer. On a GPU PyTorch runs under torch.compile with its fused attention. bfloat16, which is
+faster on processors with instructions for it, is shown next to float32.
+
+torch and transformers are needed to import this module.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from mmqa_jax.bench import Options
-from mmqa_jax.bench.timing import (
-    device_name,
-    interleave,
-    read_bandwidth,
-    speed_ratio,
-    stolen_share,
-)
-from mmqa_jax.core.errors import RunError
-from mmqa_jax.core.progress import Progress
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from flax import nnx
+from transformers.models.bart.modeling_bart import shift_tokens_right
+
+from mmqa_jax.bench import Options, torch_reference
+from mmqa_jax.bench.runner import MATMUL, Case, Peak, Work, measure, program_flops, start_device
+from mmqa_jax.core.mesh import init_sharded, make_mesh
+from mmqa_jax.decoding import kv_cache
+from mmqa_jax.models.bart import Bart
+from mmqa_jax.models.bart_config import BartConfig, bart_base, bart_large_cnn
+from mmqa_jax.models.bert import Bert, BertConfig, bert_base_uncased
+from mmqa_jax.models.clip import CLIP, CLIPConfig, vit_b_32, vit_l_14
+from mmqa_jax.models.llama import Llama, unstack_layers
+from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b, smollm2_135m
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs, mixed_mask, vlp_base_x101
+from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.weights.models.bart import publish_bart
+from mmqa_jax.weights.models.bert import publish_bert
+from mmqa_jax.weights.models.clip import publish_clip
 
 if TYPE_CHECKING:
-    from mmqa_jax.bench.contests import Contest, Suite
+    from mmqa_jax.training.answer import AnswerTask
 
+ROWS = (
+    *("clip_image", "clip_text", "bert", "vlp", "vlp_train", "vlp_train_dropout"),
+    *("bart_score", "llama_prefill"),
+)
+_ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# Largest deviation from the peer, as a share of its largest value: the sides compute the same.
+_AGREEMENT = {"float32": 1e-3, "bfloat16": 0.1}
+_MASKED = 8  # tokens of an answer that a training step predicts
 _ROUNDS = 5
-_LOW = "bfloat16"  # faster on processors that have instructions for it; shown beside float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """The models that are measured, and how much they are given at a time."""
+
+    clip: CLIPConfig
+    pictures: int
+    texts: int
+    bert: BertConfig
+    bert_batch: tuple[int, int]  # rows, tokens
+    vlp: VLPConfig
+    vlp_batch: tuple[int, int, int]  # rows, regions, tokens
+    bart: BartConfig
+    bart_batch: tuple[int, int, int]  # rows, source tokens, target tokens
+    llama: LlamaConfig
+    llama_batch: tuple[int, int]  # rows, tokens
+    matmul: int  # side of the matrices that the peak is measured with
+    dtype: str = "float32"  # of compute, on both sides
+    attention: str = "xla"  # of rows without a mask (see layers.attention)
+
+
+def small() -> Suite:
+    """About three minutes on two CPU cores."""
+    return Suite(
+        clip=vit_b_32(), pictures=8, texts=16,
+        bert=bert_base_uncased(), bert_batch=(8, 128),
+        vlp=vlp_base_x101(), vlp_batch=(2, 100, 200),
+        bart=bart_base(), bart_batch=(4, 128, 64),
+        llama=smollm2_135m(), llama_batch=(1, 512),
+        matmul=2048,
+    )  # fmt: skip
+
+
+def full() -> Suite:
+    """For a GPU of 80 GB: CLIP ViT-L/14, BART-large, LLaMA-2-7B."""
+    return Suite(
+        clip=vit_l_14(), pictures=128, texts=256,
+        bert=bert_base_uncased(), bert_batch=(64, 512),
+        vlp=vlp_base_x101(), vlp_batch=(64, 100, 200),
+        bart=bart_large_cnn(), bart_batch=(32, 512, 128),
+        llama=llama2_7b(), llama_batch=(4, 1024),
+        matmul=8192, dtype="bfloat16", attention="cudnn",
+    )  # fmt: skip
+
+
+# A model of ours for a compute type, what calls it, its inputs; and PyTorch's model, likewise.
+Ours = tuple[Callable[..., nnx.Module], Callable[..., Any], Mapping[str, np.ndarray]]
+Theirs = tuple[torch.nn.Module, Callable[..., torch.Tensor], Mapping[str, np.ndarray]]
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measures all rows, or those asked for; `small` sizes on a CPU, `full` elsewhere."""
-    # Two libraries share the accelerator's memory; jax alone would take three quarters of it.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
-
-    from mmqa_jax.bench import contests
-    from mmqa_jax.core.startup import start
-
-    start()
-    on_cpu = jax.default_backend() == "cpu"
-    size = options.size or ("small" if on_cpu else "full")
-    suite = contests.small() if size == "small" else contests.full()
-    return measure(suite, options)
+    """Measures all rows, or those selected; `small` sizes on a CPU, `full` elsewhere."""
+    return run_suite(small() if start_device(options) == "small" else full(), options)
 
 
-def measure(suite: Suite, options: Options) -> dict[str, Any]:
+def run_suite(suite: Suite, options: Options) -> dict[str, Any]:
     """Measures the rows of a suite; returns what `--json` prints."""
-    import jax
-    import torch
-    import transformers
-
-    from mmqa_jax.bench.contests import ROWS, contests
-    from mmqa_jax.bench.peers import prepare_torch
-
     wanted = options.chosen(ROWS)
-    rounds = options.rounds or _ROUNDS
-    prepare_torch()
-    stolen = stolen_share()
-    with Progress("Measuring models", (len(wanted) + 1) * rounds, "rounds") as progress:
-        matmul = _matmul(suite)
-        readings = [_timed(matmul, {}, rounds, progress)]
-        for contest in contests(suite, wanted):
-            # With each row again: the machine may have been busy before.
-            squares = {f"square_{side}": matmul.sides[side] for side in ("ours", "peer")}
-            readings.append(_timed(_check(contest), squares, rounds, progress))
-        bandwidth = read_bandwidth()
-    squares = ("square_ours", "square_peer")
-    fastest = min(*readings[0].seconds["ours"], *readings[0].seconds["peer"])
-    for reading in readings[1:]:
-        fastest = min(fastest, *(second for side in squares for second in reading.seconds[side]))
-    peak = matmul.flops / fastest
-    return {
-        "bench": "models",
-        "device": device_name(),
-        "rows": [_row(reading, peak, bandwidth) for reading in readings],
-        "dtype": suite.dtype,
-        "threads": torch.get_num_threads(),
-        "rounds": rounds,
-        "matmul_gflops": round(peak / 1e9, 1),
-        "bandwidth_gb": round(bandwidth / 1e9, 1),
-        "stolen_share": round(stolen(), 3),
-        "versions": {module.__name__: module.__version__ for module in (jax, torch, transformers)},
+    torch_reference.prepare_torch()
+    peak = Peak(suite.matmul, suite.dtype, with_torch=True)
+    return measure(
+        "models",
+        itertools.chain([peak.case()], cases(suite, wanted)),
+        (MATMUL, *wanted),
+        options.rounds or _ROUNDS,
+        peak=peak,
+        dtype=suite.dtype,
+        threads=torch.get_num_threads(),
+    )
+
+
+def cases(suite: Suite, wanted: tuple[str, ...]) -> Iterator[Case]:
+    """The rows `wanted`, each built when it is needed."""
+    groups = (
+        (_clip, ("clip_image", "clip_text")),
+        (_bert, ("bert",)),
+        (_vlp, ("vlp", "vlp_train", "vlp_train_dropout")),
+        (_bart, ("bart_score",)),
+        (_llama, ("llama_prefill",)),
+    )
+    for build, names in groups:
+        if set(names) & set(wanted):
+            yield from (case for case in build(suite) if case.name in wanted)
+
+
+def _clip(suite: Suite) -> Iterator[Case]:
+    def build(**changes):
+        changes = {"attention": suite.attention, **changes}
+        both = (dataclasses.replace(x, **changes) for x in (suite.clip.vision, suite.clip.text))
+        return CLIP(CLIPConfig(*both), rngs=nnx.Rngs(0))
+
+    ours = _in_types(build)
+    model = ours(suite.dtype)
+    theirs = torch_reference.torch_model(publish_clip(model.config, nnx.state(model)))
+    vision, text = suite.clip.vision, suite.clip.text
+    rng = np.random.default_rng(0)
+    side = vision.image_size
+    pixels = rng.normal(size=(suite.pictures, side, side, 3)).astype(np.float32)
+    yield _forward(
+        suite,
+        "clip_image",
+        f"ViT {vision.layers}x{vision.width}/{vision.patch_size}, {suite.pictures} x {side} px",
+        (ours, lambda model, pixels: model.vision(pixels), {"pixels": pixels}),
+        (
+            theirs,
+            lambda model, pixels: model.get_image_features(pixel_values=pixels).pooler_output,
+            {"pixels": np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))},
+        ),
+    )
+    ids = rng.integers(0, text.vocab_size - 2, (suite.texts, text.context))
+    ids[:, -1] = text.vocab_size - 1  # end of text, the largest id
+    yield _forward(
+        suite,
+        "clip_text",
+        f"{text.layers}x{text.width}, {suite.texts} x {text.context} tokens",
+        (ours, lambda model, ids: model.text(ids), {"ids": ids}),
+        (
+            theirs,
+            lambda model, ids: model.get_text_features(input_ids=ids).pooler_output,
+            {"ids": ids},
+        ),
+    )
+
+
+def _bert(suite: Suite) -> Iterator[Case]:
+    config = suite.bert
+    ours = _in_types(_maker(Bert, config))
+    published = publish_bert(config, nnx.state(ours(suite.dtype)))
+    rows, length = suite.bert_batch
+    rng = np.random.default_rng(1)
+    arrays = {
+        "ids": rng.integers(0, config.vocab_size, (rows, length)),
+        "mask": _real_tokens(rng, rows, length),
     }
+    yield _forward(
+        suite,
+        "bert",
+        f"{config.layers}x{config.hidden}, {rows} x {length} tokens",
+        (ours, lambda model, ids, mask: model(ids, mask), arrays),
+        (
+            torch_reference.torch_model(published, add_pooling_layer=False),
+            lambda model, ids, mask: model(ids, attention_mask=mask).last_hidden_state,
+            arrays,
+        ),
+    )
 
 
-class _Work(NamedTuple):
-    """One row before it is timed."""
+def _vlp(suite: Suite) -> Iterator[Case]:
+    from mmqa_jax.training.answer import AnswerTask
 
-    name: str
-    text: str
-    sides: dict[str, Callable[[], Any]]
-    flops: float
-    weight_bytes: int
-    deviation: float | None
+    config, trunk = ExtendedVLPConfig.of(suite.vlp), suite.vlp.bert
 
+    def build(**changes):
+        changed = dataclasses.replace(config, bert=dataclasses.replace(trunk, **changes))
+        return ExtendedVLP(changed, rngs=nnx.Rngs(0))
 
-class _Reading(NamedTuple):
-    """One row's times, seconds per call of each side."""
+    ours = _in_types(build)
+    theirs = torch_reference.torch_vlp(ours("float32"))
+    on_gpu = suite.dtype == "bfloat16"
+    rows, regions, length = suite.vlp_batch
+    work = f"{trunk.layers}x{trunk.hidden}, {rows} x ({regions} regions + {length - regions})"
+    inputs, targets = _vlp_batch(suite)
+    mask = np.asarray(mixed_mask(inputs["context_mask"], inputs["answer_mask"]))
 
-    work: _Work
-    seconds: dict[str, list[float]]
+    def encode(model, **inputs):
+        return model.encode(VLPInputs(**inputs))
 
+    yield _forward(
+        suite,
+        "vlp",
+        work,
+        (ours, encode, inputs),
+        # A copy: training needs float32.
+        (copy.deepcopy(theirs), lambda model, **inputs: model(inputs), inputs | {"mask": mask}),
+    )
+    batch = {"inputs": VLPInputs(**inputs), **targets, "masked_weights": np.ones((rows, _MASKED))}
+    # Parameters that are trained stay float32 in every compute type.
+    model = ours(suite.dtype, "float32")
+    step = _OurTrainStep(model, AnswerTask(config), batch)
+    graphdef, params = nnx.split(ours(suite.dtype, "float32", abstract=True, unroll=True))
 
-def _matmul(suite: Suite) -> _Work:
-    """The product of two square matrices, in both libraries."""
-    import jax
-    import jax.numpy as jnp
+    def loss(params):  # the optimizer's operations are negligible
+        return AnswerTask(config).loss(nnx.merge(graphdef, params), batch, None)[0]
 
-    from mmqa_jax.bench.peers import matmul_work
-
-    side = suite.matmul
-    x = jax.random.normal(jax.random.key(0), (side, side)).astype(suite.dtype)
-    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
-    sides = {
-        "ours": lambda: product(x).block_until_ready(),
-        "peer": matmul_work(side, suite.dtype),
-    }
-    if suite.dtype != _LOW:
-        low = x.astype(_LOW)
-        sides["ours_low"] = lambda: product(low).block_until_ready()
-        sides["peer_low"] = matmul_work(side, _LOW)
-    for work in sides.values():
-        work()
-    return _Work("matmul", f"{side} x {side}", sides, 2 * side**3, 0, None)
-
-
-def _check(contest: Contest) -> _Work:
-    """Runs both sides, so that all is compiled, and sees that they compute the same."""
-    from mmqa_jax.bench.peers import count_flops
-
-    # Twice: a training step's second loss tells whether the first update was the same.
-    deviation = max(_deviation(contest) for _ in range(2))
-    if not deviation <= contest.agreement:
-        raise RunError(
-            f"bench models, {contest.name}: results deviate by {deviation:.2g} of the largest "
-            f"value, at most {contest.agreement:.2g} was expected, so the sides do not compute "
-            "the same; run tests/equivalence to find out which is wrong."
+    flops = program_flops(jax.value_and_grad(loss), params)
+    arrays = {**inputs, **targets, "mask": mask}
+    low = None
+    if not on_gpu:
+        low = torch_reference.TrainStep(copy.deepcopy(theirs), arrays, "bfloat16", _ADAMW)
+    peer = torch_reference.TrainStep(theirs, arrays, suite.dtype, _ADAMW, compiled=on_gpu)
+    # With dropout the losses of one step differ by chance.
+    for name, dropout, agreement in (
+        ("vlp_train", False, _AGREEMENT[suite.dtype]),
+        ("vlp_train_dropout", True, 0.1),
+    ):
+        yield Case(
+            name,
+            "ms",
+            functools.partial(step, dropout),
+            functools.partial(peer, dropout),
+            others={"peer_bfloat16": functools.partial(low, dropout)} if low else {},
+            flops=flops,
+            read_bytes=_bytes(model),
+            agreement=agreement,
+            notes={"work": f"{work}, AdamW"},
         )
-    sides = {"ours": contest.ours, "peer": contest.peer}
-    for name in ("ours_low", "peer_low"):
-        work = getattr(contest, name)
-        if work is not None:
-            work()
-            sides[name] = work
-    flops = count_flops(contest.count)
-    return _Work(contest.name, contest.work, sides, flops, contest.weight_bytes, deviation)
 
 
-def _timed(
-    work: _Work, more: dict[str, Callable[[], Any]], rounds: int, progress: Progress
-) -> _Reading:
-    seconds = interleave(work.sides | more, rounds, on_round=progress.advance)
-    return _Reading(work._replace(sides={}), seconds)  # the models may go
-
-
-def _deviation(contest: Contest) -> float:
-    """Largest difference of the two results, as a share of the peer's largest value."""
-    import numpy as np
-
-    ours = np.asarray(contest.ours(), np.float32).ravel()
-    peer = contest.peer().float().cpu().numpy().ravel()
-    return float(np.abs(ours - peer).max() / np.abs(peer).max())
-
-
-def _row(reading: _Reading, peak: float, bandwidth: float) -> dict[str, Any]:
-    """What is printed; peak in FLOP/s, bandwidth in bytes/s."""
-    work, seconds = reading
-    median = {side: statistics.median(readings) for side, readings in seconds.items()}
-    ratio = speed_ratio(seconds["ours"], seconds["peer"])
-    rate = work.flops / median["ours"]
-    milliseconds = {side: round(value * 1e3, 2) for side, value in median.items()}
-    return {
-        "name": work.name,
-        "ours": milliseconds["ours"],
-        "peer": milliseconds["peer"],
-        "ratio": round(ratio.median, 2),
-        "unit": "ms",
-        "floor": round(max(work.flops / peak, work.weight_bytes / bandwidth) * 1e3, 2),
-        "work": work.text,
-        "ratio_range": [round(ratio.low, 2), round(ratio.high, 2)],
-        "gflops": round(rate / 1e9, 1),
-        "of_peak": round(rate / peak, 2),
-        "peer_of_peak": round(work.flops / median["peer"] / peak, 2),
-        f"ours_{_LOW}": milliseconds.get("ours_low"),
-        f"peer_{_LOW}": milliseconds.get("peer_low"),
-        "deviation": None if work.deviation is None else float(f"{work.deviation:.2g}"),
+def _vlp_batch(suite: Suite) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """An image source with a question and a masked answer: VLPInputs, and what is predicted."""
+    config, (rows, regions, length) = suite.vlp, suite.vlp_batch
+    rng = np.random.default_rng(2)
+    answer = np.broadcast_to(np.arange(length) >= length - 2 * _MASKED, (rows, length))
+    shape = (rows, length)
+    inputs = {
+        "input_ids": rng.integers(0, config.bert.vocab_size, shape),
+        "token_type_ids": np.where(answer, 5, np.where(np.arange(length) <= regions, 0, 1)),
+        "position_ids": np.broadcast_to(np.arange(length), shape).copy(),
+        "context_mask": ~answer,
+        "answer_mask": answer.copy(),
+        "region_features": rng.random((rows, regions, config.region_features), np.float32),
+        "region_positions": rng.random((rows, regions, config.region_positions), np.float32),
     }
+    targets = {
+        "masked_positions": np.broadcast_to(
+            length - 2 * _MASKED + 2 * np.arange(_MASKED), (rows, _MASKED)
+        ).copy(),
+        "masked_ids": rng.integers(0, config.bert.vocab_size, (rows, _MASKED)),
+    }
+    return inputs, targets
+
+
+def _bart(suite: Suite) -> Iterator[Case]:
+    config = suite.bart
+    ours = _in_types(_maker(Bart, config))
+    theirs = torch_reference.torch_model(publish_bart(config, nnx.state(ours(suite.dtype))))
+    rows, source, target = suite.bart_batch
+    rng = np.random.default_rng(3)
+    arrays = {
+        "ids": rng.integers(3, config.vocab_size, (rows, source)),
+        "mask": _real_tokens(rng, rows, source),
+        "targets": rng.integers(3, config.vocab_size, (rows, target)),
+    }
+
+    def score(model, ids, mask, targets):
+        shifted = shift_tokens_right(targets, config.pad, config.start)
+        logits = model(ids, attention_mask=mask, decoder_input_ids=shifted, use_cache=False).logits
+        return -torch_reference.cross_entropy(logits.float().mT, targets, reduction="none")
+
+    yield _forward(
+        suite,
+        "bart_score",
+        f"{config.encoder_layers}+{config.decoder_layers}x{config.hidden}, "
+        f"{rows} x {source} -> {target} tokens",
+        (ours, lambda model, ids, mask, targets: model.log_probs(ids, mask, targets), arrays),
+        (theirs, score, arrays),
+    )
+
+
+def _llama(suite: Suite) -> Iterator[Case]:
+    config = suite.llama
+    ours = _in_types(_maker(Llama, config))
+    theirs = torch_reference.torch_llama(ours(suite.dtype))
+    rows, length = suite.llama_batch
+    arrays = {"ids": np.random.default_rng(4).integers(0, config.vocab_size, (rows, length))}
+
+    def prefill(model, ids):
+        hidden, cache = kv_cache.forward(
+            model,
+            model.embed(ids),
+            kv_cache.empty(config, rows, length, model.config.dtype),
+            starts=jnp.zeros(rows, jnp.int32),
+            ends=jnp.full(rows, length),
+            rows=jnp.arange(rows),
+            block=length,
+            all_rows=True,
+        )
+        return model.logits(hidden[:, -1:]), cache
+
+    yield _forward(
+        suite,
+        "llama_prefill",
+        f"{config.layers}x{config.hidden}, {rows} x {length} tokens",
+        (ours, prefill, arrays),
+        (theirs, lambda model, ids: model(ids, use_cache=True, logits_to_keep=1).logits, arrays),
+        prepare=unstack_layers,  # as in the generation engine
+    )
+
+
+def _forward(
+    suite: Suite,
+    name: str,
+    work: str,
+    ours: Ours,
+    theirs: Theirs,
+    prepare: Callable[[nnx.Module], None] = lambda model: None,
+) -> Case:
+    """A row of a forward pass.
+
+    prepare: changes a model of ours, in place, before it runs.
+    """
+    on_gpu = suite.dtype == "bfloat16"
+    build, call, arrays = ours
+    model, their_call, their_arrays = theirs
+
+    def our_side(dtype: str) -> Work:
+        made = build(dtype)
+        prepare(made)
+        return _our_work(made, call, arrays)
+
+    others = {}
+    if not on_gpu:
+        low = copy.deepcopy(model)
+        others = {
+            "ours_bfloat16": our_side("bfloat16"),
+            "peer_bfloat16": torch_reference.forward_work(
+                low, their_call, their_arrays, "bfloat16"
+            ),
+        }
+    unrolled = build(suite.dtype, abstract=True, unroll=True, attention="xla")
+    graphdef, state = nnx.split(unrolled)
+    return Case(
+        name,
+        "ms",
+        our_side(suite.dtype),
+        torch_reference.forward_work(model, their_call, their_arrays, suite.dtype, compiled=on_gpu),
+        others=others,
+        flops=program_flops(
+            lambda state, inputs: call(nnx.merge(graphdef, state), **inputs), state, dict(arrays)
+        ),
+        read_bytes=_bytes(unrolled),
+        agreement=_AGREEMENT[suite.dtype],
+        notes={"work": work},
+    )
+
+
+def _our_work(
+    model: nnx.Module, call: Callable[..., Any], arrays: Mapping[str, np.ndarray]
+) -> Work:
+    """Runs `call(model, **arrays)` jitted and returns, when all is done, its first result."""
+    graphdef, state = nnx.split(model)
+    inputs = jax.device_put(dict(arrays))
+    run = jax.jit(lambda state, inputs: call(nnx.merge(graphdef, state), **inputs))
+    return lambda: jax.tree.leaves(jax.block_until_ready(run(state, inputs)))[0]
+
+
+class _OurTrainStep:
+    """AdamW on one batch, step after step; the counterpart of `torch_reference.TrainStep`.
+
+    The first step donates the model's arrays.
+    """
+
+    def __init__(self, model: VLP, task: AnswerTask, batch: dict[str, Any]):
+        self._graphdef, params = nnx.split(model)
+        options = dict(_ADAMW)
+        b1, b2 = options.pop("betas")
+        self._optimizer = optax.adamw(options.pop("lr"), b1, b2, **options)
+        self._task, self._batch = task, jax.device_put(batch)
+        # All on one device, where every step leaves it: it would be compiled twice otherwise.
+        self._carry = jax.device_put(
+            (params, self._optimizer.init(params), jnp.zeros((), jnp.int32)), jax.devices()[0]
+        )
+        self._step = jax.jit(self._one, donate_argnums=0, static_argnums=2)
+
+    def _one(self, carry: Any, batch: Any, dropout: bool) -> tuple[Any, jax.Array]:
+        params, moments, number = carry
+        key = jax.random.fold_in(jax.random.key(0), number) if dropout else None
+
+        def loss(params):
+            return self._task.loss(nnx.merge(self._graphdef, params), batch, key)[0]
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, moments = self._optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments, number + 1), value
+
+    def __call__(self, dropout: bool) -> jax.Array:
+        """One step; returns the loss before it."""
+        self._carry, loss = jax.block_until_ready(self._step(self._carry, self._batch, dropout))
+        return loss
+
+
+def _maker(kind: type[nnx.Module], config: Any) -> Callable[..., nnx.Module]:
+    return lambda **changes: kind(dataclasses.replace(config, **changes), rngs=nnx.Rngs(0))
+
+
+def _in_types(build: Callable[..., nnx.Module]) -> Callable[..., nnx.Module]:
+    """One random model in several compute types.
+
+    Args:
+      build: makes the module with changes of its config.
+
+    Returns:
+      (dtype, params=None, abstract=False, **changes) -> the model with compute type `dtype`; its
+      parameters are a copy in `params`, or in `dtype` too, or shapes only if `abstract`.
+    """
+    mesh = make_mesh(devices=jax.devices()[:1])
+    state = nnx.state(init_sharded(lambda: build(dtype="float32"), mesh))
+
+    def of_type(
+        dtype: str, params: str | None = None, *, abstract: bool = False, **changes: Any
+    ) -> nnx.Module:
+        graphdef = nnx.split(nnx.eval_shape(lambda: build(dtype=dtype, **changes)))[0]
+
+        def cast(x: jax.Array) -> Any:
+            if abstract:
+                return jax.ShapeDtypeStruct(x.shape, params or dtype)
+            return jnp.array(x, params or dtype)
+
+        return nnx.merge(graphdef, jax.tree.map(cast, state))
+
+    return of_type
+
+
+def _real_tokens(rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
+    """Masks [rows, length] of texts that fill three quarters of it or more."""
+    lengths = rng.integers(3 * length // 4, length + 1, (rows, 1))
+    return np.arange(length) < lengths
+
+
+def _bytes(model: nnx.Module) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))

@@ -1,4 +1,4 @@
-"""`mmqa bench retrieval`: search at WebQA's size, all inputs made on the spot.
+"""`mmqa bench retrieval`: search at WebQA's size, on generated inputs.
 
 ScaNN against exact search on the same vectors and cores: share of the exact top 20 that it finds,
 queries a second, and what building the index takes. BM25 over as many texts as WebQA has
@@ -6,7 +6,7 @@ snippets. Reading and decoding imgs.tsv against Pillow alone. `required` is what
 at full size, in `unit` (rows with a peer: the ratio); the floor of exact search is its matrix
 product alone, that of ScaNN reading its codes at the memory's speed.
 
-Every step runs in a process of its own, so that peaks of memory are told apart. This module loads
+Every step runs in a process of its own, so that its peak memory can be measured. This module loads
 no numerical library at import: what a process holds counts as its children's.
 """
 
@@ -17,19 +17,13 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.bench import Options
-from mmqa_jax.bench.timing import (
-    interleave,
-    processor_name,
-    read_bandwidth,
-    run_child,
-    speed_ratio,
-    threads,
-)
+from mmqa_jax.bench.runner import Case, measure, row_of, time_case
+from mmqa_jax.bench.timing import host_name, read_bandwidth, run_child, threads
 
 ROWS = (
     *("scann_recall", "scann_search", "exact_search", "index_build", "index_memory"),
@@ -48,72 +42,56 @@ _SECONDS, _BUILD_GIB, _BM25_GIB, _BM25_RATE = 900.0, 8.0, 4.0, 200.0  # required
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measures all rows, or those asked for, at WebQA's size unless small is asked for."""
-    return measure(_SIZES[options.size or "full"], options)
+    """Measures all rows, or those selected, at WebQA's size unless small is given."""
+    return run_sizes(_SIZES[options.size or "full"], options)
 
 
-def measure(sizes: dict[str, int], options: Options) -> dict[str, Any]:
+def run_sizes(sizes: dict[str, int], options: Options) -> dict[str, Any]:
     """Measures with as many `rows`, `dim`, `queries`, `snippets` and `pictures` as `sizes` says;
     returns what `--json` prints."""
-    from mmqa_jax.core.progress import Progress
-
     wanted = options.chosen(ROWS)
     rounds = options.rounds or _ROUNDS
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder:
-
-        def step(name: str) -> tuple[dict[str, Any], float]:
-            """Runs one step in a process of its own: what it prints, and its peak in GiB."""
-            arguments = json.dumps({"folder": folder, "rounds": rounds, **sizes})
-            child = run_child([sys.executable, "-m", __name__, name, arguments])
-            return json.loads(child.output.splitlines()[-1]), child.peak_bytes / _GIB
-
-        with Progress("Measuring retrieval", None, "steps") as progress:
-            if any(name.startswith(("scann", "exact", "index")) for name in wanted):
-                step("vectors")
-                progress.advance()
-                built, peak = step("build")
-                progress.advance()
-                rows += [
-                    _limit("index_build", built["seconds"], "s", _SECONDS, built),
-                    _limit("index_memory", peak, "GiB", _BUILD_GIB),
-                ]
-                rows += step("search")[0]["rows"]
-                progress.advance()
-            if any(name.startswith("bm25") for name in wanted):
-                found, peak = step("bm25")
-                progress.advance()
-                rows += [*found["rows"], _limit("bm25_memory", peak, "GiB", _BM25_GIB)]
-            if "imgs_tsv" in wanted:
-                rows += step("pictures")[0]["rows"]
-                progress.advance()
-    if sizes["rows"] < _SIZES["full"]["rows"]:  # the smaller, the faster exact search
-        for row in rows:
-            row.pop("required", None)
-    return {
-        "bench": "retrieval",
-        "device": f"{processor_name()}, {threads()} threads",
-        **sizes,
-        "rows": sorted(
-            (row for row in rows if row["name"] in wanted), key=lambda row: ROWS.index(row["name"])
-        ),
-    }
+        cases = _cases(folder, sizes, wanted, rounds)
+        return measure("retrieval", cases, wanted, rounds, device=host_name(), **sizes)
 
 
-def _row(name: str, ours: float, unit: str, **values: Any) -> dict[str, Any]:
-    row = {"name": name, "ours": ours, "peer": None, "ratio": None, "unit": unit, "floor": None}
-    return row | values
+def _cases(
+    folder: str, sizes: dict[str, int], wanted: tuple[str, ...], rounds: int
+) -> Iterator[Case | dict[str, Any]]:
+    """The rows of the steps that are needed for those `wanted`."""
+
+    def step(name: str) -> tuple[Any, float]:
+        """Runs one step in a process of its own: what it prints, and its peak in GiB."""
+        arguments = json.dumps({"folder": folder, "rounds": rounds, **sizes})
+        child = run_child([sys.executable, "-m", __name__, name, arguments])
+        return json.loads(child.output.splitlines()[-1]), child.peak_bytes / _GIB
+
+    if any(name.startswith(("scann", "exact", "index")) for name in wanted):
+        step("vectors")
+        built, peak = step("build")
+        seconds = built.pop("seconds")
+        yield Case("index_build", "s", seconds, notes=_required(sizes, _SECONDS) | built)
+        yield Case("index_memory", "GiB", peak, notes=_required(sizes, _BUILD_GIB))
+        yield from step("search")[0]
+    if any(name.startswith("bm25") for name in wanted):
+        rows, peak = step("bm25")
+        yield from rows
+        yield Case("bm25_memory", "GiB", peak, notes=_required(sizes, _BM25_GIB))
+    if "imgs_tsv" in wanted:
+        yield from step("pictures")[0]
 
 
-def _limit(
-    name: str, ours: float, unit: str, most: float, more: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A row that must stay below `most`."""
-    parameters = {key: value for key, value in (more or {}).items() if key != "seconds"}
-    return _row(name, ours, unit, required=most, **parameters)
+def _required(sizes: dict[str, int], value: float) -> dict[str, float]:
+    """Asked of the full size only: the smaller the collection, the faster exact search."""
+    return {"required": value} if sizes["rows"] >= _SIZES["full"]["rows"] else {}
 
 
 # The steps; each runs in its own process and returns what it prints as JSON.
+
+
+def _timed(case: Case, sizes: dict[str, int]) -> dict[str, Any]:
+    return row_of(*time_case(case, sizes["rounds"]))
 
 
 def _vectors(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
@@ -140,7 +118,7 @@ def _build(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     return {"seconds": seconds, **dataclasses.asdict(index.parameters)}
 
 
-def _search(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
+def _search(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     import numpy as np
 
     from mmqa_jax.retrieval.exact import ExactIndex
@@ -152,61 +130,63 @@ def _search(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     vectors = np.array(embeddings.vectors)  # numpy's side has them in memory
     found, expected = scann.search(queries, _TOP_K)[0], exact.search(queries, _TOP_K)[0]
     recall = float(np.mean([np.isin(a, b).mean() for a, b in zip(expected, found, strict=True)]))
-    sides = {
-        "scann": lambda: scann.search(queries, _TOP_K),
-        "exact": lambda: exact.search(queries, _TOP_K),
-        "numpy": lambda: _numpy_search(vectors, queries),
-        "product": lambda: _blocks(vectors, queries, lambda scores: None),
-    }
-    seconds = interleave(sides, sizes["rounds"])
-    rate = {name: len(queries) / float(np.median(values)) for name, values in seconds.items()}
-    fastest = max(("exact", "numpy"), key=lambda name: rate[name])
-    speed = speed_ratio(seconds["scann"], seconds[fastest])
-    against_numpy = speed_ratio(seconds["exact"], seconds["numpy"])
     parameters = scann.parameters
     share = parameters.leaves_to_search / parameters.leaves if parameters.leaves else 1.0
     # 4 bits for two dimensions, in two partitions, read for every query.
     code_bytes = share * vectors.size / 2 if parameters.leaves else vectors.nbytes
-    codes = read_bandwidth() / code_bytes
-    return {
-        "rows": [
-            _row(
-                "scann_recall", recall, f"of the top {_TOP_K}", peer=1.0, ratio=recall,
-                required=0.99,
-            ),
-            _row(
-                "scann_search", rate["scann"], "queries/s", peer=rate[fastest], ratio=speed.median,
-                floor=codes, required=20.0, low=speed.low, high=speed.high, peer_is=fastest,
-            ),
-            _row(
-                "exact_search", rate["exact"], "queries/s", peer=rate["numpy"],
-                ratio=against_numpy.median, floor=rate["product"], low=against_numpy.low,
-                high=against_numpy.high, peer_is="numpy",
-            ),
-        ]
-    }  # fmt: skip
+    peers = {
+        "exact": lambda: exact.search(queries, _TOP_K),
+        "numpy": lambda: _numpy_search(vectors, queries),
+    }
+    against_numpy = _timed(
+        Case(
+            "exact_search",
+            "queries/s",
+            peers["exact"],
+            peers["numpy"],
+            count=len(queries),
+            floor=lambda: _blocks(vectors, queries, lambda scores: None),
+            notes={"peer_is": "numpy"},
+        ),
+        sizes,
+    )
+    faster = "exact" if against_numpy["ours"] > against_numpy["peer"] else "numpy"
+    against_exact = _timed(
+        Case(
+            "scann_search",
+            "queries/s",
+            lambda: scann.search(queries, _TOP_K),
+            peers[faster],
+            count=len(queries),
+            floor=read_bandwidth() / code_bytes,
+            notes={"peer_is": faster, **_required(sizes, 20.0)},
+        ),
+        sizes,
+    )
+    unit = f"of the top {_TOP_K}"
+    found = Case("scann_recall", unit, recall, 1.0, notes=_required(sizes, 0.99))
+    return [row_of(found, {}), against_exact, against_numpy]
 
 
-def _bm25(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
+def _bm25(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     from mmqa_jax.bench.retrieval_data import queries, snippets
     from mmqa_jax.retrieval.bm25 import BM25
 
-    texts, asked = snippets(sizes["snippets"]), queries(sizes["queries"])
+    texts, questions = snippets(sizes["snippets"]), queries(sizes["queries"])
     began = time.perf_counter()
     index = BM25(texts)
     built = time.perf_counter() - began
-    rates = []
-    for _ in range(sizes["rounds"]):
-        began = time.perf_counter()
-        index.search(asked, _TOP_K)
-        rates.append(len(asked) / (time.perf_counter() - began))
-    rate = sorted(rates)[len(rates) // 2]
-    return {
-        "rows": [_row("bm25_search", rate, "queries/s", required=_BM25_RATE, build_seconds=built)]
-    }
+    case = Case(
+        "bm25_search",
+        "queries/s",
+        lambda: index.search(questions, _TOP_K),
+        count=len(questions),
+        notes={**_required(sizes, _BM25_RATE), "build_seconds": built},
+    )
+    return [_timed(case, sizes)]
 
 
-def _pictures(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
+def _pictures(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     import io
 
     from PIL import Image
@@ -232,20 +212,10 @@ def _pictures(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
         for _ in pool.map(decode, encoded):
             pass
 
-    seconds = interleave({"ours": ours, "pillow": pillow}, sizes["rounds"])
-    speed = speed_ratio(seconds["ours"], seconds["pillow"])
-    rate = {
-        name: len(encoded) / sorted(values)[len(values) // 2] for name, values in seconds.items()
-    }
-    return {
-        "rows": [
-            _row(
-                "imgs_tsv", rate["ours"], "pictures/s", peer=rate["pillow"], ratio=speed.median,
-                floor=rate["pillow"], required=0.8, low=speed.low, high=speed.high,
-                peer_is="Pillow, bytes in memory",
-            )
-        ]
-    }  # fmt: skip
+    notes = {**_required(sizes, 0.8), "peer_is": "Pillow, bytes in memory"}
+    case = Case("imgs_tsv", "pictures/s", ours, pillow, count=len(encoded), notes=notes)
+    row = _timed(case, sizes)
+    return [row | {"floor": row["peer"]}]
 
 
 def _open_vectors(folder: Path) -> Any:
@@ -275,7 +245,7 @@ def _numpy_search(vectors: Any, queries: Any) -> Any:
 
 
 def _blocks(vectors: Any, queries: Any, each: Callable[[Any], None]) -> list[int]:
-    """Gives the scores of all vectors to `each`, a block at a time; the blocks' sizes."""
+    """Calls `each` with the scores of a block of vectors at a time; returns the blocks' sizes."""
     import numpy as np
 
     parts = np.array_split(vectors, max(1, len(vectors) // _NUMPY_BLOCK))  # views

@@ -1,4 +1,4 @@
-"""What `mmqa bench retrieval` searches, made on the spot: vectors, snippets and pictures."""
+"""Generated inputs of `mmqa bench retrieval`: vectors, snippets and pictures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-_BLOCK = 65_536  # vectors made at a time
+_BLOCK = 65_536  # vectors generated at a time
 _TOPICS = 300
-_CLUSTER = 100  # vectors of a cluster, in the mean
-_LATENT = 64  # dimensions that most of a cluster's spread lies in
+_CLUSTER = 100  # vectors of a cluster, on average
+_LATENT = 64  # dimensions that hold most of a cluster's spread
 _VOCABULARY = 200_000
 _SNIPPET_WORDS, _QUERY_WORDS = 38, 18  # table 3: snippets 36 to 45 words, questions 14 to 19
-# The commonest words of English prose, in order; the synthetic words follow them.
+# The most common words of English prose, in order; synthetic words follow.
 _COMMON = (
     *("the", "of", "and", "in", "to", "a", "is", "was", "it", "for", "on", "as", "with", "by"),
     *("at", "from", "that", "are", "he", "his", "an", "this", "be", "which", "or", "were"),
@@ -27,8 +27,8 @@ class ClusteredVectors:
     """Unit vectors as an encoder gives them: topics, clusters in topics, spread in clusters.
 
     A vector is (topic + cluster + spread), scaled to length 1; the spread is mostly in few
-    dimensions, as that of real embeddings is, and partly in all. Queries are drawn alike: they
-    are near their cluster, but equal to no vector.
+    dimensions, as that of real embeddings is, and partly in all. Queries are drawn the same
+    way: they are near their cluster, but equal to no vector.
     """
 
     def __init__(self, rows: int, dim: int, seed: int = 0):
@@ -36,7 +36,7 @@ class ClusteredVectors:
         self.rows, self.dim, self.seed = rows, dim, seed
         topics = _normal(rng, _TOPICS, dim)
         clusters = max(1, rows // _CLUSTER)
-        self._centres = topics[rng.integers(_TOPICS, size=clusters)] + 0.7 * _normal(
+        self._centers = topics[rng.integers(_TOPICS, size=clusters)] + 0.7 * _normal(
             rng, clusters, dim
         )
         self._basis = _normal(rng, _LATENT, dim) * np.float32(np.sqrt(dim / _LATENT))
@@ -52,7 +52,7 @@ class ClusteredVectors:
 
     def _draw(self, count: int, seed: list[int]) -> np.ndarray:
         rng = np.random.default_rng(seed)
-        vectors = self._centres[rng.integers(len(self._centres), size=count)]
+        vectors = self._centers[rng.integers(len(self._centers), size=count)]
         latent = rng.standard_normal((count, _LATENT), np.float32) / np.float32(np.sqrt(self.dim))
         vectors = vectors + 0.7 * (latent @ self._basis) + 0.3 * _normal(rng, count, self.dim)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -70,7 +70,7 @@ def write_vectors(path: Path, vectors: ClusteredVectors) -> None:
 
 
 def snippets(count: int, seed: int = 0, words: int = _SNIPPET_WORDS) -> list[str]:
-    """Texts of about `words` words, drawn by Zipf's law; the commonest are English's own."""
+    """Texts of about `words` words, drawn by Zipf's law; the most common ones are English."""
     rng = np.random.default_rng(seed)
     vocabulary = np.array(
         [*_COMMON, *(_word(number) for number in range(_VOCABULARY - len(_COMMON)))]
@@ -96,7 +96,7 @@ def queries(count: int, seed: int = 1) -> list[str]:
 def write_pictures(folder: Path, count: int, distinct: int = 64) -> list[bytes]:
     """Writes imgs.tsv and imgs.lineidx with `count` JPEGs of web size; returns the JPEGs.
 
-    The same `distinct` pictures again and again: what is read and decoded is as much.
+    The `distinct` pictures repeat: the amount that is read and decoded is the same.
     """
     from PIL import Image
 
@@ -127,7 +127,7 @@ def _normal(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
 
 
 def _word(number: int) -> str:
-    """A pronounceable word of its own for every number."""
+    """A different pronounceable word for every number."""
     syllables = []
     while True:
         number, rest = divmod(number, 85)

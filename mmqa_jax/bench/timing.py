@@ -26,31 +26,29 @@ def interleave(
     sides: Mapping[str, Callable[[], Any]],
     rounds: int,
     *,
-    on_round: Callable[[], None] = lambda: None,
+    repeat: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Times several ways to do the same work, in turn, so that a busy moment hits all of them.
 
     Args:
-      sides: functions that return when their work is done. Each must have run before (compiled);
-        it runs once more here to see how long it takes.
+      sides: functions that return when their work is done; already compiled.
       rounds: readings of each side; every other round goes through the sides backwards.
-      on_round: called after each round.
-      clock: for tests.
+      repeat: repeats quick work in a reading; each side runs once more to see how long it takes.
+      clock: what measures the time.
 
     Returns:
       Seconds per call of each side, one reading a round, in order.
     """
-    calls = {}
-    for name, work in sides.items():
-        seconds = _seconds(work, 1, clock)
-        calls[name] = max(1, round(_SHORTEST / max(seconds, 1e-9)))
+    calls = dict.fromkeys(sides, 1)
+    if repeat:
+        for name, work in sides.items():
+            calls[name] = max(1, round(_SHORTEST / max(_seconds(work, 1, clock), 1e-9)))
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             time.sleep(_PAUSE)
             found[name].append(_seconds(sides[name], calls[name], clock) / calls[name])
-        on_round()
     return found
 
 
@@ -70,15 +68,15 @@ class Ratio(NamedTuple):
 
 
 def speed_ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
-    """From seconds of the same rounds. The median of ratios stands a noisy round better than the
-    ratio of medians."""
+    """From seconds of the same rounds. The median of ratios is less sensitive to a noisy round than
+    the ratio of medians."""
     ratios = [theirs / mine for mine, theirs in zip(ours, peer, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def stolen_share() -> Callable[[], float]:
-    """Starts to watch the processors; the function it returns tells which share of their time
-    the hypervisor has given to others since, 0 where the system does not tell."""
+    """Starts to watch the processors. The function it returns gives the share of their time that
+    the hypervisor has given to others since; 0 where the system does not report it."""
     before = _processor_ticks()
 
     def share() -> float:
@@ -98,7 +96,7 @@ def _processor_ticks() -> list[int]:
 
 
 def threads() -> int:
-    """Processors that this process may use: what XLA computes with, and PyTorch shall too."""
+    """Processors that this process may use: XLA uses them all, so PyTorch gets as many threads."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -110,19 +108,20 @@ def device_name() -> str:
 
     device = jax.devices()[0]
     if device.platform == "cpu":
-        return f"{processor_name()}, {threads()} threads"
+        return host_name()
     count = len(jax.devices())
     return f"{count} x {device.device_kind}" if count > 1 else device.device_kind
 
 
-def processor_name() -> str:
-    """The processor's name, as the system has it."""
+def host_name() -> str:
+    """The processor and the number of threads, without loading jax."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {threads()} threads"
 
 
 def read_bandwidth(size: int | None = None) -> float:
@@ -158,7 +157,7 @@ class Child(NamedTuple):
 
 
 def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
-    """Runs a command to its end and tells how much memory it held at most.
+    """Runs a command to its end and returns its peak memory.
 
     The system counts what the parent held when it started the command as the command's own: call
     this from a process that has loaded nothing large.

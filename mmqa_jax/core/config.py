@@ -1,23 +1,26 @@
-"""Config files: `get_config(mode)` of a python file, dotted overrides, fingerprints.
+"""Config files: `get_config(mode)` of a python file, dotted overrides, checks, fingerprints.
 
 A config is an `ml_collections.ConfigDict` from `configs/.../x.py`; the part behind a colon
 (`x.py:runlocal`) is handed to `get_config`. Overrides come from the command line as text and
 are parsed to the type of the value they replace; keys that do not exist are refused.
 
-A config file may name its modes, `MODES = ("runlocal",)`: others are refused then.
+A config file may name its modes, `MODES = ("runlocal",)`; any other mode is then refused.
+
+`check_section` compares a section with its specification: a dict `name -> Key`, or in place of
+the Key its kind alone, for a required key without a minimum.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import difflib
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
-import sys
+import re
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,12 +28,100 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ml_collections import ConfigDict, FieldReference
+from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 
-_TRUE = {"true", "t", "yes", "y", "1"}
-_FALSE = {"false", "f", "no", "n", "0"}
+_PACKAGE = Path(__file__).resolve().parents[1]
+_BOOLEANS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "0"), False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a specification says about one key of a config section.
+
+    Attributes:
+      kind: the value's type, as in an annotation; for a section, its own specification.
+      required: whether the key must be present.
+      minimum: the smallest value of a number.
+    """
+
+    kind: Any
+    required: bool = True
+    minimum: float | None = None
+
+
+def optional(kind: Any, minimum: float | None = None) -> Key:
+    """A key that may be left out."""
+    return Key(kind, False, minimum)
+
+
+def spec_of(
+    maker: Callable[..., Any],
+    *without: str,
+    minimum: float | None = None,
+    partial: bool = False,
+) -> dict[str, Key]:
+    """The specification of a section whose values are the arguments of a function or dataclass.
+
+    Args:
+      without: parameters that do not come from the section.
+      minimum: of all parameters that are whole numbers.
+      partial: whether any parameter may be left out, not only those with a default.
+    """
+    return {
+        name: Key(
+            parameter.annotation,
+            parameter.default is parameter.empty and not partial,
+            minimum if parameter.annotation is int else None,
+        )
+        for name, parameter in inspect.signature(maker, eval_str=True).parameters.items()
+        if name not in without
+    }
+
+
+def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:
+    """Checks the keys of a config section and their values, nested sections included.
+
+    Args:
+      section: the section, or the whole config.
+      name: of the section, such as `model.changes`; empty for the whole config.
+      spec: its specification.
+
+    Raises:
+      UserError: not a section; a key that is unknown (with the nearest known one) or missing;
+        a value of another type, or below its minimum.
+    """
+    if not _fits(section, dict):
+        raise UserError(f"config key {name}={section!r}: a section was expected.")
+    keys = {key: one if isinstance(one, Key) else Key(one) for key, one in spec.items()}
+    prefix = f"{name}." if name else ""
+    for key, value in section.items():
+        if key not in keys:
+            raise UserError(f"config key {prefix}{key}: unknown; {nearest(key, keys)}")
+        _check_value(value, prefix + key, keys[key])
+    for key, one in keys.items():
+        if one.required and key not in section:
+            raise UserError(f"config key {prefix}{key} is missing; add it.")
+
+
+def _check_value(value: Any, name: str, key: Key) -> None:
+    if isinstance(key.kind, Mapping):
+        check_section(value, name, key.kind)
+    elif not _fits(value, key.kind):
+        choices = map(str, get_args(key.kind)) if get_origin(key.kind) is Literal else ()
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else "correct the value."
+        raise UserError(
+            f"config key {name}={value!r}: {_describe(key.kind)} was expected; {remedy}"
+        )
+    elif key.minimum is not None and value is not None and value < key.minimum:
+        raise UserError(
+            f"config key {name}={value}: at least {key.minimum} was expected; give a larger number."
+        )
 
 
 def load_config(
@@ -40,7 +131,8 @@ def load_config(
     """Loads a config file and applies overrides.
 
     Args:
-      path_with_argument: `configs/x.py`, or `configs/x.py:MODE` for `get_config("MODE")`.
+      path_with_argument: `configs/x.py`, or `configs/x.py:MODE` for `get_config("MODE")`;
+        see `find_config`.
       overrides: `{"train.steps": "500"}`, or `["train.steps=500"]`. Text is parsed to the type
         of the value it replaces (`none` clears a value that is not text); other values must
         have that type.
@@ -49,17 +141,27 @@ def load_config(
       UserError: no such file, a file without `get_config` or with a mistake in it, an unknown
         mode or key (with the nearest known one), or a value of another type.
     """
-    path, _, argument = str(path_with_argument).partition(".py:")
-    file = Path(path if path.endswith(".py") else path + ".py")
-    if not str(path_with_argument).endswith(".py") and ".py:" not in str(path_with_argument):
+    match = re.fullmatch(r"(.+\.py)(?::(.*))?", str(path_with_argument))
+    if match is None:
         raise UserError(
             f"--config={path_with_argument}: a python file was expected, such as "
             "configs/atlas/demo.py or configs/atlas/demo.py:runlocal."
         )
-    config = _call_get_config(_load_module(file), file, argument)
+    file, mode = find_config(match[1]), match[2] or ""
+    config = _call_get_config(load_module(file), file, mode)
     for key, value in _pairs(overrides):
         _override(config, key, value, file)
     return config
+
+
+def find_config(path: str | os.PathLike) -> Path:
+    """The file at a path, or else the one of that name that comes with the installed package."""
+    path = Path(path)
+    # Wheels carry configs/ in the package; in a checkout it is beside it.
+    for candidate in (path, _PACKAGE / path, _PACKAGE.parent / path):
+        if candidate.is_file():
+            return candidate
+    return path
 
 
 def to_plain_dict(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
@@ -68,9 +170,7 @@ def to_plain_dict(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: a value of another type, with its key.
     """
-    if isinstance(config, ConfigDict):
-        config = config.to_dict()  # resolves field references
-    return {str(key): _plain(value, str(key)) for key, value in config.items()}
+    return _plain(config, "")
 
 
 def config_fingerprint(config: ConfigDict | Mapping[str, Any]) -> str:
@@ -91,96 +191,40 @@ def flatten(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean 'steps'?` for a misspelt word, or a list of what is known."""
+    """`did you mean 'steps'?` for a misspelled word, or else the list of known ones."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not close:  # a right last part in a wrong section
+    if not close:  # the right last part in the wrong section
         last = word.rpartition(".")[2]
         tails = {name.rpartition(".")[2]: name for name in reversed(known)}
         close = [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1, cutoff=0.75)]
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"the known ones are {', '.join(sorted(known))}."
-
-
-def check_section(
-    section: Any, name: str, known: Mapping[str, Any], needed: Iterable[str] = ()
-) -> None:
-    """Checks the keys of a config section, and the types of their values.
-
-    Args:
-      section: the section, or the whole config.
-      name: of the section, such as `model.changes`; empty for the whole config.
-      known: key -> type, as in an annotation; a `dict` is a section.
-      needed: keys that must be there.
-
-    Raises:
-      UserError: not a section; a key that is unknown (with the nearest known one) or missing;
-        a value of another type.
-    """
-    if not _fits(section, dict):
-        raise UserError(f"config key {name}={section!r}: {_describe(dict)} was expected.")
-    prefix = f"{name}." if name else ""
-    for key, value in section.items():
-        if key not in known:
-            raise UserError(f"config key {prefix}{key}: unknown; {nearest(key, known)}")
-        if not _fits(value, known[key]):
-            raise UserError(
-                f"config key {prefix}{key}={value!r}: {_describe(known[key])} was expected; "
-                "correct the value."
-            )
-    for key in needed:
-        if key not in section:
-            raise UserError(f"config key {prefix}{key} is missing; add it.")
-
-
-def parameters_of(maker: Callable[..., Any], *without: str) -> tuple[dict[str, Any], list[str]]:
-    """Parameters of the function or dataclass that a section goes to, for `check_section`.
-
-    Args:
-      without: parameters that do not come from the section.
-
-    Returns:
-      name -> type, and the names without a default.
-    """
-    found = inspect.signature(maker, eval_str=True).parameters
-    kept = [parameter for name, parameter in found.items() if name not in without]
-    needed = [parameter.name for parameter in kept if parameter.default is parameter.empty]
-    return {parameter.name: parameter.annotation for parameter in kept}, needed
+    return f"the known ones are {', '.join(sorted(known))}." if known else "remove it."
 
 
 def config_beside(file: str, name: str) -> ModuleType:
-    """Another python file, for experiments that share a part.
+    """Loads another config file, for configs that have parts in common.
 
     Args:
       file: the config's own `__file__`.
-      name: path of the other one from the config's folder.
+      name: path of the other file, relative to the folder of `file`.
     """
     return _execute(Path(file).parent / name)
 
 
-def _load_module(file: Path) -> ModuleType:
+def load_module(file: Path) -> ModuleType:
+    """The module of a config file; UserError where there is none."""
     if not file.is_file():
         raise UserError(f"--config={file}: no such config file; check the path.")
-    module = _execute(file)
-    if not callable(getattr(module, "get_config", None)):
-        raise UserError(
-            f"{file}: a config file must define get_config(mode=''), which returns a ConfigDict."
-        )
-    return module
+    return _execute(file)
 
 
 def _execute(file: Path) -> ModuleType:
-    name = "mmqa_config_" + hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    keep = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # no __pycache__ beside the user's configs
-    try:
-        with _mistakes_named(file):
-            spec.loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = keep
+    module = ModuleType(file.stem)
+    module.__file__ = str(file)
+    with _mistakes_named(file):
+        exec(compile(file.read_bytes(), file, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
@@ -206,19 +250,22 @@ def _mistakes_named(file: Path) -> Iterator[None]:
         raise UserError(f"{place}: the config file fails ({said}); repair it.") from error
 
 
-def _call_get_config(module: Any, file: Path, argument: str) -> ConfigDict:
-    if argument and not inspect.signature(module.get_config).parameters:
+def _call_get_config(module: Any, file: Path, mode: str) -> ConfigDict:
+    if not callable(getattr(module, "get_config", None)):
         raise UserError(
-            f"--config={file}:{argument}: get_config of this file takes no mode; "
-            f"leave out ':{argument}'."
+            f"{file}: a config file must define get_config(mode=''), which returns a ConfigDict."
+        )
+    if mode and not inspect.signature(module.get_config).parameters:
+        raise UserError(
+            f"--config={file}:{mode}: get_config of this file takes no mode; leave out ':{mode}'."
         )
     modes = getattr(module, "MODES", None)
-    if argument and modes is not None and argument not in modes:
+    if mode and modes is not None and mode not in modes:
         raise UserError(
-            f"--config={file}:{argument}: this file has no such mode; {nearest(argument, modes)}"
+            f"--config={file}:{mode}: this file has no such mode; {nearest(mode, modes)}"
         )
     with _mistakes_named(file):
-        config = module.get_config(argument) if argument else module.get_config()
+        config = module.get_config(mode) if mode else module.get_config()
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"{file}: get_config must return an ml_collections.ConfigDict, "
@@ -252,7 +299,7 @@ def _override(config: ConfigDict, key: str, value: Any, file: Path) -> None:
     kind = parent.get_type(last)
     try:
         parsed = _parse(value, kind, section)
-    except (ValueError, SyntaxError) as error:
+    except ValueError as error:
         raise UserError(
             f"--config.{key}={value}: {file} has {_describe(kind)} there ({section!r}); "
             f"give {_describe(kind)}."
@@ -262,57 +309,31 @@ def _override(config: ConfigDict, key: str, value: Any, file: Path) -> None:
 
 
 def _parse(value: Any, kind: type, current: Any) -> Any:
-    """Turns an override into the type `kind`; raises ValueError when it does not fit."""
-    if kind is type(None):  # nothing says which type it will be: read it as a literal
-        return _literal(value) if isinstance(value, str) else value
-    if value is None or (isinstance(value, str) and kind is not str and value.lower() == "none"):
-        return None
-    if kind is bool:
-        return _boolean(value)
-    if kind is int:
-        if isinstance(value, str):
-            return int(value) if value.strip().lstrip("+-").isdigit() else _whole(float(value))
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(value)
+    """Converts an override to the type `kind`; raises ValueError if that is impossible."""
+    if isinstance(value, str) and kind is not str:
+        value = _literal(value)
+    if value is None or kind is type(None):  # `current` is None: any type may replace it
         return value
-    if kind is float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError(value)
-        return float(value)
     if kind in (tuple, list):
-        return _sequence(value, kind, current)
-    if kind is str and isinstance(value, str):
-        return value
-    if isinstance(value, str):
-        value = ast.literal_eval(value)
-    if not isinstance(value, kind):
+        return _parse_items(value, kind, current)
+    if kind is bool:
+        value = _BOOLEANS.get(str(value).lower(), value)
+    elif kind is int and isinstance(value, float) and value.is_integer():  # 1e4
+        value = int(value)
+    elif kind is float and type(value) is int:
+        value = float(value)
+    if not _fits(value, kind):
         raise ValueError(value)
     return value
 
 
-def _boolean(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
-        return value.lower() in _TRUE
-    raise ValueError(value)
-
-
-def _whole(value: float) -> int:
-    if not value.is_integer():  # nor are inf and nan
-        raise ValueError(value)
-    return int(value)
-
-
-def _sequence(value: Any, kind: type, current: Any) -> Any:
+def _parse_items(value: Any, kind: type, current: Any) -> Any:
+    """A tuple or list from `(1, 2)`, `1,2`, `a,b` or `1`; items of the type of the current ones."""
     if isinstance(value, str):
-        text = value.strip()
-        bracketed = text[:1] in "([" and text[:1] != ""
-        items = ast.literal_eval(text) if bracketed else [_literal(x) for x in text.split(",") if x]
-    else:
-        items = value
-    if not isinstance(items, list | tuple):
-        raise ValueError(value)
+        if value.strip().startswith(("(", "[")):  # with a mistake in it
+            raise ValueError(value)
+        value = [_literal(item) for item in value.split(",") if item]
+    items = value if isinstance(value, list | tuple) else [value]
     kinds = {type(item) for item in current or ()}
     if len(kinds) == 1 and (one := kinds.pop()) in (int, float, str):
         items = [str(item) if one is str else _parse(item, one, None) for item in items]
@@ -320,6 +341,7 @@ def _sequence(value: Any, kind: type, current: Any) -> Any:
 
 
 def _literal(text: str) -> Any:
+    """The python value that a text spells, or the text itself."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
@@ -357,12 +379,11 @@ def _describe(kind: Any) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
-    if isinstance(value, FieldReference):
-        value = value.get()
     if isinstance(value, ConfigDict):
-        value = value.to_dict()
+        value = value.to_dict()  # resolves field references
     if isinstance(value, Mapping):
-        return {str(name): _plain(inner, f"{key}.{name}") for name, inner in value.items()}
+        prefix = f"{key}." if key else ""
+        return {str(name): _plain(inner, f"{prefix}{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{key}[{i}]") for i, inner in enumerate(value)]
     if isinstance(value, os.PathLike):

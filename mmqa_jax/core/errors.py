@@ -1,4 +1,4 @@
-"""The two ways a command fails: the user's input is wrong, or the run is."""
+"""The two ways a command fails: the user's input is wrong, or the run itself fails."""
 
 from collections.abc import Iterable
 
@@ -16,6 +16,6 @@ class RunError(Exception):
 
 
 def first_names(names: Iterable[str], most: int = 5) -> str:
-    """The first names of what a message is about: `a, b, c, d, e, ...`."""
+    """The first few names, for a message: `a, b, c, d, e, ...`."""
     names = list(names)
     return ", ".join([*names[:most], *["..."] * (len(names) > most)])

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and JSON read with the place of its mistakes."""
+"""Atomic writes, and JSON files whose mistakes are reported with their line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
 
 
 def unfinished(path: Path, kind: str = "tmp", process: int | str | None = None) -> Path:
-    """What `path` is called until it is whole: beside it, hidden, with host and process.
+    """The hidden temporary name of `path`, in the same folder, with host and process.
 
-    Hosts of one job share a file system, and may well have processes of the same number.
+    Hosts of one job share a file system, and their process ids may coincide.
 
     Args:
       path: file or folder.
-      kind: the ending.
-      process: None is this one; `*` makes a pattern of all of this host's.
+      kind: the suffix.
+      process: None for this one; `*` for a glob of all processes of this host.
     """
     return path.with_name(f".{path.name}.{_HOST}.{process or os.getpid()}.{kind}")
 
@@ -33,7 +33,7 @@ def unfinished(path: Path, kind: str = "tmp", process: int | str | None = None) 
 def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Opens a temporary file beside `path` and renames it onto `path` on success.
 
-    A reader sees the old file or the whole new one; on an error the old one stays.
+    A reader sees the old file or the complete new one; on an error the old one stays.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 @contextlib.contextmanager
 def no_empty_folders(folder: str | os.PathLike) -> Iterator[None]:
-    """If the block fails, removes `folder` and its parents as far as they are new and empty."""
+    """If the block fails, removes `folder` and its parents if they are new and empty."""
     folder = Path(folder).absolute()
     new = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
     try:
@@ -63,14 +63,14 @@ def no_empty_folders(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Writes `value` as indented JSON, whole or not at all."""
+    """Writes `value` as indented JSON, atomically."""
     with atomic_write(path) as file:
         json.dump(value, file, indent=2, ensure_ascii=False)
         file.write("\n")
 
 
 def write_jsonl(path: str | os.PathLike, rows: Iterable[Any]) -> None:
-    """Writes one JSON value a line, the file whole or not at all."""
+    """Writes one JSON value per line, atomically."""
     with atomic_write(path) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -89,7 +89,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
-    """Yields (line number, value) of a JSON-lines file; blank lines are passed over."""
+    """Yields (line number, value) of a JSON-lines file; blank lines are skipped."""
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -103,14 +103,14 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Reads a UTF-8 text file; raises UserError where there is none."""
+    """Reads a UTF-8 text file; raises UserError if that fails."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a folder, a file was expected; check the path.") from error
-    except OSError as error:  # below a file, not ours to read
+    except OSError as error:  # such as no permission
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
         raise UserError(
@@ -119,9 +119,9 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def check_text(value: Any, place: str) -> None:
-    """Refuses JSON with half a character in a string, which cannot be written as UTF-8.
+    """Refuses JSON with half of a surrogate pair in a string, which cannot be written as UTF-8.
 
-    JSON can spell one: an emoji that was cut in two. `place` begins the UserError's sentence.
+    An emoji cut in two leaves one. `place` begins the UserError's sentence.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -133,7 +133,7 @@ def check_text(value: Any, place: str) -> None:
 
 
 def check_out(path: Path, *, folder: bool = False) -> None:
-    """UserError where no file (or folder) can be written: before hours of work, not after them."""
+    """UserError if a file (or folder) cannot be written: before hours of work, not after them."""
     if path.is_dir() and not folder:
         raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
     here = path.absolute()

@@ -18,25 +18,20 @@ class MetricsWriter:
     """Appends rows `{"step": n, "time": unix seconds, name: value, ...}` to metrics.jsonl.
 
     Several rows may share a step (training and evaluation). A run that resumes from step s
-    drops the rows after s that the killed attempt had written, so that curves have no doubles.
-    Only process 0 writes.
+    drops the rows after s that the killed attempt wrote, so that no step appears twice. Only
+    process 0 writes.
 
     Args:
       folder: workdir of the run.
-      restored_step: step of the checkpoint the run goes on from, 0 for a new run.
-      enabled: write at all; by default on process 0 only.
+      restored_step: step of the checkpoint that the run resumes from, 0 for a new run.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike, *, restored_step: int = 0, enabled: bool | None = None
-    ):
-        if enabled is None:
-            import jax
+    def __init__(self, folder: str | os.PathLike, *, restored_step: int = 0):
+        import jax
 
-            enabled = jax.process_index() == 0
         self._file: Any = None
         self._events: Any = None
-        if not enabled:
+        if jax.process_index() != 0:
             return
         from tensorboardX import SummaryWriter
 
@@ -57,7 +52,7 @@ class MetricsWriter:
             return
         row = {"step": int(step), "time": round(time.time(), 3)}
         numbers = {name: float(value) for name, value in values.items()}
-        # JSON knows no NaN: what could not be computed is null.
+        # JSON has no NaN; null stands for it.
         row.update({n: value if math.isfinite(value) else None for n, value in numbers.items()})
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()

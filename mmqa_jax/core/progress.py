@@ -30,8 +30,8 @@ class Progress:
     The rate is measured from the first `advance` on, since the first step also compiles.
 
     Args:
-      title: what is going on, e.g. "Training reader".
-      total: how many units there are, None if unknown.
+      title: of the work, e.g. "Training reader".
+      total: number of units, None if unknown.
       unit: name of a unit, plural.
       start: units done by an earlier attempt; they count in the percentage, not in the rate.
       quiet: show nothing (default: MMQA_PROGRESS=off).
@@ -98,7 +98,7 @@ class Progress:
             self._line(self.text())
 
     def reach(self, done: int, total: int) -> None:
-        """Sets how many units are done and how many there are (for work that counts itself)."""
+        """Sets the units done and their total (for work that does its own counting)."""
         if total != self._total:
             self._total = total
             if self._bar is not None:
@@ -107,7 +107,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the clock, and clears the bar so that other work can show its own progress."""
+        """Stops the clock and clears the bar, so that other work can show its own progress."""
         began = self._clock()
         if self._bar is not None:
             self._bar.stop()
@@ -130,7 +130,7 @@ class Progress:
         return (self._done - self._first[0]) / seconds if seconds > 0 else None
 
     def seconds_left(self) -> float | None:
-        """Estimate of the time left without pauses, None where nothing is known."""
+        """Estimate of the time left without pauses, None if there is none yet."""
         rate = self.rate()
         if rate is None or self._total is None:
             return None

@@ -21,17 +21,12 @@ def name_of(key_path: tuple[Any, ...]) -> str:
 
 
 def flatten_named(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by name, in the tree's order.
-
-    Raises:
-      ValueError: two leaves share a name.
-    """
+    """The leaves of a pytree by name, in the tree's order; names are unique."""
     import jax
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {name_of(path): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
-        raise ValueError("two leaves of one pytree have the same name")
+    assert len(named) == len(leaves), "two leaves of one pytree have the same name"
     return named
 
 

@@ -1,4 +1,4 @@
-"""The folder of one run: its config, its lock, and which of its stages are done."""
+"""The folder of one run: its config, its lock, and its completed stages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from ml_collections import ConfigDict
+
 from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.startup import device_facts, host_facts, peak_rss_mib
+from mmqa_jax.core.files import no_empty_folders, read_json, write_json
+from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
 
 _PACKAGES = (
     *("mmqa-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"),
@@ -27,18 +30,16 @@ _PACKAGES = (
     *("scann", "bm25s", "tokenizers"),
 )
 
-# How often a running stage notes its time: what a kill -9 loses of it at most.
+# How often a running stage saves its time: a kill -9 loses at most this much of it.
 _HEARTBEAT_SECONDS = 5.0
 
 
 class Workdir:
-    """Everything a run writes lies in its workdir, which belongs to one config.
+    """The folder that holds everything a run writes; it belongs to one config.
 
-    On several hosts only process 0 claims it; the others know its path.
-
-    `claim` first: it locks the folder against other processes and refuses another config's.
-    Use as a context manager, or call `close`, to give the lock back (the end of the process
-    does as well, however it ends).
+    Call `claim` first: it locks the folder against other processes and refuses one that belongs
+    to another config. With several hosts only process 0 locks it and writes to it. `close`, leaving
+    the context manager and the end of the process, however it ends, release the lock.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -58,17 +59,16 @@ class Workdir:
         self.close()
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
-    def claim(self, config: Any, *, devices: bool = True) -> bool:
+    def claim(self, config: Any) -> bool:
         """Locks the folder and writes config.json, or checks that it is this config's.
 
         Args:
           config: ConfigDict or mapping.
-          devices: also note the devices, which starts jax's backend.
 
         Returns:
           True if the folder already belonged to this config: the run resumes.
@@ -92,18 +92,14 @@ class Workdir:
             "versions": _versions(),
             "git": _git_commit(Path(__file__).parent),
             "host": host_facts(),
+            "devices": device_facts(),
         }
-        if devices:
-            record["devices"] = device_facts()
         write_json(file, record)
         return False
 
-    def done(self, name: str, inputs_fingerprint: str | None = None) -> bool:
-        """Whether stage `name` is complete (with these inputs, where they are given)."""
-        record = self._record(name)
-        return record is not None and (
-            inputs_fingerprint is None or record["inputs"] == inputs_fingerprint
-        )
+    def done(self, name: str) -> bool:
+        """Whether stage `name` is complete."""
+        return self._file(name).exists()
 
     def stages(self) -> dict[str, dict[str, Any]]:
         """The completed stages in order of completion: name -> its record."""
@@ -111,19 +107,18 @@ class Workdir:
         return {record["stage"]: record for record in sorted(records, key=lambda r: r["finished"])}
 
     @contextlib.contextmanager
-    def stage(self, name: str, inputs_fingerprint: str = "") -> Iterator[bool]:
-        """Runs a stage once: `with workdir.stage("index", fingerprint) as todo: if todo: ...`
+    def stage(self, name: str) -> Iterator[bool]:
+        """Runs a stage once: `with workdir.stage("index") as todo: if todo: ...`
 
-        Yields False if the stage is complete with the same inputs. Otherwise yields True and,
-        if the block ends without an error, writes stages/NAME.json: `seconds` (all attempts
-        since the inputs changed, killed ones too, to within 5 s each), `attempts` and
-        `peak_rss_mib` (of the process so far, the largest of the attempts).
+        Yields False if the stage is complete. Otherwise yields True and, if the block ends
+        without an error, writes stages/NAME.json: `seconds` (of all attempts, killed ones too,
+        to within 5 s each), `attempts` and `peak_rss_mib` (of the process so far, the largest of
+        the attempts).
         """
-        if self.done(name, inputs_fingerprint):
+        if self.done(name):
             yield False
             return
-        self._file(name).unlink(missing_ok=True)
-        with _Clock(self.path / "stages" / f".{name}.running.json", inputs_fingerprint) as clock:
+        with _Clock(self.path / "stages" / f".{name}.running.json") as clock:
             yield True
             record = {"stage": name, **clock.note(), "finished": time.time()}
             write_json(self._file(name), record)
@@ -131,9 +126,6 @@ class Workdir:
 
     def _file(self, name: str) -> Path:
         return self.path / "stages" / f"{name}.json"
-
-    def _record(self, name: str) -> dict[str, Any] | None:
-        return read_json(self._file(name)) if self._file(name).exists() else None
 
     def _take_lock(self) -> None:
         if self._lock is not None:
@@ -186,13 +178,9 @@ class Workdir:
 class _Clock:
     """Keeps a stage's time in a file while it runs, so that killed attempts count."""
 
-    def __init__(self, file: Path, inputs: str):
+    def __init__(self, file: Path):
         self.file = file
-        before = read_json(file) if file.exists() else {}
-        if before.get("inputs") != inputs:
-            before = {}
-        self._before = before
-        self._inputs = inputs
+        self._before = read_json(file) if file.exists() else {}
         self._started = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -210,7 +198,6 @@ class _Clock:
     def note(self) -> dict[str, Any]:
         seconds = self._before.get("seconds", 0.0) + time.monotonic() - self._started
         return {
-            "inputs": self._inputs,
             "seconds": round(seconds, 2),
             "attempts": self._before.get("attempts", 0) + 1,
             "peak_rss_mib": max(self._before.get("peak_rss_mib", 0), peak_rss_mib()),
@@ -225,7 +212,7 @@ class _Clock:
 
 
 def _process_index() -> int:
-    jax = sys.modules.get("jax")  # a run of several processes has imported it to join them
+    jax = sys.modules.get("jax")  # imported already where several processes were joined
     return jax.process_index() if jax is not None and jax.distributed.is_initialized() else 0
 
 
@@ -254,3 +241,37 @@ def _git_commit(folder: Path) -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+@contextlib.contextmanager
+def claim_workdir(folder: Path, config: ConfigDict, work: str) -> Iterator[tuple[Workdir, bool]]:
+    """Claims a run's workdir; yields it, and whether the run resumes.
+
+    If a new run's input is refused, everything it wrote is removed: otherwise the workdir would
+    refuse the corrected config as another one.
+
+    Args:
+      work: glob of the files that make a run worth keeping; if there is one, nothing is removed.
+    """
+    with no_empty_folders(folder), Workdir(folder) as workdir:
+        resumed = workdir.claim(config)
+        before = set(folder.iterdir()) if folder.exists() else set()
+        written = {workdir / "config.json", workdir / ".lock"}
+        try:
+            yield workdir, resumed
+        except UserError:
+            if not resumed and _process_index() == 0 and not any(folder.glob(work)):
+                for path in written | (set(folder.iterdir()) - before):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            raise
+
+
+def read_config(folder: Path) -> ConfigDict:
+    """The config of the run in `folder`; UserError if its config.json is not one."""
+    record = read_json(folder / "config.json")
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        raise UserError(
+            f"{folder / 'config.json'}: is not a run's config.json; copy the run again or start it "
+            "in a new --workdir."
+        )
+    return ConfigDict(record["config"])

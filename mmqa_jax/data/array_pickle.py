@@ -1,9 +1,8 @@
-"""Foreign pickles of arrays, read without running any code of theirs.
+"""Foreign pickles of arrays, read without running their code.
 
-A pickle names functions and classes for the reader to call. Only those that make numpy arrays,
-torch tensors (read as numpy arrays, torch is not needed) and OrderedDicts are answered, each by a
-function of this file; any other is refused by its name. Plain containers, numbers and strings
-need none.
+A pickle names functions and classes for the reader to call. Those that make numpy arrays, torch
+tensors (read as numpy arrays, torch is not needed) and OrderedDicts are replaced by functions of
+this file; any other is refused by name. Plain containers, numbers and strings need none.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ _STORAGES = {
 
 
 class ForeignObject(UserError):
-    """The pickle wants something other than arrays; it may be an attack."""
+    """The pickle contains something other than arrays; it may be an attack."""
 
 
 def load_arrays(path: str | os.PathLike) -> Any:
     """Reads a pickle of plain containers, numbers, strings, numpy arrays and torch tensors.
 
-    Tensors come as numpy arrays, wherever (cuda:0) they lay when they were written.
+    Tensors become numpy arrays, whatever device they were on.
 
     Raises:
       ForeignObject: it names any other class or function.
-      UserError: no such file, or not a whole pickle.
+      UserError: no such file, or not a complete pickle.
     """
     path = Path(path)
     try:
@@ -57,14 +56,14 @@ def load_arrays(path: str | os.PathLike) -> Any:
         raise UserError(f"{path}: no such file; check the path.") from error
     except _Refused as error:
         raise ForeignObject(
-            f"{path}: wants {error}, which is no array; only arrays, numbers, strings and plain "
-            "containers of them are read, write the file anew with these."
+            f"{path}: contains {error}, which is not an array; only arrays, numbers, strings and "
+            "plain containers of them are read, write the file again with only these."
         ) from error
-    # Instructions of a broken pickle end in errors of nearly any kind.
+    # A broken pickle can raise nearly any error.
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(
-            f"{path}: not a whole pickle of arrays ({reason}); fetch it again."
+            f"{path}: not a complete pickle of arrays ({reason}); fetch it again."
         ) from error
 
 
@@ -75,7 +74,7 @@ class _Refused(pickle.UnpicklingError):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _ADMITTED[module, name]
+            return _ALLOWED[module, name]
         except KeyError:
             raise _Refused(f"{module}.{name}") from None
 
@@ -91,7 +90,7 @@ class _StorageUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, key, _, count, *view = pid
         if kind != "storage" or dtype not in _STORAGES.values() or view not in ([], [None]):
-            raise pickle.UnpicklingError("a tensor's storage is not as torch writes it")
+            raise pickle.UnpicklingError("a tensor's storage is not in torch's format")
         return np.dtype(dtype), key, count
 
 
@@ -100,7 +99,7 @@ def _storage(data: bytes) -> np.ndarray:
     file = io.BytesIO(data)
     magic, _version, _machine = (_StorageUnpickler(file).load() for _ in range(3))
     if magic != _LEGACY_MAGIC:
-        raise pickle.UnpicklingError("a tensor's storage is not as torch writes it")
+        raise pickle.UnpicklingError("a tensor's storage is not in torch's format")
     dtype, key, count = _StorageUnpickler(file).load()
     keys = _StorageUnpickler(file).load()
     length = int.from_bytes(file.read(8), "little", signed=True)
@@ -114,8 +113,8 @@ def _tensor(storage: np.ndarray, offset: int, size: tuple, stride: tuple, *_: An
     """torch._utils._rebuild_tensor_v2: a copy of a strided view of its storage."""
     sizes, strides = np.array(size, np.int64), np.array(stride, np.int64)
     last = offset + int(((sizes - 1) * strides).sum())
-    whole = sizes.shape == strides.shape and (strides >= 0).all() and (sizes >= 0).all()
-    if not whole or offset < 0 or (sizes.all() and last >= len(storage)):
+    valid = sizes.shape == strides.shape and (strides >= 0).all() and (sizes >= 0).all()
+    if not valid or offset < 0 or (sizes.all() and last >= len(storage)):
         raise pickle.UnpicklingError(f"a tensor of size {tuple(size)} overlaps its storage")
     if not sizes.all():
         return np.zeros(tuple(size), storage.dtype)
@@ -128,7 +127,7 @@ def _tensor(storage: np.ndarray, offset: int, size: tuple, stride: tuple, *_: An
 def _empty_array(kind: type, shape: tuple, _dtype: Any) -> np.ndarray:
     """numpy's _reconstruct: an array whose contents follow in the pickle."""
     if kind is not np.ndarray or tuple(shape) != (0,):
-        raise pickle.UnpicklingError("an array is not as numpy writes it")
+        raise pickle.UnpicklingError("an array is not in numpy's format")
     return np.ndarray((0,), "b")
 
 
@@ -148,7 +147,7 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-_ADMITTED = {
+_ALLOWED = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("_codecs", "encode"): _bytes,
     ("numpy", "ndarray"): np.ndarray,
@@ -158,6 +157,6 @@ _ADMITTED = {
     ("torch.storage", "_load_from_bytes"): _storage,
 }
 for _core in ("numpy.core", "numpy._core"):  # before numpy 2, and since
-    _ADMITTED[f"{_core}.multiarray", "_reconstruct"] = _empty_array
-    _ADMITTED[f"{_core}.multiarray", "scalar"] = _scalar
-    _ADMITTED[f"{_core}.numeric", "_frombuffer"] = _array
+    _ALLOWED[f"{_core}.multiarray", "_reconstruct"] = _empty_array
+    _ALLOWED[f"{_core}.multiarray", "scalar"] = _scalar
+    _ALLOWED[f"{_core}.numeric", "_frombuffer"] = _array

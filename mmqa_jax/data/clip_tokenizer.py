@@ -27,14 +27,14 @@ class ClipTokenizer:
     """CLIP's byte-level BPE, lower case; ids without the start and end tokens.
 
     As `clip.tokenize`: HTML entities are resolved (twice) and white space is collapsed. OpenAI's
-    also repairs broken encodings with ftfy; mend such texts beforehand.
+    also repairs broken encodings with ftfy; repair such texts beforehand.
 
     Args:
       vocabulary: token -> id, END and START among them.
       merges: pairs in order of their rank.
 
     Attributes:
-      cls_id, sep_id, pad_id: of START, END and the padding, which is never looked at.
+      cls_id, sep_id, pad_id: of START, END and the padding, which is always masked.
       vocab_size: number of tokens.
       fingerprint: 16 hex digits that change with vocabulary or merges.
     """
@@ -76,11 +76,11 @@ class ClipTokenizer:
 
 
 def load_clip_tokenizer(folder: str | os.PathLike) -> ClipTokenizer:
-    """Reads what is published with CLIP: vocab.json and merges.txt, tokenizer.json, or OpenAI's
+    """Reads the files published with CLIP: vocab.json and merges.txt, tokenizer.json, or OpenAI's
     bpe_simple_vocab_16e6.txt.gz.
 
     Raises:
-      UserError: none is there, or they are no CLIP tokenizer's.
+      UserError: there are none, or they are not those of a CLIP tokenizer.
     """
     folder = Path(folder)
     path = folder / "vocab.json"
@@ -112,10 +112,10 @@ def _merges(text: str) -> list[list[str]]:
 
 
 def _from_openai(path: Path) -> ClipTokenizer:
-    """The tokenizer of openai/CLIP clip/simple_tokenizer.py, whose ids follow from the merges."""
+    """The tokenizer of openai/CLIP clip/simple_tokenizer.py; its ids follow from the merges."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            # A title that is no merge stands first; more merges follow than CLIP uses.
+            # The first line is a title; the file has more merges than CLIP uses.
             lines = file.read().split("\n")[1:]
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as gzip ({error}); fetch it again.") from None
@@ -132,7 +132,7 @@ def _from_openai(path: Path) -> ClipTokenizer:
 
 
 def _byte_symbols() -> list[str]:
-    """The characters that byte-level BPE writes for bytes, in the order of their ids: the
+    """The characters that stand for bytes in byte-level BPE, in the order of their ids: the
     printable ones of Latin-1 as themselves, then the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = 256 - len(printable)
@@ -140,7 +140,7 @@ def _byte_symbols() -> list[str]:
 
 
 def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer:
-    """Opens a tokenizer.json of either kind, or a folder with the tokenizer of a CLIP.
+    """Opens a tokenizer.json of either kind, or a folder with a CLIP tokenizer.
 
     Raises:
       UserError: it is neither; see `load_tokenizer` and `load_clip_tokenizer`.

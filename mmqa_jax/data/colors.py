@@ -1,7 +1,7 @@
 """The eleven basic color terms of English (Berlin and Kay 1969) as features of pictures.
 
-A detector tells VLP what a region shows (its class probabilities stand beside its box). Patches
-have no detector; how much of each color they show is the part of it that needs no training.
+A detector gives VLP class probabilities beside the box of a region. Patches have no detector; the
+share of each color is the part of that information that needs no training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-# Term -> sRGB values that bear the name; a pixel has the term of the nearest.
+# Term -> sRGB values of that name; a pixel has the term of the nearest value.
 ANCHORS: dict[str, tuple[str, ...]] = {
     "red": ("d22f27", "ff0000", "ea5a47"),
     "white": ("ffffff",),
@@ -38,7 +38,7 @@ def color_terms(pixels: UInt8[np.ndarray, "*N 3"]) -> Int[np.ndarray, "*N"]:
 def color_shares(patches: UInt8[np.ndarray, "R N 3"]) -> Float[np.ndarray, "R C"]:
     """Square root of each term's share of the pixels of every patch, float32 [R, C = 11].
 
-    The root keeps a small star on a large field in sight.
+    The root keeps a small star on a large field visible.
     """
     terms = color_terms(patches)  # [R, N]
     count = len(COLOR_TERMS)
@@ -49,7 +49,7 @@ def color_shares(patches: UInt8[np.ndarray, "R N 3"]) -> Float[np.ndarray, "R C"
 
 @functools.cache
 def _table() -> Int[np.ndarray, " cells"]:
-    """Term of every cell of the color cube, by the anchor nearest to the cell's middle."""
+    """Term of every cell of the color cube, by the anchor nearest to the cell's center."""
     anchors = np.array(
         [[int(h[i : i + 2], 16) for i in (0, 2, 4)] for hexes in ANCHORS.values() for h in hexes],
         np.float32,

@@ -1,13 +1,11 @@
-"""Pictures: encoded bytes to RGB, to square pixels, to patches with their boxes."""
+"""Pictures: from encoded bytes to RGB, square pixels, and patches with their boxes."""
 
 from __future__ import annotations
 
-import collections
 import io
 import os
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -15,15 +13,7 @@ from PIL import Image, ImageFile
 
 from mmqa_jax.core.errors import RunError, UserError, first_names
 
-if TYPE_CHECKING:
-    from mmqa_jax.data.corpus import Corpus
-    from mmqa_jax.data.schema import Question
-
 Resize = Literal["squash", "crop", "sample"]
-
-# openai/CLIP clip.py `_transform`: mean and standard deviation of its training pictures, RGB.
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class PictureError(UserError):
@@ -37,7 +27,7 @@ class BrokenPictures:
       total: how many pictures there are.
       limit: how many may be broken; default 1 % of `total`, at least 10.
       remedy: what the user can do about too many.
-      problem: what is wrong with them.
+      problem: what is wrong with them, for the message.
     """
 
     def __init__(
@@ -73,16 +63,16 @@ class BrokenPictures:
 def decode(data: bytes, name: str = "picture") -> Image.Image:
     """Decodes an encoded picture (any format Pillow reads) to RGB.
 
-    Truncated files are read as far as they go, as the WebQA baseline does; alpha is
+    Truncated files are decoded as far as possible, as in the WebQA baseline; alpha is
     composited on white. Raises PictureError with `name` where the bytes are no picture.
     """
-    # Pillow has no per-call switch; the originals set the same one.
+    # Pillow has no switch per call; the original systems set the same flag.
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             return _to_rgb(image)
-    except Exception as error:  # a decoder fails on foreign bytes in its own ways
+    except Exception as error:  # decoders raise errors of many kinds
         raise PictureError(
             f"{name}: not a picture that can be decoded ({_reason(error)}); give a PNG, JPEG, "
             "GIF or WebP file."
@@ -103,7 +93,7 @@ def verify(data: bytes, name: str = "picture") -> None:
 
 
 def load_picture_file(path: str | os.PathLike) -> Image.Image:
-    """Reads a picture file given by the user; raises UserError where it is none."""
+    """Reads a picture file given by the user; raises UserError where it is not one."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError as error:
@@ -124,9 +114,9 @@ def to_pixels(
       image: an RGB picture.
       size: S, side of the result in pixels.
       resize: `squash` scales both sides to S (Prophet); `crop` scales the short side to S
-        and cuts the centre (CLIP's preprocessing, equal to CLIPImageProcessor); `sample`
+        and crops the center (CLIP's preprocessing, equal to CLIPImageProcessor); `sample`
         scales as `squash` but takes the nearest pixels, so that no colors are mixed: for
-        flat drawings whose colors are asked for.
+        flat drawings, in questions on colors.
     """
     if resize == "squash":
         return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
@@ -145,30 +135,20 @@ def to_pixels(
     return np.asarray(scaled.crop((left, top, left + size, top + size)))
 
 
-def normalise(pixels: UInt8[np.ndarray, "*N 3"]) -> Float[np.ndarray, "*N 3"]:
-    """uint8 RGB to float32 with CLIP's mean and standard deviation."""
-    scale = 1.0 / (255.0 * np.array(CLIP_STD))
-    shift = np.array(CLIP_MEAN) / np.array(CLIP_STD)
-    return pixels.astype(np.float32) * scale.astype(np.float32) - shift.astype(np.float32)
-
-
 def patches(pixels: np.ndarray, patch: int) -> Float[np.ndarray, "R D"]:
     """Cuts pixels [S, S, 3] into R = (S / patch)^2 patches of D = patch * patch * 3 values.
 
     Patches run row by row from the top left; a patch's values run by row, column, channel.
-    uint8 pixels are normalised with CLIP's constants first, float pixels are taken as they are.
     """
     size = pixels.shape[0]
     side = _patches_per_side(size, patch)
-    if pixels.dtype == np.uint8:
-        pixels = normalise(pixels)
     grid = pixels.reshape(side, patch, side, patch, 3)  # [row, y, column, x, channel]
     flat = grid.transpose(0, 2, 1, 3, 4).reshape(side * side, patch * patch * 3)
     return np.ascontiguousarray(flat, dtype=np.float32)
 
 
 def patch_boxes(size: int, patch: int) -> Float[np.ndarray, "R 6"]:
-    """Box of every patch of `patches`: x1, y1, x2, y2 and area as parts of the picture, 1."""
+    """Box of every patch of `patches`: x1, y1, x2, y2, area (relative), and 1."""
     side = _patches_per_side(size, patch)
     rows, columns = np.divmod(np.arange(side * side), side)  # [R], [R]
     edges = np.stack([columns, rows, columns + 1, rows + 1], axis=1) / side  # [R, 4]
@@ -176,90 +156,17 @@ def patch_boxes(size: int, patch: int) -> Float[np.ndarray, "R 6"]:
     return np.concatenate([edges, tail], axis=1).astype(np.float32)
 
 
-class PictureStore:
-    """Pixels of a corpus' pictures, decoded on demand and kept in a bounded memory.
-
-    Safe to share between threads; a copy sent to another process starts with an empty memory.
-
-    Args:
-      corpus: where the encoded pictures come from.
-      size: side of the pixels.
-      resize: see `to_pixels`.
-      cache_bytes: memory for decoded pixels, the longest unused leave first.
-      max_broken: see BrokenPictures; broken pictures are counted in `.broken`.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        size: int,
-        resize: Resize = "crop",
-        *,
-        cache_bytes: int = 512 * 2**20,
-        max_broken: int | None = None,
-    ):
-        self.corpus, self.size, self.resize = corpus, size, resize
-        shown = sum(source.image is not None for source in corpus.sources)
-        self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
-        self._capacity = cache_bytes // (size * size * 3)
-        self._start_cache()
-
-    def pixels(self, row: int) -> UInt8[np.ndarray, "S S 3"] | None:
-        """Pixels of the source in `row`, read-only; None for a snippet or a broken picture."""
-        return self._cached(self.corpus.sources[row].image)
-
-    def question_pixels(self, question: Question) -> UInt8[np.ndarray, "S S 3"] | None:
-        """Pixels of the picture that belongs to a question; None where it has none."""
-        return self._cached(question.image)
-
-    def _cached(self, name: str | None) -> np.ndarray | None:
-        if name is None:
-            return None
-        with self._lock:
-            if name in self._cache:
-                self._cache.move_to_end(name)
-                return self._cache[name]
-        pixels = self._decode(name)
-        with self._lock:
-            self._cache[name] = pixels
-            while len(self._cache) > self._capacity:
-                self._cache.popitem(last=False)
-        return pixels
-
-    def _decode(self, name: str) -> np.ndarray | None:
-        data = self.corpus.read_picture(name)
-        if data is None:
-            return None
-        try:
-            pixels = to_pixels(decode(data, name), self.size, self.resize)
-        except PictureError as error:
-            self.broken.add(name, str(error))
-            return None
-        pixels.flags.writeable = False
-        return pixels
-
-    def _start_cache(self) -> None:
-        self._lock = threading.Lock()
-        self._cache: collections.OrderedDict[str, np.ndarray | None] = collections.OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_cache")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start_cache()
-
-
 def _patches_per_side(size: int, patch: int) -> int:
     if patch <= 0 or size <= 0 or size % patch:
         raise UserError(
-            f"picture side {size} is no multiple of patch side {patch}; change one in the config."
+            f"picture side {size} is not a multiple of patch side {patch}; change one of "
+            "them in the config."
         )
     return size // patch
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow clips 16-bit grey to 255 instead of scaling it
+    if image.mode.startswith("I;16"):  # Pillow clips 16-bit gray to 255 instead of scaling it
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")

@@ -1,4 +1,4 @@
-"""Large TSV files with a .lineidx beside them: one line in memory at a time, found by its row."""
+"""Large TSV files with a .lineidx beside them: one line is read at a time, by its row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmqa_jax.core.errors import UserError
 
 
 class CutLine(UserError):
-    """The file ends within this line."""
+    """The file ends in the middle of this line."""
 
 
 class IndexedTsv:
@@ -19,10 +19,10 @@ class IndexedTsv:
 
     Args:
       path: the TSV.
-      lineidx: default: beside it, with the ending .lineidx.
+      lineidx: default: beside it, with the suffix .lineidx.
 
     Raises:
-      UserError: one of the two is missing, or the lineidx does not hold rising offsets.
+      UserError: one of the two is missing, or the lineidx does not hold increasing offsets.
     """
 
     def __init__(self, path: str | os.PathLike, lineidx: str | os.PathLike | None = None):
@@ -35,7 +35,7 @@ class IndexedTsv:
                 )
         offsets = read_offsets(self.lineidx)
         self._offsets = np.append(offsets, self.path.stat().st_size)  # [rows + 1]
-        self._file = open(self.path, "rb")  # noqa: SIM115 - lives as long as the object
+        self._file = open(self.path, "rb")  # noqa: SIM115 - open as long as the object lives
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -44,38 +44,38 @@ class IndexedTsv:
         """The columns of a row.
 
         Raises:
-          CutLine: the file ends within it.
+          CutLine: the file ends in the middle of it.
           UserError: there is no such row, or the lineidx does not point at a line.
         """
-        place = f"{self.path}, row {row}"
+        where = f"{self.path}, row {row}"
         if not 0 <= row < len(self):
             raise UserError(
-                f"{place}: {self.lineidx} has {len(self)} rows; the files do not belong together "
-                "or are cut, fetch them again."
+                f"{where}: {self.lineidx} has {len(self)} rows; the files do not belong together "
+                "or are cut off, fetch them again."
             )
         start, end, size = (int(self._offsets[n]) for n in (row, row + 1, -1))
         if start >= size:
             raise UserError(
-                f"{place}: the file ends at byte {size}, before that row at byte {start}; it is "
-                "cut, fetch it again."
+                f"{where}: the file ends at byte {size}, before that row at byte {start}; it is "
+                "cut off, fetch it again."
             )
-        before = 1 if start else 0  # the line break in front must be there too
+        before = 1 if start else 0  # the preceding line break is checked too
         line = os.pread(self._file.fileno(), end - start + before, start - before)
         text = line[before:].rstrip(b"\r\n")
         ends = len(text) < len(line) - before
         if line[:before].strip() or b"\n" in text or not (ends or end >= size):
             found = text[:20].decode("ascii", "replace")
             raise UserError(
-                f"{place}: bytes {start} to {end}, where {self.lineidx} points, hold {found!r} and "
+                f"{where}: bytes {start} to {end}, where {self.lineidx} points, hold {found!r} and "
                 "not that row's line; the two files do not belong together, fetch them again."
             )
         if end > size:
-            raise CutLine(f"{place}: the file ends within it; fetch it again.")
+            raise CutLine(f"{where}: the file ends within it; fetch it again.")
         return text.split(b"\t")
 
 
 def read_offsets(path: Path) -> np.ndarray:
-    """Byte offsets int64[rows] of a lineidx file, which must rise."""
+    """Byte offsets int64[rows] of a lineidx file, which must increase."""
     lines = path.read_bytes().split()
     try:
         offsets = np.array(lines, dtype=np.int64)
@@ -87,7 +87,7 @@ def read_offsets(path: Path) -> np.ndarray:
     falls = np.flatnonzero(np.diff(offsets) <= 0)
     if len(falls):
         raise UserError(
-            f"{path}, line {falls[0] + 2}: offset not above the line before; fetch the lineidx "
-            "again."
+            f"{path}, line {falls[0] + 2}: offset not above that of the line before; fetch the "
+            "lineidx again."
         )
     return offsets

@@ -5,9 +5,10 @@
                        positives, negatives, choices, answer_index, rationale
     images.tar         optional: the pictures, instead of files beside the two
 
-A question that is itself a passage of the corpus may name it as `from_source`: it is then no hit.
+A question that is itself a passage of the corpus may name it as `from_source`; that source is
+then never a hit.
 `image` is a path relative to the folder, or a member of images.tar. Unknown keys are kept in
-`extra`. An image source with `"image": null` is one whose picture is lost.
+`extra`. An image source with `"image": null` has lost its picture.
 """
 
 from __future__ import annotations
@@ -19,24 +20,21 @@ import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_jsonl, unfinished, write_jsonl
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import SPLITS, Question, Source
 
-if TYPE_CHECKING:
-    from mmqa_jax.data.corpus import Corpus
-
-SPLITS = ("train", "val", "test")
 TAR = "images.tar"
 
 
 @dataclasses.dataclass(frozen=True)
 class Interchange:
-    """A validated folder: its rows, and the encoded bytes of a picture by its path."""
+    """A validated folder: its rows, and a reader of encoded pictures by path."""
 
     sources: list[Source]
     questions: list[Question]
@@ -60,7 +58,7 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
         (_Row(path, line, value) for line, value in read_jsonl(path)), pictures, _source
     )
     if not sources:
-        raise UserError(f"{path}: the corpus is empty; write one source a line.")
+        raise UserError(f"{path}: the corpus is empty; write one source per line.")
     path = folder / "questions.jsonl"
     rows = read_jsonl(path) if path.exists() else ()
     questions = _unique(
@@ -72,7 +70,7 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
 def export_interchange(corpus: Corpus, folder: str | os.PathLike) -> None:
     """Writes a corpus as an interchange folder with its pictures as files.
 
-    A picture path without an ending gets that of its format. The folder must be new or empty;
+    A picture path without a suffix gets that of its format. The folder must be new or empty;
     it is written whole or not at all.
     """
     folder = Path(folder)
@@ -96,17 +94,17 @@ def export_interchange(corpus: Corpus, folder: str | os.PathLike) -> None:
 
 
 class _Row:
-    """One JSON object of a file, its keys taken one by one with their types checked."""
+    """One JSON object of a file; its keys are popped one by one and their types checked."""
 
     def __init__(self, path: Path, line: int, value: Any):
-        self.place = f"{path}, line {line}"
+        self.where = f"{path}, line {line}"
         if not isinstance(value, dict):
-            raise UserError(f"{self.place}: not a JSON object; write one object a line.")
-        check_text(value, self.place)
+            raise UserError(f"{self.where}: not a JSON object; write one object per line.")
+        check_text(value, self.where)
         self.rest = dict(value)
 
     def fail(self, message: str) -> UserError:
-        return UserError(f"{self.place}: {message}")
+        return UserError(f"{self.where}: {message}")
 
     def string(self, key: str, *, required: bool = False) -> str:
         value = self.rest.pop(key, None)
@@ -143,7 +141,7 @@ def _source(row: _Row, pictures: _Pictures) -> Source:
     if modality == "image" and "image" not in row.rest:
         raise row.fail("`image` is missing; a source of modality image needs a picture's path.")
     if modality == "text" and row.rest.get("image") is not None:
-        raise row.fail("`image` stands in a text source; set its modality to image.")
+        raise row.fail("a source of modality text has an `image`; set its modality to image.")
     return Source(
         id=row.string("id", required=True),
         modality=modality,
@@ -159,16 +157,16 @@ def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> 
     negatives = tuple(dict.fromkeys(row.strings("negatives")))
     for name in (*positives, *negatives):
         if name not in sources:
-            raise row.fail(f"source {name!r} is not in sources.jsonl; add it or take it out.")
+            raise row.fail(f"source {name!r} is not in sources.jsonl; add it or remove it here.")
     if both := set(positives) & set(negatives):
-        raise row.fail(f"source {min(both)!r} is both positive and negative; take out one.")
+        raise row.fail(f"source {min(both)!r} is both positive and negative; remove one.")
     choices = row.strings("choices")
     index = row.rest.pop("answer_index", None)
     if index is not None and not (type(index) is int and 0 <= index < len(choices)):
         raise row.fail(
             f"`answer_index` is {index!r}; expected a number from 0 to {len(choices) - 1}."
             if choices
-            else "`answer_index` stands without `choices`; add the choices."
+            else "`answer_index` needs `choices`; add the choices."
         )
     return Question(
         id=row.string("id", required=True),
@@ -190,12 +188,12 @@ def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> 
 def _unique(rows: Iterable[_Row], pictures: _Pictures, parse: Callable, *arguments: Any) -> dict:
     """id -> parsed row; a repeated id is an error that names both lines."""
     parsed: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for row in rows:
         value = parse(row, pictures, *arguments)
         if value.id in parsed:
-            raise row.fail(f"id {value.id!r} stands already in {places[value.id]}; rename one.")
-        parsed[value.id], places[value.id] = value, row.place
+            raise row.fail(f"id {value.id!r} is already used in {lines[value.id]}; rename one.")
+        parsed[value.id], lines[value.id] = value, row.where
     return parsed
 
 
@@ -216,16 +214,16 @@ class _Pictures:
                     f"{path}: not an uncompressed tar file ({error}); write it with `tar cf`."
                 ) from error
             self.members = {_plain(m.name): (m.offset_data, m.size) for m in members}
-            self._tar = open(path, "rb")  # noqa: SIM115 - lives as long as the object
+            self._tar = open(path, "rb")  # noqa: SIM115 - open as long as the object lives
 
     def problem(self, name: str) -> str | None:
-        """What is wrong with a picture's path, or None."""
+        """The error in a picture's path, or None."""
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            return "leaves the folder; give a path relative to it"
+            return "is outside the folder; give a path relative to it"
         if _plain(name) in self.members or (self.folder / name).is_file():
             return None
-        where = f"in {self.folder}" + (f" nor in its {TAR}" if self.members else "")
-        return f"is no file {where}; add the picture or correct the path"
+        where = f"in {self.folder}" + (f" or in its {TAR}" if self.members else "")
+        return f"is not a file {where}; add the picture or correct the path"
 
     def __call__(self, name: str) -> bytes:
         """Encoded bytes of a picture whose path has no problem."""
@@ -254,7 +252,7 @@ def _export_picture(name: str, data: bytes | None, folder: Path) -> str:
 
 
 def _exported(row: Source | Question, names: Mapping[str, str]) -> dict[str, Any]:
-    """A row of a jsonl file: keys without a value are left out, extra keys stand beside."""
+    """A row of a jsonl file: keys without a value are left out, extra keys are added."""
     values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     extra = values.pop("extra")
     values["image"] = names[row.image] if row.image is not None else None

@@ -1,14 +1,14 @@
-"""Pictures to ArrayRecord: shards written side by side, and gone on with after a kill.
+"""Pictures to ArrayRecord: shards written in parallel, resumable after a kill.
 
-    <folder>/pictures/       the TFDS dataset: shards, and its metadata once all are whole
-    <folder>/shards/         a JSON file for every whole shard: what it holds
-    <folder>/inputs.json     what is being written; another run's shards are not gone on with
+    <folder>/pictures/       the TFDS dataset: shards, and its metadata once all are complete
+    <folder>/shards/         a JSON file per complete shard: its contents
+    <folder>/inputs.json     identifies the inputs; shards of other inputs are not reused
 
-A shard is written under a temporary name, renamed, then noted, so that a process that is killed
-loses the shards at which it was and no other. Which pictures a shard holds depends on their order
-alone, hence the files of an interrupted and of an uninterrupted run are the same, byte by byte.
+A shard is written under a temporary name, renamed, then recorded, so that a killed process loses
+only the shards that it was writing. The order of the pictures alone decides which shard they are
+in, hence an interrupted and an uninterrupted run write the same files, byte for byte.
 
-Threads do: reading, checksums, decoding and ArrayRecord's compression release Python's lock.
+Threads suffice: reading, checksums, decoding and ArrayRecord's compression release Python's lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Written(NamedTuple):
     """The pictures of a dataset, in order."""
 
     names: list[str]
-    digests: list[bytes]  # sha256 of each one's bytes
+    digests: list[bytes]  # sha256 of each
     broken: BrokenPictures
 
 
@@ -48,34 +48,34 @@ def processors() -> int:
 
 @contextlib.contextmanager
 def unfinished_folder(folder: Path, inputs: str | None) -> Iterator[None]:
-    """The folder of a write that may be gone on with; one process at a time.
+    """The folder of a resumable write; one process at a time.
 
-    If the block fails the folder stays if it holds a whole shard, and goes otherwise.
+    If the block fails, the folder is kept if it has a complete shard, and removed otherwise.
 
     Args:
-      inputs: what tells the inputs of this write from another's; what an attempt with other
-        inputs left is removed. None: what any attempt left is.
+      inputs: identifies the inputs of this write; files of an attempt with other inputs are
+        removed. None: files of any earlier attempt are.
 
     Raises:
-      UserError: another process writes into it.
+      UserError: another process is writing into it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "a", encoding="utf-8")  # noqa: SIM115
     try:
         try:
-            # Dies with its process, so that a killed one does not leave it locked.
+            # The system releases this lock when the process ends, even by a kill.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UserError(
-                f"{folder.parent}: another process prepares a corpus there; wait until it ends, "
-                "or name another folder."
+                f"{folder.parent}: another process is preparing a corpus there; wait until it "
+                "ends, or name another folder."
             ) from error
-        noted = folder / "inputs.json"
-        if inputs is None or not noted.exists() or read_json(noted) != inputs:
+        recorded = folder / "inputs.json"
+        if inputs is None or not recorded.exists() or read_json(recorded) != inputs:
             for old in folder.iterdir():
                 if old.name != ".lock":
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
-            write_json(noted, inputs)
+            write_json(recorded, inputs)
         try:
             yield
         except BaseException:
@@ -87,7 +87,7 @@ def unfinished_folder(folder: Path, inputs: str | None) -> Iterator[None]:
 
 
 def finish_folder(folder: Path) -> None:
-    """Removes what only going on needs."""
+    """Removes the files that only resuming needs."""
     shutil.rmtree(folder / "shards", ignore_errors=True)
     for name in ("inputs.json", ".lock"):
         (folder / name).unlink(missing_ok=True)
@@ -97,13 +97,12 @@ class PictureWriter:
     """Writes the dataset `pictures` of a folder (see unfinished_folder).
 
     Args:
-      folder: holds or shall hold pictures/ and shards/.
+      folder: holds pictures/ and shards/, which are made where missing.
       files: of the dataset, in folder/pictures.
       read: encoded bytes of a picture by its name; PictureError for a broken one.
-      check: whether every picture must decode.
       broken: counts the broken ones, those of an earlier attempt included.
-      advance: called with the number of pictures that are done, from one thread at a time.
-      workers: threads; None: as many as there are processors.
+      advance: called with the number of pictures done, from one thread at a time.
+      workers: threads; None: one per processor.
     """
 
     def __init__(
@@ -112,27 +111,26 @@ class PictureWriter:
         files: DatasetFiles,
         read: Callable[[str], bytes],
         *,
-        check: bool,
         broken: BrokenPictures,
         advance: Callable[[int], None],
         workers: int | None = None,
     ):
         self._notes, self._files = folder / "shards", files
-        self._read, self._check, self._broken = read, check, broken
+        self._read, self._broken = read, broken
         self._workers = workers or processors()
         self._advance = advance
         self._lock = threading.Lock()
         self._failed = threading.Event()
 
     def write(self, names: Sequence[str], shard: int) -> Written:
-        """Writes the pictures `names`, `shard` of them to a file.
+        """Writes the pictures `names`, `shard` per file.
 
         Raises:
           RunError: too many are broken.
         """
         self._notes.mkdir(exist_ok=True)
         parts = [names[start : start + shard] for start in range(0, len(names), shard)]
-        notes = [self._whole(number) for number in range(len(parts))]
+        notes = [self._finished(number) for number in range(len(parts))]
         for note in notes:
             for name, reason in note["broken"].items() if note else ():
                 self._broken.add(name, reason)
@@ -146,7 +144,7 @@ class PictureWriter:
             except BaseException:
                 self._failed.set()
                 pool.shutdown(wait=True, cancel_futures=True)
-                # The mistake itself, not that a thread has stopped for another's.
+                # The error itself, not that of a thread that stopped because of it.
                 errors = [f.exception() for f in futures if not f.cancelled()]
                 for error in errors:
                     if error is not None and not isinstance(error, _Stopped):
@@ -157,8 +155,8 @@ class PictureWriter:
     def _note(self, number: int) -> Path:
         return self._notes / f"{number:05}.json"
 
-    def _whole(self, number: int) -> dict[str, Any] | None:
-        """The note of a shard that an earlier attempt finished."""
+    def _finished(self, number: int) -> dict[str, Any] | None:
+        """The record of a shard that an earlier attempt finished, or None."""
         file, path = self._note(number), self._files.path(_SPLIT, number)
         if not file.exists() or not path.exists():
             return None
@@ -174,8 +172,7 @@ class PictureWriter:
                         raise _Stopped
                     try:
                         data = self._read(name)
-                        if self._check:
-                            verify(data, name)
+                        verify(data, name)
                     except PictureError as error:
                         broken[name] = str(error)
                         with self._lock:
@@ -220,7 +217,7 @@ class _Stopped(Exception):
 
 
 def inputs_signature(names: Sequence[str], *facts: Any) -> str:
-    """What tells one write's inputs from another's: the pictures' names, and `facts` (JSON)."""
+    """Hash that identifies the inputs of a write: the pictures' names and `facts` (JSON)."""
     digest = hashlib.sha256(json.dumps(facts).encode())
     for name in names:
         digest.update(name.encode() + b"\0")

@@ -4,10 +4,10 @@
     <data_dir>/records-<hash>/      what the manifest points to
         sources/ questions/ pictures/       three TFDS datasets
 
-Texts and pictures lie apart, so that opening a corpus reads its texts alone. A row of `sources`
-or `questions` is one JSON column: TFDS decodes it five times as fast as a column per field
-(measured on 12,000 questions: 0.36 s against 1.9 s). Pictures are encoded bytes,
-since tfds.features.Image needs TensorFlow.
+Texts and pictures are stored apart, so that opening a corpus reads only its texts. A row of
+`sources` or `questions` is one JSON column: TFDS decodes it five times as fast as a column per
+field (measured on 12,000 questions: 0.36 s against 1.9 s). Pictures are encoded bytes, because
+tfds.features.Image needs TensorFlow.
 
 Written shard by shard (tfds_files.py). A GeneratorBasedBuilder that keeps the order
 (disable_shuffling) holds a whole dataset in memory, 51 GB of pictures for WebQA.
@@ -39,13 +39,12 @@ from mmqa_jax.data.picture_records import (
     inputs_signature,
     unfinished_folder,
 )
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.schema import SPLITS, Question, Source
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "corpus.json"
 UNFINISHED = ".records-incomplete"
 FORMAT = 1  # of the files below <data_dir>; raised when they change
-SPLITS = ("train", "val", "test")
 
 # Examples in one shard file: some tens of MB of text, more than a hundred MB of web pictures.
 TEXT_SHARD, PICTURE_SHARD = 50_000, 1_024
@@ -61,7 +60,6 @@ def write_records(
     name: str,
     attribution: str = "",
     origin: Mapping[str, Any] | None = None,
-    verify_pictures: bool = True,
     max_broken_pictures: int | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -70,27 +68,26 @@ def write_records(
 ) -> dict[str, Any]:
     """Writes a corpus below `out`, whole or not at all, and returns its manifest.
 
-    Until the manifest is renamed into place an older corpus there stays as it was. Pictures are
-    written by several threads (`read_picture` is called by them); those that an interrupted
-    attempt had written are taken over, see `inputs`.
+    An older corpus there stays as it is until the new manifest is renamed into place. Pictures are
+    read and written by several threads; those that an interrupted attempt had written are reused,
+    see `inputs`. Pictures that do not decode are named in the manifest, and their sources kept
+    with image=None.
 
     Args:
       out: folder to make; may hold other files.
       sources: the corpus; ids must be unique.
-      questions: asked of the corpus; splits of SPLITS.
+      questions: on the corpus; splits of SPLITS.
       read_picture: encoded bytes of a `Source.image` or `Question.image`; it raises
         PictureError for a broken one.
-      name: the corpus' name, as `mmqa prepare` calls it.
-      attribution: licence and credits, stored and printed.
+      name: the corpus's name, as `mmqa prepare` calls it.
+      attribution: license and credits, stored and printed.
       origin: anything worth keeping about the input files.
-      verify_pictures: check that every picture decodes. Broken ones are named in the
-        manifest, and their sources kept with image=None.
       max_broken_pictures: see BrokenPictures; above it RunError.
-      overwrite: replace a corpus that lies in `out` already, otherwise a UserError.
+      overwrite: replace the corpus that is in `out`, otherwise a UserError.
       progress: called with (done, total) as pictures and rows are written.
-      inputs: tells the files behind `read_picture` from others; what an attempt with the same
-        inputs and pictures left behind is gone on with. None: every attempt starts afresh.
-      workers: threads; None: as many as there are processors.
+      inputs: identifies the files behind `read_picture`; an interrupted attempt with the same
+        inputs and pictures is continued. None: every attempt starts over.
+      workers: threads; None: one per processor.
 
     Raises:
       UserError: empty corpus, `out` holds a corpus already, or another process writes there.
@@ -107,9 +104,9 @@ def write_records(
     writer = _CorpusWriter(temporary, sources, questions, progress)
     signature = None
     if inputs is not None:
-        signature = inputs_signature(writer.names, FORMAT, PICTURE_SHARD, verify_pictures, inputs)
+        signature = inputs_signature(writer.names, FORMAT, PICTURE_SHARD, inputs)
     with unfinished_folder(temporary, signature):
-        facts = writer.write(read_picture, verify_pictures, max_broken_pictures, workers)
+        facts = writer.write(read_picture, max_broken_pictures, workers)
         finish_folder(temporary)
         records = _free_name(out / f"records-{facts['fingerprint'][:12]}")
         os.replace(temporary, records)
@@ -130,31 +127,33 @@ def write_records(
 
 
 def refuse_corpus(out: str | os.PathLike) -> None:
-    """UserError where a prepared corpus lies in `out`."""
+    """UserError if a prepared corpus is in `out`."""
     if (Path(out) / MANIFEST).exists():
         raise UserError(
-            f"{out}: holds a prepared corpus already; name another folder or give --overwrite."
+            f"{out}: already holds a prepared corpus; name another folder or give --overwrite."
         )
 
 
 def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
-    """Reads and checks a prepared corpus' manifest; UserError where it is missing."""
+    """Reads and checks a prepared corpus's manifest; UserError where it is missing."""
     data_dir = Path(data_dir)
     path = data_dir / MANIFEST
     advice = f"make it with `mmqa prepare DATASET --out={data_dir}`"
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: no such folder, a prepared corpus was expected; {advice}.")
     if not path.is_file():
-        raise UserError(f"{data_dir}: holds no {MANIFEST}, so no finished corpus; {advice}.")
+        raise UserError(
+            f"{data_dir}: holds no {MANIFEST}, so it is not a finished corpus; {advice}."
+        )
     manifest = read_json(path)
     types = {"format": int, "records": str, "splits": dict, "fingerprint": str}
-    whole = isinstance(manifest, dict) and all(
+    valid = isinstance(manifest, dict) and all(
         isinstance(manifest.get(key), kind) for key, kind in types.items()
     )
-    if not whole or manifest["format"] != FORMAT:
+    if not valid or manifest["format"] != FORMAT:
         raise UserError(f"{path}: not a manifest of format {FORMAT}; {advice}.")
     if not (data_dir / manifest["records"] / "sources").is_dir():
-        raise UserError(f"{path}: the records it names are not all there; {advice} again.")
+        raise UserError(f"{path}: its records are incomplete; {advice} again.")
     return manifest
 
 
@@ -164,7 +163,7 @@ def read_sources(records: Path) -> list[Source]:
 
 
 def read_questions(records: Path, splits: Iterable[str]) -> list[Question]:
-    """All questions of the splits named, split after split, each in its file's order."""
+    """All questions of these splits, split by split, in the order of their files."""
     tuples = ("answers", "positives", "negatives", "choices")
     questions = []
     for split in splits:
@@ -175,33 +174,32 @@ def read_questions(records: Path, splits: Iterable[str]) -> list[Question]:
 
 
 class RecordPictures:
-    """Encoded pictures of a records folder by number, read one at a time as asked for.
+    """Encoded pictures of a records folder by name, read one at a time; None for unknown names.
 
     Opens its files at the first read, so that it can be sent to worker processes.
     """
 
     def __init__(self, records: Path):
-        self.records = records
+        self._folder = records / "pictures"
+        names = read_json(records / "pictures.json")
+        self._numbers = {name: number for number, name in enumerate(names)}
         self._source: Any = None
 
-    def __call__(self, number: int) -> bytes:
-        with _damage_named(self.records / "pictures", "corpus"):
+    def __call__(self, name: str) -> bytes | None:
+        number = self._numbers.get(name)
+        if number is None:
+            return None
+        with _damage_named(self._folder, "corpus"):
             if self._source is None:
-                self._source = _data_source(self.records / "pictures", "corpus")
+                self._source = _data_source(self._folder, "corpus")
             return self._source[number]["picture"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"records": self.records, "_source": None}
-
-
-def read_picture_numbers(records: Path) -> dict[str, int]:
-    """Which record of `pictures` holds the picture of a given name."""
-    names = read_json(records / "pictures.json")
-    return {name: number for number, name in enumerate(names)}
+        return {**self.__dict__, "_source": None}
 
 
 class _CorpusWriter:
-    """Writes the three datasets and gathers what the manifest says of them.
+    """Writes the three datasets and collects the manifest's facts.
 
     Attributes:
       names: the pictures of sources and questions, each once.
@@ -227,12 +225,11 @@ class _CorpusWriter:
     def write(
         self,
         read_picture: Callable[[str], bytes] | None,
-        check: bool,
         max_broken: int | None,
         workers: int | None,
     ) -> dict[str, Any]:
-        """Writes everything; what the manifest says of it."""
-        broken = self._write_pictures(read_picture, check, max_broken, workers)
+        """Writes everything; returns the manifest's facts."""
+        broken = self._write_pictures(read_picture, max_broken, workers)
         lost = set(broken.names)
         self._write_rows("sources", {"corpus": self.sources}, lost)
         if self.splits:
@@ -257,7 +254,6 @@ class _CorpusWriter:
     def _write_pictures(
         self,
         read_picture: Callable[[str], bytes] | None,
-        check: bool,
         max_broken: int | None,
         workers: int | None,
     ) -> BrokenPictures:
@@ -273,7 +269,6 @@ class _CorpusWriter:
                 self.folder,
                 DatasetFiles(self.folder / "pictures", "picture", text=False, module=__name__),
                 read_picture,
-                check=check,
                 broken=broken,
                 advance=self._advance,
                 workers=workers,
@@ -330,21 +325,21 @@ def _data_source(dataset: Path, split: str) -> Any:
 
 @contextlib.contextmanager
 def _damage_named(dataset: Path, split: str) -> Iterator[None]:
-    """Turns what reading damaged records raises into a UserError; files open at their first read.
+    """Turns any error of reading damaged records into a UserError; files open at first read.
 
     TFDS and ArrayRecord have no common error.
     """
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"{dataset}: its {split} records cannot be read ({said}); run `mmqa prepare` again."
+            f"{dataset}: its {split} records cannot be read ({reason}); run `mmqa prepare` again."
         ) from error
 
 
 def _fields(row: Source | Question) -> dict[str, Any]:
-    """The dataclass as a dict, without fields that hold their default."""
+    """The dataclass as a dict, without fields that have their default."""
     values = {}
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
@@ -356,7 +351,7 @@ def _fields(row: Source | Question) -> dict[str, Any]:
 def _require_unique(rows: Sequence[Source | Question], kind: str) -> None:
     repeated = [name for name, count in Counter(row.id for row in rows).items() if count > 1]
     if repeated:
-        raise UserError(f"{kind} id {repeated[0]!r} stands twice; rename one.")
+        raise UserError(f"{kind} id {repeated[0]!r} appears twice; rename one.")
 
 
 def _by_split(questions: Sequence[Question]) -> dict[str, list[Question]]:
@@ -372,7 +367,7 @@ def _by_split(questions: Sequence[Question]) -> dict[str, list[Question]]:
 
 
 def _free_name(path: Path) -> Path:
-    """`path`, or the first of `path`-2, `path`-3, ... that nothing uses."""
+    """`path`, or the first of `path`-2, `path`-3, ... that does not exist."""
     names = itertools.chain(
         [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
     )

@@ -1,7 +1,7 @@
-"""Regions that a detector found: X101-FPN pickles and VinVL TSVs, as VLP and Oscar read them.
+"""Regions found by a detector: X101-FPN pickles and VinVL TSVs, as VLP and Oscar read them.
 
 Formats: WebQnA/WebQA_Baseline vlp/webqa_loader.py and vlp/ImgDataTsv.py; zdxdsw/WebQA_x101fpn
-featureExtraction.py. One picture is read at a time, nothing is kept.
+featureExtraction.py. One picture is read at a time; nothing is cached.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from jaxtyping import Float, Int
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
 from mmqa_jax.data.array_pickle import ForeignObject, load_arrays
-from mmqa_jax.data.examples import RawSource, Tags
+from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
+from mmqa_jax.data.patch_regions import Tags
 from mmqa_jax.data.schema import Source
 
-FEATURES = 2048  # both detectors' values of a region
-BOX = 6  # values of a box, in VLP's places and in Oscar's regions
-# A file of features holds rows image_id % ID_RANGE of the pictures of one range.
+FEATURES = 2048  # values of a region, for both detectors
+BOX = 6  # values of a box, in VLP's positions and in Oscar's regions
+# A features file covers one range of image ids; its rows are image_id % ID_RANGE.
 ID_RANGE = 10_000_000
 
 _EPS = 1e-5
@@ -35,23 +36,23 @@ _NONE = "holds no regions; run the detector on that picture."
 
 
 class RegionError(UserError):
-    """This picture has no regions that can be read; others may have."""
+    """This picture has no readable regions; others may have."""
 
 
 class Detections(NamedTuple):
-    """What a detector found in one picture, N regions, as the file orders them."""
+    """The N regions that a detector found in one picture, in the order of the file."""
 
     features: Float[np.ndarray, "N F"]
     boxes: Float[np.ndarray, "N 4"]  # x1, y1, x2, y2 in pixels
     scores: Float[np.ndarray, " N"]
     classes: Float[np.ndarray, "N C"]  # of every class, background included
     labels: Int[np.ndarray, " N"]  # each region's class, background not counted
-    words: tuple[str, ...] | None = None  # the labels' names, where the file says them
-    image_size: tuple[int, int] | None = None  # height, width, where the file says it
+    words: tuple[str, ...] | None = None  # the labels' names, where the file has them
+    image_size: tuple[int, int] | None = None  # height, width, where the file has it
 
 
 class RegionReader(Protocol):
-    """Detections by image id, and where the classes lie without the background."""
+    """Detections by image id; `foreground` slices the classes without the background."""
 
     classes: int
     foreground: slice
@@ -59,31 +60,30 @@ class RegionReader(Protocol):
     def read(self, image_id: int) -> Detections: ...
 
 
-def vlp_places(found: Detections) -> Float[np.ndarray, "N P"]:
-    """VLP's place vectors, P = 6 + C (webqa_loader.py l.611-623).
+def vlp_positions(found: Detections) -> Float[np.ndarray, "N P"]:
+    """VLP's region positions, P = 6 + C (webqa_loader.py l.611-623).
 
-    x and y as parts of the largest one of this picture's boxes, area, score; then the classes;
-    both parts normalised without parameters.
+    x and y relative to the largest of this picture's boxes, area, score; then the classes; each
+    of the two parts layer-normalized without parameters.
     """
     boxes = found.boxes.astype(np.float32)
     width, height = (boxes[:, axes].max() + _EPS for axes in ([0, 2], [1, 3]))
     x1, y1, x2, y2 = (boxes / np.array([width, height] * 2, np.float32)).T
     area = np.maximum((y2 - y1) * (x2 - x1), 0)
     box = np.stack([x1, y1, x2, y2, area, found.scores], axis=1)  # [N, 6]
-    return np.concatenate([_normed(box), _normed(found.classes)], axis=1).astype(np.float32)
+    return np.concatenate([_normalized(box), _normalized(found.classes)], axis=1).astype(np.float32)
 
 
 def oscar_regions(
     found: Detections, image_size: tuple[int, int] | None = None
 ) -> Float[np.ndarray, "N 2054"]:
-    """Oscar's regions: features, then x1, y1, x2, y2, width and height as parts of the picture.
+    """Oscar's regions: features, then x1, y1, x2, y2, width and height relative to the picture.
 
     Li et al. 2020, section 4 (six values of position); their order as in the released features
-    (microsoft/Oscar issue 33). `image_size` (height, width) in the boxes' pixels; None takes
-    the file's.
+    (microsoft/Oscar issue 33). `image_size` (height, width) in pixels; None: the file's.
 
     Raises:
-      UserError: neither says the picture's size.
+      UserError: the picture's size is unknown.
     """
     size = image_size or found.image_size
     if size is None:
@@ -97,16 +97,16 @@ def oscar_regions(
     return np.concatenate([found.features, corners, sides], axis=1).astype(np.float32)
 
 
-def _normed(x: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
-    centred = x - x.mean(axis=1, keepdims=True)
-    return centred / np.sqrt(np.square(centred).mean(axis=1, keepdims=True) + _EPS)
+def _normalized(x: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
+    centered = x - x.mean(axis=1, keepdims=True)
+    return centered / np.sqrt(np.square(centered).mean(axis=1, keepdims=True) + _EPS)
 
 
 class X101Features:
     """X101-FPN features as WebQA released them: one pickle per picture.
 
-    `fc1_features` are taken before their ReLU and `cls_features` as logits, as the baseline takes
-    them (reference.md 1.1).
+    `fc1_features` are read before their ReLU and `cls_features` as logits, as in the baseline
+    (reference.md 1.1).
 
     Args:
       root: folder with `{dev|test|train}/{id % 10,000,000 // 1000}/{id}.pkl`.
@@ -130,14 +130,14 @@ class X101Features:
 
         Raises:
           RegionError: no file, a broken one, or arrays of other shapes.
-          ForeignObject: the file wants a class that is no array.
+          ForeignObject: the file contains an object that is not an array.
         """
-        place = Path(str(image_id % ID_RANGE // 1000), f"{image_id}.pkl")
-        files = [self.root / split / place for split in self._SPLITS]
+        name = Path(str(image_id % ID_RANGE // 1000), f"{image_id}.pkl")
+        files = [self.root / split / name for split in self._SPLITS]
         path = next((file for file in files if file.is_file()), None)
         if path is None:
             raise RegionError(
-                f"{self.root}: none of {', '.join(self._SPLITS)} has {place}; fetch the features "
+                f"{self.root}: none of {', '.join(self._SPLITS)} has {name}; fetch the features "
                 f"of picture {image_id}."
             )
         try:
@@ -188,7 +188,7 @@ def _values(
 
 
 class VinVLFeatures:
-    """VinVL features: TSVs with a lineidx, a picture a line, regions as JSON in the last column.
+    """VinVL features: TSVs with a lineidx, a picture per line, regions as JSON in the last column.
 
     {"objects": [{"rect": [x1, y1, x2, y2], "conf": score, "feature": base64 of 2048 float32,
     "scores_all": base64 of 1595 float32, "class": name (may be absent)}]}
@@ -219,40 +219,40 @@ class VinVLFeatures:
                 f"given (given: {ranges}); name their TSV."
             )
         tsv = self._files[number]
-        place = f"{tsv.path}, row {row}"
+        where = f"{tsv.path}, row {row}"
         try:
             columns = tsv.columns(row)
         except CutLine as error:
             raise RegionError(str(error)) from error
         name = columns[0].strip().decode("ascii", "replace")
         if name == "None":  # how the baseline's files mark a picture without regions
-            raise RegionError(f"{place}: {_NONE}")
+            raise RegionError(f"{where}: {_NONE}")
         if not name.isdigit() or int(name) % ID_RANGE != row:
             raise UserError(
-                f"{place}: holds {name[:20]!r} and not picture {image_id}; TSV and lineidx do not "
-                "belong together or are another data set's, fetch them again."
+                f"{where}: holds {name[:20]!r} and not picture {image_id}; TSV and lineidx do not "
+                "belong together or are those of another data set, fetch them again."
             )
         try:
             objects = json.loads(columns[-1])["objects"]
-            return self._detections(objects, place)
+            return self._detections(objects, where)
         except (ValueError, KeyError, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise RegionError(
-                f"{place}: the last column is not a JSON object with a list `objects` of regions "
+                f"{where}: the last column is not a JSON object with a list `objects` of regions "
                 f"({reason}); fetch the file again."
             ) from error
 
-    def _detections(self, objects: Sequence[Mapping[str, Any]], place: str) -> Detections:
+    def _detections(self, objects: Sequence[Mapping[str, Any]], where: str) -> Detections:
         if not objects:
-            raise RegionError(f"{place}: {_NONE}")
+            raise RegionError(f"{where}: {_NONE}")
         boxes = np.array([o["rect"] for o in objects], np.float32).reshape(len(objects), -1)
         if boxes.shape[1] != 4:
-            raise RegionError(f"{place}: boxes of {boxes.shape[1]} values, expected 4.")
+            raise RegionError(f"{where}: boxes of {boxes.shape[1]} values, expected 4.")
         vectors = {"feature": FEATURES, "scores_all": self.classes}
         features, classes = (
             np.array(
                 [
-                    _floats(o[key], size, f"{place}, region {n}, {key}")
+                    _floats(o[key], size, f"{where}, region {n}, {key}")
                     for n, o in enumerate(objects)
                 ]
             ).reshape(len(objects), size)
@@ -268,32 +268,32 @@ class VinVLFeatures:
             labels=classes[:, self.foreground].argmax(axis=1),
             words=tuple(words) if named else None,
         )
-        return _checked(found, place, self.foreground)
+        return _checked(found, where, self.foreground)
 
 
-def _floats(text: Any, size: int, place: str) -> Float[np.ndarray, " size"]:
+def _floats(text: Any, size: int, where: str) -> Float[np.ndarray, " size"]:
     """`size` little-endian float32 from base64."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
-        raise RegionError(f"{place}: broken base64 ({error}); fetch the file again.") from error
+        raise RegionError(f"{where}: broken base64 ({error}); fetch the file again.") from error
     if len(data) != 4 * size:
         raise RegionError(
-            f"{place}: {len(data) / 4:g} values, expected {size}; give features of the detector "
+            f"{where}: {len(data) / 4:g} values, expected {size}; give features of the detector "
             "that the model was made for, or fetch the file again if it is cut."
         )
     return np.frombuffer(data, "<f4")
 
 
-def _checked(found: Detections, place: str, foreground: slice) -> Detections:
+def _checked(found: Detections, where: str, foreground: slice) -> Detections:
     if len(found.boxes) == 0:
-        raise RegionError(f"{place}: {_NONE}")
+        raise RegionError(f"{where}: {_NONE}")
     for name in ("features", "boxes", "scores", "classes"):
         if not np.isfinite(getattr(found, name)).all():
-            raise RegionError(f"{place}: {name} hold NaN or infinity; fetch the file again.")
+            raise RegionError(f"{where}: {name} hold NaN or infinity; fetch the file again.")
     last = foreground.stop - foreground.start - 1
     if found.labels.min() < 0 or found.labels.max() > last:
-        raise RegionError(f"{place}: classes beyond 0 to {last}; fetch the file again.")
+        raise RegionError(f"{where}: classes beyond 0 to {last}; fetch the file again.")
     return found
 
 
@@ -315,7 +315,7 @@ def read_id_map(path: str | os.PathLike) -> dict[int, int]:
 
 
 def read_class_names(path: str | os.PathLike, reader: RegionReader) -> tuple[str, ...]:
-    """Names of the detector's classes, one a line, without the background.
+    """Names of the detector's classes, one per line, without the background.
 
     Raises:
       UserError: no such file, or not one line per class.
@@ -325,13 +325,13 @@ def read_class_names(path: str | os.PathLike, reader: RegionReader) -> tuple[str
     if len(names) != count or not all(names):
         raise UserError(
             f"{path}: {len(names)} lines, {sum(map(bool, names))} of them not empty; expected the "
-            f"names of the detector's {count} classes, one a line, without the background."
+            f"names of the detector's {count} classes, one per line, without the background."
         )
     return names
 
 
 def tag_words(found: Detections, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """A word for every region: the file's own, or its class among `names`.
+    """A tag for every region: the file's own, or the name of its class in `names`.
 
     Joined by spaces they are the labels that Oscar reads (run_captioning.py, get_od_labels).
 
@@ -342,8 +342,8 @@ def tag_words(found: Detections, names: Sequence[str] | None = None) -> tuple[st
         return found.words
     if names is None:
         raise UserError(
-            "these features do not name their classes; give the detector's class names, one a "
-            "line in a file."
+            "these features do not name their classes; give a file with the detector's class "
+            "names, one per line."
         )
     return tuple(names[label] for label in found.labels)
 
@@ -355,10 +355,10 @@ def feature_ids(
 
     Args:
       sources: of a WebQA corpus, where a picture's id is its image id in decimal.
-      id_map: see read_id_map; None where the files go by the corpus's ids.
+      id_map: see read_id_map; None where the files use the corpus's ids.
 
     Raises:
-      UserError: a picture's id is no number, or the map lacks it.
+      UserError: a picture's id is not a number, or the map lacks it.
     """
     ids: list[int | None] = []
     for source in sources:
@@ -367,8 +367,8 @@ def feature_ids(
             continue
         if not source.id.isdigit():
             raise UserError(
-                f"source {source.id}: a picture with a number for its id was expected, by which "
-                "its features are found; prepare the corpus from WebQA's files."
+                f"source {source.id}: a picture whose id is a number was expected, since "
+                "features are found by it; prepare the corpus from WebQA's files."
             )
         number = int(source.id)
         if id_map is not None and number not in id_map:
@@ -380,15 +380,15 @@ def feature_ids(
 
 
 class FeatureRegions:
-    """A source's regions for VLP out of a detector's files; takes the place of PatchRegions.
+    """A source's regions for VLP from a detector's files, with the interface of PatchRegions.
 
     Args:
       reader: X101Features or VinVLFeatures.
       ids: each source's id in its files (see feature_ids).
-      slots: regions of a picture that are read, the first ones.
+      slots: how many regions of a picture are read, the first ones.
       names: class names, for `tags`.
-      missing: counts pictures whose regions cannot be read, which then count as shown without
-        any; None raises.
+      missing: counts pictures whose regions cannot be read and which therefore have none; None:
+        the first one raises.
 
     Attributes:
       slots, dim, position_dim: as PatchRegions.
@@ -410,7 +410,7 @@ class FeatureRegions:
     def __call__(
         self, source: RawSource
     ) -> tuple[Float[np.ndarray, "R F"], Float[np.ndarray, "R P"]] | None:
-        """Features and places; None for a snippet, and for a picture that has no row."""
+        """Features and positions; None for a snippet, and for a picture without a row."""
         image_id = None if source.row is None else self._ids[source.row]
         if image_id is None:
             return None
@@ -421,18 +421,19 @@ class FeatureRegions:
                 raise
             self.missing.add(str(image_id), str(error))
             return None
-        return found.features[: self.slots], vlp_places(found)[: self.slots]
+        return found.features[: self.slots], vlp_positions(found)[: self.slots]
 
-    def tags(self, places: Float[np.ndarray, "R P"]) -> Tags:
-        """What regions with these `places` show, in words: the class that each shows most.
+    def tags(self, positions: Float[np.ndarray, "R P"]) -> Tags:
+        """The most probable class of regions with these `positions`, by name.
 
         Raises:
-          UserError: no names were given.
+          UserError: there are no class names.
         """
         if self._names is None:
             raise UserError(
-                "tags of regions need the detector's class names; give a file of them, one a line."
+                "tags of regions need the detector's class names; give a file of them, one "
+                "per line."
             )
-        classes = places[:, BOX:][:, self._reader.foreground]  # normalised, order kept
-        words = tuple(self._names[label] for label in classes.argmax(axis=1))
-        return Tags(words, tuple(dict.fromkeys(words)))
+        classes = positions[:, BOX:][:, self._reader.foreground]  # normalized, same order
+        tags = tuple(self._names[label] for label in classes.argmax(axis=1))
+        return Tags(tags, tuple(dict.fromkeys(tags)))

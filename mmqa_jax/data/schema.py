@@ -1,7 +1,7 @@
-"""The types that flow from room to room: Source, Question, Prediction.
+"""The types that all rooms share: Source, Question, Prediction.
 
 Every reader turns its benchmark's files into these; everything after the readers
-(pipelines, retrieval, systems, evaluation) knows only these.
+(batches, retrieval, systems, evaluation) knows only these.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Modality = Literal["text", "image"]
+SPLITS = ("train", "val", "test")
 
 # WebQA's seven question categories: `text` for snippet questions, the others for pictures.
 WEBQA_CATEGORIES = ("YesNo", "choose", "color", "shape", "number", "Others", "text")
@@ -25,7 +26,7 @@ class Source:
       modality: `text` (snippet) or `image` (picture with caption).
       text: the snippet, or the picture's caption.
       title: title of the page it comes from.
-      image: where the picture lies (path relative to the corpus), None for snippets.
+      image: path of the picture, relative to the corpus; None for snippets.
       extra: unknown keys of the input file, kept and ignored.
     """
 
@@ -39,15 +40,15 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """One question with what is known of its answer.
+    """One question and what is known of its answer.
 
     Attributes:
       id: unique in its dataset (WebQA: the Guid).
       split: `train`, `val` or `test`.
-      question: the text asked.
+      question: its text.
       image: path of a picture that belongs to the question, or None.
       answers: reference answers, full sentences in WebQA; the first is the main one.
-      keywords: the answer's key words, scored by WebQA accuracy ("" where hidden).
+      keywords: the answer's keywords, scored by WebQA accuracy ("" where hidden).
       category: benchmark category (WEBQA_CATEGORIES for WebQA).
       positives: ids of the gold sources.
       negatives: ids of the hard negatives; positives and negatives are the restricted setting.
@@ -73,7 +74,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a system says to one question: an answer in words and the sources it cites.
+    """A system's response to one question: an answer in words and the sources it cites.
 
     Attributes:
       question_id: the Question's id.
@@ -97,3 +98,8 @@ class Ranking:
     question_id: str
     sources: tuple[str, ...]
     scores: tuple[float, ...]
+
+
+def source_text(source: Source) -> str:
+    """The text by which a source is retrieved: its title, then the snippet or caption."""
+    return f"{source.title} {source.text}".strip()

@@ -1,7 +1,7 @@
 """A TFDS dataset written shard by shard, in any order, with the same bytes every time.
 
-tfds.core.SequentialWriter writes the same files, in order alone, with the fields of an example in
-an order that changes from process to process.
+tfds.core.SequentialWriter writes the same files, but only in order and with the fields of an
+example in an order that changes from process to process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FORMAT = "array_record"
 
 
 class ShardSize(NamedTuple):
-    """What TFDS keeps of a shard."""
+    """What TFDS records of a shard."""
 
     records: int
     bytes: int
@@ -26,10 +26,10 @@ class DatasetFiles:
     """The ArrayRecord files of one dataset, and their metadata.
 
     Args:
-      folder: holds or shall hold them.
+      folder: of these files; made where missing.
       column: name of the column beside `id`.
-      text: whether that column is text, else it is bytes.
-      module: that the metadata names as the maker.
+      text: whether that column is text; otherwise it is bytes.
+      module: named as the builder in the metadata.
     """
 
     def __init__(self, folder: Path, column: str, *, text: bool, module: str):
@@ -54,7 +54,7 @@ class DatasetFiles:
         return Path(self._template(split).sharded_filepath(shard_index=shard, num_shards=None))
 
     def open_shard(self, split: str, shard: int) -> ShardWriter:
-        """A shard to be written, under a temporary name until it is whole."""
+        """A new shard, under a temporary name until it is complete."""
         return ShardWriter(self, self.path(split, shard))
 
     def serialize(self, name: str, value: str | bytes) -> bytes:
@@ -92,7 +92,7 @@ class DatasetFiles:
 
 
 class ShardWriter:
-    """One file; as a context manager it is kept if the block ends without an error."""
+    """One file; the context manager keeps it if the block ends without an error."""
 
     def __init__(self, files: DatasetFiles, path: Path):
         from array_record.python.array_record_module import ArrayRecordWriter
@@ -111,7 +111,7 @@ class ShardWriter:
 
     @property
     def size(self) -> ShardSize:
-        """Of what has been written so far."""
+        """Size of what has been written."""
         return ShardSize(self._records, self._bytes)
 
     def __enter__(self) -> ShardWriter:

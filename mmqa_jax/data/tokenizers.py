@@ -28,7 +28,7 @@ class WordPiece:
     Attributes:
       pad_id, unk_id, cls_id, sep_id, mask_id: ids of the special tokens.
       vocab_size: number of tokens.
-      fingerprint: 16 hex digits that change with the vocabulary or the text normalisation.
+      fingerprint: 16 hex digits that change with the vocabulary or the text normalization.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -57,13 +57,13 @@ class WordPiece:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Words joined by spaces, `##` pieces glued on; pad, cls, sep and mask are dropped.
+        """Text of token ids, `##` pieces joined to their words; pad, cls, sep and mask are dropped.
 
-        This is the spelling of VLP's decoder (`Yes , the ...`); the metrics' normalisation
+        This is the spelling of VLP's decoder (`Yes , the ...`); the metrics' normalization
         absorbs the spaces.
         """
-        words = [self._tokens[i] for i in ids if i not in self._silent]
-        return " ".join(words).replace(" ##", "")
+        tokens = [self._tokens[i] for i in ids if i not in self._silent]
+        return " ".join(tokens).replace(" ##", "")
 
     def token(self, token_id: int) -> str:
         """Spelling of a token."""
@@ -96,7 +96,7 @@ class TokenTable:
     """
 
     def __init__(self, tokenizer: WordPiece, texts: Sequence[str]):
-        """Tokenises all `texts` once, some thousands at a time."""
+        """Tokenizes all `texts` once, some thousands at a time."""
         parts, lengths = [np.zeros(0, np.int32)], []
         for start in range(0, len(texts), _TOKENIZE_ROWS):
             rows = tokenizer.encode_batch(texts[start : start + _TOKENIZE_ROWS])
@@ -110,7 +110,7 @@ class TokenTable:
         return len(self.lengths)
 
     def counts(self, vocab_size: int) -> Int[np.ndarray, " vocab"]:
-        """How often every token of the vocabulary stands in the texts."""
+        """How often every token of the vocabulary occurs in the texts."""
         return np.bincount(self._flat, minlength=vocab_size)
 
     def __getitem__(self, i: int) -> np.ndarray:
@@ -119,10 +119,10 @@ class TokenTable:
 
 
 def load_tokenizer(path: str | os.PathLike) -> WordPiece:
-    """Reads a tokenizer.json (Hugging Face's format); its padding and truncation are off.
+    """Reads a tokenizer.json (Hugging Face's format); padding and truncation are turned off.
 
     Raises:
-      UserError: no such file, not a tokenizer, not WordPiece, or a special token is missing.
+      UserError: no such file, not a tokenizer, not WordPiece, or lacks a special token.
     """
     text = read_text(path)
     try:
@@ -157,13 +157,13 @@ def minilm_tokenizer() -> WordPiece:
 def restrict_vocabulary(
     tokenizer: WordPiece, texts: Sequence[str], first: Sequence[str] = ()
 ) -> WordPiece:
-    """`tokenizer` with the tokens that `texts` need, and all single characters.
+    """`tokenizer` reduced to the tokens that `texts` need and all single characters.
 
-    Tokens of the texts `first` come first, the commonest in front; the others keep their order.
+    Tokens of the texts `first` come first, by falling frequency; the others keep their order.
 
-    Texts like these are split as before; an unseen word may fall into smaller pieces, never
-    into more [UNK]s. Tokens keep their spelling, so that rows of a pretrained word table can be
-    picked for them (`vocabulary_rows`).
+    These texts are tokenized as with the full vocabulary; an unseen word may fall into smaller
+    pieces, never into more [UNK]s. Tokens keep their spelling, so that their rows of a pretrained
+    embedding table can be selected (`vocabulary_rows`).
     """
     early = TokenTable(tokenizer, first).counts(tokenizer.vocab_size)  # [vocab]
     counts = early + TokenTable(tokenizer, texts).counts(tokenizer.vocab_size)
@@ -171,7 +171,7 @@ def restrict_vocabulary(
     kept |= {tokenizer.unk_id, *(tokenizer.token_id(token) for token in SPECIAL_TOKENS)}
     tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
     kept |= {i for i, token in enumerate(tokens) if len(token.removeprefix("##")) == 1}
-    # Special tokens keep the front, so that [PAD] stays 0.
+    # Special tokens stay first, so that [PAD] is 0.
     order = [tokenizer.token_id(token) for token in SPECIAL_TOKENS]
     order += sorted(kept - set(order), key=lambda i: (-early[i], i))
     vocabulary = {tokens[i]: new for new, i in enumerate(order)}
@@ -179,7 +179,7 @@ def restrict_vocabulary(
 
 
 def vocabulary_rows(tokenizer: WordPiece, full: WordPiece) -> Int[np.ndarray, " vocab"]:
-    """For every token of `tokenizer` its id in `full`, which must know them all.
+    """The id in `full` of every token of `tokenizer`.
 
     Raises:
       UserError: `full` lacks some of the tokens.
@@ -199,11 +199,11 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool = Fal
     """Trains a WordPiece vocabulary on `texts`, the same one every time.
 
     The library numbers the `##x` characters in the order of a hash map, which differs from
-    process to process and with it the merges; fixing their order beforehand cures that.
+    process to process, as do the merges then; fixing their order beforehand prevents that.
 
     Args:
       texts: the corpus.
-      vocab_size: tokens at most, special tokens and single characters included.
+      vocab_size: most tokens, special tokens and single characters included.
       lowercase: lower-case and strip accents (BERT uncased); VLP's vocabulary is cased.
     Raises:
       UserError: no words in `texts`, or `vocab_size` below the number of characters.
@@ -217,13 +217,13 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool = Fal
             starts.update(word)
             inner.update(word[1:])
     if not starts:
-        raise UserError("tokenizer: the texts hold no words; check the corpus.")
-    # As "special" tokens they come first in the vocabulary, in the order given.
+        raise UserError("tokenizer: the texts have no words; check the corpus.")
+    # As "special" tokens they come first in the vocabulary, in this order.
     letters = [*sorted(starts), *sorted(f"##{letter}" for letter in inner)]
     fixed = [*SPECIAL_TOKENS, *letters]
     if vocab_size < len(fixed):
         raise UserError(
-            f"vocab_size={vocab_size}: the texts alone hold {len(letters)} different "
+            f"vocab_size={vocab_size}: the texts alone have {len(letters)} different "
             f"characters; give at least {len(fixed)}."
         )
     trainer = trainers.WordPieceTrainer(

@@ -1,4 +1,4 @@
-"""How texts that are too long for their place in a sequence are cut."""
+"""How texts that are too long for a sequence are cut."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Tokens = Sequence[int] | Int[np.ndarray, " N"]
 
 
 def cut(tokens: Tokens, budget: int, rng: np.random.Generator | None) -> Tokens:
-    """`tokens` cut to `budget`: each surplus token at head or tail by a fair coin of `rng`.
+    """`tokens` cut to `budget`: each surplus token from head or tail with equal probability.
 
-    Without `rng` the tail goes.
+    Without `rng` the tail is cut.
     """
     budget = max(budget, 0)
     surplus = len(tokens) - budget

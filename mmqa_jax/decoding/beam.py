@@ -1,8 +1,8 @@
 """Beam bookkeeping: scores, sequences and finished answers, independent of any model.
 
 The search of VLP and WebQA (BertForWebqaDecoder.beam_search): in every step each beam proposes
-its K best words, the K best of the K^2 proposals survive, and a beam that ended in [SEP] gets
--10000, so that it survives only where nothing else is left. Candidates for the n-best list: for
+its K best tokens, the K best of the K^2 proposals survive, and a beam that ended in [SEP] gets
+-10000, so that it survives only if nothing else is left. Candidates for the n-best list: for
 every beam slot, the first time that the slot's beam ends in [SEP], or else the last step.
 """
 
@@ -22,11 +22,11 @@ ENDED = -10000.0
 
 @flax.struct.dataclass
 class BeamState:
-    """Where a search stands; B questions, K beams (best first), at most T tokens."""
+    """State of a search; B questions, K beams (best first), at most T tokens."""
 
     step: jax.Array  # scalar int: tokens chosen so far
     tokens: jax.Array  # [B, K, T] int: the living sequences, 0 beyond `step`
-    scores: jax.Array  # [B, K] float: their summed log-probabilities
+    scores: jax.Array  # [B, K] float: summed log-probabilities of `tokens`
     ended: jax.Array  # [B, K] bool: the last token is the end token
     final_tokens: jax.Array  # [B, K, T] int: the candidate of each slot
     final_scores: jax.Array  # [B, K] float, with the length term
@@ -47,7 +47,7 @@ def check_size(
 ) -> None:
     """Raises UserError if the beams exceed the vocabulary or an answer does not fit.
 
-    `length` is that of the batch whose sequences are continued, `positions` the model's.
+    `length` is the batch's padded length before the answer, `positions` the model's.
     """
     if not 1 <= num_beams <= vocab_size:
         raise UserError(
@@ -62,7 +62,7 @@ def check_size(
 
 
 def start(questions: int, beams: int, max_new_tokens: int) -> BeamState:
-    """An empty search. Only beam 0 is alive, so that the first step takes K different words."""
+    """An empty search. Only beam 0 is alive, so that the first step takes K different tokens."""
     shape = (questions, beams)
     tokens = jnp.zeros((*shape, max_new_tokens), jnp.int32)
     return BeamState(
@@ -85,12 +85,12 @@ def run(
     reorder: Callable[[Any, jax.Array], Any],
     complete: Callable[[BeamState], jax.Array],
 ) -> BeamState:
-    """Searches to the end, inside jit.
+    """Runs a search to its end, inside jit.
 
     Args:
-      state: where the search stands.
+      state: of the search.
       cache: the model's, of B * K rows.
-      propose: (state, cache) -> log-probabilities [B, K, V] of the next word, and the cache.
+      propose: (state, cache) -> log-probabilities [B, K, V] of the next token, and the cache.
       advance: (state, log-probabilities) -> the next state and parents [B, K].
       reorder: (cache, rows [B * K]) -> the cache of those rows.
       complete: state -> bool [B]: this row can stop.
@@ -113,17 +113,17 @@ def run(
 def forbid_repeats(
     log_probs: jax.Array, tokens: jax.Array, step: jax.Array, ngram: int
 ) -> jax.Array:
-    """VLP's forbid_duplicate_ngrams: no word that would close an n-gram a second time.
+    """VLP's forbid_duplicate_ngrams: no token that would complete an n-gram a second time.
 
-    log_probs [B, K, V] of the next word, tokens [B, K, T] of which `step` are written. Returns
-    log_probs, 10,000 less at the forbidden words.
+    log_probs [B, K, V] of the next token, tokens [B, K, T] of which `step` are generated. Returns
+    log_probs, 10,000 less at the forbidden tokens.
     """
     windows = tokens.shape[2] - ngram + 1
     tail = jax.lax.dynamic_slice_in_dim(
         tokens, jnp.maximum(step - ngram + 1, 0), ngram - 1, axis=2
-    )  # [B, K, n - 1]: what the next word would close
+    )  # [B, K, n - 1]: the n-gram's first tokens
     starts = jnp.arange(windows)
-    seen = (starts + ngram <= step) & (step >= ngram)  # [windows]: written wholly
+    seen = (starts + ngram <= step) & (step >= ngram)  # [windows]: fully generated
     for offset in range(ngram - 1):
         same = tokens[:, :, offset : offset + windows] == tail[:, :, offset, None]
         seen = seen & same  # [B, K, windows]
@@ -142,11 +142,11 @@ def advance(
     it). A candidate's score is its summed log-probability + length_penalty * length.
     """
     questions, beams, max_new_tokens = state.tokens.shape
-    best, words = jax.lax.top_k(log_probs.astype(jnp.float32), beams)  # [B, K, K]
+    best, proposed = jax.lax.top_k(log_probs.astype(jnp.float32), beams)  # [B, K, K]
     totals = best + (state.scores + jnp.where(state.ended, ENDED, 0.0))[:, :, None]
     scores, choice = jax.lax.top_k(totals.reshape(questions, -1), beams)  # [B, K] of K * K
     parents = choice // beams
-    chosen = jnp.take_along_axis(words.reshape(questions, -1), choice, axis=1)  # [B, K]
+    chosen = jnp.take_along_axis(proposed.reshape(questions, -1), choice, axis=1)  # [B, K]
     tokens = jnp.take_along_axis(state.tokens, parents[:, :, None], axis=1)
     tokens = jax.lax.dynamic_update_slice(
         tokens, chosen[:, :, None].astype(tokens.dtype), (0, 0, state.step)
@@ -170,10 +170,10 @@ def advance(
 def complete(
     state: BeamState, *, only_best: bool = False, length_penalty: float = 0.0
 ) -> jax.Array:
-    """[B] bool: the n-best list of the question cannot change any more.
+    """[B] bool: the n-best list of the question is final.
 
-    With `only_best`, its best answer cannot: no living beam can still overtake it, since
-    log-probabilities are not positive.
+    With `only_best`, its best answer is: no living beam can still overtake it, since
+    log-probabilities are never positive.
     """
     full = jnp.all(state.final_lengths > 0, axis=1)
     if not only_best:

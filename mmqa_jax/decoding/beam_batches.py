@@ -1,4 +1,4 @@
-"""Beam searches of an engine's requests: batches of one shape, beside the slots."""
+"""Batches the engine's beam-search requests by shape; they take no slots."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.llama_beam import beam_search
 from mmqa_jax.decoding.requests import Result
+from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.decoding.tasks import GenerationJob, ScoringJob, make_candidate
 from mmqa_jax.models.llama import Llama
 
 
@@ -28,15 +28,15 @@ class BeamBatches:
         self._graphdef, self._state = nnx.split(model)
         self._config, self._end_ids = config, end_ids
         self._positions = model.config.positions
-        self._waiting: dict[tuple, list[GenerationJob]] = collections.defaultdict(list)
+        self._waiting: dict[tuple, list[TokenizedRequest]] = collections.defaultdict(list)
 
     def serve(
-        self, jobs: Sequence[GenerationJob | ScoringJob], *, rest: bool = False
+        self, requests: Sequence[TokenizedRequest | TokenizedScoring], *, rest: bool = False
     ) -> list[Result]:
-        """Takes the jobs that want beams; returns what is ready, with `rest` all that waits."""
-        for job in jobs:
-            if isinstance(job, GenerationJob) and job.request.beams:
-                self._waiting[self._shape(job)].append(job)
+        """Queues the requests with beams and searches full batches; with `rest`, all of them."""
+        for request in requests:
+            if isinstance(request, TokenizedRequest) and request.original.beams:
+                self._waiting[self._shape(request)].append(request)
         results = []
         for shape, waiting in list(self._waiting.items()):
             size = max(1, self._config.slots // shape[1])
@@ -45,34 +45,38 @@ class BeamBatches:
                 del waiting[:size]
         return results
 
-    def forget(self) -> None:
-        """Drops what waits."""
+    def clear(self) -> None:
+        """Drops the waiting requests."""
         self._waiting.clear()
 
-    def _shape(self, job: GenerationJob) -> tuple[int, int, int, float, bool]:
-        """Padded length, and what is compiled into the search."""
-        request = job.request
+    def _shape(self, tokenized: TokenizedRequest) -> tuple[int, int, int, float, bool]:
+        """Padded length, and the search parameters that are compiled in."""
+        request = tokenized.original
         if len(self._end_ids) != 1:
             raise UserError(
                 f"request {request.id!r}: beam search needs exactly one end token, the engine has "
                 f"{len(self._end_ids)}; set end_ids."
             )
         step = self._config.buckets[-1]
-        padded = -(-len(job.prompt) // step) * step
-        # Beyond the model's positions there is no room for padding and answer.
-        padded = max(min(padded, self._positions - request.max_new_tokens), len(job.prompt))
-        # Who wants the best alone need not wait for the others.
-        best = request.n == 1
-        return padded, request.beams, request.max_new_tokens, request.length_penalty, best
+        length = len(tokenized.prompt)
+        padded = -(-length // step) * step
+        # Padding and answer must fit into the model's positions.
+        padded = max(min(padded, self._positions - request.max_new_tokens), length)
+        only_best = request.n == 1
+        return padded, request.beams, request.max_new_tokens, request.length_penalty, only_best
 
     def _search(
-        self, shape: tuple[int, int, int, float, bool], jobs: Sequence[GenerationJob], size: int
+        self,
+        shape: tuple[int, int, int, float, bool],
+        requests: Sequence[TokenizedRequest],
+        size: int,
     ) -> list[Result]:
-        length, beams, steps, penalty, best = shape
+        length, beams, steps, penalty, only_best = shape
         (end_id,) = self._end_ids
         ids, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)
-        for row, job in enumerate(jobs):
-            ids[row, : len(job.prompt)], lengths[row] = job.prompt, len(job.prompt)
+        for row, request in enumerate(requests):
+            lengths[row] = len(request.prompt)
+            ids[row, : lengths[row]] = request.prompt
         found = jax.device_get(
             beam_search(
                 self._graphdef,
@@ -82,16 +86,16 @@ class BeamBatches:
                 num_beams=beams,
                 max_new_tokens=steps,
                 length_penalty=penalty,
-                only_best=best,
+                only_best=only_best,
             )
         )
         results = []
-        for row, job in enumerate(jobs):
+        for row, request in enumerate(requests):
             candidates = []
-            for n in range(job.request.n):
+            for n in range(request.original.n):
                 tokens = found.tokens[row, n, : found.lengths[row, n]].tolist()
                 finish = "end" if tokens[-1] == end_id else "length"
                 score = float(found.scores[row, n])
-                candidates.append(make_candidate(job, tokens, score, None, finish))
-            results.append(Result(job.request.id, tuple(candidates), len(job.prompt), 0))
+                candidates.append(request.candidate(tokens, score, None, finish))
+            results.append(Result(request.original.id, tuple(candidates), len(request.prompt), 0))
         return results

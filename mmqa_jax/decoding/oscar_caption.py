@@ -1,9 +1,10 @@
-"""Captions by beam search, Oscar's rule: hypotheses of normalised score, wholly inside one jit.
+"""Oscar's beam search for captions: length-normalized hypotheses, entirely inside one jit.
 
-Unlike VLP's search (beam.advance) a beam never goes on after its end: of all continuations the
-best are read in order until K of them go on; those read that end become hypotheses, scored by
-summed log-probability / length^length_penalty ([SEP] counted). The last word that fits is always
-[SEP], scored as the word it replaces. One beam is greedy and stops at its first end. Original:
+Unlike in VLP's search (beam.advance), a beam never continues after its end token: the best
+continuations are read in order until K of them continue; those read that end become hypotheses,
+scored by summed log-probability / length^length_penalty ([SEP] counted). The last token that fits
+is always [SEP], scored as the token it replaces. One beam is greedy and stops at its first end
+token. Original:
 microsoft/Oscar oscar/modeling/modeling_utils.py (_generate_beam_search, BeamHypotheses,
 _generate_no_beam_search).
 """
@@ -17,12 +18,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding import beam
 from mmqa_jax.decoding.beam import BeamResult, BeamState
-from mmqa_jax.decoding.mask_search import search
+from mmqa_jax.decoding.masked_lm import search
 from mmqa_jax.models.oscar import OscarInputs
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "mask_id",
+        "sep_id",
+        "pad_id",
+        "num_beams",
+        "max_new_tokens",
+        "length_penalty",
+        "only_best",
+    ),
+)
 def write_captions(
     graphdef: nnx.GraphDef,
     state: nnx.State,
@@ -36,18 +48,20 @@ def write_captions(
     length_penalty: float = 1.0,
     only_best: bool = False,
 ) -> BeamResult:
-    """Captions of a batch of pictures; (graphdef, state) = nnx.split(Oscar model).
+    """Captions a batch of pictures; (graphdef, state) = nnx.split(Oscar model).
 
     Defaults are run_captioning.py's (max_gen_length 20 counts [CLS] too). `inputs` are
-    OscarLayout.prompt's, whose labels stand behind the longest caption. One compilation per
-    batch shape. Tokens end in [SEP]; exp(score) is what the original calls confidence.
+    OscarLayout.prompt's, whose labels follow the longest caption. One compilation per batch
+    shape. Tokens end in [SEP]; exp(score) is what the original calls confidence.
     `only_best` stops a picture once its best caption is certain: row 0 of the result is then
     exact (the original's num_keep_best = 1), the other rows are not.
 
-    Raises UserError when a number is out of its range.
+    Raises:
+      UserError: a number is out of range.
     """
-    config = nnx.merge(graphdef, state).config.bert
-    most = config.vocab_size // 3  # continuations looked at, see advance
+    model = nnx.merge(graphdef, state)
+    config = model.config.bert
+    most = config.vocab_size // 3  # see advance: up to three continuations per beam are read
     if not 1 <= num_beams <= most:
         raise UserError(
             f"num_beams is {num_beams}: expected 1 to a third of the vocabulary, {most}; change it."
@@ -55,40 +69,12 @@ def write_captions(
     if not 1 <= max_new_tokens < config.positions:
         raise UserError(
             f"max_new_tokens is {max_new_tokens}: expected 1 to {config.positions - 1}, since the "
-            f"model has {config.positions} positions and [CLS] takes one; "
-            "change it."
+            f"model has {config.positions} positions and [CLS] takes one; change it."
         )
     if length_penalty < 0:
         raise UserError(f"length_penalty is {length_penalty}: expected 0 or more; change it.")
-    return _write(
-        graphdef,
-        state,
-        inputs,
-        ends=(sep_id, pad_id),
-        mask_id=mask_id,
-        num_beams=num_beams,
-        max_new_tokens=max_new_tokens,
-        length_penalty=length_penalty,
-        only_best=only_best,
-    )
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "ends",
-        "mask_id",
-        "num_beams",
-        "max_new_tokens",
-        "length_penalty",
-        "only_best",
-    ),
-)
-def _write(
-    graphdef, state, inputs, *, ends, mask_id, num_beams, max_new_tokens, length_penalty, only_best
-) -> BeamResult:
-    model = nnx.merge(graphdef, state)
-    beams = search(
+    ends = (sep_id, pad_id)
+    return search(
         model,
         model.prefill(inputs),
         rows=inputs.input_ids.shape[0],
@@ -98,35 +84,34 @@ def _write(
         complete=functools.partial(complete, length_penalty=length_penalty, only_best=only_best),
         mask_id=mask_id,
     )
-    return beam.ranked(beams)
 
 
 def advance(
     state: BeamState, log_probs: jax.Array, *, ends: tuple[int, ...], length_penalty: float
 ) -> tuple[BeamState, jax.Array]:
-    """One step: log_probs [B, K, V] of the next word -> new state and parents [B, K].
+    """One step: log_probs [B, K, V] of the next token -> new state and parents [B, K].
 
-    `ends` are the words that end a caption; the first of them is what is written. A slot whose
-    beam cannot go on is `ended`, with score -inf. `final_*` hold the K best hypotheses.
+    `ends` are the tokens that end a caption; the first of them is what is stored. A slot whose
+    beam cannot continue is `ended`, with score -inf. `final_*` hold the K best hypotheses.
     """
     rows, beams, most = state.tokens.shape
     vocabulary = log_probs.shape[-1]
     totals = (state.scores[:, :, None] + log_probs).reshape(rows, -1)  # [B, K * V]
-    # So many hold K that go on, whatever ends. Greedy looks at its best word alone.
+    # Enough to contain K that continue, whatever ends. Greedy looks only at its best token.
     count = 1 if beams == 1 else (1 + len(ends)) * beams
     scores, choice = jax.lax.top_k(totals, count)  # [B, C]
-    parents, words = choice // vocabulary, choice % vocabulary
-    ending = jnp.isin(words, jnp.array(ends))
+    parents, chosen = choice // vocabulary, choice % vocabulary
+    ending = jnp.isin(chosen, jnp.array(ends))
     step = state.step + 1
 
-    going_before = jnp.cumsum(~ending, axis=1) - ~ending
-    closes = jnp.where(step == most, True, ending & (going_before < beams))
+    continuing_before = jnp.cumsum(~ending, axis=1) - ~ending
+    closes = jnp.where(step == most, True, ending & (continuing_before < beams))
     past = jnp.take_along_axis(state.tokens, parents[:, :, None], axis=1)  # [B, C, T]
     slot = (0, 0, state.step)
     closed = jax.lax.dynamic_update_slice(
         past, jnp.full((rows, count, 1), ends[0], past.dtype), slot
     )
-    # Hypotheses found before come first: among equal scores they stay.
+    # Earlier hypotheses come first: among equal scores they are kept.
     of_length = jnp.where(closes, scores / step**length_penalty, -jnp.inf)
     pool = jnp.concatenate([state.final_scores, of_length], axis=1)  # [B, K + C]
     final_scores, kept = jax.lax.top_k(pool, beams)  # [B, K]
@@ -136,7 +121,7 @@ def advance(
 
     onward = jnp.argsort(ending, axis=1, stable=True)[:, :beams]  # [B, K]
     ended = jnp.take_along_axis(ending, onward, axis=1)
-    tokens = jax.lax.dynamic_update_slice(past, words[:, :, None].astype(past.dtype), slot)
+    tokens = jax.lax.dynamic_update_slice(past, chosen[:, :, None].astype(past.dtype), slot)
     new_state = BeamState(
         step=step,
         tokens=jnp.take_along_axis(tokens, onward[:, :, None], axis=1),
@@ -150,9 +135,9 @@ def advance(
 
 
 def complete(state: BeamState, *, length_penalty: float, only_best: bool) -> jax.Array:
-    """[B] bool: no living beam can bring a better hypothesis any more (BeamHypotheses.is_done).
+    """[B] bool: no living beam can yield a better hypothesis (BeamHypotheses.is_done).
 
-    Sums only fall, and the longest caption divides them by most.
+    Sums only decrease, and the longest caption divides them by the largest length.
     """
     reachable = state.scores.max(axis=1) / state.tokens.shape[-1] ** length_penalty
     found = state.final_scores.max(axis=1) if only_best else state.final_scores.min(axis=1)

@@ -1,9 +1,9 @@
 """int8 weights for generation: every matrix rounded, one scale per output, activations as before.
 
-LLM.int8()'s absmax quantisation (Dettmers et al. 2022, section 2.1) of the weights alone, per
+LLM.int8()'s absmax quantization (Dettmers et al. 2022, section 2.1) of the weights only, per
 output channel. A quarter of float32's memory, half of bfloat16's; the product itself runs in the
-compute dtype, XLA converting the weights on the way where it can (GPU, TPU) and before it where it
-cannot (CPU, where this saves memory and costs time).
+compute dtype: XLA fuses the conversion of the weights into it on GPU and TPU, but not on CPU, where
+this saves memory and costs time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.layers import TransposedLinear, product
 from mmqa_jax.models.llama import LINEARS, Llama
 
@@ -36,14 +35,10 @@ class QuantizedLinear(nnx.Module):
 def quantize_weights(model: Llama) -> None:
     """Replaces the matrices of all layers by int8 ones, in place, one by one.
 
-    The token table, the output head and the norms stay as they are: the head's errors would go
-    straight into the log-probabilities.
-
-    Raises:
-      UserError: the layers are stacked (call `unstack_layers` first).
+    The embedding table, the output head and the norms stay as they are: the head's rounding would
+    directly change the log-probabilities.
     """
-    if not isinstance(model.layers, nnx.List):
-        raise UserError("quantisation: the model's layers are stacked; call unstack_layers first.")
+    assert isinstance(model.layers, nnx.List), "call unstack_layers first"
     for layer in model.layers:
         for name in LINEARS:
             linear = getattr(layer, name)

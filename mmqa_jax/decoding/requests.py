@@ -1,4 +1,4 @@
-"""What the generation engine is asked and what it answers."""
+"""Requests to the generation engine and their results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Tokenizer(Protocol):
 class Request:
     """One prompt to be continued.
 
-    `temperature` 0 is greedy decoding; otherwise words are drawn from softmax(logits /
-    temperature), of which `top_k` (0: all) and then `top_p` keep the most probable, ties together
-    (transformers' order of the three). `n` draws are independent; `beams` above 0 is beam search
-    instead, of which the `n` best are returned. The answer depends on `seed` and on nothing but
-    this request: not on its neighbours, its slot or its order.
+    `temperature` 0 is greedy decoding; otherwise tokens are drawn from softmax(logits /
+    temperature), of which `top_k` (0: all) and then `top_p` keep the most probable, including ties
+    (in transformers' order). `n` draws are independent; `beams` above 0 is beam search instead, of
+    which the `n` best are returned. The answer depends only on this request and its `seed`: not
+    on other requests, its slot or its order.
     """
 
-    id: Hashable  # of the result; no two requests of a run may share it
+    id: Hashable  # of the result; unique in a run
     prompt: str | Sequence[int]  # text, or token ids with all special tokens
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -58,7 +58,7 @@ class Request:
         if not 0.0 <= self.temperature < float("inf"):
             _refuse(self.id, "temperature", self.temperature, "0 (greedy) or a positive number")
         if self.top_k < 0:
-            _refuse(self.id, "top_k", self.top_k, "0 (all words) or more")
+            _refuse(self.id, "top_k", self.top_k, "0 (all tokens) or more")
         if not 0.0 < self.top_p <= 1.0:
             _refuse(self.id, "top_p", self.top_p, "a share above 0, up to 1")
         if self.n < 1:
@@ -85,18 +85,18 @@ class Candidate:
     tokens: tuple[int, ...]  # as generated: an end token or a stop string's tokens included
     total: float  # summed log-probability of `tokens` under the model itself (temperature 1);
     # of a beam, its score, length penalty included
-    logprobs: tuple[float, ...] | None  # of each token, where asked for
+    logprobs: tuple[float, ...] | None  # of each token, if requested
     finish: str  # "end" (end token), "stop" (stop string) or "length" (max_new_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The answer to a Request."""
+    """The result of a Request."""
 
     id: Hashable
     candidates: tuple[Candidate, ...]  # n of them, highest total first
     prompt_tokens: int
-    reused_tokens: int  # of these, how many came from another request's cache (least of all n)
+    reused_tokens: int  # of these, how many were reused from the cache (the least of all n)
 
     @property
     def text(self) -> str | None:
@@ -106,7 +106,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """A prompt and the continuations whose probability is asked for."""
+    """A prompt and continuations to be scored."""
 
     id: Hashable
     prompt: str | Sequence[int]
@@ -123,7 +123,7 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How probable one continuation is."""
+    """Log-probability of one continuation."""
 
     total: float  # summed log-probability of its tokens
     logprobs: tuple[float, ...]  # of each
@@ -131,27 +131,27 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Log-probability per token, which does not favour short continuations."""
+        """Log-probability per token, which does not favor short continuations."""
         return self.total / len(self.logprobs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """The answer to a Scoring, in the order of its continuations."""
+    """The result of a Scoring, in the order of its continuations."""
 
     id: Hashable
     scores: tuple[Score, ...]
 
 
 class TooLong(UserError):
-    """A prompt that, with its new tokens, exceeds the context; `excess` tokens are too many."""
+    """A prompt that exceeds the context, with its new tokens, by `excess` tokens."""
 
     def __init__(self, request_id: Hashable, tokens: int, new: int, length: int):
         self.excess = tokens + new - length
         super().__init__(
-            f"request {request_id!r}: its prompt has {tokens} tokens, with {new} new ones "
-            f"{self.excess} more than engine.length = {length}; shorten it (fewer examples), ask "
-            "for fewer new tokens or raise engine.length."
+            f"request {request_id!r}: its prompt of {tokens} tokens plus {new} new ones is "
+            f"{self.excess} more than engine.length = {length}; shorten it (fewer examples), lower "
+            "max_new_tokens or raise engine.length."
         )
 
 

@@ -1,4 +1,4 @@
-"""From logits to the next token, row by row, each row with its own parameters and seed."""
+"""Sampling the next token, each row with its own parameters and seed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 @flax.struct.dataclass
 class SamplingParameters:
-    """How every row chooses; [S] each."""
+    """Of every row; [S] each."""
 
     temperature: jax.Array  # float32; 0 is greedy
     top_k: jax.Array  # int32; 0 keeps all
     top_p: jax.Array  # float32 in (0, 1]
-    key: jax.Array  # uint32 [S, 2]: a row's seed, see `seed_words`
+    key: jax.Array  # uint32 [S, 2]: a row's seed, see `draw_key`
 
 
-def seed_words(seed: int, draw: int) -> np.ndarray:
-    """uint32 [2]: the key of a request's draw number `draw`, the same on every host and device."""
+def draw_key(seed: int, draw: int) -> np.ndarray:
+    """uint32 [2]: the key of a request's `draw`-th sample, the same on every host and device."""
     return np.random.SeedSequence([seed, draw]).generate_state(2, np.uint32)
 
 
@@ -32,7 +32,7 @@ def choose(
       logits: [S, V] float32.
       parameters: of the rows.
       count: int [S], how many tokens the row has already; with its key it decides the draw.
-      active: bool [S], rows whose result is wanted (the others' may be anything).
+      active: bool [S], rows whose result is used (the others' may be anything).
 
     Returns:
       Tokens int32 [S], and their log-probabilities float32 [S] under softmax(logits).
@@ -51,7 +51,7 @@ def choose(
 
 
 def _kept(logits: jax.Array, parameters: SamplingParameters, samples: jax.Array) -> jax.Array:
-    """Logits over temperature [S, V]; -inf where top_k or top_p drop a word."""
+    """Logits over temperature [S, V]; -inf where top_k or top_p drop a token."""
     scores = logits / jnp.where(samples, parameters.temperature, 1.0)[:, None]
 
     def keep_top_k(scores):
@@ -68,7 +68,7 @@ def _kept(logits: jax.Array, parameters: SamplingParameters, samples: jax.Array)
 
 
 def _heaviest(scores: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """bool [S, V]: the highest scores of a row, as few as together weigh `target` or more.
+    """bool [S, V]: the fewest highest scores of a row whose weights sum to at least `target`.
 
     Scores equal to the lowest kept one are kept with it. The threshold is found bit by bit, which
     is exact and cheaper than sorting a vocabulary.
@@ -86,9 +86,9 @@ def _heaviest(scores: jax.Array, weights: jax.Array, target: jax.Array) -> jax.A
     return ranks >= threshold[:, None]
 
 
-def _gumbel(words: jax.Array, count: jax.Array, size: int) -> jax.Array:
+def _gumbel(key_data: jax.Array, count: jax.Array, size: int) -> jax.Array:
     """Gumbel noise [size]: the argmax of scores plus it is a draw from their softmax."""
-    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
     return jax.random.gumbel(jax.random.fold_in(key, count), (size,))
 
 

@@ -1,9 +1,8 @@
-"""What the engine keeps and runs on the device: cache, slots, and five compiled programs."""
+"""The engine's state on the device, and the five compiled programs that run on it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -14,11 +13,11 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, replicated
-from mmqa_jax.decoding import slot_cache
-from mmqa_jax.decoding.prefix import Buckets
+from mmqa_jax.core.mesh import replicated
+from mmqa_jax.decoding import kv_cache
+from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
-from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama import Llama, last_token
 
 CACHE_TYPES = ("float32", "bfloat16", "int8")
 WEIGHT_TYPES = ("given", "int8")
@@ -28,13 +27,13 @@ WEIGHT_TYPES = ("given", "int8")
 class EngineConfig:
     """Sizes of the engine; results do not depend on them beyond the last bits.
 
-    `slots` sequences are decoded at once, each up to `length` tokens with its prompt. A prompt is
-    encoded in pieces of the sizes `buckets`, `prefill_tokens` tokens of several prompts at a time;
-    prompts share what they have in common in steps of the largest bucket. Attention of prompts
-    reads `block` columns of the cache at a time, of decoding `decode_block`; 0 is all: best for
-    decoding unless `length` is a multiple of what is used, and for everything on a GPU, where
-    every block costs a stop. `cache_dtype` None is the model's, float32 on a CPU; `weights`
-    "given" keeps the model's.
+    `slots` sequences are decoded at once, each up to `length` tokens including its prompt. Prompts
+    are encoded in chunks of the sizes `buckets`, `prefill_tokens` tokens of several prompts at a
+    time; prompts share their common prefix in steps of the largest bucket. Prefill attention
+    reads `block` columns of the cache at a time, decoding `decode_block`; 0 is all of them: best
+    for decoding unless `length` is many times what is used, and for everything on a GPU, where
+    every block costs a synchronization. `cache_dtype` None is the model's, float32 on a CPU;
+    `weights` "given" keeps the model's.
     """
 
     slots: int = 16
@@ -79,18 +78,18 @@ class EngineConfig:
 
     @property
     def columns(self) -> int:
-        """Tokens for which a slot has room: `length` rounded up to whole pieces."""
+        """Tokens that a slot can hold: `length` rounded up to whole chunks."""
         largest = self.buckets[-1]
         return -(-self.length // largest) * largest
 
     def rows(self, bucket: int) -> int:
-        """How many pieces of a bucket are encoded at once."""
+        """How many chunks of a bucket are encoded at once."""
         return max(1, min(self.prefill_tokens // bucket, self.slots))
 
 
 @flax.struct.dataclass
 class Slots:
-    """Where every slot stands; [S] each."""
+    """Decoding state of every slot; [S] each."""
 
     token: jax.Array  # int32: the last token, not yet in the cache
     position: jax.Array  # int32: its position
@@ -107,8 +106,7 @@ class SlotRunner:
     Args:
       model: with unstacked layers, on the mesh if there is one.
       config: sizes.
-      mesh, rules: where the cache goes; None is the default device.
-      compiler_options: of XLA, for all programs.
+      mesh: where the cache goes; None is the default device.
     """
 
     def __init__(
@@ -116,8 +114,6 @@ class SlotRunner:
         model: Llama,
         config: EngineConfig,
         mesh: Mesh | None = None,
-        rules: Rules = DEFAULT_RULES,
-        compiler_options: Mapping[str, Any] | None = None,
     ):
         self.config = config
         graphdef, self._state = nnx.split(model)
@@ -126,7 +122,7 @@ class SlotRunner:
         # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
         on_cpu = next(iter(self._whole.device_set)).platform == "cpu"
         dtype = config.cache_dtype or ("float32" if on_cpu else model.config.dtype)
-        self.cache = slot_cache.empty(model.config, config.slots, columns, dtype, mesh, rules)
+        self.cache = kv_cache.empty(model.config, config.slots, columns, dtype, mesh)
         of_cache = jax.tree.map(lambda x: x.sharding, self.cache)
         block, decode_block = config.block or columns, config.decode_block or columns
 
@@ -136,7 +132,7 @@ class SlotRunner:
             if patches is not None:
                 patches = patches.astype(embedded.dtype)
                 embedded = jnp.where(tokens[..., None] < 0, patches, embedded)
-            return slot_cache.forward(
+            return kv_cache.forward(
                 model,
                 embedded,
                 cache,
@@ -146,9 +142,8 @@ class SlotRunner:
                 block=block,
             )
 
-        def begin(state, slots, hidden, last, rows, positions, parameters):
-            picked = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-            logits = nnx.merge(graphdef, state).logits(picked)
+        def begin(state, slots, hidden, lengths, rows, positions, parameters):
+            logits = nnx.merge(graphdef, state).logits(last_token(hidden, lengths))
             zeros = jnp.zeros_like(rows)
             token, logprob = choose(logits, parameters, zeros, rows < config.slots)
             fresh = Slots(token, positions, zeros + 1, parameters)
@@ -158,7 +153,7 @@ class SlotRunner:
         def step(state, cache, slots, active):
             model = nnx.merge(graphdef, state)
             position = jnp.where(active, slots.position, 0)
-            hidden, cache = slot_cache.forward(
+            hidden, cache = kv_cache.forward(
                 model,
                 model.embed(slots.token[:, None]),
                 cache,
@@ -180,22 +175,16 @@ class SlotRunner:
 
         def copy(cache, source, target, end):
             blocks = (end + block - 1) // block
-            return slot_cache.copy(cache, source, target, blocks, block)
-
-        def compiled(program, donate, out_shardings):
-            return jax.jit(
-                program,
-                donate_argnums=donate,
-                out_shardings=out_shardings,
-                compiler_options=compiler_options and dict(compiler_options),
-            )
+            return kv_cache.copy(cache, source, target, blocks, block)
 
         whole = self._whole
-        self._encode = compiled(encode, 1, (whole, of_cache))
-        self._begin = compiled(begin, 1, (whole, whole, whole))
-        self._step = compiled(step, (1, 2), (of_cache, whole, whole, whole))
-        self._score = compiled(score, (), (whole, whole))
-        self._copy = compiled(copy, 0, of_cache)
+        self._encode = jax.jit(encode, donate_argnums=1, out_shardings=(whole, of_cache))
+        self._begin = jax.jit(begin, donate_argnums=1, out_shardings=(whole, whole, whole))
+        self._step = jax.jit(
+            step, donate_argnums=(1, 2), out_shardings=(of_cache, whole, whole, whole)
+        )
+        self._score = jax.jit(score, out_shardings=(whole, whole))
+        self._copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
         self._slots = Slots(
             *(self._zeros() for _ in range(3)),
             SamplingParameters(
@@ -214,10 +203,10 @@ class SlotRunner:
         rows: np.ndarray,
         patches: np.ndarray | None = None,
     ) -> jax.Array:
-        """Pieces [R, L] into the cache; hidden states [R, L, H] on the device. See `forward`.
+        """Encodes chunks [R, L] into the cache; hidden states [R, L, H]. See `kv_cache.forward`.
 
-        patches: float32 [R, L, H], read where tokens are negative; None where none is (a program
-        of its own).
+        patches: float32 [R, L, H], used where tokens are negative; None if there are none (a
+        separate program).
         """
         inputs = self.put((tokens, starts, ends, rows, patches))
         hidden, self.cache = self._encode(self._state, self.cache, *inputs)
@@ -226,24 +215,24 @@ class SlotRunner:
     def begin(
         self,
         hidden: jax.Array,
-        last: np.ndarray,
+        lengths: np.ndarray,
         rows: np.ndarray,
         positions: np.ndarray,
         parameters: SamplingParameters,
     ) -> tuple[jax.Array, jax.Array]:
-        """First tokens of encoded prompts; their slots are ready for `step`.
+        """Draws the first tokens after encoded prompts; their slots are then ready for `step`.
 
         Args:
-          hidden: of `encode`, [R, L, H].
-          last: int32 [R], place of the prompt's last token in the piece.
-          rows: int32 [R], slots; `config.slots` where a row's prompt is not at its end.
+          hidden: from `encode`, [R, L, H].
+          lengths: int32 [R], tokens of the prompt's last chunk.
+          rows: int32 [R], slots; `config.slots` for rows whose prompt is not complete.
           positions: int32 [R], of the first token.
           parameters: of the R requests.
 
         Returns:
           Tokens [R] and their log-probabilities.
         """
-        inputs = self.put((last, rows, positions, parameters))
+        inputs = self.put((lengths, rows, positions, parameters))
         self._slots, token, logprob = self._begin(self._state, self._slots, hidden, *inputs)
         return token, logprob
 
@@ -259,14 +248,14 @@ class SlotRunner:
         return self._score(self._state, hidden, self.put(targets))
 
     def copy(self, source: int, target: int, end: int) -> None:
-        """Columns 0..end of one slot into another (rounded up to whole blocks)."""
-        where = self.put((np.int32(source), np.int32(target), np.int32(end)))
-        self.cache = self._copy(self.cache, *where)
+        """Copies columns 0..end of one slot into another (rounded up to whole blocks)."""
+        inputs = self.put((np.int32(source), np.int32(target), np.int32(end)))
+        self.cache = self._copy(self.cache, *inputs)
 
     def _zeros(self, dtype=np.int32, shape: tuple[int, ...] = ()) -> jax.Array:
         return jnp.zeros((self.config.slots, *shape), dtype, device=self._whole)
 
     def put(self, inputs: Any) -> Any:
-        """Host arrays on the device, whole on every device of a mesh."""
-        # The caller must not change them afterwards: on CPU JAX may read them in place.
+        """Moves host arrays to the device, replicated over a mesh."""
+        # The caller must not modify them afterwards: on CPU JAX may alias them.
         return jax.device_put(inputs, self._whole)

@@ -1,4 +1,4 @@
-"""How much an engine has done and how fast."""
+"""Counts and rates of an engine's work."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass
 class Throughput:
-    """Counts since the start; seconds are wall-clock, without what the caller does in between."""
+    """Counts since the start; seconds are wall-clock, without the caller's time in between."""
 
     requests: int = 0
     prefill_tokens: int = 0  # encoded, without padding
-    reused_tokens: int = 0  # of prompts, copied or left in place instead
+    reused_tokens: int = 0  # of prompts, taken from the prefix cache instead
     decode_tokens: int = 0
     steps: int = 0  # decode steps
     prefill_seconds: float = 0.0

@@ -3,7 +3,7 @@
 BARTScore s(x -> y) is the mean log-probability of y's tokens, <s> and </s> among them, given x
 (Yuan et al. 2021; neulab/BARTScore bart_score.py). The official script (WebQA_Baseline
 vlp/eval_1022.py) scores with bart-large-cnn's architecture and BARTScore's ParaBank2 weights,
-`bart.pth`. No other model takes their place: without weights there is no fluency.
+`bart.pth`. There is no fallback model: without weights, fluency is not scored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mmqa_jax.evaluation.scores import (
     scores_of,
 )
 from mmqa_jax.models.bart import Bart
-from mmqa_jax.weights.bart import load_bart
+from mmqa_jax.weights.published import load_published
 
 PARABANK = "bart.pth"  # BARTScore's file of ParaBank2 weights
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024)  # tokens, of source and target alike
@@ -51,14 +51,14 @@ class LikelihoodScorer(Protocol):
 class BartScorer:
     """BARTScore: s(source -> target), in fixed shapes and batches.
 
-    A pair goes to the smallest bucket that holds both texts, so that a bucket is compiled once,
-    however many texts there are. Longer texts are cut to the last bucket, as BARTScore cuts them.
+    Each pair is padded to the smallest bucket that fits both texts, so each bucket is compiled
+    only once. Longer texts are truncated to the largest bucket, as in BARTScore.
 
     Args:
-      model: a BART; its `pad` fills up.
-      tokenizer: adds <s> and </s>, cuts, does not pad; see load_bart_tokenizer.
-      buckets: lengths; those above the model's positions are left out.
-      batch_tokens: tokens of a batch, targets' padding included; None: by the device.
+      model: a BART.
+      tokenizer: adds <s> and </s> and truncates but does not pad; see load_bart_tokenizer.
+      buckets: sequence lengths; those beyond the model's positions are ignored.
+      batch_tokens: tokens per batch, padding included; by default chosen for the device.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BartScorer:
         self._tokenizer = tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(longest)
-        # Logits in float32 are what is large: 4 bytes x 50,264 words x this.
+        # The float32 logits dominate memory: 4 bytes x 50,264 vocabulary entries x this.
         on_cpu = jax.default_backend() == "cpu"
         self._batch_tokens = batch_tokens or (2048 if on_cpu else 16_384)
         self._pad = model.config.pad
@@ -84,8 +84,8 @@ class BartScorer:
             model = nnx.merge(graphdef, state)
             columns = jnp.arange(sources.shape[1])  # [L]
             mask = columns < source_lengths[:, None]  # [B, L]
-            found = model.log_probs(sources, mask, targets)  # [B, L]
-            kept = jnp.where(columns < target_lengths[:, None], found, 0.0)
+            log_probs = model.log_probs(sources, mask, targets)  # [B, L]
+            kept = jnp.where(columns < target_lengths[:, None], log_probs, 0.0)
             return kept.sum(axis=1) / target_lengths  # [B]
 
         self._means = jax.jit(means)
@@ -117,16 +117,16 @@ class BartScorer:
             rows = np.flatnonzero(buckets == bucket)
             batch = max(1, self._batch_tokens // size)
             for start in range(0, len(rows), batch):
-                some = rows[start : start + batch]
-                filled = np.resize(some, batch)  # the last batch repeats some rows
-                given = (
+                chunk = rows[start : start + batch]
+                filled = np.resize(chunk, batch)  # the last batch repeats rows
+                inputs = (
                     *self._padded([ids[sources[row]] for row in filled], size),
                     *self._padded([ids[targets[row]] for row in filled], size),
                 )
                 with jax.default_matmul_precision("highest"):
-                    means = self._means(self._state, *jax.device_put(given))
-                scores[some] = np.asarray(means)[: len(some)]
-                done += len(some)
+                    means = self._means(self._state, *jax.device_put(inputs))
+                scores[chunk] = np.asarray(means)[: len(chunk)]
+                done += len(chunk)
                 if progress is not None:
                     progress(done, len(scores))
         return scores
@@ -141,11 +141,11 @@ class BartScorer:
 
 
 def load_bart_scorer(folder: Path, **options) -> tuple[BartScorer, Path]:
-    """BARTScore out of a folder, and the path of the weights that it uses.
+    """BARTScore from a folder, and the path of the weights that it uses.
 
     Args:
       folder: bart-large-cnn's config.json and tokenizer (tokenizer.json, or vocab.json and
-        merges.txt), and BARTScore's bart.pth; without that file the folder's own weights count.
+        merges.txt), and BARTScore's bart.pth; without that file, the folder's own weights are used.
       options: of BartScorer.
 
     Raises:
@@ -153,17 +153,17 @@ def load_bart_scorer(folder: Path, **options) -> tuple[BartScorer, Path]:
     """
     if not folder.is_dir():
         raise UserError(
-            f"--bart={folder}: no such folder; give bart-large-cnn's, with BARTScore's {PARABANK} "
-            "in it."
+            f"--bart={folder}: no such folder; give a folder of bart-large-cnn that contains "
+            f"BARTScore's {PARABANK}."
         )
     tokenizer = load_bart_tokenizer(folder)
     finetuned = folder / PARABANK
     own = not finetuned.exists()
-    model = load_bart(folder, state_dict=None if own else finetuned)
+    model = load_published("bart", folder if own else finetuned)
     if tokenizer.get_vocab_size() > model.config.vocab_size:
         raise UserError(
-            f"{folder}: its tokenizer knows {tokenizer.get_vocab_size()} tokens, its model "
-            f"{model.config.vocab_size}; give the tokenizer and the model of one checkpoint."
+            f"{folder}: its tokenizer has {tokenizer.get_vocab_size()} tokens, its model "
+            f"{model.config.vocab_size}; give the tokenizer and the model of the same checkpoint."
         )
     return BartScorer(model, tokenizer, **options), folder if own else finetuned
 
@@ -172,29 +172,27 @@ def load_bart_tokenizer(folder: Path) -> Tokenizer:
     """BART's byte-level BPE: tokenizer.json, or vocab.json and merges.txt.
 
     Raises:
-      UserError: neither is there, or it does not set <s> and </s> around a text.
+      UserError: neither exists, or the tokenizer does not wrap texts in <s> and </s>.
     """
-    whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    combined, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
-        if whole.exists():
-            tokenizer = Tokenizer.from_file(str(whole))
+        if combined.exists():
+            tokenizer = Tokenizer.from_file(str(combined))
         elif vocab.exists() and merges.exists():
             tokenizer = _byte_level(vocab, merges)
         else:
             raise UserError(
-                f"{folder}: holds neither tokenizer.json nor vocab.json with merges.txt; fetch "
-                "them from the page of facebook/bart-large-cnn."
+                f"{folder}: holds neither tokenizer.json nor vocab.json with merges.txt; download "
+                "them from facebook/bart-large-cnn."
             )
     except UserError:
         raise
-    except Exception as error:  # the library raises plain Exception for every mistake
+    except Exception as error:  # the library raises plain Exception for every error
         raise UserError(
-            f"{folder}: its tokenizer cannot be read ({error}); fetch it again."
+            f"{folder}: its tokenizer cannot be read ({error}); download it again."
         ) from error
     if tokenizer.encode("").tokens != ["<s>", "</s>"]:
-        raise UserError(
-            f"{folder}: its tokenizer does not put <s> and </s> around a text; give BART's."
-        )
+        raise UserError(f"{folder}: its tokenizer does not wrap texts in <s> and </s>; use BART's.")
     return tokenizer
 
 
@@ -208,7 +206,7 @@ def _byte_level(vocab: Path, merges: Path) -> Tokenizer:
 
 
 def plain(text: str) -> str:
-    """A text as the official script gives it to BART: no ASCII punctuation, single spaces."""
+    """A text as the official script passes it to BART: no ASCII punctuation, single spaces."""
     return " ".join(text.translate(_PUNCTUATION).split())
 
 
@@ -222,23 +220,23 @@ def score_fluency(
 ) -> Scores:
     """Fluency of the answers: `webqa_fl/official` and `webqa_fl/paper_eq1`.
 
-    `official`: min(1, max over references r of exp(s(r -> c)) / exp(s(r -> r))), as the script.
-    `paper_eq1`: the paper's equation 1 taken at its word, max over r of min(1, s(r -> c) /
-    s(r -> r)) with the log-probabilities themselves. Both are negative, so that an answer less
-    likely than its reference gets 1: it tells little, and stands here for comparison.
+    `official`: min(1, max over references r of exp(s(r -> c)) / exp(s(r -> r))), as in the
+    official script. `paper_eq1`: the paper's equation 1 taken literally, max over r of min(1,
+    s(r -> c) / s(r -> r)) with the log-probabilities themselves. Both are negative, so an answer
+    less likely than its reference scores 1; it is uninformative and given only for comparison.
 
-    Questions without a reference answer are left out and counted; missing predictions count 0
+    Questions without a reference answer are left out and counted; missing predictions score 0
     and are counted.
 
     Args:
-      scorer: BartScorer.
+      scorer: usually a BartScorer.
       name: of the score; another model's must not be called webqa_fl.
 
     Raises:
       UserError: unknown or repeated question ids, or no question has a reference answer.
     """
     given = predictions_by_question(questions, predictions)
-    what = "a reference answer, of which fluency is measured"
+    what = "a reference answer to measure fluency against"
     scored = questions_that_count(questions, lambda question: bool(question.answers), what)
     answered = [question for question in scored if question.id in given]
     pairs: dict[tuple[str, str], int] = {}  # (source, target) -> row, each once
@@ -247,17 +245,17 @@ def score_fluency(
         for reference in map(plain, question.answers):
             pairs.setdefault((reference, reference), len(pairs))
             pairs.setdefault((reference, answer), len(pairs))
-    found = scorer.score([s for s, _ in pairs], [t for _, t in pairs], progress)  # [pairs]
+    likelihood = scorer.score([s for s, _ in pairs], [t for _, t in pairs], progress)  # [pairs]
     values = {f"{name}/official": {}, f"{name}/paper_eq1": {}}
     for question in answered:
         answer = plain(given[question.id].answer)
         references = [plain(reference) for reference in question.answers]
-        said = np.array([found[pairs[r, answer]] for r in references])  # [references]
-        own = np.array([found[pairs[r, r]] for r in references])
-        ratio = np.exp(said) / np.exp(own)
+        of_answer = np.array([likelihood[pairs[r, answer]] for r in references])  # [references]
+        of_reference = np.array([likelihood[pairs[r, r]] for r in references])
+        ratio = np.exp(of_answer) / np.exp(of_reference)
         values[f"{name}/official"][question.id] = min(1.0, ratio.max())
-        # A model can be wholly certain of its own words: 0.
-        literal = said / np.minimum(own, -np.finfo(float).tiny)
+        # The log-probability is 0 where the model is fully certain.
+        literal = of_answer / np.minimum(of_reference, -np.finfo(float).tiny)
         values[f"{name}/paper_eq1"][question.id] = np.minimum(1.0, literal).max()
     per_question = {
         metric: np.array([by_id.get(q.id, 0.0) for q in scored]) for metric, by_id in values.items()
@@ -268,14 +266,14 @@ def score_fluency(
 def fluency_times_accuracy(
     fluency: Scores, accuracy: Scores, name: str = "webqa_fl_acc"
 ) -> Scores | None:
-    """FL * Acc of every question that has both, by the variant of the accuracy.
+    """FL * Acc of every question that has both, per variant of the accuracy.
 
     `webqa_fl_acc/official` is the leaderboard's QA score: the mean of products, not the product
-    of means. None where no question has both.
+    of means. None if no question has both.
     """
     (official,) = (v for k, v in fluency.per_question.items() if k.endswith("/official"))
     fluent = dict(zip(fluency.question_ids, official, strict=True))
-    rows = [row for row, asked in enumerate(accuracy.question_ids) if asked in fluent]
+    rows = [row for row, name in enumerate(accuracy.question_ids) if name in fluent]
     if not rows:
         return None
     kept = tuple(accuracy.question_ids[row] for row in rows)

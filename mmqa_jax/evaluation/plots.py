@@ -1,4 +1,4 @@
-"""Line plots as inline SVG that follows the page's colours (light or dark)."""
+"""Line plots as inline SVG that follows the page's colors (light or dark)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Points = Sequence[tuple[float, float]]
 
 # Legible on white and on near-black.
 _COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#0891b2", "#ca8a04", "#ec4899")
-# Axes and words are drawn in this colour, which then becomes the page's text colour.
+# Axes and text are drawn in this color, which is then replaced by the page's text color.
 _INK = "#010203"
 _COLUMNS = 3
 
 
 def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
-    """recall@k against k (logarithmic), a line a retriever, as an `<svg>` element."""
+    """recall@k against k (logarithmic), one line per retriever, as an `<svg>` element."""
     figure = _figure(7.2, 3.6)
     axes = figure.add_subplot()
     for index, (name, values) in enumerate(recall.items()):
@@ -46,7 +46,7 @@ def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def curves_plot(task: str, curves: Mapping[str, Points]) -> str:
-    """Training curves of one task, a panel a metric, as an `<svg>` element.
+    """Training curves of one task, one panel per metric, as an `<svg>` element.
 
     Long curves are drawn thin, with a running mean on top.
     """
@@ -81,7 +81,7 @@ def _columns(points: Points) -> tuple[list[float], list[float]]:
 
 
 def _running_mean(values: list[float]) -> np.ndarray:
-    """Mean over a centred window of a twentieth of the curve, shorter at the ends."""
+    """Mean over a centered window of a twentieth of the curve, shorter at the ends."""
     window = np.ones(2 * (len(values) // 40) + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
@@ -96,23 +96,23 @@ def _style(axes: Axes) -> None:
 
 
 def _svg(figure: Figure, salt: str) -> str:
-    """The figure as one `<svg>` element: scalable, transparent, the same every time."""
+    """The figure as one `<svg>` element: scalable, transparent, deterministic."""
     import matplotlib
 
     buffer = io.StringIO()
-    # The salt keeps the ids of several plots on one page apart.
+    # The salt makes the ids of the plots on one page distinct.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return _for_page(buffer.getvalue())
 
 
 def _for_page(svg: str) -> str:
-    """Rids a matplotlib SVG of all that would leak into, or clash with, the page around it."""
+    """Removes whatever would affect, or clash with, the page around a matplotlib SVG."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # would style the whole page
     svg = svg.replace("<svg ", '<svg role="img" style="stroke-linejoin: round" ', 1)
-    # Names of unnamed parts ("axes_1") repeat from plot to plot.
+    # Generated ids ("axes_1") repeat from plot to plot.
     svg = re.sub(r' id="[a-z2.]+_\d+"', "", svg)
     # The page's fonts, not those of the machine that drew the plot.
     svg = re.sub(r"font-family: [^;\"]*; ?", "", svg)
@@ -121,5 +121,5 @@ def _for_page(svg: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Keeps matplotlib from reading a name as mathematics or as a hidden label."""
+    """Keeps matplotlib from reading a name as math or as a hidden label."""
     return name.replace("$", r"\$").lstrip("_")

@@ -1,7 +1,7 @@
 """The report: one self-contained HTML file with tables, curves, plots and examples.
 
-The caller fills a ReportData; nothing here knows a dataset or a system. Every text is
-escaped, pictures become data URIs, plots inline SVG.
+The caller fills in a ReportData; nothing here depends on a dataset or a system. All text is
+escaped, pictures become data URIs, and plots inline SVG.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Table, format_bounds, format_cell
 
-# Shown at 150 px and below; twice that for dense screens.
+# Shown at up to 150 px; twice that for high-density screens.
 _PICTURE_PIXELS = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleSource:
-    """One source of an example, as the reader sees it.
+    """One source of an example.
 
     Attributes:
       text: the snippet, or the picture's caption.
       picture: encoded picture bytes (PNG, JPEG, ...), None for a snippet.
-      rank: 1-based place in the ranking; None for a gold source that was not retrieved.
+      rank: in the ranking, from 1; None for a gold source that was not retrieved.
       score: the retriever's or reranker's score.
-      cited, gold: whether the answer cites it; whether it is a gold source.
+      cited: whether the answer cites it.
+      gold: whether it is a gold source.
     """
 
     id: str
@@ -49,7 +50,7 @@ class ExampleSource:
 
 @dataclasses.dataclass(frozen=True)
 class ExampleAnswer:
-    """What one setting (`full`, `oracle`, ...) answered, with its scores of this question."""
+    """The answer of one setting (`full`, `oracle`, ...), with its scores on this question."""
 
     setting: str
     answer: str
@@ -72,15 +73,15 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class ReportData:
-    """Everything a report shows; what is empty is left out.
+    """Everything a report shows; empty fields are left out.
 
     Attributes:
-      title: heading, e.g. "Atlas: cited answers from pictures and prose".
-      description: what the dataset and the run are.
-      notice: one sentence that must not be overlooked (e.g. whose benchmark this is not).
-      attribution: one line a material used, with its licence.
-      facts: name -> value of the run (date, device, version, commit, command).
-      headline: name -> value of the few numbers shown large.
+      title: heading, e.g. "WebQA: cited answers from pictures and prose".
+      description: of the dataset and the run.
+      notice: a caveat shown prominently (e.g. that the scores are not WebQA's).
+      attribution: one line per material used, with its license.
+      facts: about the run, name -> value (date, device, version, commit, command).
+      headline: the few most important numbers, name -> value, shown large.
       tables: result tables, in order.
       curves: task -> metric -> [(step, value)].
       recall: retriever -> k -> recall@k.
@@ -145,7 +146,7 @@ def read_curves(
     """Reads a metrics.jsonl: metric -> [(step, value)], in order of step.
 
     A step written twice (a resumed run) keeps its last value; values that are not finite
-    numbers are passed over. With `metrics`, only those. A missing file gives no curves.
+    numbers are skipped. `metrics` limits the result to those. A missing file gives no curves.
     Raises UserError naming a line that is not an object with a number "step".
     """
     if not Path(path).exists():
@@ -175,7 +176,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _picture_uri(picture: bytes) -> str:
-    """A downscaled data URI; "" where the bytes are no picture."""
+    """A downscaled data URI; "" if the bytes are not a picture."""
     import PIL.Image
 
     try:
@@ -187,7 +188,7 @@ def _picture_uri(picture: bytes) -> str:
     if image.format == "JPEG" or (image.mode == "RGB" and image.getcolors(4096) is None):
         kind = "jpeg"
         image.convert("RGB").save(buffer, "JPEG", quality=85)
-    else:  # few colours or transparency: drawings, flags
+    else:  # few colors or transparency: drawings, flags
         kind = "png"
         image.convert("RGBA").save(buffer, "PNG", optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

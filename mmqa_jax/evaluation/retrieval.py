@@ -9,17 +9,17 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 
-# The nine of WebQA's CLIP retrieval (reference.md 3), 1 and 5.
+# The nine values of WebQA's CLIP retrieval (reference.md 3), and 1 and 5.
 KS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalScores:
-    """Per-question retrieval scores, averaged by the properties.
+    """Per-question retrieval scores; `scores` averages them.
 
     Attributes:
-      rows: positions in the input of the questions that have gold sources.
-      excluded: how many questions had none and were left out.
+      rows: input indices of the questions that have gold sources.
+      excluded: how many questions have none and are left out.
       per_question: `recall@5`, `hit_any@5`, `hit_all@5`, `ndcg@5` (for every k) and `mrr`
         -> float64 array aligned with `rows`.
     """
@@ -44,23 +44,22 @@ def score_rankings(
     rankings: Sequence[Sequence[str]],
     ks: Sequence[int] | None = None,
 ) -> RetrievalScores:
-    """Scores one ranking (best first) a question against its gold sources.
+    """Scores one ranking (best first) per question against its gold sources.
 
-    recall@k is the fraction of a question's gold sources among the top k; hit_any and
-    hit_all ask for at least one and for all of them; ndcg@k has gains 0 and 1 and the
-    ideal of min(k, number of gold sources); mrr is one over the rank of the first gold
-    source, 0 where none is ranked. A source ranked twice counts at its first place.
+    recall@k is the fraction of a question's gold sources among the top k; hit_any@k and hit_all@k
+    are 1 if at least one or all of them are; ndcg@k has binary gains, and min(k, number of gold
+    sources) in its ideal ranking; mrr is one over the rank of the first gold source, 0 if none is
+    ranked. A source ranked twice counts at its first rank.
 
-    Without `ks`, those of KS up to the longest ranking: recall@1000 of a hundred sources would
-    be their recall@100 by another name.
+    `ks` defaults to the values of KS up to the longest ranking: recall@1000 of a hundred sources
+    would be the same as their recall@100.
 
-    Raises UserError where the lengths differ, a k is below 1, or no question has gold
-    sources.
+    Raises UserError if the lengths differ, a k is below 1, or no question has gold sources.
     """
     if len(gold) != len(rankings):
         raise UserError(
-            f"{len(gold)} questions but {len(rankings)} rankings; give one ranking a question, "
-            "an empty one where nothing was found."
+            f"{len(gold)} questions but {len(rankings)} rankings; give one ranking per question, "
+            "an empty one if nothing was found."
         )
     if ks is None:
         longest = max(map(len, rankings), default=0)
@@ -87,14 +86,6 @@ def score_rankings(
         per_question[f"ndcg@{k}"] = gains / ideal
     per_question["mrr"] = np.array([1 / rank[0] if len(rank) else 0.0 for rank in ranks])
     return RetrievalScores(rows, len(gold) - len(rows), per_question)
-
-
-def recall_at_k(
-    gold: Sequence[Collection[str]], rankings: Sequence[Sequence[str]], ks: Sequence[int]
-) -> dict[int, float]:
-    """k -> recall@k averaged over the questions that have gold sources."""
-    scores = score_rankings(gold, rankings, ks).scores
-    return {k: scores[f"recall@{k}"] for k in ks}
 
 
 def _gold_ranks(gold: set[str], ranking: Sequence[str]) -> np.ndarray:

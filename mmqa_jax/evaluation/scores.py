@@ -16,11 +16,11 @@ class Scores:
     """Scores of one system on one set of questions.
 
     Attributes:
-      question_ids: the questions that could be scored, in the given order.
+      question_ids: the scored questions, in the given order.
       categories: the category of each of them.
       per_question: scorer -> float64 array aligned with `question_ids`, values in 0..1.
-      missing: scored questions without a prediction; they count 0.
-      unscored: questions left out because their reference is hidden or empty.
+      missing: number of scored questions without a prediction; they score 0.
+      unscored: number of questions left out because their reference is hidden or empty.
     """
 
     question_ids: tuple[str, ...]
@@ -65,15 +65,13 @@ class Scores:
 
 
 def merged_scores(scores: Iterable[Scores]) -> list[Scores]:
-    """Scores of the same questions put together, so that they make one table."""
+    """Merges scores of the same questions, so that they share one table."""
     merged: dict[tuple[str, ...], Scores] = {}
-    for found in scores:
-        same = merged.get(found.question_ids)
+    for new in scores:
+        same = merged.get(new.question_ids)
         if same is not None:
-            found = dataclasses.replace(
-                same, per_question={**same.per_question, **found.per_question}
-            )
-        merged[found.question_ids] = found
+            new = dataclasses.replace(same, per_question={**same.per_question, **new.per_question})
+        merged[new.question_ids] = new
     return list(merged.values())
 
 
@@ -93,7 +91,7 @@ def predictions_by_question(
         if name in found:
             raise UserError(
                 f"prediction {number}: question {name!r} is answered twice; keep one prediction "
-                "a question."
+                "per question."
             )
         found[name] = prediction
     return found
@@ -102,7 +100,7 @@ def predictions_by_question(
 def questions_that_count(
     questions: Sequence[Question], counts: Callable[[Question], bool], what: str
 ) -> list[Question]:
-    """The questions whose reference is published; UserError that none `has {what}`."""
+    """The questions that `counts` accepts; UserError that none has `what` if it accepts none."""
     scored = [question for question in questions if counts(question)]
     if not scored:
         raise UserError(
@@ -117,7 +115,7 @@ def scores_of(
     given: Mapping[str, Prediction],
     per_question: Mapping[str, np.ndarray],
 ) -> Scores:
-    """Scores of those of the questions that are `scored`; `given` are all predictions."""
+    """Scores of the `scored` questions; `given` is question id -> prediction."""
     return Scores(
         question_ids=tuple(question.id for question in scored),
         categories=tuple(question.category for question in scored),

@@ -1,7 +1,7 @@
 """Bootstrap intervals of a mean, and tests of the difference between two systems.
 
-A resample with replacement of n values is a multinomial draw over the distinct values,
-which is what is drawn where they are few, as scores of single questions are: the same
+Resampling n values with replacement is a multinomial draw over their distinct values. Scores of
+single questions take few distinct values, so counts are drawn instead of rows: the same
 distribution from far fewer random numbers.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 
-# Bounds the numbers drawn at once.
+# Random numbers drawn at once, at most.
 _MAX_DRAWN = 2_000_000
-# Above this many distinct values drawing rows is the faster way.
+# With more distinct values than this, drawing rows is faster.
 _MAX_DISTINCT = 128
 
 
@@ -46,7 +46,7 @@ def bootstrap_interval(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile bootstrap interval of the mean of one score a question."""
+    """Percentile bootstrap interval of the mean of one score per question."""
     values = _checked(values, "values")
     means = _resampled_means(values, resamples, seed)
     low, high = _percentiles(means, confidence)
@@ -101,8 +101,31 @@ def permutation_test(
     return (1 + extreme) / (1 + resamples)
 
 
+def mcnemar(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
+    """Two-sided p-value of McNemar's exact test; scores are 0 or 1, paired by question.
+
+    Under the null hypothesis, when exactly one system is right, it is equally likely to be either.
+    """
+    import scipy.stats
+
+    difference = _paired(first, second)
+    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
+    if wins + losses == 0:
+        return 1.0
+    return float(scipy.stats.binomtest(wins, wins + losses).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for the number of tests by Holm's step-down method (1979)."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Means [resamples] of samples with replacement, as large as `values`."""
+    """Means [resamples] of samples of len(values) drawn with replacement."""
     distinct, counts = np.unique(values, return_counts=True)
     rng, n = np.random.default_rng(seed), len(values)
     if len(distinct) <= _MAX_DISTINCT:
@@ -116,7 +139,7 @@ def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarra
 
 
 def _blocks(resamples: int, width: int) -> list[int]:
-    """Splits `resamples` so that a block of rows of `width` stays small."""
+    """Splits `resamples` into blocks, so that [block, width] stays small."""
     if resamples < 1:
         raise UserError(f"resamples: must be 1 or more, not {resamples}; 10,000 is usual.")
     rows = max(1, _MAX_DRAWN // width)
@@ -125,7 +148,7 @@ def _blocks(resamples: int, width: int) -> list[int]:
 
 def _percentiles(means: np.ndarray, confidence: float) -> tuple[float, float]:
     if not 0 < confidence < 1:
-        raise UserError(f"confidence: must lie between 0 and 1, not {confidence}; 0.95 is usual.")
+        raise UserError(f"confidence: must be between 0 and 1, not {confidence}; 0.95 is usual.")
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
@@ -144,7 +167,7 @@ def _checked(values: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 1 or values.size == 0 or not np.isfinite(values).all():
         raise UserError(
-            f"{name}: expected one finite score a question and at least one question, found an "
+            f"{name}: expected one finite score per question and at least one question, found an "
             f"array of shape {values.shape}; check the scores."
         )
     return values

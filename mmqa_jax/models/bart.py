@@ -1,6 +1,6 @@
 """BART (Lewis et al. 2020): the encoder-decoder of BARTScore, which measures WebQA's fluency.
 
-Post-norm layers, learned positions, one word table for encoder, decoder and output. Original:
+Post-norm layers, learned positions, one embedding table for encoder, decoder and output. Original:
 transformers models/bart/modeling_bart.py (BartForConditionalGeneration), named below where a
 detail is its own. It scores given texts (`Bart.log_probs`); it does not generate.
 """
@@ -78,7 +78,7 @@ class BartLayer(nnx.Module):
 
         Args:
           x: [B, L, H].
-          mask: bool, broadcastable to [B, heads, L, L]; None opens all columns.
+          mask: bool, broadcastable to [B, heads, L, L]; None masks nothing.
           source, source_mask: the encoded source [B, S, H], bool [B, 1, 1, S]; in the decoder.
 
         Returns:
@@ -116,11 +116,11 @@ class BartStack(nnx.Module):
         )
         self.config = config
 
-    def embed(self, words: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+    def embed(self, embedded: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Word embeddings [B, L, H] with their positions -> [B, L, H] in the compute dtype."""
-        length = words.shape[1]
+        length = embedded.shape[1]
         check_length(length, self.config.positions)
-        x = words + self.positions(jnp.arange(length) + POSITION_OFFSET)
+        x = embedded + self.positions(jnp.arange(length) + POSITION_OFFSET)
         return dropout(self.norm(x), self.config.dropout, dropout_key).astype(self.config.dtype)
 
     def __call__(
@@ -147,7 +147,7 @@ class BartStack(nnx.Module):
 
 
 class Bart(nnx.Module):
-    """Encoder, decoder and the output product with the word table."""
+    """Encoder, decoder and the output product with the embedding table."""
 
     def __init__(self, config: BartConfig, *, rngs: nnx.Rngs):
         self.tokens = Embedding(
@@ -177,9 +177,9 @@ class Bart(nnx.Module):
         self.config = config
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """int [B, L] -> word embeddings [B, L, H], scaled if the config says so."""
-        words = self.tokens(ids)
-        return words * self.config.hidden**0.5 if self.config.scale_embedding else words
+        """int [B, L] -> token embeddings [B, L, H], scaled if the config says so."""
+        embedded = self.tokens(ids)
+        return embedded * self.config.hidden**0.5 if self.config.scale_embedding else embedded
 
     def encode(
         self,
@@ -218,7 +218,7 @@ class Bart(nnx.Module):
         return self.decoder(x, mask, source, _columns(attention_mask), dropout_key=second)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Decoder states [..., H] -> word logits [..., V], float32."""
+        """Decoder states [..., H] -> token logits [..., V], float32."""
         weights = self.tokens.table[...].T.astype(hidden.dtype)
         logits = jnp.matmul(hidden, weights, preferred_element_type=jnp.float32)
         # A buffer in transformers, not trained.
@@ -260,11 +260,11 @@ class Bart(nnx.Module):
         """
         shifted = shift_tokens_right(target_ids, self.config.pad, self.config.start)
         logits = self(input_ids, attention_mask, shifted, dropout_key=dropout_key)
-        wanted = jnp.maximum(target_ids, 0)[..., None]  # -100 names no word
+        wanted = jnp.maximum(target_ids, 0)[..., None]  # -100 is no token
         picked = jnp.take_along_axis(logits, wanted, axis=-1)[..., 0]
         return picked - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _columns(mask: jax.Array) -> jax.Array:
-    """[B, L] of open columns -> bool [B, 1, 1, L]."""
+    """[B, L] of visible columns -> bool [B, 1, 1, L]."""
     return mask.astype(bool)[:, None, None, :]

@@ -10,7 +10,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
 
-# Entries of config.json that our BART has not, with the value it stands for.
+# Entries of config.json that our BART does not support, with the only value it accepts.
 _FIXED = {
     "normalize_before": False,
     "normalize_embedding": True,
@@ -26,7 +26,7 @@ _FIXED = {
 class BartConfig:
     """Sizes and constants of a BART; the defaults are bart-large-cnn's.
 
-    `positions` is the longest source and the longest target. `scale_embedding` multiplies word
+    `positions` is the longest source and the longest target. `scale_embedding` multiplies token
     embeddings by sqrt(hidden). `dropout` acts after the embeddings and on every residual branch,
     `attention_dropout` on attention weights, `activation_dropout` inside the MLP. `pad` and
     `start` are the token ids of `shift_tokens_right`. `dtype` is the compute dtype (parameters,

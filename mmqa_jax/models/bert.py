@@ -92,7 +92,7 @@ def minilm_l6(**changes) -> BertConfig:
 
 
 def bert_tiny(**changes) -> BertConfig:
-    """A small encoder to train from scratch on a CPU (Atlas)."""
+    """A small encoder to train from scratch on a CPU."""
     tiny = BertConfig(vocab_size=4096, hidden=192, layers=4, heads=6, mlp=768, positions=256)
     return dataclasses.replace(tiny, **changes)
 
@@ -122,17 +122,17 @@ class BertEmbeddings(nnx.Module):
     ) -> jax.Array:
         """ids [B, L] -> [B, L, H] in the compute dtype.
 
-        `regions` = (content, place), both [B, R, H], replace the word and the position embedding
+        `regions` = (content, place), both [B, R, H], replace the token and the position embedding
         of slots 1..R (VLP); the token type is added to them too.
         """
-        words = self.word(input_ids)  # [B, L, H]
-        places = self.position(position_ids)
+        tokens = self.word(input_ids)  # [B, L, H]
+        positions = self.position(position_ids)
         if regions is not None:
-            words, places = (
+            tokens, positions = (
                 jnp.concatenate([text[:, :1], region, text[:, 1 + region.shape[1] :]], axis=1)
-                for text, region in zip((words, places), regions, strict=True)
+                for text, region in zip((tokens, positions), regions, strict=True)
             )
-        x = self.norm(words + places + self.token_type(token_type_ids))
+        x = self.norm(tokens + positions + self.token_type(token_type_ids))
         return dropout(x, self.config.dropout, dropout_key).astype(self.config.dtype)
 
 
@@ -271,7 +271,7 @@ class Bert(nnx.Module):
     ) -> jax.Array:
         """Hidden states of the last layer.
 
-        input_ids [B, L] int; mask [B, L] (columns open to every row) or [B, L, L] (row, column),
+        input_ids [B, L] int; mask [B, L] (columns that every row sees) or [B, L, L] (row, column),
         bool or 0/1; token types default to 0 and positions to 0..L-1. Returns [B, L, H].
         """
         length = input_ids.shape[1]
@@ -294,7 +294,7 @@ class Bert(nnx.Module):
 
 
 class MlmHead(nnx.Module):
-    """BERT's masked-LM head: linear, activation, LayerNorm, product with the word table, bias."""
+    """BERT's masked-LM head: linear, activation, LayerNorm, the embedding table, bias."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.dense = Linear(
@@ -308,10 +308,10 @@ class MlmHead(nnx.Module):
         self.bias = param(rngs, zeros_init, (config.vocab_size,), ("vocab",))
         self.config = config
 
-    def __call__(self, hidden: jax.Array, words: Embedding, first: int | None = None) -> jax.Array:
-        """hidden [..., H] -> logits [..., V] in float32; `words` is the tied word embedding.
+    def __call__(self, hidden: jax.Array, tokens: Embedding, first: int | None = None) -> jax.Array:
+        """hidden [..., H] -> logits [..., V] in float32; `tokens` is the tied embedding.
 
-        `first` limits them to the first words of the vocabulary.
+        `first` limits them to the first tokens of the vocabulary.
         """
         x = self.norm(ACTIVATIONS[self.config.activation](self.dense(hidden)))
-        return words.attend(x, first).astype(jnp.float32) + self.bias[:first]
+        return tokens.attend(x, first).astype(jnp.float32) + self.bias[:first]

@@ -152,18 +152,12 @@ def vit_l_14_336() -> CLIPConfig:
     return vit_l_14(image_size=336)
 
 
-# Our own small tower for the Atlas corpus' 48 x 48 pictures; 384 is MiniLM's embedding size.
-ATLAS_VISION = VisionConfig(
-    image_size=48, patch_size=8, width=192, layers=4, heads=3, mlp_width=768, embed_dim=384
-)
-
-
 class Block(nnx.Module):
     """Pre-LN transformer block: x + attn(ln_1(x)), then x + mlp(ln_2(x))."""
 
     def __init__(self, config: VisionConfig | TextConfig, *, rngs: nnx.Rngs):
         width, hidden = config.width, config.mlp_width
-        # OpenAI's text tower initialisation, for both towers.
+        # OpenAI's text tower initialization, for both towers.
         inner = layers.normal_init(width**-0.5)
         outer = layers.normal_init(width**-0.5 * (2 * config.layers) ** -0.5)
         up = layers.normal_init((2 * width) ** -0.5)
@@ -196,7 +190,7 @@ class Block(nnx.Module):
 
 
 class VisionTower(nnx.Module):
-    """Vision transformer; pictures come in normalised (`normalize_pixels`)."""
+    """Vision transformer; pictures must be normalized (`normalize_pixels`)."""
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
         width = config.width
@@ -219,7 +213,7 @@ class VisionTower(nnx.Module):
         self.config = config
 
     def embed(self, pixels: jax.Array) -> jax.Array:
-        """[B, S, S, 3] normalised pixels -> [B, 1 + patches, width], class token first."""
+        """[B, S, S, 3] normalized pixels -> [B, 1 + patches, width], class token first."""
         c = self.config
         if pixels.shape[1:] != (c.image_size, c.image_size, 3):
             raise UserError(
@@ -254,7 +248,7 @@ class VisionTower(nnx.Module):
         return _run(self, self.embed(pixels), count=count)[0][:, 1:]
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
-        """[B, S, S, 3] normalised pixels -> [B, embed_dim] float32, not L2-normalised."""
+        """[B, S, S, 3] normalized pixels -> [B, embed_dim] float32, not L2-normalized."""
         x, _ = _run(self, self.embed(pixels))
         return self.proj(self.ln_post(x[:, 0]).astype(jnp.float32))
 
@@ -300,7 +294,7 @@ class TextTower(nnx.Module):
         return _run(self, self.embed(input_ids), mask=attention_mask, is_causal=True, keep=True)[1]
 
     def __call__(self, input_ids: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Texts -> [B, embed_dim] float32, not L2-normalised.
+        """Texts -> [B, embed_dim] float32, not L2-normalized.
 
         Args:
           input_ids: [B, L] with the end-of-text token in every row.
@@ -327,7 +321,7 @@ class CLIP(nnx.Module):
         self.config = config
 
     def encode_image(self, pixels: jax.Array) -> jax.Array:
-        """[B, S, S, 3] normalised pixels -> [B, embed_dim], of length 1."""
+        """[B, S, S, 3] normalized pixels -> [B, embed_dim], of length 1."""
         return l2_normalize(self.vision(pixels))
 
     def encode_text(

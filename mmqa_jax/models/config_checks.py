@@ -1,4 +1,4 @@
-"""Checks that the configs of several models need; `name` in each is what the user has set.
+"""Checks that the configs of several models share; `name` is the config key that the user set.
 
 All raise UserError: `model.heads is 5: expected a divisor of model.hidden = 36; change one of the
 two.`
@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 
 
 def check_divides(name: str, count: int, whole_name: str, whole: int) -> None:
-    """Whether `count` (heads) divides `whole` (their common width)."""
+    """Checks that `count` (heads) divides `whole` (their total width)."""
     if count < 1 or whole % count:
         raise UserError(
             f"{name} is {count}: expected a divisor of {whole_name} = {whole}; change one of the "
@@ -22,13 +22,13 @@ def check_divides(name: str, count: int, whole_name: str, whole: int) -> None:
 
 
 def check_rate(name: str, rate: float) -> None:
-    """Whether dropout at this rate leaves something."""
+    """Checks a dropout rate."""
     if not 0.0 <= rate < 1.0:
         raise UserError(f"{name} is {rate}: expected a rate from 0 to below 1; change it.")
 
 
 def check_known(name: str, value: Any, known: Iterable[Any]) -> None:
-    """Whether a choice is among those that there are."""
+    """Checks that a value is one of the known choices."""
     known = list(known)
     if value not in known:
         raise UserError(
@@ -37,7 +37,7 @@ def check_known(name: str, value: Any, known: Iterable[Any]) -> None:
 
 
 def check_length(length: int, positions: int) -> None:
-    """Whether a batch is short enough for the positions of the model."""
+    """Checks that a batch is no longer than the model has positions."""
     if length > positions:
         raise UserError(
             f"a batch is {length} tokens long: expected at most model.positions = {positions}; use "

@@ -39,7 +39,7 @@ class DualEncoderConfig:
       text: a BertConfig (mean pooling, no projection: the embedding is the pooled vector itself,
         which keeps MiniLM's own quality) or a CLIP TextConfig.
       vision: CLIP vision tower; its embed_dim must be the text embedding's size.
-      fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalised (RMR's
+      fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalized (RMR's
         bi-modal vector, reference.md 7); `image` by its picture alone (WebQA's CLIP retrieval).
       picture_gate: initial value of the learned factor on the picture's part in `mean`. 1 is
         RMR's formula. A vision tower that starts from random weights beside a trained text tower
@@ -114,7 +114,7 @@ class DualEncoder(nnx.Module):
         """Pictures -> [B, D] float32, of length 1.
 
         Args:
-          pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1; CLIP's normalisation happens
+          pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1; CLIP's normalization happens
             here, on the device.
         """
         return l2_normalize(self.vision(normalize_pixels(pixels)))

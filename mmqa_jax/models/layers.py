@@ -44,15 +44,14 @@ def normal_init(stddev: float) -> Initializer:
 
 default_init = normal_init(0.02)
 
-_CLOSED = -1e30  # score of a closed column: exp gives 0, and a wholly closed row stays finite
+_MASKED = -1e30  # score of a masked column: exp gives 0, and an entirely masked row stays finite
 
 
 def param(
     rngs: nnx.Rngs, init: Initializer, shape: tuple[int, ...], names: Names
 ) -> nnx.Param[jax.Array]:
     """A float32 parameter whose axes carry logical names; needs no mesh to be created."""
-    if len(names) != len(shape):
-        raise ValueError(f"{len(names)} axis names {names} for a parameter of shape {shape}")
+    assert len(names) == len(shape), f"{len(names)} axis names {names} for the shape {shape}"
     return nnx.Param(
         init(rngs.params(), shape, jnp.float32), out_sharding=names, eager_sharding=False
     )
@@ -112,7 +111,7 @@ def product(
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalisation over the last axis, computed in float32, returned in x's dtype."""
+    """Layer normalization over the last axis, computed in float32, returned in x's dtype."""
 
     def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs, name: str = "embed"):
         self.scale = param(rngs, ones_init, (features,), (name,))
@@ -121,13 +120,13 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
-        centred = x32 - x32.mean(-1, keepdims=True)
-        y = centred * (self.factor(centred) * self.scale[...]) + self.bias[...]
+        centered = x32 - x32.mean(-1, keepdims=True)
+        y = centered * (self.factor(centered) * self.scale[...]) + self.bias[...]
         return y.astype(x.dtype)
 
-    def factor(self, centred: jax.Array) -> jax.Array:
+    def factor(self, centered: jax.Array) -> jax.Array:
         """One over the deviation of rows with mean 0: float32 [..., features] -> [..., 1]."""
-        variance = jnp.square(centred).mean(-1, keepdims=True)
+        variance = jnp.square(centered).mean(-1, keepdims=True)
         return jax.lax.rsqrt(variance + self.eps)
 
 
@@ -186,7 +185,7 @@ def attention(
 
     q [B, Lq, heads, head_dim]; k, v [B, Lk, heads, head_dim]; mask bool, broadcastable to
     [B, heads, Lq, Lk], True = attend. Scores are divided by sqrt(head_dim); softmax in float32.
-    A row without an open column gives the mean of the values, never NaN.
+    A row without a visible column gives the mean of the values, never NaN.
     `implementation`: "xla", or "cudnn" (flash attention on NVIDIA GPUs; bfloat16/float16).
     Dropout acts on the attention weights (BERT), for which only "xla" serves.
     Returns [B, Lq, heads, head_dim] in q's dtype.
@@ -208,7 +207,7 @@ def attention(
         causal = jnp.tril(jnp.ones(scores.shape[2:], bool))
         mask = causal if mask is None else mask & causal
     if mask is not None:
-        scores = jnp.where(mask, scores, _CLOSED)
+        scores = jnp.where(mask, scores, _MASKED)
     weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
     return jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
 
@@ -235,10 +234,10 @@ def prefix_attention(
     prefixes, columns = prefix_mask.shape
     grouped = (q * size**-0.5).reshape(prefixes, -1, heads, size)  # [B, K * Lq, heads, head_dim]
     shared = jnp.einsum("bqhd,bkhd->bqhk", grouped, prefix_k, preferred_element_type=jnp.float32)
-    shared = jnp.where(prefix_mask[:, None, None, :], shared, _CLOSED)
+    shared = jnp.where(prefix_mask[:, None, None, :], shared, _MASKED)
     shared = shared.reshape(rows, length, heads, columns)
     own = jnp.einsum("nqhd,nkhd->nhqk", q * size**-0.5, k, preferred_element_type=jnp.float32)
-    own = jnp.where(mask, own, _CLOSED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
+    own = jnp.where(mask, own, _MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
     weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1), axis=-1).astype(v.dtype)
     of_prefix = weights[..., :columns].reshape(prefixes, -1, heads, columns)
     out = jnp.einsum("bqhk,bkhd->bqhd", of_prefix, prefix_v).reshape(q.shape)
@@ -291,8 +290,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """x [B, Lx, H], context [B, Lc, H] -> [B, Lx, H].
 
-        mask bool, broadcastable to [B, heads, Lx, Lc], or None (all open); `rotate` turns queries
-        and keys [B, L, heads, head_dim] by their positions.
+        mask bool, broadcastable to [B, heads, Lx, Lc], or None (nothing masked); `rotate` rotates
+        queries and keys [B, L, heads, head_dim] by their positions.
         """
         query = split_heads(self.query(x), self.heads)
         key, value = (split_heads(f(context), self.heads) for f in (self.key, self.value))
@@ -314,7 +313,7 @@ class Attention(nnx.Module):
 def stack_layers(
     make_layer: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """`count` independently initialised copies of one layer, parameters stacked on axis 0.
+    """`count` independently initialized copies of one layer, parameters stacked on axis 0.
 
     The new axis is named "layers". Run the result with `scan_layers`.
     """

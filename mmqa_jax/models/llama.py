@@ -4,9 +4,9 @@ Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP
 transformers' order (rotary pairs are the two halves of a head). Originals: meta-llama/llama
 llama/model.py, transformers models/llama/modeling_llama.py.
 
-Training and scoring run the stacked layers (`Llama.__call__`). Generation runs `Llama.prefill`,
-`extend` and `decode_step` on a `KVCache`, best after `unstack_layers`: XLA copies a slice of a
-stack before it multiplies by it, which doubles the cost of a decode step on CPU.
+Training and scoring run the stacked layers (`Llama.__call__`). Generation runs them one by one
+over a KV cache (`decoding.kv_cache.forward`), best after `unstack_layers`: XLA copies a slice of
+a stack before it multiplies by it, which doubles the cost of a decode step on CPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_length
 from mmqa_jax.models.layers import (
@@ -39,9 +37,6 @@ from mmqa_jax.models.layers import (
 )
 from mmqa_jax.models.llama_config import LlamaConfig
 
-# Logical axes of a layer's cached keys and values, for `core.mesh.partition_spec`.
-KEY_NAMES = ("batch", "heads", "head_dim", "positions")
-VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
 
@@ -111,48 +106,6 @@ def grouped_attention(
     return out.reshape(batch, length, heads, size)
 
 
-@flax.struct.dataclass
-class KVCache:
-    """Keys and values of earlier tokens: slot t of a row holds the token at position t.
-
-    One pair of arrays per layer, not one stack: a layer's update and its reads then stay in
-    place (a donated cache is never copied). Keys lie transposed: on CPU the product with the
-    queries reads them 1.5 times faster so.
-    """
-
-    key: tuple[jax.Array, ...]  # per layer [B, kv_heads, D, T]
-    value: tuple[jax.Array, ...]  # per layer [B, kv_heads, T, D]
-
-    @property
-    def rows(self) -> int:
-        """Number of sequences B."""
-        return self.value[0].shape[0]
-
-    @property
-    def length(self) -> int:
-        """Number of slots T of each sequence."""
-        return self.value[0].shape[2]
-
-    def insert(self, rows: jax.Array, other: KVCache) -> KVCache:
-        """Writes sequence n of `other` into row rows[n], from slot 0 on.
-
-        `other` may have fewer slots (a prefill bucket); the row's later slots keep what they
-        held, which no token sees before it is overwritten. A row number that does not exist
-        (`self.rows`) drops its sequence: so a prefill of fixed size fills fewer slots.
-        """
-        slots = other.length
-        return KVCache(
-            tuple(
-                mine.at[rows, :, :, :slots].set(new.astype(mine.dtype), mode="drop")
-                for mine, new in zip(self.key, other.key, strict=True)
-            ),
-            tuple(
-                mine.at[rows, :, :slots].set(new.astype(mine.dtype), mode="drop")
-                for mine, new in zip(self.value, other.value, strict=True)
-            ),
-        )
-
-
 class RMSNorm(nnx.Module):
     """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype."""
 
@@ -209,7 +162,7 @@ class LlamaLayer(nnx.Module):
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Causal: x [B, L, H], mask bool [B, 1, 1, L] of open columns -> [B, L, H]."""
+        """Causal: x [B, L, H], mask bool [B, 1, 1, L], false at padding -> [B, L, H]."""
         q, k, v = self.project(x, cos, sin)
         attended = grouped_attention(
             q,
@@ -225,7 +178,7 @@ class LlamaLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Decoder with its output head. `embed` and `encode` are apart, so that LLaVA can splice."""
+    """Decoder with its output head; `embed` and `encode` are separate for LLaVA."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         init = normal_init(config.init_stddev)
@@ -253,7 +206,7 @@ class Llama(nnx.Module):
         return self.tokens(input_ids).astype(self.config.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states as `encode` gives them [..., H] -> word logits [..., V], float32."""
+        """Hidden states as `encode` gives them [..., H] -> token logits [..., V], float32."""
         tied = self.head is None
         weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
         return product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
@@ -315,80 +268,6 @@ class Llama(nnx.Module):
         angles, mask = self._prepare(embedded, attention_mask, positions)
         return self._scan(embedded, body, None)[1]
 
-    def empty_cache(self, rows: int, length: int, dtype: str | None = None) -> KVCache:
-        """Zeros for `rows` sequences of up to `length` tokens; dtype defaults to compute's."""
-        config = self.config
-        if length > config.positions:
-            raise UserError(
-                f"a cache of {length} slots: expected at most model.positions = "
-                f"{config.positions}; use shorter prompts or fewer new tokens"
-            )
-        head = (rows, config.kv_heads)
-        key, value = (*head, config.head_size, length), (*head, length, config.head_size)
-        dtype = dtype or config.dtype
-        return KVCache(
-            tuple(jnp.zeros(key, dtype) for _ in range(config.layers)),
-            tuple(jnp.zeros(value, dtype) for _ in range(config.layers)),
-        )
-
-    def prefill(self, embedded: jax.Array) -> tuple[jax.Array, KVCache]:
-        """Encodes prompts, padded on the right, and keeps their keys and values.
-
-        embedded [B, L, H] -> normed hidden [B, L, H] (read a row's last token with `last_token`)
-        and a cache of L slots in the compute dtype. Padding needs no mask: what it leaves in
-        the cache lies behind the prompt and is overwritten before any token sees it.
-        """
-        angles, _ = self._prepare(embedded, None, None)
-        keys, values, x = [], [], embedded
-        for layer in self.each_layer():
-            q, k, v = layer.project(x, *angles)
-            keys.append(k.transpose(0, 2, 3, 1))
-            values.append(v.swapaxes(1, 2))
-            attended = grouped_attention(
-                q, k, v, is_causal=True, implementation=self.config.attention
-            )
-            x = layer.finish(x, attended)
-        return self.norm(x), KVCache(tuple(keys), tuple(values))
-
-    def extend(
-        self, embedded: jax.Array, start: jax.Array, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
-        """Encodes further tokens of each row behind those in the cache.
-
-        embedded [B, L, H]; start int [B]: the position of each row's first new token, so that
-        slots 0..start-1 are its past. Rows may be padded on the right as in `prefill`; what
-        would lie past the cache's end is dropped. Returns normed hidden [B, L, H] and the cache
-        with the new keys and values; donate the old one.
-        """
-        positions = start[:, None] + jnp.arange(embedded.shape[1])  # [B, L]
-        angles, _ = self._prepare(embedded, None, positions)
-        rows = jnp.arange(embedded.shape[0])[:, None]
-        seen = jnp.arange(cache.length) <= positions[:, :, None]  # [B, L, T]
-        keys, values, x = [], [], embedded
-        for number, layer in enumerate(self.each_layer()):
-            q, k, v = layer.project(x, *angles)
-            key, value = cache.key[number], cache.value[number]
-            key = key.at[rows, :, :, positions].set(k.astype(key.dtype))
-            value = value.at[rows, :, positions].set(v.astype(value.dtype))
-            attended = grouped_attention(
-                q,
-                key.astype(k.dtype).transpose(0, 3, 1, 2),  # [B, T, kv_heads, D]
-                value.astype(v.dtype).swapaxes(1, 2),
-                mask=seen[:, None],
-                implementation=self.config.attention,
-            )
-            x = layer.finish(x, attended)
-            keys.append(key)
-            values.append(value)
-        return self.norm(x), KVCache(tuple(keys), tuple(values))
-
-    def decode_step(
-        self, tokens: jax.Array, positions: jax.Array, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
-        """One token per row: tokens, positions int [B] -> next token's logits [B, V], cache."""
-        hidden, cache = self.extend(self.embed(tokens[:, None]), positions, cache)
-        return self.logits(hidden[:, 0]), cache
-
     def each_layer(self) -> Iterator[LlamaLayer]:
         """The layers one by one, stacked or not."""
         if isinstance(self.layers, nnx.List):
@@ -411,7 +290,7 @@ class Llama(nnx.Module):
 
     def _scan(self, x: jax.Array, body: Callable, dropout_key: jax.Array | None):
         if isinstance(self.layers, nnx.List):
-            raise TypeError("unstacked layers serve prefill, extend and decode_step only")
+            raise TypeError("unstacked layers only run in decoding.kv_cache.forward")
         return scan_layers(
             self.layers,
             x,

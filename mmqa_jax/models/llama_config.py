@@ -1,4 +1,4 @@
-"""Sizes and constants of a LLaMA, the published ones, and transformers' config.json both ways."""
+"""LLaMA configs: published sizes, and conversion from and to transformers' config.json."""
 
 from __future__ import annotations
 
@@ -11,14 +11,29 @@ from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
 
 SCALINGS = ("linear", "llama3")
+# Our fields that are plain values in transformers' config.json, with transformers' defaults.
+_HF_KEYS = {
+    "vocab_size": ("vocab_size", 32000),
+    "hidden": ("hidden_size", 4096),
+    "layers": ("num_hidden_layers", 32),
+    "heads": ("num_attention_heads", 32),
+    "mlp": ("intermediate_size", 11008),
+    "positions": ("max_position_embeddings", 2048),
+    "eps": ("rms_norm_eps", 1e-6),
+    "tied": ("tie_word_embeddings", False),
+    "attention_bias": ("attention_bias", False),
+    "mlp_bias": ("mlp_bias", False),
+    "activation": ("hidden_act", "silu"),
+    "attention_dropout": ("attention_dropout", 0.0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than the pretraining's.
+    """Scaling of rotary frequencies for contexts longer than in pretraining.
 
-    `linear` divides all by `factor` (LongChat, Vicuna 16k); `llama3` only the slow ones
-    (LLaMA-3.1), by the other three numbers. `original_positions` is the pretraining's context.
+    `linear` divides all by `factor` (LongChat, Vicuna 16k); `llama3` (LLaMA-3.1) only the low
+    ones, as the other numbers say. `original_positions` is the context length of pretraining.
     """
 
     kind: str
@@ -42,7 +57,7 @@ class LlamaConfig:
 
     `kv_heads` below `heads` is grouped-query attention. `head_dim` None is hidden / heads.
     `positions` is the longest context; nothing is allocated for it. `tied`: the output head is
-    the token table. `attention_bias` is on all four projections of the attention, `mlp_bias` on
+    the embedding table. `attention_bias` is on all four projections of the attention, `mlp_bias` on
     all three of the MLP, as in transformers. `attention_dropout` acts on attention weights.
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
@@ -78,7 +93,7 @@ class LlamaConfig:
         if self.head_size % 2:
             raise UserError(
                 f"model.head_dim is {self.head_size}: expected an even number, since rotary "
-                "positions turn pairs; change it."
+                "embeddings rotate pairs; change it."
             )
         check_rate("model.attention_dropout", self.attention_dropout)
         check_known("model.activation", self.activation, ACTIVATIONS)
@@ -99,7 +114,7 @@ class LlamaConfig:
           where: its name, for messages.
 
         Raises:
-          UserError: another model's config, or an option that this LLaMA has not.
+          UserError: another model's config, or an unsupported option.
         """
         model_type = published.get("model_type", "llama")
         if model_type != "llama":
@@ -113,29 +128,15 @@ class LlamaConfig:
                 f"{where}: partial_rotary_factor {partial} is not supported; use a checkpoint "
                 "whose heads are rotated whole."
             )
-        activation = published.get("hidden_act", "silu")
-        check_known(f"{where}: hidden_act", activation, ACTIVATIONS)
-        hidden = published.get("hidden_size", 4096)
-        heads = published.get("num_attention_heads", 32)
-        head_dim = published.get("head_dim")
-        positions = published.get("max_position_embeddings", 2048)
+        fields = {field: published.get(key, default) for field, (key, default) in _HF_KEYS.items()}
+        check_known(f"{where}: hidden_act", fields["activation"], ACTIVATIONS)
+        heads, head_dim = fields["heads"], published.get("head_dim")
         return cls(
-            vocab_size=published.get("vocab_size", 32000),
-            hidden=hidden,
-            layers=published.get("num_hidden_layers", 32),
-            heads=heads,
+            **fields | {"attention_dropout": fields["attention_dropout"] or 0.0},
             kv_heads=published.get("num_key_value_heads") or heads,
-            mlp=published.get("intermediate_size", 11008),
-            head_dim=None if head_dim == hidden // heads else head_dim,
-            positions=positions,
-            eps=published.get("rms_norm_eps", 1e-6),
+            head_dim=None if head_dim == fields["hidden"] // heads else head_dim,
             rope_theta=rope.get("rope_theta") or published.get("rope_theta") or 10000.0,
-            rope_scaling=_rope_scaling(rope, positions, where),
-            tied=published.get("tie_word_embeddings", False),
-            attention_bias=published.get("attention_bias", False),
-            mlp_bias=published.get("mlp_bias", False),
-            activation=activation,
-            attention_dropout=published.get("attention_dropout") or 0.0,
+            rope_scaling=_rope_scaling(rope, fields["positions"], where),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -153,22 +154,11 @@ class LlamaConfig:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
+            **{key: getattr(self, field) for field, (key, _) in _HF_KEYS.items()},
             "num_key_value_heads": self.kv_heads,
-            "intermediate_size": self.mlp,
             "head_dim": self.head_size,
-            "max_position_embeddings": self.positions,
-            "rms_norm_eps": self.eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": rope,
-            "tie_word_embeddings": self.tied,
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-            "hidden_act": self.activation,
-            "attention_dropout": self.attention_dropout,
             "initializer_range": self.init_stddev,
         }
 
@@ -197,7 +187,7 @@ def _rope_scaling(rope: Mapping[str, Any], positions: int, where: str) -> RopeSc
 
 def llama_7b(**changes) -> LlamaConfig:
     """LLaMA-1 7B (eps 1e-6, 2,048 positions)."""
-    return dataclasses.replace(LlamaConfig(eps=1e-6, positions=2048), **changes)
+    return LlamaConfig(**{"eps": 1e-6, "positions": 2048, **changes})
 
 
 def llama_13b(**changes) -> LlamaConfig:
@@ -212,14 +202,14 @@ def llama2_7b(**changes) -> LlamaConfig:
 
 def llama2_13b(**changes) -> LlamaConfig:
     """LLaMA-2 13B and Vicuna-1.5 13B."""
-    sizes = LlamaConfig(hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824)
-    return dataclasses.replace(sizes, **changes)
+    sizes = {"hidden": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "mlp": 13824}
+    return LlamaConfig(**sizes | changes)
 
 
 def llama2_70b(**changes) -> LlamaConfig:
     """LLaMA-2 70B."""
-    sizes = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672)
-    return dataclasses.replace(sizes, **changes)
+    sizes = {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "mlp": 28672}
+    return LlamaConfig(**sizes | changes)
 
 
 def llama3_8b(**changes) -> LlamaConfig:
@@ -252,7 +242,7 @@ def smollm2_135m(**changes) -> LlamaConfig:
 
 
 def stories260k(**changes) -> LlamaConfig:
-    """karpathy/tinyllamas stories260K: a 260 K-parameter story teller for tests."""
+    """karpathy/tinyllamas stories260K: a 260 K-parameter story generator for tests."""
     sizes = LlamaConfig(
         vocab_size=512, hidden=64, layers=5, heads=8, kv_heads=4, mlp=172, positions=512, tied=True
     )

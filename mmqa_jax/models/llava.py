@@ -1,16 +1,14 @@
-"""LLaVA-1.5 (Liu et al. 2023): a LLaMA that reads CLIP's patches as if they were words.
+"""LLaVA-1.5 (Liu et al. 2023): a LLaMA that reads CLIP's patches as if they were tokens.
 
-CLIP-L/336's states after its last layer but one, without the class token, are 576 vectors per
-picture. Two linears with a GELU between bring them to the LLaMA's width, where they take the
-places of the picture's placeholder among the word embeddings; the rest is the LLaMA alone.
+CLIP-L/336's hidden states after its second-to-last layer, without the class token, are 576 vectors
+per picture. A projector (linear, GELU, linear) maps them to the LLaMA's width, where they replace
+the embeddings of the picture's placeholder; the rest is the LLaMA alone.
 Originals: haotian-liu/LLaVA llava/model/llava_arch.py, multimodal_encoder/clip_encoder.py and
 multimodal_projector/builder.py; transformers models/llava/modeling_llava.py.
 
-Shapes are static: `expand_images` repeats on the host every placeholder once per patch and pads
-the rows to a bucket; `Llava.embed` then replaces embeddings in place. Generation runs the
-LLaMA's own `prefill`, `extend` and `decode_step` on what `embed` gives:
-
-    hidden, cache = llava.llama.prefill(llava.embed(input_ids, llava.encode_images(pixels)))
+Shapes are static: `expand_images` repeats every placeholder once per patch on the host and pads
+the rows to a bucket; `Llava.embed` then substitutes the patches. Generation runs the LLaMA on
+those embeddings (`decoding.kv_cache.forward`).
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ ORIGINAL_IMAGE_TOKEN = -200
 
 @dataclasses.dataclass(frozen=True)
 class LlavaConfig:
-    """Both towers and what joins them; the defaults are LLaVA-1.5's in transformers' layout.
+    """Both towers and the projector; the defaults are LLaVA-1.5's in transformers' layout.
 
     Attributes:
-      vision: of the CLIP tower; `embed_dim` is not used (LLaVA has no projection of CLIP's).
-      llama: of the language model.
-      feature_layer: which of CLIP's states are read, counted as in `VisionTower.patch_features`.
+      vision: the CLIP tower; `embed_dim` is not used (LLaVA drops CLIP's own projection).
+      llama: the language model.
+      feature_layer: which of CLIP's layers is read, counted as in `VisionTower.patch_features`.
       projector_activation: between the projector's two linears.
       projector_bias: whether these have biases.
-      image_token: id of a picture's placeholder; it is never looked up in the word table, and may
-        lie outside of it (`ORIGINAL_IMAGE_TOKEN`).
+      image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
+        may be outside of it (`ORIGINAL_IMAGE_TOKEN`).
     """
 
     vision: VisionConfig
@@ -61,20 +59,12 @@ class LlavaConfig:
     def __post_init__(self):
         check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
 
-    def with_both(self, **changes) -> LlavaConfig:
-        """The config with the same fields changed in both towers (dtype, attention, remat, ...)."""
-        return dataclasses.replace(
-            self,
-            vision=dataclasses.replace(self.vision, **changes),
-            llama=dataclasses.replace(self.llama, **changes),
-        )
-
 
 def llava_1_5_7b(**changes) -> LlavaConfig:
-    """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the words 32,000 `<image>` and 32,001 `<pad>`.
+    """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the tokens 32,000 `<image>` and 32,001 `<pad>`.
 
-    The table is padded to 32,064 rows. The original, liuhaotian/llava-v1.5-7b, has 32,000 rows and
-    `ORIGINAL_IMAGE_TOKEN`; see `weights.llava`.
+    The embedding table is padded to 32,064 rows. The original, liuhaotian/llava-v1.5-7b, has
+    32,000 rows and `ORIGINAL_IMAGE_TOKEN`; see `weights.models.llava`.
     """
     sizes = LlavaConfig(vit_l_14_336().vision, llama2_7b(vocab_size=32064))
     return dataclasses.replace(sizes, **changes)
@@ -89,8 +79,8 @@ def llava_1_5_13b(**changes) -> LlavaConfig:
 class LlavaVision(VisionTower):
     """CLIP's vision tower without its projection.
 
-    The layers behind `feature_layer` and the last norm are not read. They are kept, as in both
-    published layouts, so that no tensor of a checkpoint is lost on the way in or out.
+    The layers after `feature_layer` and the last norm are not used. They are kept, as in both
+    published layouts, so that conversion loses no tensor of a checkpoint.
     """
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
@@ -127,7 +117,7 @@ class Llava(nnx.Module):
         self.config = config
 
     def encode_images(self, pixels: jax.Array) -> jax.Array:
-        """[N, S, S, 3] normalised pixels (`clip.normalize_pixels`) -> [N, patches, H].
+        """[N, S, S, 3] normalized pixels (`clip.normalize_pixels`) -> [N, patches, H].
 
         Raises:
           UserError: pictures of another size than the tower's.
@@ -136,28 +126,28 @@ class Llava(nnx.Module):
         return self.projector(states.astype(self.config.llama.dtype))
 
     def embed(self, input_ids: jax.Array, features: jax.Array | None = None) -> jax.Array:
-        """Word embeddings with pictures in the places of their placeholders.
+        """Token embeddings, with every placeholder replaced by its picture's patches.
 
         Args:
-          input_ids: int [B, L] as `expand_images` gives them.
-          features: [N, patches, H] of `encode_images`, pictures in the order of their
-            placeholders, row after row; further pictures at the end (padding to a fixed N) are
-            not read. None where no row has a picture.
+          input_ids: int [B, L] from `expand_images`.
+          features: [N, patches, H] from `encode_images`, pictures in the order of their
+            placeholders, row after row; extra pictures at the end (padding to a fixed N) are
+            ignored. None if no row has a picture.
 
         Returns:
           [B, L, H] in the LLaMA's compute dtype. A placeholder without a picture is NaN, which
-          cannot go unnoticed; `expand_images` refuses it on the host.
+          cannot go unnoticed; `expand_images` rejects it on the host.
         """
         placeholder = input_ids == self.config.image_token  # [B, L]
-        words = self.llama.embed(jnp.where(placeholder, 0, input_ids))
+        tokens = self.llama.embed(jnp.where(placeholder, 0, input_ids))
         if features is None:
-            patches = jnp.full_like(words, jnp.nan)
+            patches = jnp.full_like(tokens, jnp.nan)
         else:
-            # Number of each placeholder, counted row after row: the patch that it takes.
-            number = jnp.cumsum(placeholder.reshape(-1)).reshape(placeholder.shape) - 1
-            flat = features.reshape(-1, features.shape[-1]).astype(words.dtype)  # [N * patches, H]
-            patches = flat.at[number].get(mode="fill", fill_value=jnp.nan)  # [B, L, H]
-        return jnp.where(placeholder[..., None], patches, words)
+            # Index of the patch that each placeholder takes, counted row after row.
+            index = jnp.cumsum(placeholder.reshape(-1)).reshape(placeholder.shape) - 1
+            flat = features.reshape(-1, features.shape[-1]).astype(tokens.dtype)  # [N * patches, H]
+            patches = flat.at[index].get(mode="fill", fill_value=jnp.nan)  # [B, L, H]
+        return jnp.where(placeholder[..., None], patches, tokens)
 
     def __call__(
         self,
@@ -171,7 +161,7 @@ class Llava(nnx.Module):
         """Logits of the next token at every position, [B, L, V] float32.
 
         Args:
-          input_ids: int [B, L] as `expand_images` gives them.
+          input_ids: int [B, L] from `expand_images`.
           pixels: [N, S, S, 3], see `embed` and `encode_images`.
           attention_mask, positions, dropout_key: see `Llama.encode`.
         """
@@ -183,9 +173,9 @@ class Llava(nnx.Module):
 
 
 class Prompts(NamedTuple):
-    """Prompts as the model takes them."""
+    """A padded batch of prompts."""
 
-    input_ids: np.ndarray  # int32 [B, L], a placeholder at each of a picture's positions
+    input_ids: np.ndarray  # int32 [B, L], one placeholder per patch
     mask: np.ndarray  # bool [B, L], true at real tokens
 
     @property
@@ -205,25 +195,24 @@ def expand_images(
 ) -> Prompts:
     """Repeats every placeholder once per patch, and pads the rows to one length.
 
-    A picture then has its positions in the sequence before the model runs, as in transformers'
-    LlavaProcessor; the original inserts them while it runs (llava_arch.py
-    `prepare_inputs_labels_for_multimodal`), which comes to the same.
+    The sequence then has its final length before the model runs, as in transformers'
+    LlavaProcessor; the original inserts the patches inside the model (llava_arch.py
+    `prepare_inputs_labels_for_multimodal`), which is equivalent.
 
     Args:
       rows: token ids of each prompt, with one `config.image_token` per picture.
-      pictures: how many pictures belong to each prompt.
+      pictures: number of pictures of each prompt.
       config: of the model.
       length: L, a bucket; None is the longest row's.
       pad_token: any id but the placeholder's.
-      pad_left: pad on the left, as transformers does for generation; `Llama.prefill` wants it on
-        the right.
+      pad_left: pad on the left, as transformers does for generation; `decoding.kv_cache` needs
+        padding on the right.
 
     Raises:
       UserError: a prompt whose placeholders are not as many as its pictures, or that is longer
         than `length`.
     """
-    if pad_token == config.image_token:
-        raise ValueError(f"pad_token is {pad_token}, the placeholder's id")
+    assert pad_token != config.image_token, f"pad_token is {pad_token}, the placeholder's id"
     patches = config.vision.patches
     expanded = []
     for number, (row, given) in enumerate(zip(rows, pictures, strict=True)):
@@ -245,7 +234,7 @@ def expand_images(
                 f"prompt {number}: {len(row)} tokens with its pictures ({patches} each), the "
                 f"batch holds {length}; shorten the prompt or use longer batches."
             )
-        places = slice(length - len(row), None) if pad_left else slice(len(row))
-        input_ids[number, places] = row
-        mask[number, places] = True
+        positions = slice(length - len(row), None) if pad_left else slice(len(row))
+        input_ids[number, positions] = row
+        mask[number, positions] = True
     return Prompts(input_ids, mask)

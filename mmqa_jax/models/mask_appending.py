@@ -1,7 +1,7 @@
-"""Word by word with a masked language model: what VLP and Oscar share when they write.
+"""Generation with a masked language model, shared by VLP and Oscar.
 
-At every step [MASK] is appended to each beam and read there; the word then takes its place.
-The prefix (question and source, or picture) is encoded once and never sees what is written.
+In every step a [MASK] is appended to each beam and predicted; the token then replaces it. The
+prefix (question and source, or picture) is encoded once and never attends to generated tokens.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mmqa_jax.models.layers import prefix_attention, scan_layers
 
 @flax.struct.dataclass
 class Prefix:
-    """What is kept of the prefix: once per question or picture, not per beam."""
+    """The encoded prefix: once per question or picture, not per beam."""
 
     key: jax.Array  # [layers, B, L, heads, head_dim]
     value: jax.Array  # [layers, B, L, heads, head_dim]
-    mask: jax.Array  # [B, L] bool: columns that every written word sees
-    next_position: jax.Array  # [B] int: position id of the first written word
+    mask: jax.Array  # [B, L] bool: columns that generated tokens attend to
+    next_position: jax.Array  # [B] int: position id of the first generated token
 
 
 @flax.struct.dataclass
 class WrittenCache:
-    """Keys and values of the written words ([MASK] never enters): N = B * beams."""
+    """Keys and values of the generated tokens ([MASK] is never cached): N = B * beams."""
 
     key: jax.Array  # [layers, N, T, heads, head_dim]
     value: jax.Array  # [layers, N, T, heads, head_dim]
@@ -37,7 +37,7 @@ class WrittenCache:
 
 
 def empty_cache(config: BertConfig, rows: int, max_new_tokens: int) -> WrittenCache:
-    """Zeros for `rows` = B * beams sequences of `max_new_tokens` words."""
+    """Zeros for `rows` = B * beams sequences of `max_new_tokens` tokens."""
     shape = (config.layers, rows, max_new_tokens, config.heads, config.hidden // config.heads)
     return WrittenCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 
@@ -45,7 +45,7 @@ def empty_cache(config: BertConfig, rows: int, max_new_tokens: int) -> WrittenCa
 def encode_prefix(
     bert: Bert, embedded: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The trunk without dropout, its keys and values kept.
+    """Runs the encoder without dropout and returns its keys and values too.
 
     embedded [B, L, H], mask bool broadcastable to [B, heads, L, L] -> hidden states [B, L, H],
     keys and values [layers, B, L, heads, head_dim] each.
@@ -70,11 +70,11 @@ def append_mask(
     mask_id: int,
     token_type: int,
 ) -> tuple[jax.Array, WrittenCache]:
-    """Feeds [word written last, [MASK]] and reads the hidden state at [MASK].
+    """Feeds [last token, [MASK]] and returns the hidden state at [MASK].
 
-    `generated` [N, T] int are the words so far, `step` is their number (the others are ignored);
-    N = B * beams, beams of one row of the prefix side by side. Returns hidden states [B, beams, H]
-    and the cache with the last word added.
+    `generated` [N, T] int are the tokens so far, `step` is their number (the rest is ignored);
+    N = B * beams, with the beams of one prefix next to each other. Returns hidden states
+    [B, beams, H] and the cache with the last token added.
     """
     rows, slots = cache.key.shape[1:3]
     beams = rows // prefix.mask.shape[0]
@@ -84,9 +84,9 @@ def append_mask(
     positions = jnp.maximum(start + step + jnp.array([-1, 0]), 0)  # [N, 2]
     x = bert.embeddings(tokens, positions, jnp.full_like(tokens, token_type))
 
-    # Columns: words before `previous`, then `previous`, then [MASK].
+    # Columns: tokens before `previous`, then `previous`, then [MASK].
     earlier = jnp.arange(slots) < step - 1
-    open_columns = jnp.stack(
+    mask = jnp.stack(
         [
             jnp.concatenate([earlier, jnp.array([True, False])]),
             jnp.concatenate([earlier, jnp.stack([step > 0, jnp.array(True)])]),
@@ -103,12 +103,12 @@ def append_mask(
             prefix.mask,
             jnp.concatenate([past_key, key], axis=1),
             jnp.concatenate([past_value, value], axis=1),
-            mask=open_columns,
+            mask=mask,
         )
         return layer.finish(x, attended), (key[:, :1], value[:, :1])
 
-    # Layers read the caches; only the new word's keys and values come out of the scan and are
-    # written in place: carrying the caches through ys would copy them at every word.
+    # Layers read the caches; only the new token's keys and values come out of the scan and are
+    # written in place: carrying the caches through ys would copy them for every token.
     x, (key, value) = scan_layers(
         bert.layers,
         x,

@@ -29,7 +29,7 @@ from mmqa_jax.models.layers import (
     stack_layers,
 )
 
-_CLOSED = -1e9  # the published score of a closed token
+_MASKED = -1e9  # the published score of a masked token
 
 
 def uniform_init(bound: float) -> Initializer:
@@ -51,9 +51,9 @@ class UnbiasedLayerNorm(LayerNorm):
     The deviation is the unbiased one, with features - 1 in its denominator.
     """
 
-    def factor(self, centred: jax.Array) -> jax.Array:
+    def factor(self, centered: jax.Array) -> jax.Array:
         """As LayerNorm.factor: float32 [..., features] -> [..., 1]."""
-        variance = jnp.square(centred).sum(-1, keepdims=True) / (centred.shape[-1] - 1)
+        variance = jnp.square(centered).sum(-1, keepdims=True) / (centered.shape[-1] - 1)
         return 1 / (jnp.sqrt(variance) + self.eps)
 
 
@@ -111,7 +111,7 @@ def grid_rotation(grid: int, head_dim: int, base: float) -> Rotation:
 
     prophet/stage1/model/rope2d.py: the first half of a head turns with the column, the second
     with the row; 2n and 2n + 1 are a pair, with angle position * base^(-2n / (head_dim / 2)).
-    sin is negative at even places, so that a pair (a, b) becomes (a cos - b sin, b cos + a sin).
+    sin is negative at even indices, so that a pair (a, b) becomes (a cos - b sin, b cos + a sin).
     """
     half = head_dim // 2
     exponents = (np.arange(0, half, 2) / half).astype(np.float32)
@@ -195,7 +195,7 @@ class MCANLayer(nnx.Module):
 
         Args:
           x: [B, L, H].
-          mask: bool [B, L], or None (all open).
+          mask: bool [B, L], or None (nothing masked).
           question, question_mask: what is attended to, [B, Q, H] and bool [B, Q]; if guided.
           rotation: positions of the self-attention.
 
@@ -214,7 +214,7 @@ class MCANLayer(nnx.Module):
 
 
 def _columns(mask: jax.Array | None) -> jax.Array | None:
-    """bool [B, L] of open columns -> [B, 1, 1, L]."""
+    """bool [B, L] of visible columns -> [B, 1, 1, L]."""
     return None if mask is None else mask[:, None, None]
 
 
@@ -240,7 +240,7 @@ class AttentionFlatten(nnx.Module):
         """x [B, L, H], mask bool [B, L] or None -> [B, flat_out]."""
         scores = self.mlp(x, dropout_key).astype(jnp.float32)  # [B, L, glimpses]
         if mask is not None:
-            scores = jnp.where(mask[:, :, None], scores, _CLOSED)
+            scores = jnp.where(mask[:, :, None], scores, _MASKED)
         weights = jax.nn.softmax(scores, axis=1).astype(x.dtype)
         pooled = jnp.einsum("blg,blh->bgh", weights, x)
         return self.merge(pooled.reshape(x.shape[0], -1))

@@ -24,7 +24,7 @@ class MCANOpenVQAConfig:
     """Word table, regions, fusion and answers.
 
     Attributes:
-      vocab_size: rows of the word table; 0 is padding, 1 the unknown word. It depends on the
+      vocab_size: rows of the embedding table; 0 is padding, 1 the unknown token. It depends on the
         questions that the vocabulary was built from.
       fusion: encoder, decoder, pooling; its `hidden` is the LSTM's too.
       word_features: size of a word vector (GloVe: 300).

@@ -284,7 +284,7 @@ class AttentionPool(nnx.Module):
 
 
 class ModifiedResNet(nnx.Module):
-    """The image tower; pictures come in normalised (clip.normalize_pixels)."""
+    """The image tower; pictures must be normalized (clip.normalize_pixels)."""
 
     def __init__(self, config: ModifiedResNetConfig, *, rngs: nnx.Rngs):
         width, half = config.width, config.width // 2
@@ -306,7 +306,7 @@ class ModifiedResNet(nnx.Module):
         self.config = config
 
     def stem(self, pixels: jax.Array) -> jax.Array:
-        """[B, H, W, 3] normalised pixels -> [B, H / 4, W / 4, width]."""
+        """[B, H, W, 3] normalized pixels -> [B, H / 4, W / 4, width]."""
         x = pixels.astype(self.config.dtype)
         x = jax.nn.relu(self.bn1(self.conv1(x)))
         x = jax.nn.relu(self.bn2(self.conv2(x)))
@@ -316,7 +316,7 @@ class ModifiedResNet(nnx.Module):
     def grid_features(self, pixels: jax.Array) -> jax.Array:
         """The grid before the attention pool, as Prophet's MCAN reads it.
 
-        pixels [B, H, W, 3] normalised, H and W multiples of 32 (Prophet: 512), of any size: the
+        pixels [B, H, W, 3] normalized, H and W multiples of 32 (Prophet: 512), of any size: the
         convolutions know no positions. Returns [B, H / 32, W / 32, 32 * width].
 
         Raises:
@@ -325,7 +325,7 @@ class ModifiedResNet(nnx.Module):
         if pixels.shape[1] % STRIDE or pixels.shape[2] % STRIDE or pixels.shape[3] != 3:
             raise UserError(
                 f"clip resnet: pictures of shape {pixels.shape[1:]}, expected height and width "
-                f"that are multiples of {STRIDE} and 3 colours; resize them."
+                f"that are multiples of {STRIDE} and 3 colors; resize them."
             )
         x = self.stem(pixels)
         for stage in self.stages:
@@ -333,7 +333,7 @@ class ModifiedResNet(nnx.Module):
         return x
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
-        """[B, S, S, 3] normalised pixels -> [B, embed_dim] float32, not L2-normalised."""
+        """[B, S, S, 3] normalized pixels -> [B, embed_dim] float32, not L2-normalized."""
         size = self.config.image_size
         if self.pool is None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Oscar and Oscar+ (Li et al. 2020, Zhang et al. 2021): BERT over words, object tags and regions.
+"""Oscar and Oscar+ (Li et al. 2020, Zhang et al. 2021): BERT over text, object tags and regions.
 
 Sequence: caption, labels (the tags), regions. Two layouts share the weights (oscar_layout.py):
 
@@ -92,7 +92,7 @@ class OscarInputs:
 
 
 def attention_mask(inputs: OscarInputs) -> jax.Array:
-    """bool [B, 1, T + R, T + R] (row, column): CaptionTensorizer's, in VLP's words.
+    """bool [B, 1, T + R, T + R] (row, column): CaptionTensorizer's, in VLP's terms.
 
     Labels and regions are the context, the caption is what is written. A padding row sees the
     context, where the original's sees nothing; no row sees it.
@@ -103,7 +103,7 @@ def attention_mask(inputs: OscarInputs) -> jax.Array:
 
 
 class Oscar(nnx.Module):
-    """One trunk and one head: `word_logits` of hidden states at any text column."""
+    """One trunk and one head: `token_logits` of hidden states at any text column."""
 
     def __init__(self, config: OscarConfig, *, rngs: nnx.Rngs):
         bert = config.bert
@@ -122,7 +122,7 @@ class Oscar(nnx.Module):
         self.config = config
 
     def embed(self, inputs: OscarInputs, *, dropout_key: jax.Array | None = None) -> jax.Array:
-        """Text and region embeddings, [B, T + R, H]; regions have neither place nor type."""
+        """Text and region embeddings, [B, T + R, H]; regions have neither position nor type."""
         text_key, region_key = split_key(dropout_key, 2)
         text = self.bert.embeddings(
             inputs.input_ids, inputs.position_ids, inputs.token_type_ids, dropout_key=text_key
@@ -139,8 +139,8 @@ class Oscar(nnx.Module):
         embedded = self.embed(inputs, dropout_key=embed_key)
         return self.bert.encode(embedded, attention_mask(inputs), dropout_key=layers_key)
 
-    def word_logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., H] -> logits [..., V] in float32, by the tied word table."""
+    def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [..., H] -> logits [..., V] in float32, by the tied embedding table."""
         return self.mlm_head(hidden, self.bert.embeddings.word)
 
     def prefill(self, inputs: OscarInputs) -> Prefix:
@@ -153,7 +153,7 @@ class Oscar(nnx.Module):
         return Prefix(key, value, columns, last + 1)
 
     def empty_cache(self, rows: int, max_new_tokens: int) -> WrittenCache:
-        """Zeros for `rows` = pictures * beams captions of `max_new_tokens` words."""
+        """Zeros for `rows` = pictures * beams captions of `max_new_tokens` tokens."""
         return empty_cache(self.config.bert, rows, max_new_tokens)
 
     def decode_step(
@@ -166,11 +166,11 @@ class Oscar(nnx.Module):
         mask_id: int,
         token_type: int = CAPTION_TYPE,
     ) -> tuple[jax.Array, WrittenCache]:
-        """Log-probabilities [N, V] of word number `step`, and the cache; see `append_mask`."""
+        """Log-probabilities [N, V] of token number `step`, and the cache; see `append_mask`."""
         hidden, cache = append_mask(
             self.bert, prefix, cache, generated, step, mask_id=mask_id, token_type=token_type
         )
-        log_probs = jax.nn.log_softmax(self.word_logits(hidden))
+        log_probs = jax.nn.log_softmax(self.token_logits(hidden))
         return log_probs.reshape(len(generated), -1), cache
 
 
@@ -182,11 +182,11 @@ def caption_loss(
     label_smoothing: float = 0.0,
     drop_worst: float = 0.0,
 ) -> jax.Array:
-    """Loss of masked caption words (BertCaptioningLoss), a scalar.
+    """Loss of masked caption tokens (BertCaptioningLoss), a scalar.
 
     logits [B, P, V] at the masked columns, targets [B, P] int, weights [B, P]: 0 where nothing
     was masked. Divergence from the target's one-hot distribution, of which `label_smoothing` is
-    spread over the other words, averaged over the batch's masked words; of these the share
+    spread over the other tokens, averaged over the batch's masked tokens; of these the share
     `drop_worst` with the highest loss is left out (the original rounds the kept number down).
     """
     vocabulary = logits.shape[-1]
@@ -201,7 +201,7 @@ def caption_loss(
         losses = entropy - (1 - label_smoothing) * of_target - spread * others
     chosen = (weights > 0).reshape(-1)
     losses = losses.reshape(-1)
-    # The kept number for every possible number of masked words, rounded as Python does it.
+    # The kept number for every possible number of masked tokens, rounded as Python does it.
     kept = np.array([int(count * (1 - drop_worst)) for count in range(chosen.size + 1)])
     kept = jnp.asarray(kept)[chosen.sum()]
     if drop_worst:

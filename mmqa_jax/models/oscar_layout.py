@@ -42,7 +42,7 @@ class OscarLayout:
         if not 3 <= self.caption <= self.text - 2:
             raise UserError(
                 f"layout.caption is {self.caption}: expected 3 to {self.text - 2}, which leaves "
-                "room for a word in the caption and in the labels; change it or layout.text."
+                "room for a token in the caption and in the labels; change it or layout.text."
             )
 
     def captioning(
@@ -65,16 +65,16 @@ class OscarLayout:
         arrays = self._empty(rows, self.text)
         positions = np.arange(self.text)
         for row, (caption, tags) in enumerate(zip(captions, labels, strict=True)):
-            words = [self.cls_id, *caption[: self.caption - 2], self.sep_id]
-            arrays["input_ids"][row, : len(words)] = words
-            arrays["caption_mask"][row, : len(words)] = True
+            tokens = [self.cls_id, *caption[: self.caption - 2], self.sep_id]
+            arrays["input_ids"][row, : len(tokens)] = tokens
+            arrays["caption_mask"][row, : len(tokens)] = True
             self._put_labels(arrays, row, self.caption, tags)
         return self._inputs(arrays, positions, regions)
 
     def prompt(self, labels: Sequence[Tokens], regions: Sequence[np.ndarray]) -> OscarInputs:
         """What a caption is written for: [CLS] in column 0, then the labels, and the regions.
 
-        Labels stand at the positions that `captioning` gives them.
+        Labels have the positions that `captioning` gives them.
         """
         rows = self._rows(labels, labels, regions)
         arrays = self._empty(rows, 1 + self.text - self.caption)
@@ -93,9 +93,9 @@ class OscarLayout:
     ) -> OscarInputs:
         """Pre-training's layout, everything seen by everything: [CLS] caption [SEP] labels [SEP].
 
-        Labels that are asked for are [MASK]s; where their token type is 1 they are read. An empty
-        caption leaves [CLS] [SEP] in front. Too long a pair loses tokens of its longer part (of
-        the labels where both are alike).
+        Labels that are to be predicted are [MASK]s; where their token type is 1 they are read. An
+        empty caption leaves [CLS] [SEP] in front. A pair that is too long loses tokens of its
+        longer part (of the labels where both are equally long).
         """
         rows = self._rows(captions, labels, regions)
         arrays = self._empty(rows, self.text)
@@ -105,10 +105,10 @@ class OscarLayout:
             if len(tags) == 0:
                 first = min(len(caption), room)
             second = min(len(tags), room - first)
-            words = [self.cls_id, *caption[:first], self.sep_id]
-            arrays["input_ids"][row, : len(words)] = words
-            arrays["context_mask"][row, : len(words)] = True
-            self._put_labels(arrays, row, len(words), tags[:second])
+            tokens = [self.cls_id, *caption[:first], self.sep_id]
+            arrays["input_ids"][row, : len(tokens)] = tokens
+            arrays["context_mask"][row, : len(tokens)] = True
+            self._put_labels(arrays, row, len(tokens), tags[:second])
         return self._inputs(arrays, np.arange(self.text), regions)
 
     def _rows(self, captions, labels, regions) -> int:
@@ -139,11 +139,11 @@ class OscarLayout:
         """Labels and their [SEP] from `column` on, as many as there is room for."""
         if len(tags) == 0:
             return
-        words = [*tags[: arrays["input_ids"].shape[1] - column - 1], self.sep_id]
-        place = slice(column, column + len(words))
-        arrays["input_ids"][row, place] = words
-        arrays["token_type_ids"][row, place] = LABEL_TYPE
-        arrays["context_mask"][row, place] = True
+        tokens = [*tags[: arrays["input_ids"].shape[1] - column - 1], self.sep_id]
+        columns = slice(column, column + len(tokens))
+        arrays["input_ids"][row, columns] = tokens
+        arrays["token_type_ids"][row, columns] = LABEL_TYPE
+        arrays["context_mask"][row, columns] = True
 
     def _inputs(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import bert, clip, vlp
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig, vlp_clip, vlp_patches
 
 TRUNKS: dict[str, Callable[..., bert.BertConfig]] = {
     "bert_base_cased": bert.bert_base_cased,
@@ -24,16 +25,16 @@ CLIPS: dict[str, Callable[..., clip.CLIPConfig]] = {
 }
 
 
-def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfig:
+def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> ExtendedVLPConfig:
     """VLP as the config describes it.
 
     Args:
       section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ),
         `frontend` (`patches`, `x101`, `vinvl` or `clip`); for clip those of `clip_vision` and
         `vision_layer` (-2, the last but one); and, for patches, `patch` (side in pixels),
-        `visual_hidden` (sizes of further linears), `region_positions` (values of a patch's place,
-        6), `tags` (slots hold words), `copy_head` (whether it has one) and
-        `written_words` (beside a copy head: words that are not copied, the first ones).
+        `visual_hidden` (sizes of further linears), `region_positions` (values of a patch's
+        position, 6), `tags` (slots hold tokens), `copy_head` (whether it has one) and
+        `written_words` (with a copy head: how many tokens are written, the first ones).
       vocab_size: of the tokenizer.
 
     Raises:
@@ -42,7 +43,7 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
     trunk = _trunk(section, vocab_size, types=6)
     frontend = section["frontend"]
     if frontend == "patches":
-        return vlp.vlp_patches(
+        return vlp_patches(
             section["patch"],
             bert=trunk,
             visual_hidden=section.get("visual_hidden", ()),
@@ -52,7 +53,7 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
             written_words=section.get("written_words"),
         )
     if frontend == "clip":
-        return vlp.vlp_clip(
+        return vlp_clip(
             clip_vision(section),
             bert=trunk,
             layer=section.get("vision_layer", -2),
@@ -63,7 +64,8 @@ def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> vlp.VLPConfi
         raise UserError(
             f"config key model.frontend={frontend}: unknown; use patches, x101, vinvl or clip."
         )
-    return dataclasses.replace(published[frontend], bert=trunk)
+    base = dataclasses.replace(published[frontend], bert=trunk)
+    return ExtendedVLPConfig.of(base)
 
 
 def dual_encoder_from_config(section: Mapping[str, Any], vocab_size: int) -> DualEncoderConfig:
@@ -72,7 +74,8 @@ def dual_encoder_from_config(section: Mapping[str, Any], vocab_size: int) -> Dua
     Args:
       section: either `clip` (a name of CLIPS; then CLIP itself) or the `trunk` of a BERT text
         tower; `changes` (fields of the text tower's config that differ) and `vision` (of
-        VisionConfig); and `fusion`, `picture_gate`.
+        VisionConfig; its embed_dim is the BERT tower's hidden size unless given); and
+        `fusion`, `picture_gate`.
       vocab_size: of the tokenizer; CLIP has its own.
 
     Raises:
@@ -83,7 +86,8 @@ def dual_encoder_from_config(section: Mapping[str, Any], vocab_size: int) -> Dua
         vision = clip_vision(section)
     else:
         text = _trunk(section, vocab_size, types=2)
-        vision = _with(clip.ATLAS_VISION, section.get("vision", {}), "model.vision")
+        vision = clip.VisionConfig(embed_dim=text.hidden)
+        vision = _with(vision, section.get("vision", {}), "model.vision")
     return DualEncoderConfig(
         text, vision, fusion=section["fusion"], picture_gate=section["picture_gate"]
     )

@@ -1,7 +1,7 @@
 """VLP's source head over two sides that are encoded apart and meet in the upper layers (ours).
 
 WebQA (section 6.2) gives up ranking its whole collection with VLP: every pair of question and
-source is read anew by all layers. Here the same parameters attend otherwise:
+source is encoded by all layers again. Here the same parameters attend otherwise:
 
     source side      [CLS] regions, source text     sees the source alone, in every layer
     question side    [CLS] question                 the lower layers: sees the question alone
@@ -11,7 +11,7 @@ So all that a pair needs of its source are the keys and values of the upper laye
 per source (`encode_sources`); the lower layers of a question are computed once per question
 (`encode_questions`); a pair costs the upper layers of the question's few tokens (`pair_logits`),
 with one layer the computation of a single token. The question's [CLS] is what the head reads; it
-stands in the place of VLP's first [SEP], with position 0, whatever the source's length.
+takes the column of VLP's first [SEP], with position 0, whatever the source's length.
 
 `source_logits` computes the same from VLP's packed sequence with a mask per group of layers: what
 training runs. Deformer (Cao et al. 2020) and PreTTR (MacAvaney et al. 2020) split BERT's lower
@@ -33,18 +33,19 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import BertLayer
 from mmqa_jax.models.layers import prefix_attention, scan_layers, split_key
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoSides:
-    """How the two sides of a sequence are told apart and where they meet.
+    """How the two sides of a sequence are distinguished and where they meet.
 
     Attributes:
       joint_layers: upper layers in which the question sees the source; the others, and all of
         the source's, know one side only.
       question_type: token type of the question (VLP: 5).
-      match_type: token type of question words that stand in the source too; None: no such mark.
-        It takes the place of `question_type` where the joint layers begin. What PackingConfig's
+      match_type: token type of question tokens that are in the source too; None: no such mark.
+        It replaces `question_type` where the joint layers begin. What PackingConfig's
         `match_types` says on the source's tokens would make the source depend on the question.
     """
 
@@ -72,15 +73,15 @@ class TwoSides:
             )
 
 
-class Laid(NamedTuple):
-    """A packed sequence with its sides told apart."""
+class Sides(NamedTuple):
+    """A packed sequence with its sides separated."""
 
-    inputs: VLPInputs  # the question with its own positions, its [CLS] in the place of [SEP]
+    inputs: VLPInputs  # the question with its own positions, its [CLS] instead of [SEP]
     source: jax.Array  # [B, L] bool: columns of the source side
     question: jax.Array  # [B, L] bool: columns of the question side, its [CLS] included
-    asked: jax.Array  # [B, L] bool: the same without its [CLS]
+    text: jax.Array  # [B, L] bool: the same without its [CLS]
     readout: jax.Array  # [B] int: column of the question's [CLS]
-    words: jax.Array  # [B, L] int: word ids of the source, -1 elsewhere
+    ids: jax.Array  # [B, L] int: token ids of the source, -1 elsewhere
 
 
 @flax.struct.dataclass
@@ -90,15 +91,15 @@ class SourceMemory:
     key: jax.Array  # [S, joint_layers, L, heads, head_dim]
     value: jax.Array  # [S, joint_layers, L, heads, head_dim]
     mask: jax.Array  # [S, L] bool
-    words: jax.Array  # [S, L] int: word ids, -1 where there is none
+    ids: jax.Array  # [S, L] int: token ids, -1 where there is none
 
 
 @flax.struct.dataclass
 class QuestionStates:
     """What pairs need of their questions: T tokens, the question's [CLS] first.
 
-    With a type for matches every token stands there twice, K = 2 T: plain, then marked; a pair
-    opens one of the two. R = K, but with one joint layer R = 1, the [CLS], which is never marked.
+    With a type for matches every token is there twice, K = 2 T: plain, then marked; a pair sees
+    one of the two. R = K, but with one joint layer R = 1, the [CLS], which is never marked.
     """
 
     hidden: jax.Array  # [Q, R, H] as the joint layers receive them
@@ -106,13 +107,13 @@ class QuestionStates:
     key: jax.Array  # [Q, K, heads, head_dim]
     value: jax.Array  # [Q, K, heads, head_dim]
     mask: jax.Array  # [Q, T] bool
-    words: jax.Array  # [Q, T] int: word ids, -2 where there is none
+    ids: jax.Array  # [Q, T] int: token ids, -2 where there is none
 
 
-class TwoSidedVLP(VLP):
+class TwoSidedVLP(ExtendedVLP):
     """VLP's parameters under the attention that this file describes."""
 
-    def __init__(self, config: VLPConfig, sides: TwoSides, *, rngs: nnx.Rngs):
+    def __init__(self, config: ExtendedVLPConfig, sides: TwoSides, *, rngs: nnx.Rngs):
         sides.check(config)
         super().__init__(config, rngs=rngs)
         self.sides = sides
@@ -120,7 +121,8 @@ class TwoSidedVLP(VLP):
     @classmethod
     def of(cls, model: VLP, sides: TwoSides) -> TwoSidedVLP:
         """A VLP with its parameters, arrays shared, under the two-sided attention."""
-        built = nnx.eval_shape(lambda: cls(model.config, sides, rngs=nnx.Rngs(0)))
+        config = ExtendedVLPConfig.of(model.config)
+        built = nnx.eval_shape(lambda: cls(config, sides, rngs=nnx.Rngs(0)))
         return nnx.merge(nnx.graphdef(built), nnx.state(model))
 
     def source_logits(
@@ -131,14 +133,14 @@ class TwoSidedVLP(VLP):
         For training: as much work as VLP itself, nothing is kept.
         """
         embedding, in_lower, in_upper, of_weights, in_last = split_key(dropout_key, 5)
-        laid = self._lay(inputs)
+        laid = self._split_sides(inputs)
         source, question = laid.source, laid.question
         apart = _outer(question, question) | _outer(source, source)
         joint = apart | _outer(question, source)
         x = self._embed(laid.inputs, embedding)  # [B, L, H]
         x = self._run(0, self._lower, x, apart, in_lower)
         if self.sides.match_type is not None:
-            matched = laid.asked & stands_in(laid.inputs.input_ids, laid.words)
+            matched = laid.text & is_among(laid.inputs.input_ids, laid.ids)
             x = x + jnp.where(matched[..., None], self._mark(laid.inputs), 0)
         x = self._run(self._lower, -1, x, joint, in_upper)
         last = self._layer(-1)
@@ -151,7 +153,7 @@ class TwoSidedVLP(VLP):
 
     def encode_sources(self, inputs: VLPInputs) -> SourceMemory:
         """Sequences packed without a question, [CLS] regions, text [SEP] -> what pairs need."""
-        laid = self._lay(inputs)
+        laid = self._split_sides(inputs)
         mask = laid.source[:, None, None]
 
         def body(layer: BertLayer, x, _, key):
@@ -164,13 +166,13 @@ class TwoSidedVLP(VLP):
             x, kept = scan_layers(self._stack(self._lower, -1), x, body, unroll=self._unroll)
             kept = [list(part) for part in kept]
         for part, last in zip(kept, self._layer(-1).project(x)[1:], strict=True):
-            part.append(last)  # its queries and all behind them would be nobody's
+            part.append(last)  # its queries and what follows would not be used
         key, value = (jnp.stack(part, axis=1) for part in kept)
-        return SourceMemory(key, value, laid.source, laid.words)
+        return SourceMemory(key, value, laid.source, laid.ids)
 
     def encode_questions(self, inputs: VLPInputs) -> QuestionStates:
         """Sequences packed without a source and without region slots, [CLS] [SEP] question."""
-        laid = self._lay(inputs)
+        laid = self._split_sides(inputs)
         x = self._embed(laid.inputs, None)
         x = self._run(0, self._lower, x, laid.question[:, None, None])
         tokens = x[:, 1:]  # without VLP's [CLS], which is the source's
@@ -178,16 +180,16 @@ class TwoSidedVLP(VLP):
             tokens = jnp.concatenate([tokens, (x + self._mark(laid.inputs))[:, 1:]], axis=1)
         rows = 1 if self.sides.joint_layers == 1 else tokens.shape[1]
         query, key, value = self._layer(self._lower).project(tokens)
-        words = jnp.where(laid.asked, laid.inputs.input_ids, -2)[:, 1:]
+        ids = jnp.where(laid.text, laid.inputs.input_ids, -2)[:, 1:]
         return QuestionStates(
-            tokens[:, :rows], query[:, :rows], key, value, laid.question[:, 1:], words
+            tokens[:, :rows], query[:, :rows], key, value, laid.question[:, 1:], ids
         )
 
     def pair_logits(self, sources: SourceMemory, questions: QuestionStates) -> jax.Array:
         """Every question with every source: [S, Q, 2] in float32, as `source_logits` gives."""
         number, length = questions.mask.shape
         pairs = (len(sources.mask), number)
-        matched = stands_in(questions.words, sources.words[:, None])  # [S, Q, T]
+        matched = is_among(questions.ids, sources.ids[:, None])  # [S, Q, T]
         seen = jnp.broadcast_to(questions.mask, matched.shape)
         if self.sides.match_type is not None:
             seen = jnp.concatenate([seen & ~matched, seen & matched], axis=-1)  # [S, Q, K]
@@ -198,7 +200,7 @@ class TwoSidedVLP(VLP):
             which = matched.reshape(*matched.shape, *[1] * (x.ndim - 2))
             return jnp.where(which, x[:, length:], x[:, :length])
 
-        first = _meet(
+        first = _pair_attention(
             of_pairs(questions.query),
             sources.key[:, 0],
             sources.value[:, 0],
@@ -209,10 +211,10 @@ class TwoSidedVLP(VLP):
         )
         x = self._layer(self._lower).finish(of_pairs(questions.hidden), first)  # [S, Q, T or 1, H]
         if self.sides.joint_layers > 1:
-            x = self._go_on(x.reshape(-1, *x.shape[2:]), sources, questions.mask)
+            x = self._later_layers(x.reshape(-1, *x.shape[2:]), sources, questions.mask)
         return self.source_head(x.reshape(*pairs, -1)).astype(jnp.float32)
 
-    def _go_on(self, x: jax.Array, sources: SourceMemory, mask: jax.Array) -> jax.Array:
+    def _later_layers(self, x: jax.Array, sources: SourceMemory, mask: jax.Array) -> jax.Array:
         """The joint layers behind the first: x [S * Q, T, H] -> [S * Q, H] of the [CLS]."""
         own = jnp.tile(mask, (len(sources.mask), 1))[:, None, None]  # [S * Q, 1, 1, T]
         keys, values = (jnp.moveaxis(part, 1, 0)[1:] for part in (sources.key, sources.value))
@@ -232,23 +234,23 @@ class TwoSidedVLP(VLP):
         query = last.project(x[:, :1])[0]
         return last.finish(x[:, :1], attend(query, keys[-1], values[-1], *of_question))[:, 0]
 
-    def _lay(self, inputs: VLPInputs) -> Laid:
-        """Tells the sides of packed sequences apart: the question is their last part."""
+    def _split_sides(self, inputs: VLPInputs) -> Sides:
+        """Separates the sides of packed sequences: the question is their last part."""
         ids, context = inputs.input_ids, inputs.context_mask
         columns = jnp.arange(ids.shape[1])
-        asked = context & (inputs.token_type_ids == self.sides.question_type)
+        text = context & (inputs.token_type_ids == self.sides.question_type)
         end = jnp.max(jnp.where(context, columns, -1), axis=1)
-        readout = end - asked.sum(axis=1)  # where VLP has its first [SEP]
+        readout = end - text.sum(axis=1)  # where VLP has its first [SEP]
         there = columns == readout[:, None]
-        question = asked | there
+        question = text | there
         source = context & ~question
-        wordless = 1 if self.config.region_tags else 1 + inputs.region_features.shape[1]
+        first_token = 1 if self.config.region_tags else 1 + inputs.region_features.shape[1]
         laid = inputs.replace(
             input_ids=jnp.where(there, ids[:, :1], ids),
             position_ids=jnp.where(question, columns - readout[:, None], inputs.position_ids),
         )
-        words = jnp.where(source & (columns >= wordless), ids, -1)
-        return Laid(laid, source, question, asked, readout, words)
+        source_ids = jnp.where(source & (columns >= first_token), ids, -1)
+        return Sides(laid, source, question, text, readout, source_ids)
 
     def _mark(self, inputs: VLPInputs) -> jax.Array:
         """What the embedding of a token gains by the type for matches: [B, L, H]."""
@@ -306,12 +308,12 @@ def _outer(rows: jax.Array, columns: jax.Array) -> jax.Array:
     return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
-def stands_in(ids: jax.Array, words: jax.Array) -> jax.Array:
-    """Which of ids [..., T] are among words [..., L]: bool [..., T]."""
-    return (ids[..., :, None] == words[..., None, :]).any(axis=-1)
+def is_among(ids: jax.Array, others: jax.Array) -> jax.Array:
+    """Which of ids [..., T] are among others [..., L]: bool [..., T]."""
+    return (ids[..., :, None] == others[..., None, :]).any(axis=-1)
 
 
-def _meet(
+def _pair_attention(
     query: jax.Array,
     source_key: jax.Array,
     source_value: jax.Array,

@@ -1,4 +1,4 @@
-"""The Flax engine as a backend: texts, conversations and pictures become token ids here."""
+"""The Flax engine as a backend: tokenizes texts, conversations and pictures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from mmqa_jax.decoding.throughput import Throughput
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import (
-    Asked,
     Chat,
     Choices,
-    Completion,
     Failure,
     Message,
     Picture,
+    Query,
     Usage,
 )
 from mmqa_jax.prompting.chat_template import VicunaV1, pictures_of
@@ -34,22 +33,21 @@ from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 class _Prompt(NamedTuple):
     tokens: list[int]  # one placeholder per picture
     pictures: tuple[Picture, ...]
-    encode: Callable[[str], list[int]]  # of a longer text that begins with the same
+    encode: Callable[[str], list[int]]  # for longer texts with this prefix
     text: str
-    before_answer: str
+    before_answer: str  # see chat_template.ChatFormat
 
 
 class EngineBackend:
     """Serves from a LLaMA or LLaVA in this process; see backends.Backend.
 
     Args:
-      make_engine: called when the first request is to be served, so that a run whose answers are
-        all in the cache loads no weights. The engine needs no tokenizer but for stop strings and
-        texts: give it the same.
+      make_engine: called for the first query, so that a run whose answers are all cached loads no
+        weights. The engine must have the same tokenizer.
       tokenizer: of the model, with its chat template.
       length: the engine's.
       fingerprint: of weights and numerics (see local_model).
-      llava: the config of a LLaVA, None of a LLaMA.
+      llava: the config of a LLaVA, None for a LLaMA.
     """
 
     def __init__(
@@ -64,15 +62,15 @@ class EngineBackend:
         self._make_engine, self._tokenizer, self._llava = make_engine, tokenizer, llava
         self._length, self._fingerprint = length, fingerprint
         self._chat_format = tokenizer.template if llava is None else VicunaV1()
-        self._throughput = Throughput()  # of an engine that is not there yet
-        self._warm = Throughput()  # what it had done at the first result: most of it compiling
+        self._throughput = Throughput()  # the engine's, once it is made
+        self._warm = Throughput()  # at the first result: most of it compiling
         self._pixels = functools.lru_cache(maxsize=64)(self._read_picture)
         self.usage = Usage()
-        self.failures: list[Failure] = []  # always empty: what cannot be served is refused
+        self.failures: list[Failure] = []  # always empty: `check` rejects what cannot be served
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """The engine, made at the first use."""
+        """The engine, made on first use."""
         engine = self._make_engine()
         self._throughput = engine.throughput
         return engine
@@ -83,15 +81,15 @@ class EngineBackend:
         return self._fingerprint
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second of prefill and decoding, from the first result on (before that the
-        engine compiles), or of all where there is no more."""
+        """Tokens per second of prefill and decoding, measured from the first result on (before it
+        the engine compiles) if anything follows it."""
         pairs = zip(vars(self._throughput).items(), vars(self._warm).values(), strict=True)
         since = Throughput(**{name: now - then for (name, now), then in pairs})
         measured = since if since.prefill_tokens and since.steps else self._throughput
         return {"prefill": measured.prefill_rate, "decode": measured.decode_rate}
 
-    def check(self, request: Asked) -> None:
-        """Refuses what the engine would refuse; loads no weights.
+    def check(self, request: Query) -> None:
+        """Rejects what the engine would reject; loads no weights.
 
         Raises:
           TooLong: the prompt with its new tokens exceeds the engine's length.
@@ -99,7 +97,7 @@ class EngineBackend:
         """
         prompt = self._prompt(request)
         if not prompt.tokens:
-            raise UserError(f"request {request.id!r}: its prompt is empty; give at least a word.")
+            raise UserError(f"request {request.id!r}: its prompt is empty; give some text.")
         for picture in prompt.pictures:
             images.verify(picture.data, picture.name)
         count = len(prompt.tokens)
@@ -117,24 +115,12 @@ class EngineBackend:
         if count + more > self._length:
             raise TooLong(request.id, count, more, self._length)
 
-    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
-        """Continues texts; see Backend."""
-        return self._generate(requests)
-
-    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
-        """Answers conversations in the model's own format; see Backend."""
-        return self._generate(requests)
-
-    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
-        """Scores continuations; see Backend. Those of a conversation begin the next message."""
-        for scores in self.engine.score(map(self._scoring, requests)):
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        """See Backend. Continuations of a conversation begin the assistant's next message."""
+        for result in self.engine.serve(map(self._request, queries)):
             self._count()
-            yield scores
-
-    def _generate(self, requests: Iterable[Completion | Chat]) -> Iterator[Result]:
-        for result in self.engine.generate(map(self._request, requests)):
-            self._count()
-            self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
+            if isinstance(result, Result):
+                self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
             yield result
 
     def _count(self) -> None:
@@ -143,29 +129,25 @@ class EngineBackend:
         self.usage.requests += 1
         self.usage.prompt_tokens = self._throughput.prefill_tokens + self._throughput.reused_tokens
 
-    def _request(self, request: Completion | Chat) -> Request:
+    def _request(self, request: Query) -> Request | Scoring:
         prompt = self._prompt(request)
         pixels = [self._pixels(picture) for picture in prompt.pictures]
-        return request.decoding.request(request.id, prompt.tokens, pixels)
-
-    def _scoring(self, request: Choices) -> Scoring:
-        prompt = self._prompt(request)
-        if isinstance(request.prompt, str) and not prompt.pictures:
+        if not isinstance(request, Choices):
+            return request.decoding.request(request.id, prompt.tokens, pixels)
+        if isinstance(request.prompt, str) and not pixels:
             return Scoring(request.id, request.prompt, request.continuations)
         rows = []
         for continuation in request.continuations:
             whole = prompt.encode(prompt.text + prompt.before_answer + continuation)
             if whole[: len(prompt.tokens)] != prompt.tokens or len(whole) == len(prompt.tokens):
                 raise UserError(
-                    f"request {request.id!r}: continuation {continuation!r} merges with the end of "
-                    "its prompt, or adds no token to it; begin it with a word of its own."
+                    f"request {request.id!r}: continuation {continuation!r} adds no token to its "
+                    "prompt, or merges with its last one; begin it with a new word."
                 )
             rows.append(whole[len(prompt.tokens) :])
-        pixels = [self._pixels(picture) for picture in prompt.pictures]
         return Scoring(request.id, prompt.tokens, rows, images=pixels)
 
-    def _prompt(self, request: Asked) -> _Prompt:
-        """The prompt as text and token ids."""
+    def _prompt(self, request: Query) -> _Prompt:
         if isinstance(request, Chat):
             return self._conversation(request.id, request.messages)
         if not isinstance(request.prompt, str):
@@ -184,8 +166,8 @@ class EngineBackend:
     def _conversation(self, request_id: Hashable, messages: Sequence[Message]) -> _Prompt:
         if self._chat_format is None:
             raise UserError(
-                f"request {request_id!r}: it has messages, the model no chat template; give a "
-                "`prompt`, or use a chat model."
+                f"request {request_id!r}: it has messages, but the model has no chat template; "
+                "give a `prompt`, or use a chat model."
             )
         pictures = pictures_of(messages)
         if self._llava is None:
@@ -209,17 +191,16 @@ class EngineBackend:
     def _no_pictures(self, request_id: Hashable, pictures: Sequence[Picture]) -> None:
         if pictures:
             raise UserError(
-                f"request {request_id!r}: it has pictures, the model is a LLaMA without eyes; use "
-                "a LLaVA or --backend=openai."
+                f"request {request_id!r}: it has pictures, but the model is a text-only LLaMA; "
+                "use a LLaVA or --backend=openai."
             )
 
     def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:
         found = text.count(llava_prompt.PLACEHOLDER)
         if found != len(pictures):
             raise UserError(
-                f"request {request_id!r}: its text has {found} times "
-                f"{llava_prompt.PLACEHOLDER} for {len(pictures)} pictures; put one into the text "
-                "for each, or none at all."
+                f"request {request_id!r}: its text has {found} {llava_prompt.PLACEHOLDER} "
+                f"placeholders for {len(pictures)} pictures; write one for each, or none at all."
             )
 
     def _read_picture(self, picture: Picture) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Servers that speak OpenAI's HTTP API as a backend: OpenAI, Gemini, vLLM, llama.cpp, ...
 
-Where the server is and its key are told by the environment alone, under the names that OpenAI's
-own client reads: OPENAI_BASE_URL (such as http://localhost:8000/v1) and OPENAI_API_KEY (not needed
-where the server asks for none). Neither is printed, kept or put into a message.
+The server's address and key come only from the environment variables that OpenAI's own client
+reads: OPENAI_BASE_URL (such as http://localhost:8000/v1) and OPENAI_API_KEY (optional if the server
+requires none). Neither is ever printed, stored or put into a message.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.decoding.requests import Result, Scores
 from mmqa_jax.prompting import openai_format
 from mmqa_jax.prompting.backends import (
-    Asked,
     Chat,
     Choices,
     Completion,
     Failure,
     Message,
     Picture,
+    Query,
     Usage,
 )
 
 URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _TRANSIENT = (408, 409, 429)  # and all from 500 on
-_FIRST_RETRIES = 2  # of the question whether there is a server at all
-_SHOWN = 300  # characters of what a server says
+_FIRST_RETRIES = 2  # of the first request, which shows whether there is a server at all
+_SHOWN = 300  # characters of a server's message
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """How a server is asked.
+    """How requests are sent to a server.
 
-    `concurrency` requests are under way at once. An answer that takes longer than `timeout`
-    seconds, a lost connection, the statuses 408, 409, 429 and 5xx and an answer that cannot be
-    read are tried again up to `retries` times, after `first_wait` seconds, then twice as many and
-    so on up to `longest_wait`, less a random part of up to a half; where the server says how long
-    to wait (Retry-After), that long, up to `longest_wait`. Up to `max_failures` requests may
-    finally fail before the run ends. `max_tokens_key` is what the server's chat calls the limit
-    of new tokens (older ones: max_tokens).
+    Up to `concurrency` requests are in flight at once. A timeout (`timeout` seconds), a lost
+    connection, the statuses 408, 409, 429 and 5xx and a malformed answer are retried up to
+    `retries` times with exponential backoff from `first_wait` to `longest_wait` seconds, less a
+    random part of up to a half; if the server says how long to wait (Retry-After), that long, up
+    to `longest_wait`. Up to `max_failures` requests may finally fail before the run ends.
+    `max_tokens_key` is the server's name for the limit of new tokens in chats (older servers:
+    max_tokens).
     """
 
     concurrency: int = 8
@@ -80,15 +80,15 @@ class _Failed(Exception):
 
 
 class OpenAIBackend:
-    """Asks a server; see backends.Backend. Tokens of candidates are unknown: empty.
+    """Queries a server; see backends.Backend. Candidates have no token ids.
 
     Args:
-      model: as the server calls it.
+      model: the server's name for it.
       config: see ServerConfig.
 
     Raises:
-      UserError: no server in the environment, none under that address, a refused key, or a model
-        that it does not serve.
+      UserError: no server in the environment or at its address, a rejected key, or a model that it
+        does not serve.
       RunError: the server does not answer.
     """
 
@@ -101,34 +101,34 @@ class OpenAIBackend:
             )
         self.usage = Usage()
         self.failures: list[Failure] = []
-        self.system_fingerprints: set[str] = set()  # what answers said of the server's state
+        self.system_fingerprints: set[str] = set()  # reported with the answers
         self._seconds = 0.0
-        self._fingerprint = self._ask_fingerprint()
+        self._fingerprint = self._fetch_fingerprint()
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of address, model and what the server says of the model."""
+        """SHA-256 of address, model and the server's description of the model."""
         return self._fingerprint
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second over all requests: read (`prompt`) and written (`decode`)."""
+        """Tokens per second over all requests: prompts (`prefill`) and answers (`decode`)."""
         seconds = max(self._seconds, 1e-9)
         return {
             "prefill": self.usage.prompt_tokens / seconds,
             "decode": self.usage.completion_tokens / seconds,
         }
 
-    def check(self, request: Asked) -> None:
-        """Refuses what the API cannot express; lengths are the server's to judge."""
+    def check(self, request: Query) -> None:
+        """Rejects what the API cannot express; the server itself checks lengths."""
         where = f"request {request.id!r}"
         if isinstance(request, Choices):
             if not isinstance(request.prompt, str) or request.images:
                 raise UserError(
-                    f"{where}: a server scores continuations of a text alone; give a `prompt` "
+                    f"{where}: a server only scores continuations of a text; give a `prompt` "
                     "without images, or use --backend=engine."
                 )
             if not request.prompt.strip():
-                raise UserError(f"{where}: its prompt is empty; give at least a word.")
+                raise UserError(f"{where}: its prompt is empty; give some text.")
             return
         request.decoding.request(request.id)
         if request.decoding.beams:
@@ -138,48 +138,70 @@ class OpenAIBackend:
             )
         if isinstance(request, Completion) and request.images:
             raise UserError(
-                f"{where}: a server takes pictures in `messages` alone; give them there."
+                f"{where}: a server only takes pictures in `messages`; give them there."
             )
         for message in request.messages if isinstance(request, Chat) else ():
             for picture in message.pictures:
                 picture.media_type  # noqa: B018 - raises for another format
 
-    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
-        """Continues texts (/completions); see Backend."""
-        return self._serve(requests, self._complete)
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        """Keeps `concurrency` queries in flight; abandons those still in flight when closed.
 
-    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
-        """Answers conversations (/chat/completions, pictures as data URLs); see Backend."""
-        return self._serve(requests, self._converse)
-
-    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
-        """Scores continuations (/completions with `echo` and `logprobs`); see Backend.
+        Completions and Choices go to /completions (Choices with `echo` and `logprobs`), Chats to
+        /chat/completions, with pictures as data URLs; see Backend.
 
         Raises:
-          UserError: the server offers no log-probabilities of a prompt.
+          UserError: the server gives no log-probabilities of a prompt.
         """
-        return self._serve(requests, self._score)
+        waiting, running = iter(queries), {}
+        began, before = time.monotonic(), self._seconds
+        with _Loop() as loop:
+            server = loop.run(self._open())
+            try:
+                while True:
+                    while len(running) < self.config.concurrency:
+                        query = next(waiting, None)
+                        if query is None:
+                            break
+                        running[loop.start(self._send(server, query))] = query
+                    if not running:
+                        return
+                    done, _ = concurrent.futures.wait(
+                        running, return_when=concurrent.futures.FIRST_COMPLETED
+                    )
+                    self._seconds = before + time.monotonic() - began
+                    for future in done:
+                        query = running.pop(future)
+                        try:
+                            result = future.result()
+                        except _Failed as error:
+                            self._fail(query.id, str(error))
+                            continue
+                        self.usage.requests += 1
+                        yield result
+            finally:
+                for future in running:
+                    future.cancel()
+                loop.run(server.close())
 
-    async def _complete(self, server: _Server, request: Completion) -> Result:
-        self.check(request)
-        body = {"prompt": request.prompt, "max_tokens": request.decoding.max_new_tokens}
-        if request.decoding.logprobs:
-            body["logprobs"] = 1
-        return await self._generated(server, "/completions", request, body)
+    async def _send(self, server: _Server, query: Query) -> Result | Scores:
+        self.check(query)
+        if isinstance(query, Choices):
+            return await self._score(server, query)
+        return await self._generate(server, query)
 
-    async def _converse(self, server: _Server, request: Chat) -> Result:
-        self.check(request)
-        messages = [_message(message) for message in request.messages]
-        body = {"messages": messages, self.config.max_tokens_key: request.decoding.max_new_tokens}
-        if request.decoding.logprobs:
-            body["logprobs"] = True
-        return await self._generated(server, "/chat/completions", request, body)
-
-    async def _generated(
-        self, server: _Server, path: str, request: Completion | Chat, body: dict[str, Any]
-    ) -> Result:
+    async def _generate(self, server: _Server, request: Completion | Chat) -> Result:
         decoding = request.decoding
-        body |= {"temperature": decoding.temperature}
+        body: dict[str, Any]
+        if isinstance(request, Chat):
+            path, limit = "/chat/completions", self.config.max_tokens_key
+            body = {"messages": [_message(message) for message in request.messages]}
+        else:
+            path, limit = "/completions", "max_tokens"
+            body = {"prompt": request.prompt}
+        body |= {limit: decoding.max_new_tokens, "temperature": decoding.temperature}
+        if decoding.logprobs:
+            body["logprobs"] = True if isinstance(request, Chat) else 1
         if decoding.temperature:
             body |= {"seed": decoding.seed, "top_p": decoding.top_p}
             body |= {"top_k": decoding.top_k} if decoding.top_k else {}
@@ -194,19 +216,18 @@ class OpenAIBackend:
         return Result(request.id, tuple(found), usage.prompt, 0)
 
     async def _score(self, server: _Server, request: Choices) -> Scores:
-        """As lm-evaluation-harness: cut where the prompt's own number of tokens ends.
+        """As lm-evaluation-harness: split at the prompt's number of tokens.
 
-        Blanks at the prompt's end belong to the continuations, as in the engine. The one new
-        token that must be asked for is dropped.
+        Trailing spaces of the prompt belong to the continuations, as in the engine. The API
+        requires one new token, which is dropped.
         """
-        self.check(request)
         text = request.prompt.rstrip()
-        blanks = request.prompt[len(text) :]
+        spaces = request.prompt[len(text) :]
         plain = {"max_tokens": 1, "temperature": 0.0}
         echoing = {**plain, "echo": True, "logprobs": 1}
 
         async def scored(continuation: str):
-            body = {**echoing, "prompt": text + blanks + continuation}
+            body = {**echoing, "prompt": text + spaces + continuation}
             return await server.post("/completions", body, openai_format.read_echo)
 
         try:
@@ -231,55 +252,18 @@ class OpenAIBackend:
                 )
         return Scores(request.id, tuple(scores))
 
-    def _serve(
-        self,
-        requests: Iterable[Any],
-        ask: Callable[[_Server, Any], Coroutine[Any, Any, Result | Scores]],
-    ) -> Iterator[Any]:
-        """Keeps `concurrency` requests under way; gives up those that still are when closed."""
-        waiting, running = iter(requests), {}
-        began, before = time.monotonic(), self._seconds
-        with _Loop() as loop:
-            server = loop.run(self._open())
-            try:
-                while True:
-                    while len(running) < self.config.concurrency:
-                        request = next(waiting, None)
-                        if request is None:
-                            break
-                        running[loop.start(ask(server, request))] = request
-                    if not running:
-                        return
-                    done, _ = concurrent.futures.wait(
-                        running, return_when=concurrent.futures.FIRST_COMPLETED
-                    )
-                    self._seconds = before + time.monotonic() - began
-                    for future in done:
-                        request = running.pop(future)
-                        try:
-                            result = future.result()
-                        except _Failed as error:
-                            self._fail(request.id, str(error))
-                            continue
-                        self.usage.requests += 1
-                        yield result
-            finally:
-                for future in running:
-                    future.cancel()
-                loop.run(server.close())
-
     def _fail(self, request_id: Hashable, reason: str) -> None:
         self.failures.append(Failure(request_id, reason))
         self.usage.failures += 1
         if self.usage.failures > self.config.max_failures:
             raise RunError(
                 f"{self.usage.failures} requests failed, more than server.max_failures = "
-                f"{self.config.max_failures}, the last, {request_id!r}, because {reason}; start "
-                "again when the server is well."
+                f"{self.config.max_failures}, the last, {request_id!r}, because {reason}; restart "
+                "when the server works again."
             )
 
-    def _ask_fingerprint(self) -> str:
-        async def asked():
+    def _fetch_fingerprint(self) -> str:
+        async def fetch():
             server = await self._open()
             try:
                 return await server.models()
@@ -287,7 +271,7 @@ class OpenAIBackend:
                 await server.close()
 
         with _Loop() as loop:
-            known = loop.run(asked())
+            known = loop.run(fetch())
         parts = [os.environ.get(URL, ""), self.model, known]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -296,7 +280,7 @@ class OpenAIBackend:
 
 
 class _Server:
-    """The connection of one run, made in its event loop."""
+    """The connection of one run, created in its event loop."""
 
     def __init__(self, model: str, config: ServerConfig, usage: Usage, fingerprints: set[str]):
         import openai
@@ -304,7 +288,7 @@ class _Server:
         self._openai, self._model, self._config = openai, model, config
         self._usage, self._fingerprints = usage, fingerprints
         self._slots = asyncio.Semaphore(config.concurrency)
-        # The client insists on a key; a server that asks for none ignores it.
+        # The client requires a key; a server that needs none ignores it.
         self._key = os.environ.get(KEY) or "none"
         self._client = openai.AsyncOpenAI(api_key=self._key, timeout=config.timeout, max_retries=0)
 
@@ -313,13 +297,13 @@ class _Server:
         await self._client.close()
 
     async def models(self) -> Any:
-        """What the server says of the model, without what changes by itself; None if nothing.
+        """The server's description of the model, without volatile fields; None if there is none.
 
         Raises:
           UserError, RunError: see OpenAIBackend.
         """
         try:
-            retries = min(self._config.retries, _FIRST_RETRIES)  # a wrong address is told soon
+            retries = min(self._config.retries, _FIRST_RETRIES)  # report a wrong address soon
             answer = await self._send(lambda: self._get("/models"), retries=retries)
         except _Failed as error:
             raise RunError(f"the server of {URL}: {error}; start it, or correct {URL}.") from None
@@ -328,17 +312,17 @@ class _Server:
             if isinstance(entry, dict) and entry.get("id") == self._model:
                 names = ("id", "root", "parent", "owned_by", "max_model_len", "meta")
                 return {name: entry.get(name) for name in names}
-        return None  # some servers list no models, or take any name
+        return None  # some servers list no models, or accept any name
 
     async def post(
         self, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Any]
     ) -> tuple[Any, openai_format.Tokens]:
-        """Asks, again where it may help; gives what `read` makes of the answer, and its tokens.
+        """Posts, with retries; returns `read` of the answer, and its token counts.
 
         Raises:
           _Failed: there is no answer, and why.
-          UserError: nothing that is asked could be answered: a refused key, an unknown model.
-          NoEcho: of `read`, or where the server refuses `echo`.
+          UserError: no request could be answered: a rejected key, an unknown model.
+          NoEcho: from `read`, or the server rejects `echo`.
         """
 
         def read_all(answer):
@@ -361,7 +345,7 @@ class _Server:
     async def _get(self, path: str) -> Any:
         try:
             return await self._client.get(path, cast_to=object)
-        except self._openai.NotFoundError:  # not all servers have the list
+        except self._openai.NotFoundError:  # not all servers have this list
             return {}
 
     async def _send(
@@ -375,7 +359,7 @@ class _Server:
         openai = self._openai
         retries = self._config.retries if retries is None else retries
         for attempt in range(retries + 1):
-            asked = None  # by the server, in seconds
+            retry_after = None  # seconds
             try:
                 return read(await send())
             except openai_format.Malformed as error:
@@ -390,37 +374,37 @@ class _Server:
                 said, status = self._clean(error.message), error.status_code
                 self._give_up(status, error.code, said, echo)
                 reason = f"it says {status} ({said})"
-                asked = openai_format.retry_after(error.response.headers)
+                retry_after = openai_format.retry_after(error.response.headers)
             if attempt < retries:
                 self._usage.retries += 1
-                await asyncio.sleep(self._wait(attempt, asked))
+                await asyncio.sleep(self._wait(attempt, retry_after))
         tries = f"{retries + 1} tries" if retries else "one try"
         raise _Failed(f"{reason}, after {tries}")
 
-    def _wait(self, attempt: int, asked: float | None) -> float:
-        if asked is not None:
-            return min(asked, self._config.longest_wait)
+    def _wait(self, attempt: int, retry_after: float | None) -> float:
+        if retry_after is not None:
+            return min(retry_after, self._config.longest_wait)
         longest = min(self._config.first_wait * 2**attempt, self._config.longest_wait)
         return longest * random.uniform(0.5, 1.0)
 
     def _give_up(self, status: int, code: str | None, said: str, echo: bool) -> None:
-        """Raises where another try cannot help."""
+        """Raises if a retry cannot help."""
         if status in (401, 403):
             raise UserError(f"environment: the server refuses {KEY} ({status}); correct it.")
         if status == 404:
             raise UserError(
                 f"--model={self._model}: the server of {URL} does not know it, or has no such "
-                f"service (404: {said}); correct the name or the address, which ends in /v1 mostly."
+                f"service (404: {said}); correct the name or the address (usually ending in /v1)."
             )
         if code == "insufficient_quota":
-            raise RunError(f"the server's quota is used up ({said}); raise it and start again.")
+            raise RunError(f"the server's quota is exhausted ({said}); raise it and restart.")
         if echo and status < 500 and "echo" in said.lower():
             raise openai_format.NoEcho(f"it says {status}: {said}")
         if status < 500 and status not in _TRANSIENT:
             raise _Failed(f"the server refuses it ({status}: {said})")
 
     def _clean(self, said: str) -> str:
-        """What a server said, in one short line, without key and address."""
+        """A server's message in one short line, without key and address."""
         for secret in (os.environ.get(KEY), os.environ.get(URL)):
             said = said.replace(secret, "***") if secret else said
         said = " ".join(said.split()).rstrip(".")
@@ -428,11 +412,11 @@ class _Server:
 
 
 class _Loop:
-    """An event loop in a thread of its own, so that callers may have one too (notebooks)."""
+    """An event loop in its own thread, so that callers may run one too (notebooks)."""
 
     def __enter__(self) -> _Loop:
         self._loop = asyncio.new_event_loop()
-        # A daemon: Ctrl-C need not wait for answers.
+        # A daemon, so that Ctrl-C does not wait for answers.
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         return self
@@ -444,7 +428,7 @@ class _Loop:
         self._loop.close()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """Runs a coroutine beside others."""
+        """Starts a coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""The protocol behind which every language model sits, and what it is asked.
+"""The interface of all language models: queries in, answers out.
 
-Two kinds take the seat: the Flax engine (backend_engine) and any server that speaks OpenAI's HTTP
-API (backend_http). `cache.Cached` wraps either and answers what was asked before.
+Two backends implement it: the Flax engine (backend_engine) and any server that speaks OpenAI's
+HTTP API (backend_http). `cache.Cached` wraps either and answers repeated queries from disk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MEDIA_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """An encoded picture (PNG, JPEG, GIF or WebP), as its file has it."""
+    """An encoded picture (PNG, JPEG, GIF or WebP), the bytes of its file."""
 
     data: bytes = dataclasses.field(repr=False)
     name: str = dataclasses.field(default="picture", compare=False)  # for messages
 
     @property
     def media_type(self) -> str:
-        """Its MIME type, told by the first bytes; raises UserError for another format."""
+        """Its MIME type, from the first bytes; raises UserError for another format."""
         for magic, media_type in _MEDIA_TYPES.items():
             if self.data.startswith(magic):
                 return media_type
@@ -46,7 +46,7 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One message of a conversation: texts and pictures in their order."""
+    """One message of a conversation: texts and pictures in order."""
 
     role: str  # of ROLES
     content: tuple[str | Picture, ...]
@@ -92,7 +92,7 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A text to be continued; `<image>` in it stands for a picture, or they all come first."""
+    """A text to be continued; `<image>` marks where a picture goes, otherwise they come first."""
 
     id: Hashable
     prompt: str
@@ -102,7 +102,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation whose next message is asked for."""
+    """A conversation whose next message is generated."""
 
     id: Hashable
     messages: tuple[Message, ...]
@@ -111,7 +111,7 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """A text or a conversation, and the continuations whose probability is asked for."""
+    """A text or a conversation, and continuations to be scored."""
 
     id: Hashable
     prompt: str | tuple[Message, ...]
@@ -119,12 +119,12 @@ class Choices:
     images: tuple[Picture, ...] = ()  # of a text
 
 
-Asked = Completion | Chat | Choices
+Query = Completion | Chat | Choices
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A request that got no answer, and why."""
+    """A query without an answer, and why."""
 
     id: Hashable
     reason: str
@@ -132,7 +132,7 @@ class Failure:
 
 @dataclasses.dataclass
 class Usage:
-    """What was asked of a backend so far."""
+    """Counts of a backend's work so far."""
 
     requests: int = 0  # answered by the model itself
     cached: int = 0  # answered from a response cache instead
@@ -143,43 +143,24 @@ class Usage:
 
 
 class Backend(Protocol):
-    """A language model: texts and conversations in, answers out as they are finished.
-
-    Results come in any order, keyed by their request's id, which no two requests of one call may
-    share. Requests are read a few ahead. A request that finally fails is missing from the results
-    and stands in `failures`; too many end the run with a RunError.
-    """
+    """A language model: queries in, answers out as they are finished."""
 
     usage: Usage
     failures: list[Failure]
 
     @property
     def fingerprint(self) -> str:
-        """Differs between models whose answers may differ; what the response cache keys on."""
+        """Differs between models whose answers may differ; part of the response cache's key."""
 
-    def check(self, request: Asked) -> None:
-        """Refuses, before anything is asked, what could not be served; raises UserError."""
+    def check(self, query: Query) -> None:
+        """Raises UserError, before anything is computed, for a query that cannot be served."""
 
-    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
-        """Continues texts."""
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        """Answers queries in any order, with their ids, which must be unique within a call.
 
-    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
-        """Answers conversations."""
-
-    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
-        """Scores continuations."""
+        Queries are read a few ahead. One that finally fails is missing from the results and listed
+        in `failures`; too many failures end the run with a RunError.
+        """
 
     def rates(self) -> dict[str, float]:
         """Tokens per second by kind of work, such as `prefill` and `decode`."""
-
-
-def ask(backend: Backend, requests: Iterable[Asked]) -> Iterator[Result | Scores]:
-    """Serves requests of all three kinds, kind by kind."""
-    requests = list(requests)
-    for kind, serve in (
-        (Completion, backend.generate),
-        (Chat, backend.chat),
-        (Choices, backend.loglikelihood),
-    ):
-        if own := [request for request in requests if isinstance(request, kind)]:
-            yield from serve(own)

@@ -1,14 +1,12 @@
-"""Answers kept on disk, so that a rerun asks only what is missing.
+"""A response cache on disk, so that a rerun computes only the missing answers.
 
-One SQLite file in WAL mode: an answer is there as soon as it was given, whatever kills the process
-afterwards, and several processes may read and write at once (on one machine: SQLite's WAL does not
-work over network file systems). The file holds answers and hashes of what was asked, neither
-prompts nor keys.
+One SQLite file in WAL mode: an answer survives a killed process as soon as it is returned, and
+several processes may read and write at once (on one machine: SQLite's WAL does not work over
+network file systems). The file holds answers and hashes of queries, neither prompts nor API keys.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -16,21 +14,20 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
 from mmqa_jax.prompting.backends import (
-    Asked,
     Backend,
     Chat,
     Choices,
-    Completion,
     Failure,
     Message,
     Picture,
+    Query,
     Usage,
 )
 
@@ -43,7 +40,7 @@ class ResponseCache:
     """Answers by key.
 
     Args:
-      path: of the file, made if there is none.
+      path: of the file, created if missing.
 
     Raises:
       UserError: a file that cannot be opened, is damaged, or is not a response cache.
@@ -52,7 +49,7 @@ class ResponseCache:
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
-        with self._mistakes_named():
+        with self._errors_named():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
                 self.path, timeout=_TIMEOUT_SECONDS, isolation_level=None
@@ -60,23 +57,23 @@ class ResponseCache:
             self._prepare()
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The answer of a key, None if there is none."""
-        with self._mistakes_named():
+        """The answer for a key, or None."""
+        with self._errors_named():
             row = self._connection.execute(
                 "SELECT answer FROM answers WHERE key = ?", (key,)
             ).fetchone()
             return None if row is None else json.loads(row[0])
 
     def put(self, key: str, answer: dict[str, Any]) -> None:
-        """Keeps an answer; it is on disk when this returns. One that is there stays."""
-        with self._mistakes_named():
+        """Stores an answer; it is on disk when this returns. An existing one is kept."""
+        with self._errors_named():
             self._connection.execute(
                 "INSERT OR IGNORE INTO answers VALUES (?, ?)",
                 (key, json.dumps(answer)),
             )
 
     def __len__(self) -> int:
-        with self._mistakes_named():
+        with self._errors_named():
             return self._connection.execute("SELECT count(*) FROM answers").fetchone()[0]
 
     def close(self) -> None:
@@ -85,10 +82,13 @@ class ResponseCache:
 
     def _prepare(self) -> None:
         run = self._connection.execute
+        run("BEGIN")  # one view of the file: another process may be creating it
         application = run("PRAGMA application_id").fetchone()[0]
         version = run("PRAGMA user_version").fetchone()[0]
+        tables = run("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        run("COMMIT")
         if (application, version) != (_APPLICATION, _VERSION):
-            if application or version or run("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            if application or version or tables:
                 raise UserError(
                     f"{self.path}: not a response cache of this version; name another with --cache."
                 )
@@ -102,7 +102,7 @@ class ResponseCache:
         run("PRAGMA synchronous = NORMAL")
 
     def _switch_to_wal(self) -> None:
-        """WAL stays set in the file. SQLite does not wait by itself for others who set it."""
+        """WAL stays set in the file. SQLite does not wait if another process is setting it."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while True:
             try:
@@ -114,10 +114,10 @@ class ResponseCache:
                 time.sleep(0.01)
 
     @contextlib.contextmanager
-    def _mistakes_named(self) -> Iterator[None]:
+    def _errors_named(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.ProgrammingError:  # ours
+        except sqlite3.ProgrammingError:  # a bug of ours
             raise
         except (json.JSONDecodeError, sqlite3.DatabaseError) as error:
             name = getattr(error, "sqlite_errorname", "SQLITE_CORRUPT")
@@ -132,30 +132,30 @@ class ResponseCache:
                 ) from error
             if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
                 raise UserError(
-                    f"{self.path}: the response cache cannot be written there; name another place "
-                    "with --cache, or go without by --no_cache."
+                    f"{self.path}: the response cache cannot be written there; name another path "
+                    "with --cache, or disable it with --no_cache."
                 ) from error
             raise UserError(
                 f"{self.path}: the response cache is damaged ({error}); delete this file and those "
-                "beside it that end in -wal and -shm (their answers are asked for again), or name "
+                "beside it that end in -wal and -shm (its answers are computed again), or name "
                 "another with --cache."
             ) from error
         except OSError as error:
             raise UserError(
-                f"{self.path}: the response cache cannot be made there ({error.strerror}); name "
-                "another place with --cache."
+                f"{self.path}: the response cache cannot be created there ({error.strerror}); name "
+                "another path with --cache."
             ) from error
 
 
 class Cached:
-    """A backend whose answers are kept, and given again without asking it.
+    """A backend with a response cache.
 
-    A request's key is the backend's fingerprint, how it is decoded and all that is asked, pictures
-    by the hash of their content. The seed belongs to it wherever words are drawn, also where a
-    server does not promise the same draw for the same seed.
+    A query's key is made of the backend's fingerprint, the decoding parameters and the whole query,
+    with pictures by the hash of their content. The seed is part of it whenever tokens are drawn,
+    even if a server does not promise the same draw for the same seed.
 
     Args:
-      backend: asked for what is not in the cache.
+      backend: answers what is not in the cache.
       cache: may be shared with other backends and processes.
     """
 
@@ -181,12 +181,12 @@ class Cached:
         """The backend's."""
         return self._backend.rates()
 
-    def check(self, request: Asked) -> None:
-        """As the backend."""
+    def check(self, request: Query) -> None:
+        """The backend's."""
         self._backend.check(request)
 
-    def find(self, request: Asked) -> Result | Scores | None:
-        """The kept answer to a request, None if there is none; the backend is not asked."""
+    def find(self, request: Query) -> Result | Scores | None:
+        """The cached answer to a query, or None."""
         answer = self._cache.get(request_key(self.fingerprint, request))
         if answer is None:
             return None
@@ -199,58 +199,41 @@ class Cached:
                 f"({type(error).__name__}); delete the file, or name another with --cache."
             ) from error
 
-    def generate(self, requests: Iterable[Completion]) -> Iterator[Result]:
-        """As the backend, for what is not kept."""
-        return self._serve(requests, self._backend.generate)
-
-    def chat(self, requests: Iterable[Chat]) -> Iterator[Result]:
-        """As the backend, for what is not kept."""
-        return self._serve(requests, self._backend.chat)
-
-    def loglikelihood(self, requests: Iterable[Choices]) -> Iterator[Scores]:
-        """As the backend, for what is not kept."""
-        return self._serve(requests, self._backend.loglikelihood)
-
-    def _serve(self, requests: Iterable[Any], serve: Callable[..., Iterator[Any]]) -> Iterator[Any]:
-        found: collections.deque[Any] = collections.deque()
-        keys: dict[Any, str] = {}  # of the requests that the backend has
-
-        def missing():
-            for request in requests:
-                answer = self.find(request)
-                if answer is not None:
-                    found.append(answer)
-                    continue
-                keys[request.id] = request_key(self.fingerprint, request)
-                yield request
-
-        for result in serve(missing()):
-            self._cache.put(keys.pop(result.id), _plain(result))
-            yield result
-            while found:
-                yield found.popleft()
-        yield from found
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        """Cached answers first, then the backend's, which are stored."""
+        missing: dict[Any, Query] = {}
+        for query in queries:
+            found = self.find(query)
+            if found is None:
+                missing[query.id] = query
+            else:
+                yield found
+        if missing:
+            for result in self._backend.answer(missing.values()):
+                key = request_key(self.fingerprint, missing[result.id])
+                self._cache.put(key, _plain(result))
+                yield result
 
 
-def request_key(fingerprint: str, request: Asked) -> str:
+def request_key(fingerprint: str, request: Query) -> str:
     """SHA-256 of all that an answer depends on."""
-    asked: dict[str, Any] = {"kind": type(request).__name__}
+    parts: dict[str, Any] = {"kind": type(request).__name__}
     if isinstance(request, Chat):
-        asked["messages"] = _messages(request.messages)
+        parts["messages"] = _messages(request.messages)
     else:
         text = isinstance(request.prompt, str)
-        asked["prompt"] = request.prompt if text else _messages(request.prompt)
-        asked["images"] = [picture.digest for picture in request.images]
+        parts["prompt"] = request.prompt if text else _messages(request.prompt)
+        parts["images"] = [picture.digest for picture in request.images]
     if isinstance(request, Choices):
-        asked["continuations"] = list(request.continuations)
+        parts["continuations"] = list(request.continuations)
     else:
         decoding = dataclasses.asdict(request.decoding)
         decoding["stop"] = list(decoding["stop"])
-        if not decoding["temperature"]:  # nothing is drawn
+        if not decoding["temperature"]:  # greedy: nothing is drawn
             for name in ("top_k", "top_p", "seed"):
                 del decoding[name]
-        asked["decoding"] = decoding
-    text = json.dumps([fingerprint, asked], sort_keys=True)
+        parts["decoding"] = decoding
+    text = json.dumps([fingerprint, parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -269,7 +252,7 @@ def _plain(result: Result | Scores) -> dict[str, Any]:
     return {"candidates": candidates, "prompt_tokens": result.prompt_tokens}
 
 
-def _restore(request: Asked, answer: dict[str, Any]) -> Result | Scores:
+def _restore(request: Query, answer: dict[str, Any]) -> Result | Scores:
     if isinstance(request, Choices):
         scores = (
             Score(score["total"], tuple(score["logprobs"]), score["greedy"])

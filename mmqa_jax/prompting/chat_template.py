@@ -1,4 +1,4 @@
-"""Conversations as the text that a chat model was trained on."""
+"""Conversations in the text format that a chat model was trained on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mmqa_jax.prompting.backends import Message, Picture
 class ChatFormat(Protocol):
     """Turns messages into a prompt that ends where the assistant's answer begins."""
 
-    before_answer: str  # what stands between that end and the answer's first word
+    before_answer: str  # text between the prompt's end and the answer's first word
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
-        """The prompt; raises UserError for messages that the model has no form for."""
+        """The prompt; raises UserError for messages that the format cannot express."""
 
 
 class ChatTemplate:
@@ -33,7 +33,7 @@ class ChatTemplate:
     Args:
       source: the template.
       bos, eos: spellings of these tokens, for templates that write them.
-      name: what messages call it.
+      name: for error messages.
     """
 
     before_answer = ""
@@ -52,16 +52,16 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise UserError(f"{name}: not a Jinja template ({error}); repair it.") from error
+            raise UserError(f"{name}: not a Jinja template ({error}); correct it.") from error
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
-        """The prompt, of the messages' texts; as ChatFormat."""
+        """The prompt from the messages' texts; see ChatFormat."""
         plain = [{"role": message.role, "content": message.text} for message in messages]
         try:
             return self._template.render(messages=plain, add_generation_prompt=True, **self._tokens)
         except (jinja2.TemplateError, TypeError) as error:
             raise UserError(
-                f"request {request_id!r}: the model's chat template refuses its messages "
+                f"request {request_id!r}: the model's chat template rejects its messages "
                 f"({error}); change their roles."
             ) from error
 
@@ -72,7 +72,7 @@ class VicunaV1:
     before_answer = " "
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
-        """The prompt, one placeholder per picture; as ChatFormat."""
+        """The prompt, one placeholder per picture; see ChatFormat."""
         expected = ["user", "assistant"] * len(messages)
         roles = [message.role for message in messages]
         if roles != expected[: len(roles)] or len(roles) % 2 == 0:
@@ -84,8 +84,8 @@ class VicunaV1:
         texts = []
         for message in messages:
             count = len(message.pictures)
-            asked = message.role == "user"
-            texts.append(llava_prompt.question(message.text, count) if asked else message.text)
+            is_user = message.role == "user"
+            texts.append(llava_prompt.question(message.text, count) if is_user else message.text)
         answers: list[str | None] = [*texts[1::2], None]
         return llava_prompt.conversation(list(zip(texts[::2], answers, strict=True)))
 

@@ -18,7 +18,7 @@ SYSTEM = (
 def question(text: str, pictures: int = 1) -> str:
     """A user's message: placeholders of its pictures, each on a line, then the question.
 
-    A literal `<image>` in the question is taken out, as the original does.
+    A literal `<image>` in the question is removed, as in the original.
     """
     return f"{PLACEHOLDER}\n" * pictures + text.replace(PLACEHOLDER, "").strip()
 
@@ -27,20 +27,19 @@ def conversation(turns: Sequence[tuple[str, str | None]]) -> str:
     """The prompt of a conversation (version `vicuna_v1`).
 
     Args:
-      turns: (user's message, assistant's answer); the answer None is the one to be written, and
-        the last.
+      turns: (user's message, assistant's answer); the last answer may be None: the one to
+        generate.
 
     Returns:
       E.g. `SYSTEM + " USER: <image>\\nWhat is this? ASSISTANT:"`. An answer ends in `</s>`, which
       the tokenizer must read as its end-of-text token.
     """
-    if any(answer is None for _, answer in turns[:-1]):
-        raise ValueError("only the last answer may be open")
+    assert all(answer is not None for _, answer in turns[:-1]), "only the last answer may be None"
     text = f"{SYSTEM} "
     for message, answer in turns:
         text += f"USER: {message} ASSISTANT:"
         if answer is not None:
-            text += f" {answer}</s>"  # no blank behind it: so LLaVA was trained
+            text += f" {answer}</s>"  # no space after it, as LLaVA was trained
     return text
 
 
@@ -53,16 +52,15 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of a prompt, one `image_token` per placeholder (see `models.llava.expand_images`).
 
-    The text between placeholders is tokenised piece by piece, each as a text of its own: in
-    Vicuna's tokenizer a piece that starts with a line break gets a blank before it, which is
-    what LLaVA was trained with.
+    The text between placeholders is tokenized piece by piece, each as a separate text: Vicuna's
+    tokenizer puts a space before a piece that starts with a line break, as in LLaVA's training.
 
     Args:
       prompt: as `conversation` gives it.
       encode: text -> ids without special tokens added, e.g. a transformers tokenizer with
         `add_special_tokens=False`.
       image_token: the placeholder's id (`LlavaConfig.image_token`).
-      bos: put in front, once; None where the tokenizer has none.
+      bos: prepended once; None if the tokenizer has none.
     """
     ids = [] if bos is None else [bos]
     for number, piece in enumerate(prompt.split(PLACEHOLDER)):

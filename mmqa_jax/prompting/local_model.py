@@ -1,4 +1,4 @@
-"""Weights on this machine as a backend: opened, named by their content, put on a mesh."""
+"""Opens weights on this machine as a backend: identified by content, sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
-from mmqa_jax.weights.converted import MIB, in_mebibytes, is_converted, load_converted, read_record
-from mmqa_jax.weights.gguf_io import smollm2_path
-from mmqa_jax.weights.keymap import make_loaded
+from mmqa_jax.weights.bundled import smollm2_path
+from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.folder import MIB, in_mebibytes, is_converted, load_converted, read_record
+from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
 NAMES = {"smollm2": smollm2_path}  # models that come as Python packages
@@ -36,7 +36,7 @@ _CHUNK = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """How a model is held. `dtype` is that of parameters and arithmetic: float32 or bfloat16, or
+    """How a model is loaded. `dtype` is that of parameters and arithmetic: float32 or bfloat16, or
     "auto": float32 on a CPU, bfloat16 elsewhere. `mesh` is the size of each mesh axis; all 1 is
     the default device."""
 
@@ -56,21 +56,19 @@ def open_backend(
     tokenizer: str | os.PathLike | None = None,
     config: ModelConfig | None = None,
     engine: EngineConfig | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
 ) -> EngineBackend:
-    """Opens a LLaMA or LLaVA as a backend; its weights are loaded when it is first asked.
+    """Opens a LLaMA or LLaVA as a backend; its weights are loaded on first use.
 
     Args:
-      model: a name of NAMES, a folder of `mmqa convert`, or a published checkpoint of any layout
+      model: a name of NAMES, a folder of `mmqa convert`, or a published checkpoint in any layout
         that `mmqa convert --model=llama` (or llava) reads.
-      tokenizer: folder, tokenizer.json or GGUF file that has the tokenizer; None is the model's.
+      tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config, engine: see ModelConfig and EngineConfig; an engine without config is as long as the
         model, up to 2,048 tokens.
-      compiler_options: of XLA.
 
     Raises:
-      UserError: no such model, another architecture, no tokenizer, or an engine that is longer
-        than the model.
+      UserError: no such model, another architecture, no tokenizer, or an engine longer than the
+        model.
     """
     config = config or ModelConfig()
     path = NAMES[str(model)]() if str(model) in NAMES else Path(model)
@@ -87,7 +85,7 @@ def open_backend(
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    # Sizes of the engine change an answer in its last bits at most; what is rounded changes more.
+    # Engine sizes change answers at most in their last bits; rounding changes more.
     numerics = [dtype, engine.cache_dtype, engine.weights, jax.default_backend(), __version__]
     parts = [kind, content_hash(path), text.fingerprint, numerics]
 
@@ -95,15 +93,8 @@ def open_backend(
         mesh = None
         if any(size != 1 for size in config.mesh.values()):
             mesh = make_mesh(config.mesh)
-        made = _load(kind, path, dtype, mesh)
-        return Engine(
-            made,
-            text,
-            end_ids=text.end_ids,
-            config=engine,
-            mesh=mesh,
-            compiler_options=compiler_options,
-        )
+        model = _load(kind, path, dtype, mesh)
+        return Engine(model, text, end_ids=text.end_ids, config=engine, mesh=mesh)
 
     return EngineBackend(
         make_engine,
@@ -125,7 +116,7 @@ def content_hash(path: str | os.PathLike) -> str:
     with Progress(f"Reading {path.name}", total // MIB, "MiB") as progress:
         on_bytes = in_mebibytes(progress)
         for file in files:
-            # A lone file is the same weights under any name.
+            # A single file is the same weights under any name.
             name = str(file.relative_to(path)) if file != path else ""
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with open(file, "rb") as opened:
@@ -140,11 +131,11 @@ def _shown(file: Path, folder: Path) -> bool:
 
 
 def _kind(path: Path) -> str:
-    """Which of _KINDS lies at a path."""
+    """Which of _KINDS is at a path."""
     if is_converted(path):
         kind = read_record(path).architecture.name
         if kind not in _KINDS:
-            raise UserError(f"--model={path}: holds a {kind}; give a LLaMA or LLaVA.")
+            raise UserError(f"--model={path}: contains a {kind}; give a LLaMA or LLaVA.")
         return kind
     file = path / "config.json"
     published = read_json(file) if file.is_file() else {}
@@ -154,24 +145,11 @@ def _kind(path: Path) -> str:
 def _config_of(kind: str, path: Path) -> Any:
     if is_converted(path):
         return read_record(path).config
-    return architecture(kind).part("opener")(path).config
+    return architecture(kind).open(path).config
 
 
 def _load(kind: str, path: Path, dtype: str, mesh: Mesh | None) -> nnx.Module:
-    shape = _config_of(kind, path)
-    if isinstance(shape, LlavaConfig):
-        shape = shape.with_both(dtype=dtype)
-    else:
-        shape = dataclasses.replace(shape, dtype=dtype)
-    if is_converted(path):
-        return load_converted(path, mesh=mesh, param_dtype=dtype, config=shape)
-    entry = architecture(kind)
-    checkpoint = entry.part("opener")(path)
-    module = entry.part("model")
-    return make_loaded(
-        lambda: module(shape, rngs=nnx.Rngs(0)),
-        checkpoint.key_map,
-        checkpoint.source,
-        mesh=mesh,
-        param_dtype=dtype,
-    )
+    if not is_converted(path):
+        return load_published(kind, path, mesh=mesh, param_dtype=dtype, dtype=dtype)
+    config = replace_fields(read_record(path).config, dtype=dtype)
+    return load_converted(path, mesh=mesh, param_dtype=dtype, config=config)

@@ -1,7 +1,7 @@
-"""Answers of OpenAI's API, read with care: servers differ, and proxies answer in HTML.
+"""Parsing answers of OpenAI's API defensively: servers differ, and proxies answer in HTML.
 
-Two forms of log-probabilities are in use: `content` (chat; llama.cpp in completions too), a list
-of tokens with theirs; and the older one of completions, lists side by side.
+Log-probabilities come in two forms: `content` (chat; in llama.cpp also completions), a list of
+tokens with theirs; and the older one of completions, parallel lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmqa_jax.decoding.requests import Candidate, Score
 
 
 class Malformed(Exception):
-    """An answer that is not of the API's form; another try may give one that is."""
+    """An answer that does not follow the API; a retry may return one that does."""
 
 
 class NoEcho(Exception):
@@ -24,7 +24,7 @@ class NoEcho(Exception):
 
 
 class Tokens(NamedTuple):
-    """What an answer says it cost, and of the server's state."""
+    """An answer's token counts and system fingerprint."""
 
     prompt: int
     completion: int
@@ -35,7 +35,7 @@ class Echo(NamedTuple):
     """Log-probabilities of a prompt's own tokens (the first has none) and of new ones."""
 
     logprobs: Sequence[float | None]
-    best: Sequence[float]  # of the likeliest token at each place; -inf where there is none
+    best: Sequence[float]  # of the likeliest token at each position; -inf where there is none
 
 
 def read_usage(answer: Any) -> Tokens:
@@ -54,10 +54,10 @@ def read_candidates(answer: Any, logprobs: bool) -> list[Candidate]:
 
     Args:
       answer: the JSON of a server.
-      logprobs: whether they were asked for.
+      logprobs: whether they were requested.
 
     Raises:
-      Malformed: no candidates, one without text, or without log-probabilities that were asked for.
+      Malformed: no candidates, one without text, or without requested log-probabilities.
     """
     candidates = []
     for choice in _choices(answer):
@@ -71,7 +71,7 @@ def read_candidates(answer: Any, logprobs: bool) -> list[Candidate]:
         finish = choice.get("finish_reason")
         found = _of_new_tokens(choice.get("logprobs")) if logprobs else None
         total = math.nan if found is None else math.fsum(found)
-        # "stop" is an end token or a stop string: the API does not tell.
+        # "stop" is an end token or a stop string: the API does not say which.
         candidates.append(Candidate(text, (), total, found, str(finish or "stop")))
     return candidates
 
@@ -138,5 +138,5 @@ def _of_new_tokens(found: Any) -> tuple[float, ...]:
         if isinstance(found.get("content"), list):
             values = [one.get("logprob") for one in found["content"] if isinstance(one, dict)]
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
-        raise Malformed("it has no log-probabilities, which were asked for")
+        raise Malformed("it lacks the requested log-probabilities")
     return tuple(map(float, values))

@@ -1,4 +1,4 @@
-"""Files of prompts: what `mmqa prompt` reads.
+"""The prompt files that `mmqa prompt` reads.
 
 JSON lines, one prompt each:
 
@@ -6,15 +6,16 @@ JSON lines, one prompt each:
     {"id": "q2", "prompt": "The capital of France is", "choices": [" Paris", " Rome"]}
     {"id": "q3", "messages": [{"role": "user", "content": "What is this?"}], "images": ["cat.jpg"]}
 
-Any other file is plain text, a prompt on each line, whose number is its id.
+Any other file is plain text: every line is a prompt, and its line number the id.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +23,47 @@ from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_jsonl, read_text
 from mmqa_jax.prompting.backends import (
-    Asked,
     Chat,
     Choices,
     Completion,
     Decoding,
     Message,
     Picture,
+    Query,
 )
 
-_NUMBER, _WHOLE, _TEXTS = "a number", "a whole number", "a list of texts"
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What a value must be, and the check.
+_INTEGER = ("an integer", _is_integer)
+_NUMBER = ("a number", lambda x: _is_integer(x) or isinstance(x, float))
+_STRINGS = (
+    "a list of strings",
+    lambda x: isinstance(x, list) and bool(x) and all(isinstance(y, str) for y in x),
+)
 _DECODING = {
-    "max_new_tokens": _WHOLE,
+    "max_new_tokens": _INTEGER,
     "temperature": _NUMBER,
-    "top_k": _WHOLE,
+    "top_k": _INTEGER,
     "top_p": _NUMBER,
-    "stop": _TEXTS,
-    "n": _WHOLE,
-    "seed": _WHOLE,
-    "logprobs": "true or false",
-    "beams": _WHOLE,
+    "stop": _STRINGS,
+    "n": _INTEGER,
+    "seed": _INTEGER,
+    "logprobs": ("true or false", lambda x: isinstance(x, bool)),
+    "beams": _INTEGER,
     "length_penalty": _NUMBER,
 }
-_KINDS = {
-    "id": "a text or a whole number",
-    "prompt": "a text",
-    "messages": "a list of messages",
-    "images": _TEXTS,
-    "choices": _TEXTS,
-    "meta": "anything",
+_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "id": ("a string or an integer", lambda x: isinstance(x, str) or _is_integer(x)),
+    "prompt": ("a string", lambda x: isinstance(x, str)),
+    "messages": ("a list of messages", lambda x: isinstance(x, list) and bool(x)),
+    "images": _STRINGS,
+    "choices": _STRINGS,
+    "meta": ("anything", lambda x: True),
     **_DECODING,
-}
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "a text or a whole number": lambda x: isinstance(x, str) or _is_whole(x),
-    "a text": lambda x: isinstance(x, str),
-    "a list of messages": lambda x: isinstance(x, list) and bool(x),
-    "anything": lambda x: True,
-    "true or false": lambda x: isinstance(x, bool),
-    _WHOLE: lambda x: _is_whole(x),
-    _NUMBER: lambda x: isinstance(x, int | float) and not isinstance(x, bool),
-    _TEXTS: lambda x: isinstance(x, list) and bool(x) and all(isinstance(y, str) for y in x),
 }
 
 
@@ -70,13 +72,13 @@ class Line:
     """One prompt of a file.
 
     Attributes:
-      place: file and line, for messages.
-      request: what is asked.
-      meta: the line's own notes, which go with the answer; None if there are none.
+      where: file and line, for messages.
+      request: the query.
+      meta: the line's own notes, copied to the answer; None if there are none.
     """
 
-    place: str
-    request: Asked
+    where: str
+    request: Query
     meta: Any = None
 
 
@@ -85,19 +87,19 @@ def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> l
 
     Args:
       path: `.jsonl`, or plain text.
-      decoding: of prompts that do not say otherwise.
+      decoding: the default for prompts that do not override it.
 
     Raises:
       UserError: no such file or no prompt in it, or, with file and line: not JSON, an unknown key,
-        a value of another type or that no backend could serve, an id twice, no such image.
+        a value of the wrong type or out of range, a duplicate id, a missing image.
     """
     path, decoding = Path(path), decoding or Decoding()
     if path.suffix == ".jsonl":
         lines = []
         for number, row in read_jsonl(path):
-            place = f"{path}, line {number}"
-            with_place = _with_place(place)
-            lines.append(with_place(_read_row, place, number, row, decoding, path.parent))
+            where = f"{path}, line {number}"
+            with _errors_at(where):
+                lines.append(_read_row(where, number, row, decoding, path.parent))
     else:
         texts = enumerate(read_text(path).split("\n"), start=1)
         lines = [
@@ -106,96 +108,90 @@ def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> l
             if text.strip()
         ]
     if not lines:
-        raise UserError(f"{path}: holds no prompt; write one on each line.")
+        raise UserError(f"{path}: has no prompts; write one per line.")
     seen: dict[str, str] = {}
     for line in lines:
         name = str(line.request.id)
         if name in seen:
             raise UserError(
-                f"{line.place}: the id {name!r} is that of {seen[name]} too; give each its own."
+                f"{line.where}: the id {name!r} repeats that of {seen[name]}; make ids unique."
             )
-        seen[name] = line.place.rpartition(", ")[2]
+        seen[name] = line.where.rpartition(", ")[2]
     return lines
 
 
-def check_line(line: Line, check: Callable[[Asked], None]) -> None:
-    """Runs a backend's `check` on a line; its complaint gets file and line."""
-    _with_place(line.place)(check, line.request)
+def check_line(line: Line, check: Callable[[Query], None]) -> None:
+    """Runs a backend's `check` on a line; errors name file and line."""
+    with _errors_at(line.where):
+        check(line.request)
 
 
-def _with_place(place: str) -> Callable[..., Any]:
-    """Calls a function whose complaints get file and line in front."""
-
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except UserError as error:
-            said = str(error)
-            raise UserError(said if said.startswith(place) else f"{place}: {said}") from error
-
-    return call
+@contextlib.contextmanager
+def _errors_at(where: str) -> Iterator[None]:
+    """Puts file and line in front of errors."""
+    try:
+        yield
+    except UserError as error:
+        said = str(error)
+        raise UserError(said if said.startswith(where) else f"{where}: {said}") from error
 
 
-def _read_row(place: str, number: int, row: Any, decoding: Decoding, folder: Path) -> Line:
+def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Path) -> Line:
     if not isinstance(row, dict):
-        raise UserError(f"{place}: not a JSON object; write {{...}} with `prompt` or `messages`.")
-    check_text(row, place)
+        raise UserError("not a JSON object; write {...} with `prompt` or `messages`.")
+    check_text(row, where)
     for key, value in row.items():
-        if key not in _KINDS:
+        if key not in _KEYS:
             raise UserError(
-                f"{place}: key {key!r} is unknown; {nearest(key, _KINDS)} Notes of your own go "
-                "under `meta`."
+                f"key {key!r} is unknown; {nearest(key, _KEYS)} Notes of your own go under `meta`."
             )
-        if not _FITS[_KINDS[key]](value):
-            raise UserError(
-                f"{place}: {key} is {json.dumps(value)[:80]}, {_KINDS[key]} was expected."
-            )
+        expected, fits = _KEYS[key]
+        if not fits(value):
+            raise UserError(f"{key} is {json.dumps(value)[:80]}, expected {expected}.")
     if ("prompt" in row) == ("messages" in row):
         found = "both" if "prompt" in row else "neither"
-        raise UserError(f"{place}: has {found} of `prompt` and `messages`; give one of them.")
+        raise UserError(f"has {found} of `prompt` and `messages`; give one of them.")
     request_id = row.get("id", number)
     changes = {key: value for key, value in row.items() if key in _DECODING}
     if changes and "choices" in row:
         raise UserError(
-            f"{place}: {next(iter(changes))} has no meaning beside `choices`, which are scored; "
-            "leave it out."
+            f"{next(iter(changes))} has no effect with `choices`, which are scored; leave it out."
         )
     decoding = dataclasses.replace(decoding, **changes)
-    decoding.request(request_id)  # refuses values out of range
+    decoding.request(request_id)  # rejects values out of range
     images = tuple(_read_picture(folder / name) for name in row.get("images", ()))
-    if "messages" in row:
-        messages = _messages(place, row["messages"], images, folder)
-        if "choices" in row:
-            return Line(
-                place, Choices(request_id, messages, tuple(row["choices"])), row.get("meta")
-            )
-        return Line(place, Chat(request_id, messages, decoding), row.get("meta"))
+    query: Query
     if "choices" in row:
-        asked = Choices(request_id, row["prompt"], tuple(row["choices"]), images)
-        return Line(place, asked, row.get("meta"))
-    return Line(place, Completion(request_id, row["prompt"], decoding, images), row.get("meta"))
+        choices = tuple(row["choices"])
+        if "messages" in row:
+            query = Choices(request_id, _messages(row["messages"], images, folder), choices)
+        else:
+            query = Choices(request_id, row["prompt"], choices, images)
+    elif "messages" in row:
+        query = Chat(request_id, _messages(row["messages"], images, folder), decoding)
+    else:
+        query = Completion(request_id, row["prompt"], decoding, images)
+    return Line(where, query, row.get("meta"))
 
 
-def _messages(
-    place: str, rows: list[Any], images: tuple[Picture, ...], folder: Path
-) -> tuple[Message, ...]:
+def _messages(rows: list[Any], images: tuple[Picture, ...], folder: Path) -> tuple[Message, ...]:
     """Messages of a row; its `images` go to the front of the last one."""
     messages = []
     for row in rows:
         if not isinstance(row, dict) or row.keys() != {"role", "content"}:
-            raise UserError(f"{place}: a message is {{role, content}}; give these two keys.")
+            raise UserError("a message has exactly the keys `role` and `content`.")
         content = row["content"]
         parts = [content] if isinstance(content, str) else content
         if not isinstance(parts, list) or not isinstance(row["role"], str):
-            raise UserError(f"{place}: a message's content is a text, or a list of parts.")
-        messages.append(Message(row["role"], tuple(_part(place, part, folder) for part in parts)))
+            raise UserError("a message's content must be a string or a list of parts.")
+        messages.append(Message(row["role"], tuple(_part(part, folder) for part in parts)))
     if images:
         last = messages[-1]
         messages[-1] = Message(last.role, (*images, *last.content))
     return tuple(messages)
 
 
-def _part(place: str, part: Any, folder: Path) -> str | Picture:
+def _part(part: Any, folder: Path) -> str | Picture:
     """A text, {"type": "text", "text": ...} or {"type": "image", "image": path}."""
     if isinstance(part, str):
         return part
@@ -203,7 +199,7 @@ def _part(place: str, part: Any, folder: Path) -> str | Picture:
     value = part.get(kind) if kind in ("text", "image") else None
     if not isinstance(value, str):
         raise UserError(
-            f'{place}: a part of a message is {{"type": "text", "text": ...}} or {{"type": '
+            'a part of a message is {"type": "text", "text": ...} or {"type": '
             '"image", "image": PATH}; write one of them.'
         )
     return value if kind == "text" else _read_picture(folder / value)
@@ -214,10 +210,6 @@ def _read_picture(path: Path) -> Picture:
         return Picture(path.read_bytes(), str(path))
     except OSError as error:
         raise UserError(
-            f"image {path}: cannot be read ({error.strerror}); name a file relative to the file "
-            "of prompts."
+            f"image {path}: cannot be read ({error.strerror}); paths are relative to the prompts "
+            "file."
         ) from error
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

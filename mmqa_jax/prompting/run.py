@@ -1,7 +1,8 @@
-"""What `mmqa prompt` does: a file of prompts in, a file of answers out."""
+"""Runs `mmqa prompt`: a file of prompts in, a file of answers out."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import check_section, parameters_of
+from mmqa_jax.core.config import check_section, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.decoding.requests import Candidate, Result, Scores
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
-from mmqa_jax.prompting.backends import Backend, Choices, Decoding, ask
+from mmqa_jax.prompting.backends import Backend, Choices, Decoding
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 from mmqa_jax.prompting.prompts_file import Line, check_line, read_prompts
 
@@ -38,16 +39,16 @@ def run_prompts(
       prompts: see prompts_file.
       out: JSON-lines file to write.
       config: as configs/prompt/default.py.
-      model: of the engine a path or name (see local_model), of a server what it calls it.
-      backend: of BACKENDS.
-      tokenizer: of the engine, where the model's folder has none.
-      cache: file of the response cache; None asks everything and keeps nothing.
+      model: for the engine a path or name (see local_model), for a server its name there.
+      backend: one of BACKENDS.
+      tokenizer: for the engine, if the model's folder has none.
+      cache: file of the response cache; None disables it.
 
     Returns:
       What the verb prints as JSON: counts, seconds and rates.
 
     Raises:
-      UserError: a mistake in prompts, config or model; nothing is written then.
+      UserError: a mistake in prompts, config or model; nothing is written.
       RunError: more requests failed than are allowed.
     """
     began = time.monotonic()
@@ -56,15 +57,15 @@ def run_prompts(
     served = _open(backend, model, tokenizer, config)
     for line in lines:
         check_line(line, served.check)
-    kept = None
+    stored = None
     if cache is not None:
-        kept = ResponseCache(cache)
-        served = Cached(served, kept)
+        stored = ResponseCache(cache)
+        served = Cached(served, stored)
     try:
         answers = _answer(served, lines)
     finally:
-        if kept is not None:
-            kept.close()
+        if stored is not None:
+            stored.close()
     reasons = {failure.id: failure.reason for failure in served.failures}
     write_jsonl(out, (_row(line, answers, reasons) for line in lines))
     usage = served.usage
@@ -99,7 +100,7 @@ def _answer(served: Backend | Cached, lines: list[Line]) -> dict[Any, Result | S
         return answers
     with Progress("Answering", len(lines), "requests", start=len(answers)) as progress:
         failed = 0
-        for result in ask(served, missing):
+        for result in served.answer(missing):
             answers[result.id] = result
             rates = {kind: f"{rate:.0f} tokens/s" for kind, rate in served.rates().items()}
             fresh, failed = served.usage.failures - failed, served.usage.failures
@@ -110,15 +111,15 @@ def _answer(served: Backend | Cached, lines: list[Line]) -> dict[Any, Result | S
 def _open(backend: str, model: str, tokenizer: str | None, config: ConfigDict) -> Backend:
     if backend == "openai":
         if tokenizer is not None:
-            raise UserError("--tokenizer: a server has its own; leave it out.")
+            raise UserError("--tokenizer: a server has its own; leave the flag out.")
         return OpenAIBackend(model, ServerConfig(**config.server))
-    from mmqa_jax.core import startup
+    from mmqa_jax.core import distributed
     from mmqa_jax.decoding.slot_runner import EngineConfig
     from mmqa_jax.prompting.local_model import ModelConfig, open_backend
 
-    check_section(config.engine, "engine", parameters_of(EngineConfig)[0])
-    check_section(config.model, "model", parameters_of(ModelConfig)[0])
-    startup.start()
+    check_section(config.engine, "engine", spec_of(EngineConfig))
+    check_section(config.model, "model", spec_of(ModelConfig))
+    distributed.start()
     return open_backend(
         model,
         tokenizer=tokenizer,
@@ -129,10 +130,8 @@ def _open(backend: str, model: str, tokenizer: str | None, config: ConfigDict) -
 
 def _sections(config: ConfigDict) -> Decoding:
     """Checks the config's sections; the engine's are checked where they are used."""
-    known = dict.fromkeys(("decoding", "engine", "model", "server"), dict)
-    check_section(config, "", known, known)
-    check_section(config.decoding, "decoding", parameters_of(Decoding)[0])
-    check_section(config.server, "server", parameters_of(ServerConfig)[0])
+    spec = {"decoding": spec_of(Decoding), "server": spec_of(ServerConfig)}
+    check_section(config, "", {**spec, "engine": dict, "model": dict})
     return Decoding(**config.decoding)
 
 
@@ -156,7 +155,7 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     row: dict[str, Any] = {"text": candidate.text, "finish": candidate.finish}
-    if candidate.total == candidate.total:  # a server tells it only where it is asked for
+    if not math.isnan(candidate.total):  # NaN: a server reports it only on request
         row["logprob"] = candidate.total
     if candidate.logprobs is not None:
         row["logprobs"] = list(candidate.logprobs)
@@ -168,9 +167,9 @@ def _scored(request: Choices, answer: Scores) -> dict[str, Any]:
         {"text": text, "logprob": score.total, "mean": score.mean, "greedy": score.greedy}
         for text, score in zip(request.continuations, answer.scores, strict=True)
     ]
-    places = range(len(scores))
+    indices = range(len(scores))
     return {
-        "best": max(places, key=lambda n: scores[n]["logprob"]),
-        "best_per_token": max(places, key=lambda n: scores[n]["mean"]),
+        "best": max(indices, key=lambda n: scores[n]["logprob"]),
+        "best_per_token": max(indices, key=lambda n: scores[n]["mean"]),
         "scores": scores,
     }

@@ -1,6 +1,6 @@
 """A language model's tokenizer, end tokens and chat template, from the files of its weights.
 
-Read with the `tokenizers` library alone, which loads in a fraction of the time of transformers.
+Uses only the `tokenizers` library, which loads in a fraction of the time of transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TextTokenizer:
     """Text to token ids and back.
 
     Args:
-      tokenizer: its post-processor puts the special tokens in front that a prompt begins with.
-      template: of conversations; None of a model that was not made for them.
+      tokenizer: its post-processor prepends the special tokens that a prompt begins with.
+      template: for conversations; None for a model that was not trained on them.
       end_ids: tokens that end an answer.
 
     Attributes:
@@ -53,24 +53,24 @@ class TextTokenizer:
         return self._tokenizer.encode(text).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a piece of a prompt; special tokens that are spelled in it are read."""
+        """Token ids of a piece of a prompt; special tokens spelled out in it are recognized."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens spelled."""
+        """The text of token ids, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
-    """Opens the tokenizer that lies with a model's weights.
+    """Opens the tokenizer that comes with a model's weights.
 
     Args:
-      path: a GGUF file (its metadata); a folder with tokenizer.json and, where it has them,
+      path: a GGUF file (its metadata); a folder with tokenizer.json and optionally
         tokenizer_config.json, chat_template.jinja, generation_config.json, config.json; or a
-        tokenizer.json (of which its folder is taken).
+        tokenizer.json in such a folder.
 
     Raises:
-      UserError: none there, or of a kind that is not known.
+      UserError: none there, or of an unknown kind.
     """
     path = Path(path)
     if path.suffix == ".gguf":
@@ -82,8 +82,8 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
 def _of_folder(folder: Path, file: Path) -> TextTokenizer:
     if not file.is_file():
         raise UserError(
-            f"{folder}: holds no tokenizer.json; name the folder or GGUF file that has the "
-            "tokenizer with --tokenizer, or make one by transformers' "
+            f"{folder}: has no tokenizer.json; name the folder or GGUF file with the "
+            "tokenizer by --tokenizer, or make one with transformers' "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
         )
     try:
@@ -92,7 +92,7 @@ def _of_folder(folder: Path, file: Path) -> TextTokenizer:
         raise
     except Exception as error:  # the library raises plain Exception for every mistake
         raise UserError(
-            f"{file}: not a tokenizer ({error}); fetch it again, in Hugging Face's format."
+            f"{file}: not a tokenizer ({error}); download it again, in Hugging Face's format."
         ) from error
     settings = _optional(folder / "tokenizer_config.json")
     bos, eos = (_spelling(settings.get(name)) for name in ("bos_token", "eos_token"))
@@ -108,8 +108,8 @@ def _of_folder(folder: Path, file: Path) -> TextTokenizer:
 
 
 def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
-    """What generation_config.json, else config.json, else the tokenizer calls the end."""
-    for name in ("generation_config.json", "config.json"):
+    """The end tokens of generation_config.json, else config.json, else the tokenizer."""
+    for name in ("generation_config.json", "config.json", "model.json"):
         content = _optional(folder / name)
         content = content | content.get("token_ids", {})  # a folder of `mmqa convert`
         found = content.get("eos_token_id")
@@ -131,14 +131,14 @@ def _spelling(token: Any) -> str:
 
 def _of_gguf(path: Path) -> TextTokenizer:
     """Byte-level BPE of a GGUF file, as llama.cpp reads it (src/llama-vocab.cpp)."""
-    from mmqa_jax.weights.gguf_io import GGUFSource
+    from mmqa_jax.weights.formats.gguf import GGUFSource
 
     file = GGUFSource(path)
     kind = file.metadata("tokenizer.ggml.model"), file.metadata("tokenizer.ggml.pre", "none")
     if kind != ("gpt2", "smollm"):
         raise UserError(
-            f"{path}: its tokenizer is {kind[0]!r} with pre-tokenizer {kind[1]!r}, read from GGUF "
-            "are 'gpt2' with 'smollm'; name a folder with the model's tokenizer.json with "
+            f"{path}: its tokenizer is {kind[0]!r} with pre-tokenizer {kind[1]!r}, but only 'gpt2' "
+            "with 'smollm' is supported; name a folder with the model's tokenizer.json by "
             "--tokenizer."
         )
     tokens: list[str] = file.metadata("tokenizer.ggml.tokens")

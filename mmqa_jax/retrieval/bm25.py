@@ -1,61 +1,67 @@
 """BM25 over snippets and captions, on bm25s.
 
-bm25s computes the scores (the formula of the method chosen, `lucene` by default: Robertson's
-BM25 with ln(1 + (N - n + .5) / (n + .5)), which no word of a long list can make negative).
-The words, the top-k with its ties in row order, and the restricted setting are ours.
+bm25s computes the scores (with the chosen method's formula; `lucene`, the default, is Robertson's
+BM25 with the idf ln(1 + (N - n + .5) / (n + .5)), which is positive even for very common words).
+Tokenization, the top k with ties in row order, and the restricted setting are ours.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import bm25s
 import numpy as np
-from bm25s.stopwords import STOPWORDS_EN
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.schema import Source
-from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
-
-# It logs every small index that the restricted setting builds.
-logging.getLogger("bm25s").setLevel(logging.WARNING)
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.retrieval.rankings import to_rankings
 
 _WORD = re.compile(r"\w+")
-_STOP_WORDS = frozenset(STOPWORDS_EN)
-_WHAT = "a BM25 index"
 _BLOCK = 64  # scores per block when bounding the top k; any size is correct
 
 
-def source_text(source: Source) -> str:
-    """The text a source is found by: its title, then the snippet or caption."""
-    return f"{source.title} {source.text}".strip()
-
-
 def words(text: str, stop_words: bool = True) -> list[str]:
-    """Lower-cased words of `text`; with `stop_words`, the 33 commonest English ones are left out.
+    """Lowercase words of `text`; with `stop_words`, without the 33 most common English ones.
 
     The paper's baseline splits at spaces, keeps case and drops nothing (reference.md 3).
     """
-    found = _WORD.findall(text.lower())
-    return [word for word in found if word not in _STOP_WORDS] if stop_words else found
+    removed = _stop_words() if stop_words else ()
+    return [word for word in _WORD.findall(text.lower()) if word not in removed]
+
+
+@functools.cache
+def _bm25s() -> ModuleType:
+    # Imported on first use: the import runs a JAX computation, so hosts must be joined first.
+    import bm25s
+    import bm25s.stopwords
+
+    # It logs every small index that the restricted setting builds.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    return bm25s
+
+
+@functools.cache
+def _stop_words() -> frozenset[str]:
+    return frozenset(_bm25s().stopwords.STOPWORDS_EN)
 
 
 class BM25:
-    """BM25 index over texts; a text is known by its row.
+    """BM25 index over texts, which are identified by row.
 
     Args:
       texts: one text per row (`source_text` of every source, in corpus order).
-      k1: saturation of a word's count.
-      b: strength of length normalisation, 0..1.
-      stop_words: leave the commonest English words out.
+      k1: saturation of term counts.
+      b: strength of length normalization, 0..1.
+      stop_words: leave out the most common English words.
       method: bm25s's name of the variant (`lucene`, `robertson`, `atire`).
 
     Raises:
-      UserError: no texts, or not one word in them.
+      UserError: no texts, or no words in them.
     """
 
     def __init__(
@@ -76,12 +82,12 @@ class BM25:
         ]
         if not vocabulary:
             raise UserError(
-                f"BM25: none of the {len(texts)} sources holds a word; check their text fields."
+                f"BM25: none of the {len(texts)} sources contains a word; check their text fields."
             )
         self.stop_words = stop_words
         self._settings = {"k1": k1, "b": b, "method": method}
         self._index = _bm25s_index(token_ids, vocabulary, self._settings)
-        # The words of every row, flat: 4 bytes a word, for the restricted setting.
+        # Token ids of all rows, concatenated, for the restricted setting; 4 bytes per token.
         self._offsets = np.cumsum([0, *map(len, token_ids)], dtype=np.int64)
         self._token_ids = np.fromiter(
             (token for row in token_ids for token in row), np.int32, self._offsets[-1]
@@ -98,11 +104,11 @@ class BM25:
         Args:
           queries: n texts.
           top_k: at most the number of (allowed) rows.
-          allowed: bool[rows], the rows that may be found (known modality); None means all.
+          allowed: bool[rows], the rows that may be returned (known modality); None means all.
 
         Returns:
           (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row
-          order. Rows that share no word with the query score 0 and come last.
+          order. Rows that share no words with the query score 0 and come last.
 
         Raises:
           UserError: `top_k` out of range.
@@ -123,8 +129,8 @@ class BM25:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ranks the given rows (a question's candidates): the paper's restricted setting.
 
-        As in the paper's baseline, the candidates are a corpus of their own: document
-        frequencies and the mean length are theirs, not the whole corpus's.
+        As in the paper's baseline, the candidates are treated as a corpus of their own: document
+        frequencies and mean length are computed over them, not over the whole corpus.
 
         Returns:
           (rows int32[m], scores float32[m]) with m = min(top_k, number of rows), best first;
@@ -133,8 +139,8 @@ class BM25:
         candidates = np.asarray(rows, np.int32)
         if len(candidates) and (candidates.min() < 0 or candidates.max() >= len(self)):
             raise UserError(
-                f"BM25: candidate rows must lie in 0..{len(self) - 1}, got "
-                f"{candidates.min()}..{candidates.max()}; the index is of another corpus."
+                f"BM25: candidate rows must be in 0..{len(self) - 1}, got "
+                f"{candidates.min()}..{candidates.max()}; the index belongs to another corpus."
             )
         local: dict[int, int] = {}
         token_ids = [
@@ -154,52 +160,47 @@ class BM25:
         order = np.argsort(-scores, kind="stable")[:top_k]
         return candidates[order], scores[order]
 
-    def save(self, folder: str | os.PathLike, corpus_fingerprint: str = "") -> None:
-        """Writes the index to `folder`, whole or not at all."""
-        manifest = {
-            "what": _WHAT,
-            "rows": len(self),
-            "corpus_fingerprint": corpus_fingerprint,
-            "stop_words": self.stop_words,
-            **self._settings,
-        }
-        with replace_folder(folder, manifest) as temporary:
-            self._index.save(str(temporary), show_progress=False)
-            np.save(temporary / "token_ids.npy", self._token_ids)
-            np.save(temporary / "offsets.npy", self._offsets)
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike, corpus_fingerprint: str | None = None) -> BM25:
-        """Opens a saved index, memory-mapped; UserError if it is of another corpus."""
-        manifest = read_manifest(folder, _WHAT, "mmqa index")
-        check_manifest(folder, manifest, {"corpus_fingerprint": corpus_fingerprint}, "mmqa index")
-        index = cls.__new__(cls)
-        index.stop_words = manifest["stop_words"]
-        index._settings = {key: manifest[key] for key in ("k1", "b", "method")}
-        try:
-            index._index = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
-            index._token_ids = np.load(Path(folder) / "token_ids.npy", mmap_mode="r")
-            index._offsets = np.load(Path(folder) / "offsets.npy")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder}: the BM25 index is damaged ({error}); run `mmqa index` again."
-            ) from error
-        return index
-
     def _query_ids(self, query: str) -> list[int]:
         vocabulary = self._index.vocab_dict
         return [vocabulary[word] for word in words(query, self.stop_words) if word in vocabulary]
 
     def _scores(self, query: str) -> np.ndarray:
-        """Scores of all rows, float32[rows]; a word asked twice counts twice."""
+        """Scores of all rows, float32[rows]; a repeated query word counts repeatedly."""
         token_ids = self._query_ids(query)
         if not token_ids:
             return np.zeros(len(self), np.float32)
         return self._index.get_scores_from_ids(token_ids)
 
 
+class BM25Retriever:
+    """A Retriever: BM25 over titles, snippets and captions."""
+
+    def __init__(self, corpus: Corpus):
+        self.corpus = corpus
+        self.bm25 = BM25([source_text(source) for source in corpus.sources])
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The `top_k` sources of the whole collection for every question, best first."""
+        texts = [question.question for question in questions]
+        found = self.bm25.search(texts, min(top_k, len(self.corpus)))
+        ids = [source.id for source in self.corpus.sources]
+        return to_rankings([question.id for question in questions], *found, ids)
+
+    def search_within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        """Each question's own candidates, as a corpus of their own (WebQA 6.1), best first."""
+        rankings = []
+        for question, given in zip(questions, candidates, strict=True):
+            rows = [self.corpus.row[name] for name in given.sources]
+            found, scores = self.bm25.search_within(question.question, rows, len(rows))
+            names = tuple(self.corpus.sources[int(row)].id for row in found)
+            rankings.append(Ranking(question.id, names, tuple(map(float, scores))))
+        return rankings
+
+
 def check_top_k(top_k: int, rows: int, allowed: np.ndarray | None, what: str) -> None:
-    """UserError unless 1 <= top_k <= number of rows that may be found."""
+    """UserError unless 1 <= top_k <= number of allowed rows."""
     if allowed is not None and allowed.shape != (rows,):
         raise UserError(
             f"{what}: the mask of allowed rows has shape {allowed.shape}, ({rows},) was expected."
@@ -207,13 +208,13 @@ def check_top_k(top_k: int, rows: int, allowed: np.ndarray | None, what: str) ->
     available = rows if allowed is None else int(np.count_nonzero(allowed))
     if not 1 <= top_k <= available:
         raise UserError(
-            f"{what}: top_k={top_k} is out of range, {available} sources can be found; "
+            f"{what}: top_k={top_k} is out of range, {available} sources are available; "
             f"choose 1 to {available}."
         )
 
 
-def _bm25s_index(token_ids: list[list[int]], vocabulary: dict, settings: dict) -> bm25s.BM25:
-    index = bm25s.BM25(**settings, backend="numpy")
+def _bm25s_index(token_ids: list[list[int]], vocabulary: dict, settings: dict) -> Any:
+    index = _bm25s().BM25(**settings, backend="numpy")
     index.index((token_ids, vocabulary), create_empty_token=False, show_progress=False)
     return index
 
@@ -223,7 +224,7 @@ def _top_rows(scores: np.ndarray, top_k: int) -> np.ndarray:
     candidates = np.arange(len(scores))
     blocks = scores[: len(scores) // _BLOCK * _BLOCK].reshape(-1, _BLOCK).max(axis=1)
     if len(blocks) >= top_k:
-        # top_k blocks reach this bound, so the k-th best score does too: few rows are left.
+        # top_k blocks reach this bound, so the k-th best score does too; few rows remain.
         bound = np.partition(blocks, len(blocks) - top_k)[len(blocks) - top_k]
         candidates = np.flatnonzero(scores >= bound)
     found = scores[candidates]

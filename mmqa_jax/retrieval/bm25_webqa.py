@@ -1,10 +1,10 @@
 """BM25 as WebQA's baseline runs it, quirks included (`webqa_compat`; reference.md 3).
 
-The baseline gives gensim 3.8's `summarization.bm25.BM25` not lists of words but `doc2bow` lists,
-whose entries are pairs (word id, count). Each pair is a "word" to BM25: it stands once in its
-document, a document is as long as it has distinct words, and a query's word finds only documents
-in which it stands as often as in the query. Kept to reproduce table 7; `bm25.py` is the correct
-one. (WebQA_Baseline vlp/BM25_retrieval/*.py)
+The baseline passes gensim 3.8's `summarization.bm25.BM25` not lists of words but `doc2bow` lists,
+whose entries are (word id, count) pairs. BM25 takes each pair for a word: it occurs once in its
+document, a document's length is its number of distinct words, and a query word matches only
+documents in which it occurs exactly as often as in the query. Kept to reproduce table 7; `bm25.py`
+is the correct one. (WebQA_Baseline vlp/BM25_retrieval/*.py)
 """
 
 from __future__ import annotations
@@ -13,38 +13,34 @@ import array
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.retrieval.bm25 import check_top_k
 from mmqa_jax.retrieval.rankings import to_rankings
 
-if TYPE_CHECKING:
-    from mmqa_jax.data.corpus import Corpus
-    from mmqa_jax.data.schema import Source
-
-Pair = tuple[str, int]  # a word and how often it stands in its text
+Pair = tuple[str, int]  # a word and its count in a text
 
 
 def word_counts(text: str) -> dict[str, int]:
-    """Words split at white space, case and punctuation kept, with their counts, sorted by word."""
+    """Words split at whitespace, case and punctuation kept, with their counts, sorted by word."""
     return dict(sorted(Counter(text.split()).items()))
 
 
 class WebQABM25:
-    """Gensim 3.8's BM25 over (word, count) pairs; a text is known by its row.
+    """Gensim 3.8's BM25 over (word, count) pairs; texts are identified by row.
 
     Args:
       texts: one per row, in the baseline's order: ties go to the later row.
       k1, b: as in BM25.
       epsilon: a pair in more than half of the texts has a negative idf; it gets `epsilon` times
-        the mean idf instead (a mean over all pairs, the negative ones included).
+        the mean idf instead (the mean over all pairs, including negative ones).
 
     Raises:
-      UserError: no texts, or not one word in them.
+      UserError: no texts, or no words in them.
     """
 
     def __init__(
@@ -56,7 +52,7 @@ class WebQABM25:
         # gensim's Dictionary numbers new words text by text, sorted within a text.
         self._word_ids: dict[str, int] = {}
         numbers: dict[Pair, int] = {}
-        pairs = array.array("i")  # of all texts, end to end
+        pairs = array.array("i")  # of all texts, concatenated
         lengths = np.zeros(len(texts), np.int64)
         for row, text in enumerate(texts):
             counts = word_counts(text)
@@ -66,10 +62,10 @@ class WebQABM25:
             lengths[row] = len(counts)
         if not numbers:
             raise UserError(
-                f"BM25: none of the {len(texts)} sources holds a word; check their text fields."
+                f"BM25: none of the {len(texts)} sources contains a word; check their text fields."
             )
         self._numbers = numbers
-        # Rows of every pair, end to end, in row order: the inverted index.
+        # The inverted index: the rows of every pair, in row order, concatenated.
         flat = np.frombuffer(pairs, np.int32)
         order = np.argsort(flat, kind="stable")
         self._rows = np.repeat(np.arange(len(texts), dtype=np.int32), lengths)[order]
@@ -86,11 +82,11 @@ class WebQABM25:
         return len(self._texts)
 
     def scores(self, query: str) -> np.ndarray:
-        """Scores of all rows, float64[rows]; `"` is taken out of the query first."""
+        """Scores of all rows, float64[rows]; `"` is removed from the query first."""
         counts = word_counts(query.replace('"', ""))
         known = [pair for pair in counts.items() if pair[0] in self._word_ids]
         scores = np.zeros(len(self))
-        # Word by word in gensim's order: sums of equal parts must round alike to tie.
+        # Word by word in gensim's order: equal terms must be summed in the same order to tie.
         for pair in sorted(known, key=lambda pair: self._word_ids[pair[0]]):
             number = self._numbers.get(pair)
             if number is None:
@@ -103,8 +99,8 @@ class WebQABM25:
     def search(self, queries: Sequence[str], top_k: int) -> tuple[np.ndarray, np.ndarray]:
         """The best `top_k` rows of every query: (rows int32[n, top_k], scores float32[n, top_k]).
 
-        Best first; of equal scores the later row first, as `sorted(range(n), key=...)[-k:]`
-        leaves them. UserError if `top_k` is out of range.
+        Best first; equal scores with the later row first, in the order of
+        `sorted(range(n), key=...)[-k:]`. UserError if `top_k` is out of range.
         """
         check_top_k(top_k, len(self), None, "BM25")
         rows = np.zeros((len(queries), top_k), np.int32)
@@ -112,7 +108,7 @@ class WebQABM25:
         for number, query in enumerate(queries):
             all_scores = self.scores(query)
             bound = np.partition(all_scores, len(self) - top_k)[len(self) - top_k]
-            candidates = np.flatnonzero(all_scores >= bound)  # more than top_k where they tie
+            candidates = np.flatnonzero(all_scores >= bound)  # more than top_k if scores tie
             order = np.lexsort((-candidates, -all_scores[candidates]))[:top_k]
             rows[number] = candidates[order]
             scores[number] = all_scores[rows[number]]
@@ -121,11 +117,11 @@ class WebQABM25:
     def search_within(
         self, query: str, rows: Sequence[int], top_k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks the given rows, which are a corpus of their own as in the baseline.
+        """Ranks the given rows as a corpus of their own, as in the baseline.
 
         Returns:
-          (rows int32[m], scores float32[m]) with m = min(top_k, number of rows), best first; of
-          equal scores the one later in `rows` first.
+          (rows int32[m], scores float32[m]) with m = min(top_k, number of rows), best first;
+          equal scores with the one later in `rows` first.
         """
         texts = [self._texts[row] for row in rows]
         if not any(text.split() for text in texts):  # all score 0
@@ -139,9 +135,9 @@ class WebQABM25:
 class WebQABM25Retriever:
     """Table 7's BM25 rows: facts and captions without their titles, snippets before pictures.
 
-    A corpus of one modality gives the known-modality rows, the whole one the unknown-modality
-    row. The baseline's order within a modality is that of its id lists, here the corpus's: only
-    ties tell the difference.
+    A corpus of one modality gives the known-modality rows, the whole corpus the unknown-modality
+    row. Within a modality, the baseline uses the order of its id lists, this class the corpus's;
+    only ties differ.
     """
 
     def __init__(self, corpus: Corpus):
@@ -156,25 +152,25 @@ class WebQABM25Retriever:
         ids = [self.corpus.sources[row].id for row in self._order]
         return to_rankings([question.id for question in questions], *found, ids)
 
-    def search_restricted(
+    def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> list[Ranking]:
         """Ranks each question's own candidates, whatever their order in `candidates`.
 
-        The baseline's order is gold, then snippets, then pictures, in which every tie goes
-        against the gold sources.
+        The baseline's order is gold, then snippets, then pictures, so that gold sources lose
+        every tie.
         """
-        place = {row: position for position, row in enumerate(self._order)}
+        index_of = {row: index for index, row in enumerate(self._order)}
         ids = [self.corpus.sources[row].id for row in self._order]
         rankings = []
         for question, given in zip(questions, candidates, strict=True):
             others = [name for name in given.sources if name not in question.positives]
-            others.sort(key=lambda name: self._of(name).modality == "image")  # stable
+            others.sort(key=lambda name: self._source(name).modality == "image")  # stable
             names = [name for name in question.positives if name in given.sources] + others
-            rows = [place[self.corpus.row[name]] for name in names]
+            rows = [index_of[self.corpus.row[name]] for name in names]
             found, scores = self.bm25.search_within(question.question, rows, len(rows))
             rankings += to_rankings([question.id], found[None], scores[None], ids)
         return rankings
 
-    def _of(self, name: str) -> Source:
+    def _source(self, name: str) -> Source:
         return self.corpus.sources[self.corpus.row[name]]

@@ -1,7 +1,7 @@
 """CLIP as WebQA's dense retriever: a converted checkpoint and its byte-pair tokenizer.
 
-Pictures are embedded by their pixels alone and snippets by their text alone, cut to CLIP's 77
-tokens, questions as they are written (reference.md 3).
+Pictures are embedded from their pixels alone and snippets from their text alone, truncated to
+CLIP's 77 tokens; questions are embedded as written (reference.md 3).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mmqa_jax.data.clip_tokenizer import load_clip_tokenizer
 from mmqa_jax.models.clip import CLIP
 from mmqa_jax.models.dual_encoder import DualEncoder, clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.weights.converted import load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
 
 _BUCKETS = (16, 32, 48, 77)
 
 
 def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Embedder:
-    """The embedder of a CLIP that `mmqa convert --model=clip` wrote.
+    """The embedder of a CLIP converted by `mmqa convert --model=clip`.
 
     Pictures must be resized as CLIP does (`PictureStore(..., resize="crop")`).
 
     Raises:
-      UserError: another model's folder, or no tokenizer beside the weights.
+      UserError: a folder of another model, or no tokenizer beside the weights.
     """
     record = read_record(folder)
     if record.architecture.name != "clip":
@@ -42,7 +42,7 @@ def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Em
     ):
         raise UserError(
             f"{folder}: the tokenizer's ids do not fit the model's {config.text.vocab_size} "
-            "tokens; put the tokenizer published with the checkpoint there."
+            "tokens; put the checkpoint's own tokenizer there."
         )
     clip: CLIP = load_converted(folder)
     dual_config = clip_dual_encoder(config, fusion="image")

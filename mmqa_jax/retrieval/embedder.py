@@ -1,4 +1,4 @@
-"""Dual encoder at work: embeds questions, and every source of a corpus."""
+"""Embeds questions, and every source of a corpus, with a dual encoder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import concurrent.futures
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +17,32 @@ from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.retrieval.bm25 import source_text
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.schema import Source, source_text
+from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.retrieval.embeddings import Embeddings, write_embeddings
 
-if TYPE_CHECKING:
-    from mmqa_jax.data.corpus import Corpus
-    from mmqa_jax.data.images import PictureStore
-    from mmqa_jax.data.schema import Source
-    from mmqa_jax.data.tokenizers import WordPiece
-
-_SMALL_BATCH = 8  # a few questions (`mmqa ask`) need not pay for a whole batch
-_IN_FLIGHT = 3  # batches the device may lag behind the tokenizer and the picture decoder
+_SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
+_IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and picture decoder
 
 
 class Embedder:
     """Holds the encoder's parameters and its jitted functions.
 
-    Texts are padded to the smallest bucket that holds them and batches to a fixed size, so that
-    a model compiles once per bucket and kind. Texts longer than the longest bucket are cut, as
-    CLIP's `tokenize(truncate=True)` does.
+    Texts are padded to the smallest bucket that fits them and batches to a fixed size, so that
+    a model compiles once per bucket and kind of input. Texts longer than the longest bucket are
+    truncated, as by CLIP's `tokenize(truncate=True)`.
 
     Args:
       graphdef, state: `nnx.split` of a dual encoder (models/dual_encoder.py), which takes
         pictures as uint8.
-      tokenizer: a WordPiece; a text is [CLS] words [SEP].
+      tokenizer: texts are encoded as [CLS] tokens [SEP].
       image_size: side of the pictures in pixels.
-      buckets: lengths in tokens, specials included, increasing.
+      buckets: lengths in tokens, including special tokens, increasing.
       batch_size: texts or pictures per call.
-      text_of: the text of a source; must be what the encoder was trained on.
-      fingerprint: of the encoder; computed from everything above if None.
+      text_of: the text of a source, as the encoder was trained on it.
+      fingerprint: of the encoder; computed from all of the above if None.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Embedder:
     ):
         if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
             raise UserError(
-                f"embedder: buckets={tuple(buckets)} must increase and start at 3 or up."
+                f"embedder: buckets={tuple(buckets)} must increase and start at 3 or more."
             )
         self.tokenizer = tokenizer
         self.image_size = image_size
@@ -97,25 +94,25 @@ class Embedder:
             of both embeddings, scaled back to length 1.
 
         Raises:
-          UserError: pictures do not fit the texts or the encoder's picture size.
+          UserError: pictures that do not match the texts in number or the encoder's picture size.
         """
         vectors = np.zeros((len(texts), self.dim), np.float32)
         encoded = (
-            (places, self._encode_text(self._state, *self._put(ids, mask)))
-            for places, ids, mask in self._text_batches(texts)
+            (indices, self._encode_text(self._state, *self._put(ids, mask)))
+            for indices, ids, mask in self._text_batches(texts)
         )
         self._collect(encoded, vectors)
         if pictures is None:
             return vectors
         if len(pictures) != len(texts):
             raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
-        shown = np.array([i for i, picture in enumerate(pictures) if picture is not None], int)
-        if len(shown):
-            seen = np.zeros((len(shown), self.dim), np.float32)
-            self._collect(self._picture_batches([pictures[i] for i in shown]), seen)
-            both = vectors[shown] + seen
+        pictured = np.array([i for i, picture in enumerate(pictures) if picture is not None], int)
+        if len(pictured):
+            of_pictures = np.zeros((len(pictured), self.dim), np.float32)
+            self._collect(self._picture_batches([pictures[i] for i in pictured]), of_pictures)
+            both = vectors[pictured] + of_pictures
             length = np.linalg.norm(both, axis=1, keepdims=True)
-            vectors[shown] = both / np.maximum(length, 1e-12)
+            vectors[pictured] = both / np.maximum(length, 1e-12)
         return vectors
 
     def embed_sources(
@@ -131,16 +128,16 @@ class Embedder:
     ) -> Embeddings | None:
         """Embeds every source into folder `out` (see retrieval/embeddings.py), resumable.
 
-        A snippet is its text; a picture is its caption and pixels. A picture that cannot be
-        decoded is embedded by its caption alone (the store counts it).
+        A snippet is embedded from its text, a picture from its caption and pixels. A picture that
+        cannot be decoded is embedded from its caption alone (the store counts it).
 
         Args:
-          pictures: pixels by row; None embeds pictures by their captions.
-          part: (i, n): this process is the i-th of n that share the job; by default of the
-            hosts that jax knows.
+          pictures: pixels by row; None: pictures are embedded from their captions alone.
+          part: (i, n): this process is the i-th of n that share the job; by default, JAX's process
+            index and count.
 
         Returns:
-          The embeddings; None while other processes have shards left to make.
+          The embeddings; None while other processes still have shards to write.
         """
         if pictures is not None and pictures.size != self.image_size:
             raise UserError(
@@ -177,13 +174,13 @@ class Embedder:
 
         def encoded() -> Iterator[tuple[np.ndarray, jax.Array]]:
             snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
-            for places, ids, mask in self._text_batches([texts[i] for i in snippets]):
-                yield snippets[places], self._encode_text(self._state, *self._put(ids, mask))
-            for places, ids, mask in self._text_batches([texts[i] for i in captions]):
-                found = list(pool.map(pictures.pixels, [rows[i] for i in captions[places]]))
-                pixels, has_image = self._stack(found, len(ids))
+            for indices, ids, mask in self._text_batches([texts[i] for i in snippets]):
+                yield snippets[indices], self._encode_text(self._state, *self._put(ids, mask))
+            for indices, ids, mask in self._text_batches([texts[i] for i in captions]):
+                decoded = list(pool.map(pictures.pixels, [rows[i] for i in captions[indices]]))
+                pixels, has_image = self._stack(decoded, len(ids))
                 batch = self._put(ids, mask, pixels, has_image)
-                yield captions[places], self._encode_source(self._state, *batch)
+                yield captions[indices], self._encode_source(self._state, *batch)
 
         self._collect(encoded(), vectors)
         return vectors
@@ -191,29 +188,30 @@ class Embedder:
     def _text_batches(
         self, texts: Sequence[str]
     ) -> Iterator[tuple[np.ndarray, Int32[np.ndarray, "B L"], Bool[np.ndarray, "B L"]]]:
-        """Batches of texts of like length: (their places in `texts`, ids, attention mask)."""
+        """Batches of texts of similar length: (indices into `texts`, ids, attention mask)."""
         longest = self.buckets[-1] - 2
         tokens = [ids[:longest] for ids in self.tokenizer.encode_batch(list(texts))]
         bucket = np.searchsorted(self.buckets, [len(ids) + 2 for ids in tokens])
         for number, length in enumerate(self.buckets):
             members = np.flatnonzero(bucket == number)
-            for places in self._batches(members):
-                size = self._padded_size(len(places))
+            for indices in self._batches(members):
+                size = self._padded_size(len(indices))
                 ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
                 lengths = np.full(size, 2)  # padding rows are [CLS] [SEP]: no empty softmax
-                for i, place in enumerate(places):
-                    ids[i, 1 : 1 + len(tokens[place])] = tokens[place]
-                    lengths[i] = len(tokens[place]) + 2
+                for i, index in enumerate(indices):
+                    ids[i, 1 : 1 + len(tokens[index])] = tokens[index]
+                    lengths[i] = len(tokens[index]) + 2
                 ids[:, 0] = self.tokenizer.cls_id
                 ids[np.arange(size), lengths - 1] = self.tokenizer.sep_id
-                yield places, ids, np.arange(length) < lengths[:, None]
+                yield indices, ids, np.arange(length) < lengths[:, None]
 
     def _picture_batches(
         self, pictures: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        for places in self._batches(np.arange(len(pictures))):
-            pixels, _ = self._stack([pictures[i] for i in places], self._padded_size(len(places)))
-            yield places, self._encode_image(self._state, *self._put(pixels))
+        for indices in self._batches(np.arange(len(pictures))):
+            size = self._padded_size(len(indices))
+            pixels, _ = self._stack([pictures[i] for i in indices], size)
+            yield indices, self._encode_image(self._state, *self._put(pixels))
 
     def _batches(self, members: np.ndarray) -> list[np.ndarray]:
         starts = range(0, len(members), self.batch_size)
@@ -250,8 +248,8 @@ class Embedder:
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
 
         def write() -> None:
-            places, batch = waiting.popleft()
-            vectors[places] = jax.device_get(batch)[: len(places)]
+            indices, batch = waiting.popleft()
+            vectors[indices] = jax.device_get(batch)[: len(indices)]
 
         for item in encoded:
             waiting.append(item)
@@ -261,7 +259,7 @@ class Embedder:
             write()
 
     def _fingerprint(self) -> str:
-        """Hash of all that decides an embedding: parameters, tokenizer, sizes."""
+        """Hash of everything that determines an embedding: parameters, tokenizer, sizes."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.tokenizer.fingerprint} {self.image_size} {self.buckets[-1]}".encode())
         for name, leaf in sorted(flatten_named(self._state).items()):

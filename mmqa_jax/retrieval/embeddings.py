@@ -1,10 +1,10 @@
 """Embeddings of a whole corpus on disk: written shard by shard, resumable, memory-mapped.
 
-While the job runs, `folder` holds `manifest.json` and `shards-JOB/00000.npy`, ..., each written
-whole or not at all; a job killed at any point goes on with the shards that are missing. Several
-processes, on several hosts over a shared disk, may share a job: each makes every n-th shard and
-the last to finish makes one `embeddings.npy` of them (ScaNN wants one array). JOB is a hash of
-all that the shards are of, so none is ever taken for another model's or corpus's.
+While the job runs, `folder` contains `manifest.json` and `shards-JOB/00000.npy`, ..., each written
+whole or not at all; a job killed at any point resumes with the missing shards. Several processes,
+on several hosts with a shared disk, may share a job: each writes every n-th shard, and the last to
+finish joins them into one `embeddings.npy` (ScaNN needs a single array). JOB is a hash of the
+job's manifest, so shards of another model or corpus are never used by mistake.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Embeddings:
 
     Attributes:
       vectors: float32[n, D], usually memory-mapped.
-      model_fingerprint: of the encoder that made them; queries must come from the same.
-      corpus_fingerprint: of the corpus, so that a row means the same source.
+      model_fingerprint: of the encoder that made them; queries must come from the same one.
+      corpus_fingerprint: of the corpus, whose rows these are.
     """
 
     vectors: Float32[np.ndarray, "n D"]
@@ -54,7 +54,7 @@ def open_embeddings(
     """Opens finished embeddings, memory-mapped.
 
     Raises:
-      UserError: none there, not finished, damaged, or of another model or corpus.
+      UserError: missing, unfinished or damaged embeddings, or those of another model or corpus.
     """
     manifest = read_manifest(folder, _WHAT, _VERB)
     fingerprints = {
@@ -87,23 +87,23 @@ def write_embeddings(
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Embeddings | None:
-    """Runs an embedding job, or what is left of it.
+    """Runs an embedding job, or what remains of it.
 
     Args:
       embed_rows: embeds a range of rows, float32[len(range), dim]; called once per shard.
       rows, dim: size of the whole result.
-      shard_rows: rows per shard: what a kill loses at most.
-      part: (i, n): this process makes the shards i, i + n, i + 2n, ... of a job shared by n.
-      overwrite: start afresh where `folder` holds another model's or corpus's embeddings.
+      shard_rows: rows per shard, the most work that a kill can lose.
+      part: (i, n): this process writes the shards i, i + n, i + 2n, ... of a job shared by n.
+      overwrite: start over if `folder` holds embeddings of another model or corpus.
       on_progress: called with (rows done, rows of this part) after every shard.
 
     Returns:
-      The embeddings; None while other processes have shards left to make.
+      The embeddings; None while other processes still have shards to write.
 
     Raises:
-      UserError: no rows; a part that does not exist; embeddings of another model or corpus are
-        there and not `overwrite`, or a shared job cut into other shards.
-      RunError: `embed_rows` gave values that are not finite.
+      UserError: no rows; a part that does not exist; without `overwrite`, embeddings of another
+        model or corpus, or a shared job with a different shard size.
+      RunError: `embed_rows` returned values that are not finite.
     """
     if rows < 1:
         raise UserError("embed: the corpus is empty, at least one source was expected.")
@@ -141,7 +141,7 @@ def write_embeddings(
             on_progress(done, total)
 
     with _locked(folder):
-        if not _is_complete(folder, job):  # nobody else was last
+        if not _is_complete(folder, job):  # no other process has joined them
             sizes = [(len(span), dim) for span in ranges]
             if any(_load(p, size) is None for p, size in zip(paths, sizes, strict=True)):
                 return None
@@ -151,7 +151,7 @@ def write_embeddings(
 
 
 def _join(paths: list[Path], whole: Path, shape: tuple[int, int]) -> None:
-    """Writes the shards end to end as one array, one shard in memory at a time."""
+    """Concatenates the shards into one array, with one shard in memory at a time."""
     with atomic_write(whole, "wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
@@ -160,7 +160,7 @@ def _join(paths: list[Path], whole: Path, shape: tuple[int, int]) -> None:
 
 
 def _finish(folder: Path) -> Embeddings:
-    """Removes the shards, those of earlier jobs too, and opens what was made of them."""
+    """Removes all shards, also those of earlier jobs, and opens the joined embeddings."""
     for shards in folder.glob("shards-*"):
         shutil.rmtree(shards, ignore_errors=True)
     return open_embeddings(folder)
@@ -181,7 +181,7 @@ def _shards(folder: Path, job: dict[str, Any]) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps the other processes of a job out; the system frees the lock of a killed one."""
+    """Locks out the job's other processes; the OS releases the lock of a killed process."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -199,7 +199,7 @@ def _refuse_other_job(
     folder: Path, found: dict[str, Any], job: dict[str, Any], shared: bool
 ) -> None:
     for key, value in job.items():
-        # A job cut into other shards has the same result, but nobody would make them all.
+        # Another shard size gives the same result, but processes must agree on the shards.
         if found.get(key) != value and (shared or key != "shard_rows"):
             raise UserError(
                 f"{folder / MANIFEST}: holds embeddings with {key} {found.get(key)!r}, this job's "
@@ -208,7 +208,7 @@ def _refuse_other_job(
 
 
 def _load(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    """The memory-mapped array at `path`, None where it is missing, damaged or of another shape."""
+    """The memory-mapped array at `path`, None if it is missing, damaged or of another shape."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -221,5 +221,5 @@ def _check_finite(vectors: np.ndarray, span: range) -> None:
     if len(bad):
         raise RunError(
             f"embed: the vectors of {len(bad)} sources are not finite, the first is row "
-            f"{span.start + int(bad[0])}; the checkpoint is broken, train again or use another."
+            f"{span.start + int(bad[0])}; the checkpoint is broken: train again or use another one."
         )

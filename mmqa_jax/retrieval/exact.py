@@ -48,13 +48,13 @@ class ExactIndex:
         Args:
           queries: float32[n, D].
           top_k: at most the number of (allowed) rows.
-          allowed: bool[rows], the rows that may be found (known modality); None means all.
+          allowed: bool[rows], the rows that may be returned (known modality); None means all.
 
         Returns:
           (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row order.
 
         Raises:
-          UserError: `top_k` out of range, queries of another size.
+          UserError: `top_k` out of range, or queries of the wrong size.
         """
         check_top_k(top_k, len(self), allowed, "index")
         queries = check_queries(queries, self.embeddings)
@@ -71,8 +71,8 @@ class ExactIndex:
         batches = [jax.device_put(batch) for batch in padded]
         for start in range(0, len(self), self._block_rows):
             block, mask = self._block(start), self._mask(start, allowed)
-            # Read a block while the one before is scored, and no further ahead: a million rows
-            # would lie in memory with all their scores otherwise.
+            # Read a block while the previous one is scored, but no further ahead, or a million
+            # rows would be in memory with all their scores.
             jax.block_until_ready(best)
             best = [
                 _best_with_block(batch, block, mask, jnp.int32(start), *state)
@@ -94,7 +94,7 @@ class ExactIndex:
         return search_within(self.embeddings, queries, rows, top_k)
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Writes the manifest: exact search needs nothing but the embeddings."""
+        """Writes the manifest; exact search needs nothing else but the embeddings."""
         with replace_folder(folder, index_manifest(self.embeddings, self.kind)):
             pass
 
@@ -125,15 +125,15 @@ def _best_with_block(
     best_scores: jax.Array,  # [Q, K]
     best_rows: jax.Array,  # [Q, K]
 ) -> tuple[jax.Array, jax.Array]:
-    """The running top K joined by a block's; lax.top_k puts the earlier of equal scores first."""
+    """Merges a block into the running top K; lax.top_k puts the earlier of equal scores first."""
     top_k = best_scores.shape[1]
     scores = jnp.matmul(queries, block.T, precision="highest")  # [Q, R]
     scores = jnp.where(mask, scores, -jnp.inf)
-    scores, places = jax.lax.top_k(scores, min(top_k, block.shape[0]))
+    scores, indices = jax.lax.top_k(scores, min(top_k, block.shape[0]))
     scores = jnp.concatenate([best_scores, scores], axis=1)
-    rows = jnp.concatenate([best_rows, places + start], axis=1)
-    scores, places = jax.lax.top_k(scores, top_k)
-    return scores, jnp.take_along_axis(rows, places, axis=1)
+    rows = jnp.concatenate([best_rows, indices + start], axis=1)
+    scores, indices = jax.lax.top_k(scores, top_k)
+    return scores, jnp.take_along_axis(rows, indices, axis=1)
 
 
 def search_within(
@@ -155,8 +155,8 @@ def search_within(
             continue
         if candidates.min() < 0 or candidates.max() >= size:
             raise UserError(
-                f"index: candidate rows must lie in 0..{size - 1}, got {candidates.min()}.."
-                f"{candidates.max()}; the index is of another corpus."
+                f"index: candidate rows must be in 0..{size - 1}, got {candidates.min()}.."
+                f"{candidates.max()}; the index belongs to another corpus."
             )
         similarity = embeddings.vectors[candidates] @ query  # [candidates]
         order = np.argsort(-similarity, kind="stable")[:top_k]
@@ -168,7 +168,7 @@ def search_within(
 def index_manifest(
     embeddings: Embeddings, kind: str, parameters: dict | None = None
 ) -> dict[str, Any]:
-    """What an index's manifest says."""
+    """The manifest of an index."""
     rows, dim = embeddings.vectors.shape
     return {
         "what": INDEX_WHAT,
@@ -191,7 +191,7 @@ def check_queries(queries: np.ndarray, embeddings: Embeddings) -> Float32[np.nda
     queries = np.asarray(queries, np.float32)
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise UserError(
-            f"index: queries of shape {queries.shape} do not fit the index of size {dim}; embed "
-            "them with the encoder that made the index."
+            f"index: queries of shape {queries.shape} do not fit the index's dimension {dim}; "
+            "embed them with the encoder that made the index."
         )
     return np.ascontiguousarray(queries)

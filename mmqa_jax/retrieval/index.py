@@ -1,7 +1,7 @@
-"""Search over embedded sources: ScaNN (approximate, CPU, Linux), or exact where it is not.
+"""Search over embedded sources: ScaNN (approximate, CPU, Linux), or exact where it is missing.
 
-An index holds what is derived from the embeddings; the vectors themselves stay in their
-memory-mapped file and are given again when an index is loaded.
+An index stores only what is derived from the embeddings; the vectors themselves stay in their
+memory-mapped file and are passed in again when an index is loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_f
 
 Kind = Literal["auto", "scann", "exact"]
 _VERB = "mmqa index"
-_QUERY_BATCH = 1024  # with a top 2,000 of one modality, 7,000 hits a query are held
+_QUERY_BATCH = 1024  # a top 2,000 of one modality needs about 7,000 results per query in memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,11 @@ class ScannParameters:
 
     Attributes:
       leaves: partitions; 0 scores every row exactly (brute force).
-      leaves_to_search: partitions looked into per query.
-      reorder: candidates of the quantised scoring that are scored exactly.
-      training_rows: rows, drawn at random, that the partitions are learnt from; 0: all.
-      soar: weight of the second partition that every row stands in, one that finds it where the
-        first fails (SOAR, Sun et al. 2023, whose value 1.5 is); 0: a row stands in one alone.
+      leaves_to_search: partitions searched per query.
+      reorder: candidates of the quantized scoring that are rescored exactly.
+      training_rows: rows, drawn at random, to train the partitions on; 0: all.
+      soar: weight of the second partition that every row is assigned to, chosen to find it when
+        the first one does not (SOAR, Sun et al. 2023, who use 1.5); 0: one partition per row.
     """
 
     leaves: int = 0
@@ -59,13 +59,13 @@ class ScannParameters:
     def for_rows(cls, rows: int) -> ScannParameters:
         """Brute force below 20,000 rows, where it answers in under 0.1 ms and never misses.
 
-        Above, 2 sqrt(rows) partitions, of which so many are looked into that about 13,500 rows
-        are scored, but a quarter of the partitions at most and a 48th at least (40 of 1,933 at
-        934,000 rows, which find the exact top 20 of clustered vectors in full). At equal time
-        many small partitions find more than few large ones, and a row in two partitions (`soar`)
-        much more than twice as many partitions: 0.93 against 0.86 of the top 20 of a trained
-        encoder's 11,000 vectors, with queries made hard. More than 100 candidates find no more.
-        k-means needs some hundred rows a partition.
+        Above, 2 sqrt(rows) partitions, of which enough are searched to score about 13,500 rows,
+        but at most a quarter and at least a 48th of the partitions (40 of 1,933 at 934,000 rows,
+        which find the exact top 20 of clustered vectors in full). At equal time, many small
+        partitions find more than a few large ones, and assigning rows to two partitions (`soar`)
+        finds much more than doubling their number: 0.93 against 0.86 of the top 20 of a trained
+        encoder's 11,000 vectors, with hard queries. More than 100 candidates find no more. k-means
+        needs about a hundred rows per partition.
         """
         if rows < 20_000:
             return cls()
@@ -79,7 +79,7 @@ class ScannParameters:
 
 
 class ScannIndex:
-    """ScaNN (Guo et al., 2020): partitions, anisotropic quantisation, exact reordering.
+    """ScaNN (Guo et al., 2020): partitions, anisotropic quantization, exact reordering.
 
     Made by `build_index` and `load_index`.
     """
@@ -105,13 +105,13 @@ class ScannIndex:
                     num_leaves=parameters.leaves,
                     num_leaves_to_search=parameters.leaves_to_search,
                     training_sample_size=parameters.training_rows or len(vectors),
-                    # Partitions by direction: the plain mean of a mixed partition is short and
-                    # its dot product with a query small, so that it would never be looked into
-                    # (recall@20 then stays below 0.99 however many partitions are).
+                    # Partition by direction: the plain mean of a mixed partition is short and its
+                    # dot product with a query small, so it would never be searched (and recall@20
+                    # would stay below 0.99 however many partitions are searched).
                     spherical=True,
                     soar_lambda=parameters.soar or None,
                 )
-                # 2 dimensions a block and threshold .2: ScaNN's advice for unit vectors.
+                # 2 dimensions per block and threshold 0.2, as ScaNN recommends for unit vectors.
                 .score_ah(2, anisotropic_quantization_threshold=0.2)
                 .reorder(parameters.reorder)
             )
@@ -127,8 +127,8 @@ class ScannIndex:
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
         """As ExactIndex.search, approximate above 20,000 rows.
 
-        With `allowed`, more is fetched and filtered; queries left with fewer than `top_k` rows
-        (all best hits of the other modality) are searched exactly.
+        With `allowed`, more rows are fetched and filtered; queries left with fewer than `top_k`
+        (all of the best are of the other modality) are searched exactly.
         """
         check_top_k(top_k, len(self), allowed, "index")
         queries = check_queries(queries, self.embeddings)
@@ -151,10 +151,10 @@ class ScannIndex:
         if allowed is not None:
             valid &= allowed[found]
         short = np.flatnonzero(np.count_nonzero(valid, axis=1) < top_k)
-        # Stable: valid hits first, in ScaNN's order.
-        places = np.argsort(~valid, axis=1, kind="stable")[:, :top_k]
-        rows = np.take_along_axis(found, places, axis=1)
-        scores = np.take_along_axis(scores, places, axis=1)
+        # Stable: valid results first, in ScaNN's order.
+        order = np.argsort(~valid, axis=1, kind="stable")[:, :top_k]
+        rows = np.take_along_axis(found, order, axis=1)
+        scores = np.take_along_axis(scores, order, axis=1)
         if len(short):
             rows[short], scores[short] = self._exact.search(queries[short], top_k, allowed)
         return rows, scores
@@ -175,7 +175,7 @@ class ScannIndex:
         options: dict[str, int] = {}
         if self.parameters.leaves:
             p = self.parameters
-            # Large top_k: as many more partitions and candidates as it needs.
+            # A large top_k needs more partitions and candidates.
             options["pre_reorder_num_neighbors"] = max(p.reorder, 4 * count)
             rows_per_leaf = len(self) / p.leaves
             needed = math.ceil(8 * count / rows_per_leaf)
@@ -195,21 +195,21 @@ def build_index(
     """Builds an index.
 
     Args:
-      kind: "scann"; "exact"; "auto" is ScaNN where it can be imported and exact elsewhere,
-        which is said on stderr.
+      kind: "scann", "exact", or "auto": ScaNN if it can be imported, otherwise exact, with a
+        note on stderr.
       parameters: ScaNN's, chosen from the number of rows if None.
 
     Raises:
-      UserError: empty corpus, unknown kind, "scann" where ScaNN cannot be imported.
+      UserError: empty corpus, unknown kind, or "scann" if ScaNN cannot be imported.
     """
     if kind not in ("auto", "scann", "exact"):
         raise UserError(f"index: kind {kind!r} is not known; use auto, scann or exact.")
     if kind == "scann" and not scann_available():
         raise UserError(
-            "index: ScaNN cannot be imported (it is made for Linux); install `scann` or use kind "
+            "index: ScaNN cannot be imported (it is Linux-only); install `scann` or use kind "
             "auto or exact."
         )
-    if kind == "exact" or not _scann_or_say(kind):
+    if kind == "exact" or not _scann_or_note(kind):
         return ExactIndex(embeddings)
     return ScannIndex.build(embeddings, parameters)
 
@@ -220,11 +220,11 @@ def is_current(
     kind: Kind = "auto",
     parameters: ScannParameters | None = None,
 ) -> bool:
-    """Whether `folder` holds what `build_index` would build of these embeddings."""
+    """Whether `folder` holds the index that `build_index` would build from these embeddings."""
     parameters = parameters or ScannParameters.for_rows(len(embeddings.vectors))
     scann = kind == "scann" or (kind == "auto" and scann_available())
-    made_of = dataclasses.asdict(parameters) if scann else {}
-    expected = index_manifest(embeddings, "scann" if scann else "exact", made_of)
+    recorded = dataclasses.asdict(parameters) if scann else {}
+    expected = index_manifest(embeddings, "scann" if scann else "exact", recorded)
     try:
         return read_manifest(folder, INDEX_WHAT, _VERB) == expected
     except UserError:
@@ -248,7 +248,7 @@ def load_index(
     expected = index_manifest(embeddings, manifest.get("kind", ""))
     expected.pop("parameters")
     check_manifest(folder, manifest, expected, _VERB)
-    if manifest["kind"] == "exact" or not _scann_or_say("auto"):
+    if manifest["kind"] == "exact" or not _scann_or_note("auto"):
         return ExactIndex(embeddings)
     if (folder / "scann_docids.pkl").exists():  # ScaNN would unpickle it; we never write one
         raise UserError(f"{folder / 'scann_docids.pkl'}: pickles are not loaded; remove it.")
@@ -271,11 +271,11 @@ def scann_available() -> bool:
 
 
 def _scann() -> Any:
-    # Not at the top: ScaNN is for Linux only, and imports TensorFlow where it is installed.
+    # Imported on use: ScaNN is Linux-only, and imports TensorFlow if it is installed.
     return importlib.import_module("scann.scann_ops.py.scann_ops_pybind")
 
 
-def _scann_or_say(kind: str) -> bool:
+def _scann_or_note(kind: str) -> bool:
     if scann_available():
         return True
     if kind == "auto":

@@ -17,9 +17,9 @@ MANIFEST = "manifest.json"
 
 @contextlib.contextmanager
 def replace_folder(folder: str | os.PathLike, manifest: Mapping[str, Any]) -> Iterator[Path]:
-    """Yields an empty folder to fill; on success it takes `folder`'s place, manifest included.
+    """Yields an empty folder to fill; on success it replaces `folder`, with the manifest in it.
 
-    One writer at a time: what a killed writer left behind is removed by the next.
+    One writer at a time: the next writer removes what a killed one left behind.
     """
     folder = Path(folder)
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -36,10 +36,10 @@ def replace_folder(folder: str | os.PathLike, manifest: Mapping[str, Any]) -> It
 
 
 def read_manifest(folder: str | os.PathLike, what: str, verb: str) -> dict[str, Any]:
-    """The manifest of `folder`; UserError where there is none.
+    """The manifest of `folder`; UserError if there is none.
 
     Args:
-      what: what the folder should hold, in words ("a BM25 index").
+      what: description of what the folder should hold ("a BM25 index").
       verb: the command that makes it ("mmqa index").
     """
     path = Path(folder) / MANIFEST
@@ -54,7 +54,7 @@ def read_manifest(folder: str | os.PathLike, what: str, verb: str) -> dict[str, 
 def check_manifest(
     folder: str | os.PathLike, manifest: Mapping[str, Any], expected: Mapping[str, Any], verb: str
 ) -> None:
-    """Refuses a manifest that differs from what is expected (values of None are not compared)."""
+    """UserError if a manifest differs from what is expected (values of None are not compared)."""
     for key, value in expected.items():
         found = manifest.get(key)
         if value is not None and found != value:

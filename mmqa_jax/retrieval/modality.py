@@ -1,12 +1,13 @@
-"""Which modality a question needs, and retrieval where that is known, unknown or guessed.
+"""Which modality a question needs, and retrieval if that is known, unknown or predicted.
 
-WebQA's questions need either snippets or pictures (section 4); section 6.2 searches with the
-modality known, and unknown. The baseline guesses it by a linear layer on a frozen or fine-tuned
-BERT; here logistic regression over words and word pairs does: the question's wording tells.
+WebQA's questions need either snippets or pictures (section 4); section 6.2 searches with known and
+with unknown modality. The baseline predicts it with a linear layer on a frozen or fine-tuned BERT;
+here logistic regression over words and word pairs suffices, since the wording reveals it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +21,21 @@ from jaxtyping import Float64
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Modality, Question, Ranking
+from mmqa_jax.retrieval.retriever import Retriever
 
 MODALITIES: tuple[Modality, Modality] = ("text", "image")
 _WORD = re.compile(r"\w+|[?\"]")
 
 
 def gold_modality(question: Question, corpus: Corpus) -> Modality | None:
-    """The modality of a question's gold sources; None where they are mixed or hidden.
+    """The modality of a question's gold sources; None if they are mixed or hidden.
 
-    WebQA's category tells it also where the gold sources are hidden, as in the test split.
+    WebQA's category gives it even if the gold sources are hidden, as in the test split.
     """
-    found = {corpus.sources[row].modality for row in corpus.positive_rows(question)}
-    if len(found) == 1:
-        return found.pop()
-    if not found and question.category in WEBQA_CATEGORIES:
+    modalities = {corpus.sources[row].modality for row in corpus.positive_rows(question)}
+    if len(modalities) == 1:
+        return modalities.pop()
+    if not modalities and question.category in WEBQA_CATEGORIES:
         return "text" if question.category == "text" else "image"
     return None
 
@@ -71,37 +73,68 @@ class ModalityIndex:
 
 
 class ByModality:
-    """Sends every question to the retriever of the modality that it needs.
+    """A Retriever that sends every question to the sources of the modality that it needs.
 
     Args:
-      retrievers: modality -> retriever of its sources; None: of all, for questions whose
-        modality is not known.
+      over: modality -> Retriever over its sources; None -> over all sources, for questions of
+        unknown modality. Called once per modality that is needed.
       choose: questions -> the modality of each, or None.
     """
 
     def __init__(
         self,
-        retrievers: Mapping[Modality | None, Any],
+        over: Callable[[Modality | None], Retriever],
         choose: Callable[[Sequence[Question]], Sequence[Modality | None]],
     ):
-        self.retrievers, self.choose = dict(retrievers), choose
+        self._over, self.choose = functools.lru_cache(over), choose
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of every question, best first."""
         needed = self.choose(questions)
         rankings: dict[int, Ranking] = {}
-        for modality, retriever in self.retrievers.items():
-            places = [i for i, wanted in enumerate(needed) if wanted == modality]
-            found = retriever.search([questions[i] for i in places], top_k) if places else []
-            rankings.update(zip(places, found, strict=True))
+        for modality in dict.fromkeys(needed):
+            members = [i for i, wanted in enumerate(needed) if wanted == modality]
+            found = self._over(modality).search([questions[i] for i in members], top_k)
+            rankings.update(zip(members, found, strict=True))
         return [rankings[i] for i in range(len(questions))]
+
+
+def modality_predictor(
+    corpus: Corpus, *, known: bool
+) -> Callable[[Sequence[Question]], list[Modality | None]]:
+    """A function from questions to their modalities.
+
+    Args:
+      known: taken from the gold sources; otherwise predicted by a classifier of the train split.
+    """
+    if known:
+        return lambda questions: [gold_modality(question, corpus) for question in questions]
+    classifier = fit_classifier(corpus.questions("train"), corpus)
+    return lambda questions: list(classifier.predict([q.question for q in questions]))
+
+
+def modality_report(
+    corpus: Corpus, questions: Sequence[Question], retriever: ByModality, *, known: bool
+) -> dict[str, Any]:
+    """What to report about the modalities that were searched.
+
+    Returns:
+      `modality_unknown`, the number of questions of unknown modality; or, if it was predicted,
+      `modality_accuracy` over the questions of known modality (None: there are none).
+    """
+    gold = [gold_modality(question, corpus) for question in questions]
+    if known:
+        return {"modality_unknown": gold.count(None)}
+    predicted = retriever.choose(questions)
+    right = [a == b for a, b in zip(predicted, gold, strict=True) if b is not None]
+    return {"modality_accuracy": sum(right) / len(right) if right else None}
 
 
 class ModalityClassifier:
     """Logistic regression over a question's words and word pairs: text or image.
 
     Made by `fit`. Attributes: `vocabulary` (feature -> column), `weights` float64[columns],
-    `bias`; a positive score says image.
+    `bias`; a positive score means image.
     """
 
     def __init__(self, vocabulary: Mapping[str, int], weights: np.ndarray, bias: float):
@@ -116,17 +149,17 @@ class ModalityClassifier:
         penalty: float = 1.0,
         min_count: int = 2,
     ) -> ModalityClassifier:
-        """Minimises the sum of log-losses plus penalty / 2 * |weights|^2 (the bias is free).
+        """Minimizes the sum of log losses plus penalty / 2 * |weights|^2 (the bias is free).
 
-        A convex problem: the result depends on nothing but the data.
+        A convex problem: the result depends only on the data.
 
         Args:
-          texts, modalities: questions and what they need.
-          penalty: strength of the regularisation.
-          min_count: a feature must stand in so many questions.
+          texts, modalities: questions and the modalities that they need.
+          penalty: strength of the regularization.
+          min_count: features of fewer questions are ignored.
 
         Raises:
-          UserError: not both modalities are there.
+          UserError: one of the modalities is missing.
         """
         missing = [name for name in MODALITIES if name not in modalities]
         if missing:
@@ -166,17 +199,17 @@ class ModalityClassifier:
         return cls(vocabulary, found.x[:-1], float(found.x[-1]))
 
     def scores(self, texts: Sequence[str]) -> Float64[np.ndarray, " n"]:
-        """Log-odds of image against text."""
+        """Log-odds of image over text."""
         inputs = _matrix([_features(text) for text in texts], self.vocabulary)
         return inputs @ self.weights + self.bias
 
     def predict(self, texts: Sequence[str]) -> list[Modality]:
-        """The likelier modality of every question."""
+        """The more likely modality of every question."""
         return ["image" if score > 0 else "text" for score in self.scores(texts)]
 
 
 def fit_classifier(questions: Sequence[Question], corpus: Corpus) -> ModalityClassifier:
-    """Learns from all questions whose modality is known (the train split)."""
+    """A classifier trained on the questions of known modality (of the train split)."""
     needed = [gold_modality(question, corpus) for question in questions]
     known = [i for i, modality in enumerate(needed) if modality is not None]
     return ModalityClassifier.fit(
@@ -185,10 +218,10 @@ def fit_classifier(questions: Sequence[Question], corpus: Corpus) -> ModalityCla
 
 
 def _features(text: str) -> list[str]:
-    """Distinct words and pairs of neighbours, lower case; the ends of the text are words.
+    """Distinct lowercase words and word bigrams; the ends of the text count as words in bigrams.
 
-    `?` and `"` are words too: WebQA wraps its image questions in quotes, so they are dropped at
-    the ends, or the classifier would read the label.
+    `?` and `"` are words too, but quotes at the ends are dropped: WebQA wraps its image questions
+    in quotes, which would give away the label.
     """
     words = ["<", *_WORD.findall(text.lower().strip(' "')), ">"]
     pairs = [f"{a} {b}" for a, b in itertools.pairwise(words)]
@@ -202,3 +235,22 @@ def _matrix(rows: Sequence[Sequence[str]], vocabulary: Mapping[str, int]) -> Any
     flat = np.fromiter((c for row in columns for c in row), np.int32, ends[-1])
     shape = (len(rows), len(vocabulary))
     return scipy.sparse.csr_array((np.ones(len(flat)), flat, ends), shape=shape)
+
+
+def of_modality(
+    questions: Sequence[Question], corpus: Corpus, modality: Modality | None
+) -> list[Question]:
+    """The questions whose gold sources are of one modality (VLP_I, VLP_T); None: all.
+
+    Raises:
+      UserError: there are none.
+    """
+    if modality is None:
+        return list(questions)
+    kept = [question for question in questions if gold_modality(question, corpus) == modality]
+    if not kept:
+        raise UserError(
+            f"config key data.modality={modality}: none of the {len(questions)} questions needs "
+            "such sources; leave it out or choose the other one."
+        )
+    return kept

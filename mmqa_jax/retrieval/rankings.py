@@ -1,4 +1,4 @@
-"""retrieval/*.jsonl: one Ranking a line, `{"question_id", "sources", "scores"}`, best first."""
+"""retrieval/*.jsonl: one Ranking per line, `{"question_id", "sources", "scores"}`, best first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def to_rankings(
 
 
 def write_rankings(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
-    """Writes one ranking a line, the file whole or not at all."""
+    """Writes one ranking per line, the file whole or not at all."""
     write_jsonl(
         path,
         (
@@ -62,31 +62,31 @@ def read_rankings(
     """Reads rankings, checking every line.
 
     Args:
-      question_ids: the questions that the file must rank, each exactly once; the result comes
-        in their order. None: any questions, in the file's order.
+      question_ids: the questions that the file must rank, each exactly once; the result is in
+        their order. None: any questions, in the file's order.
       source_ids: the corpus's source ids (a set or dict); None: not checked.
 
     Raises:
-      UserError: names file and line of a malformed row, an unknown or repeated question, an
-        unknown or repeated source; names the file for questions that it lacks.
+      UserError: names the file and line of a malformed row, an unknown or repeated question or
+        source; or the file, if it lacks questions.
     """
     known = None if question_ids is None else frozenset(question_ids)
     by_question: dict[str, Ranking] = {}
     for number, row in read_jsonl(path):
-        place = f"{path}, line {number}"
-        ranking = _parse(row, place)
+        where = f"{path}, line {number}"
+        ranking = _parse(row, where)
         question_id = ranking.question_id
         if known is not None and question_id not in known:
             raise UserError(
-                f"{place}: question {question_id!r} is not among the {len(known)} questions "
-                "asked; the file is of another split or dataset."
+                f"{where}: question {question_id!r} is not among the {len(known)} questions "
+                "to be ranked; the file belongs to another split or dataset."
             )
         if question_id in by_question:
-            raise UserError(f"{place}: question {question_id!r} is ranked twice; remove one row.")
+            raise UserError(f"{where}: question {question_id!r} is ranked twice; remove one row.")
         for source in ranking.sources:
             if source_ids is not None and source not in source_ids:
                 raise UserError(
-                    f"{place}: source {source!r} is not in the corpus; search that corpus again."
+                    f"{where}: source {source!r} is not in the corpus; search that corpus again."
                 )
         by_question[question_id] = ranking
     if question_ids is None:
@@ -100,26 +100,26 @@ def read_rankings(
     return [by_question[question_id] for question_id in question_ids]
 
 
-def _parse(row: Any, place: str) -> Ranking:
+def _parse(row: Any, where: str) -> Ranking:
     if not isinstance(row, dict) or not {"question_id", "sources", "scores"} <= row.keys():
         raise UserError(
-            f'{place}: expected {{"question_id", "sources", "scores"}}, got {row!r:.80}.'
+            f'{where}: expected {{"question_id", "sources", "scores"}}, got {row!r:.80}.'
         )
     question_id, sources, scores = row["question_id"], row["sources"], row["scores"]
     if not isinstance(question_id, str):
-        raise UserError(f"{place}: question_id must be a string, got {question_id!r:.80}.")
+        raise UserError(f"{where}: question_id must be a string, got {question_id!r:.80}.")
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
-        raise UserError(f"{place}: sources must be a list of id strings, got {sources!r:.80}.")
+        raise UserError(f"{where}: sources must be a list of id strings, got {sources!r:.80}.")
     if not isinstance(scores, list) or not all(_finite(score) for score in scores):
-        raise UserError(f"{place}: scores must be a list of finite numbers, got {scores!r:.80}.")
+        raise UserError(f"{where}: scores must be a list of finite numbers, got {scores!r:.80}.")
     if len(sources) != len(scores):
         raise UserError(
-            f"{place}: {len(sources)} sources but {len(scores)} scores; one score a source was "
+            f"{where}: {len(sources)} sources but {len(scores)} scores; one score per source was "
             "expected."
         )
     if len(set(sources)) != len(sources):
-        twice = next(source for source in sources if sources.count(source) > 1)
-        raise UserError(f"{place}: source {twice!r} is ranked twice; remove one.")
+        repeated = next(source for source in sources if sources.count(source) > 1)
+        raise UserError(f"{where}: source {repeated!r} is ranked twice; remove one.")
     return Ranking(question_id, tuple(sources), tuple(map(float, scores)))
 
 
@@ -130,11 +130,10 @@ def _finite(value: Any) -> bool:
 def with_mined_negatives(
     questions: Sequence[Question], files: Sequence[str], source_ids: Container[str]
 ) -> list[Question]:
-    """Questions with further hard negatives: what retrievers found that is not gold.
+    """Questions with more hard negatives: retrieved sources that are not gold.
 
     Args:
-      files: rankings of all the questions, as `mmqa search` writes them for their split; none
-        changes nothing.
+      files: rankings of all the questions, as `mmqa search` writes them for their split.
       source_ids: as in `read_rankings`, whose errors this raises.
     """
     for path in files:
@@ -160,23 +159,23 @@ def without_own_source(
 ) -> list[Ranking]:
     """Rankings cut to `top_k`, without the source that a question was made from.
 
-    A question that is a passage of the corpus names it under the key `from_source`; found, it
-    would always be the first hit and never an answer.
+    A question made from a passage of the corpus names it under the key `from_source`; that source
+    would always rank first and never be an answer.
     """
     kept = []
     for question, ranking in zip(questions, rankings, strict=True):
         own = question.extra.get("from_source")
-        places = [i for i, name in enumerate(ranking.sources) if name != own][:top_k]
-        names = tuple(ranking.sources[i] for i in places)
-        kept.append(Ranking(ranking.question_id, names, tuple(ranking.scores[i] for i in places)))
+        indices = [i for i, name in enumerate(ranking.sources) if name != own][:top_k]
+        names = tuple(ranking.sources[i] for i in indices)
+        kept.append(Ranking(ranking.question_id, names, tuple(ranking.scores[i] for i in indices)))
     return kept
 
 
 def rescored(candidates: Sequence[Ranking], scores: np.ndarray) -> list[Ranking]:
-    """The same sources by other scores, best first; equal ones keep their order.
+    """The same sources with other scores, best first; ties keep their order.
 
     Args:
-      scores: float [N], of the sources of all candidates, end to end.
+      scores: float [N], of the sources of all candidates, concatenated.
     """
     rankings, ends = [], np.cumsum([len(given.sources) for given in candidates])
     for given, end in zip(candidates, ends, strict=True):
@@ -186,10 +185,10 @@ def rescored(candidates: Sequence[Ranking], scores: np.ndarray) -> list[Ranking]
 
 
 def best_of(first: Sequence[Ranking], second: Sequence[Ranking]) -> list[Ranking]:
-    """Two passes as one: every source with the higher of its scores, best first.
+    """Two sets of rankings merged: every source with the higher of its scores, best first.
 
-    Scores must compare (similarities, probabilities). Equal ones stay in the order in which
-    the passes name them.
+    Scores must be comparable (similarities, probabilities). Ties keep the order of the rankings,
+    `first` before `second`.
     """
     merged = []
     for one, other in zip(first, second, strict=True):
@@ -201,6 +200,6 @@ def best_of(first: Sequence[Ranking], second: Sequence[Ranking]) -> list[Ranking
 
 
 def by_score(question_id: str, scores: Mapping[str, float]) -> Ranking:
-    """A question's sources, best first; equal scores stay in their order."""
+    """A question's sources, best first; ties keep their order."""
     order = sorted(scores, key=lambda name: -scores[name])
     return Ranking(question_id, tuple(order), tuple(float(scores[name]) for name in order))

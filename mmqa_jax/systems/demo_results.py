@@ -1,4 +1,4 @@
-"""What a demo found: its scores as JSON, its tables, its HTML report."""
+"""The results of the demo's rows: scores as JSON, tables, the HTML report."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmqa_jax.core.files import read_json
+from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.predictions import read_predictions
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.report import (
-    Example,
-    ExampleAnswer,
-    ExampleSource,
-    ReportData,
-    read_curves,
-    write_report,
-)
-from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.examples import evenly_by_category, example
+from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
 from mmqa_jax.evaluation.webqa import (
@@ -32,13 +25,29 @@ from mmqa_jax.evaluation.webqa import (
     fit_constant_answers,
     score_answers,
 )
-from mmqa_jax.systems import webqa
+from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.systems.run_report import run_facts
 
 SETTINGS = ("question_only", "oracle", "restricted", "full")
-RETRIEVERS = ("bm25", "dense", "fused", "bm25_two_pass", "dense_two_pass", "fused_two_pass")
+RETRIEVERS = (
+    *("bm25", "dense", "fused"),
+    *("bm25_second_hop", "dense_second_hop", "fused_second_hop"),
+)
+# Source F1 in the JSON: name -> row. The first four choose among each question's own candidates.
+SOURCE_F1 = {
+    "bm25": "restricted_bm25",
+    "dense": "restricted_dense",
+    "vlp": "restricted_vlp",
+    "reranked": "restricted",
+    "full_bm25": "bm25",
+    "full_dense": "dense",
+    "full_vlp": "full_vlp",
+    "full_reranked": "full",
+}
+METRICS = ("webqa_acc", "exact_match")
 NOTICE = (
-    "Atlas is mmqa_jax's own benchmark, made of OpenMoji pictures and World Factbook text. Its "
-    "numbers are not WebQA's and compare with nobody else's."
+    "Atlas is mmqa_jax's own benchmark, made from OpenMoji pictures and World Factbook text. Its "
+    "scores are not comparable with WebQA's or with any other benchmark's."
 )
 _KS = (1, 2, 5, 10, 20, 50, 100)
 _TASKS = {"contrastive": "retriever", "rerank": "source selector", "answer": "reader"}
@@ -46,107 +55,114 @@ _TASKS = {"contrastive": "retriever", "rerank": "source selector", "answer": "re
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Rankings and predictions of a finished demo.
+    """The outputs of the rows of a finished demo.
 
     Attributes:
-      rankings: name of a file in retrieval/ -> rankings, one per question.
-      predictions: setting -> predictions, one per question.
-      selection: `weight` of the similarity and `threshold` of the source selection, and
-        `vlp_threshold` without the similarity, all tuned on the validation split.
+      scores: row -> scorer -> float64[questions].
+      predictions: row -> predictions, one per question.
+      relevance: scored candidates of the row `full`, one Ranking per question.
+      selection: `weight` of the similarity, `threshold`, and `vlp_threshold` (VLP alone).
+      examples: approximate number of questions that the report shows.
     """
 
     folder: Path
-    config: Mapping[str, Any]
     corpus: Corpus
     questions: Sequence[Question]
-    rankings: Mapping[str, Sequence[Ranking]]
+    scores: Mapping[str, Mapping[str, np.ndarray]]
     predictions: Mapping[str, Sequence[Prediction]]
+    relevance: Sequence[Ranking]
     selection: Mapping[str, Any]
+    examples: int
+
+
+def read_results(
+    folder: Path,
+    rows: Path,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    selection: Mapping[str, Any],
+    examples: int,
+) -> Results:
+    """Reads the outputs of every row in `rows`; adds the constant answers as a row."""
+    scores, predictions = {}, {}
+    for row in sorted(path.parent for path in rows.glob("*/per_question.jsonl")):
+        lines = [line["scores"] for _, line in read_jsonl(row / "per_question.jsonl")]
+        scores[row.name] = {name: np.array([line[name] for line in lines]) for name in lines[0]}
+        predictions[row.name] = read_predictions(row / "predictions.jsonl")
+    normalizer = Normalizer("none")
+    known = [question for question in corpus.questions() if question.split != "test"]
+    constants = constant_predictions(questions, fit_constant_answers(known, lemmatizer=normalizer))
+    scores["constant"] = score_answers(questions, constants, lemmatizer=normalizer).per_question
+    ids = [question.id for question in questions]
+    relevance = read_rankings(rows / "full" / "retrieval" / "relevance.jsonl", ids, corpus.row)
+    return Results(folder, corpus, questions, scores, predictions, relevance, selection, examples)
 
 
 def score_demo(results: Results) -> dict[str, Any]:
     """All scores: the JSON object of `mmqa demo --json`.
 
-    Answers are scored with WebQA's accuracy without a lemmatiser (key `scorer`). Groups are
-    WebQA's categories, with `text` also apart by hops.
+    Answers are scored with WebQA's accuracy without a lemmatizer (key `scorer`). Groups are
+    WebQA's categories, with `text` also split by number of hops.
     """
-    questions = results.questions
-    groups = question_groups(questions)
-    scores: dict[str, float] = {}
-    intervals: dict[str, list[float]] = {}
-    by_category: dict[str, dict[str, dict[str, float]]] = {}
-    resamples = results.config["evaluate"]["bootstrap"]
-    for setting, answers in _answer_scores(results).items():
-        values = {name.split("/")[0]: x for name, x in answers.per_question.items()}
-        for name, per_question in values.items():
-            key = f"{name}/{setting}"
-            interval = bootstrap_interval(per_question, resamples=resamples)
-            scores[key] = interval.mean
-            intervals[key] = [interval.low, interval.high]
-        by_category[setting] = _by_group(values, groups)
-
-    recall: dict[str, dict[str, float]] = {}
-    gold = [set(question.positives) for question in questions]
-    for name in RETRIEVERS:
-        found = score_rankings(gold, [r.sources for r in results.rankings[name]], _KS)
-        recall[name] = {str(k): found.scores[f"recall@{k}"] for k in _KS}
-        scores[f"recall_at_20/{name}"] = found.scores["recall@20"]
-        by_category[f"retrieval/{name}"] = _by_group(
-            {"recall_at_20": found.per_question["recall@20"]}, groups
-        )
-
-    for name, cited in cited_sources(results).items():
-        f1 = webqa.source_f1s(questions, cited)
-        interval = bootstrap_interval(f1, resamples=resamples)
-        scores[f"source_f1/{name}"] = interval.mean
-        intervals[f"source_f1/{name}"] = [interval.low, interval.high]
+    groups = question_groups(results.questions)
+    named = {
+        **{
+            f"{metric}/{row}": results.scores[row][f"{metric}/no_lemma"]
+            for row in (*SETTINGS, "constant")
+            for metric in METRICS
+        },
+        **{
+            f"source_f1/{name}": results.scores[row]["source_f1/official"]
+            for name, row in SOURCE_F1.items()
+        },
+    }
+    intervals = {name: bootstrap_interval(values) for name, values in named.items()}
+    recall = {
+        row: {str(k): float(results.scores[row][f"recall@{k}"].mean()) for k in _KS}
+        for row in RETRIEVERS
+    }
+    by_category: dict[str, Any] = {
+        row: {
+            group: {m: float(named[f"{m}/{row}"][members].mean()) for m in METRICS}
+            for group, members in groups.items()
+        }
+        for row in (*SETTINGS, "constant")
+    }
+    by_category |= {
+        f"retrieval/{row}": {
+            group: {"recall_at_20": float(results.scores[row]["recall@20"][members].mean())}
+            for group, members in groups.items()
+        }
+        for row in RETRIEVERS
+    }
     return {
         "dataset": "atlas",
-        "n": len(questions),
+        "n": len(results.questions),
         "scorer": "webqa_acc/no_lemma",
         "selection": {k: results.selection[k] for k in ("weight", "threshold", "vlp_threshold")},
-        "scores": scores,
-        "intervals": intervals,
+        "scores": {name: interval.mean for name, interval in intervals.items()}
+        | {f"recall_at_20/{row}": values["20"] for row, values in recall.items()},
+        "intervals": {name: [x.low, x.high] for name, x in intervals.items()},
         "by_category": by_category,
         "recall": recall,
     }
 
 
-def cited_sources(results: Results) -> dict[str, list[Ranking]]:
-    """Cited sources per system: the top two of a retriever, or those the reranker selects.
-
-    `bm25`, `dense`, `vlp` (the source head alone) and `reranked` (with the retriever's
-    similarity) choose among each question's candidates (restricted); `full_*` in the whole
-    collection.
-    """
-    rankings, tuned = results.rankings, results.selection
-    return {
-        "bm25": [webqa.top(r, 2) for r in rankings["restricted_bm25"]],
-        "dense": [webqa.top(r, 2) for r in rankings["restricted_dense"]],
-        "vlp": webqa.select_sources(rankings["restricted_vlp"], tuned["vlp_threshold"]),
-        "reranked": webqa.select_sources(rankings["restricted_reranked"], tuned["threshold"]),
-        "full_bm25": [webqa.top(r, 2) for r in rankings["bm25"]],
-        "full_dense": [webqa.top(r, 2) for r in rankings["dense"]],
-        "full_vlp": webqa.select_sources(rankings["full_vlp"], tuned["vlp_threshold"]),
-        "full_reranked": webqa.select_sources(rankings["full_reranked"], tuned["threshold"]),
-    }
-
-
 def question_groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    """Category -> places of its questions; `text` also as one-hop and two-hop text."""
+    """Category -> indices of its questions; `text` also as one-hop and two-hop text."""
     groups: dict[str, list[int]] = {}
-    for place, question in enumerate(questions):
-        groups.setdefault(question.category, []).append(place)
+    for i, question in enumerate(questions):
+        groups.setdefault(question.category, []).append(i)
         if question.category == "text":
             hops = "two-hop" if question.extra.get("hops") == 2 else "one-hop"
-            groups.setdefault(f"text, {hops}", []).append(place)
+            groups.setdefault(f"text, {hops}", []).append(i)
     return {name: np.array(groups[name]) for name in sorted(groups)}
 
 
 def show_tables(
     results: Results, scores: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Prints the tables on stderr, so that stdout stays the JSON's."""
+    """Prints the tables on stderr, because stdout is reserved for the JSON."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     console.print(f"\n{NOTICE}", soft_wrap=True)
     for table in [*result_tables(results, scores), stage_table(stages)]:
@@ -154,15 +170,15 @@ def show_tables(
 
 
 def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
-    """Answers by setting and category, exact match, retrieval, sources."""
+    """Tables of answers by setting and category, exact match, retrieval, source selection."""
     n = scores["n"]
     tables = [
         _settings_table(results, scores, "webqa_acc", f"Answers: WebQA accuracy, {n} questions"),
         _settings_table(results, scores, "exact_match", f"Answers: exact match, {n} questions"),
     ]
-    f1 = {name: scores["scores"].get(f"source_f1/full_{name}") for name in RETRIEVERS}
+    f1 = {row: float(results.scores[row]["source_f1/official"].mean()) for row in RETRIEVERS}
     recall = {
-        name: {int(k): v for k, v in values.items() if int(k) in (1, 2, 5, 10, 20, 100)}
+        name: {int(k): v for k, v in values.items() if int(k) != 50}
         for name, values in scores["recall"].items()
     }
     tables.append(
@@ -174,29 +190,18 @@ def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
         for name in RETRIEVERS
     ]
     tables.append(Table("recall@20 by category", ["retriever", *groups], rows))
-    cited = cited_sources(results)
-    rows = [
-        [
-            name,
-            Interval(
-                scores["scores"][f"source_f1/{name}"], *scores["intervals"][f"source_f1/{name}"]
-            ),
-        ]
-        for name in cited
-    ]
     tuned = scores["selection"]
     note = (
         f"bm25, dense: top two. vlp: above {tuned['vlp_threshold']}. reranked: above "
         f"{tuned['threshold']}, VLP with {tuned['weight']:g} x similarity. Tuned on val."
     )
-    tables.append(
-        Table("Source F1 (restricted; full_: whole collection)", ["system", "F1"], rows, note)
-    )
-    return tables
+    cited = [[name, _interval(scores, f"source_f1/{name}")] for name in SOURCE_F1]
+    title = "Source F1 (restricted; full_: whole collection)"
+    return [*tables, Table(title, ["system", "F1"], cited, note)]
 
 
 def stage_table(stages: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Minutes and memory of every stage."""
+    """Time and memory of every stage."""
     rows: list[list[Cell]] = [
         [name, round(record["seconds"] / 60, 2), record["peak_rss_mib"]]
         for name, record in stages.items()
@@ -213,37 +218,26 @@ def write_html(
     stages: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Writes report.html."""
-    run = read_json(results.folder / "config.json")
-    commit = run["git"]["commit"][:10] if run.get("git") else "not from a checkout"
-    device = run.get("devices", {})
-    curves = {}
-    for task, title in _TASKS.items():
-        names = ("loss", "accuracy")
-        curves[title] = read_curves(results.folder / task / "metrics.jsonl", names)
-    headline = {
-        "answer accuracy, oracle sources": scores["scores"]["webqa_acc/oracle"],
-        "answer accuracy, full collection": scores["scores"]["webqa_acc/full"],
-        "recall@20, dense two-pass": scores["scores"]["recall_at_20/dense_two_pass"],
-        "source F1, restricted": scores["scores"]["source_f1/reranked"],
+    curves = {
+        title: read_curves(results.folder / task / "metrics.jsonl", ("loss", "accuracy"))
+        for task, title in _TASKS.items()
     }
     data = ReportData(
         title="Atlas: cited answers from pictures and prose",
         description=(
             f"{len(results.corpus):,} sources; {scores['n']} test questions about countries that "
-            "no training question names. Retriever, source selector and reader were trained by "
-            "this run."
+            "no training question names. This run trained the retriever, the source selector and "
+            "the reader."
         ),
         notice=NOTICE,
         attribution=results.corpus.manifest.get("attribution", "").strip().splitlines(),
-        facts={
-            "started": run["started"],
-            "device": f"{device.get('count', '?')} x {device.get('kind', '?')}",
-            "host": f"{run['host']['cpus']} CPU cores, Python {run['host']['python']}",
-            "jax": run["versions"].get("jax", "?"),
-            "commit": commit,
-            "corpus": results.corpus.fingerprint[:16],
+        facts=run_facts(results.folder, results.corpus),
+        headline={
+            "answer accuracy, oracle sources": scores["scores"]["webqa_acc/oracle"],
+            "answer accuracy, full collection": scores["scores"]["webqa_acc/full"],
+            "recall@20, dense with second hop": scores["scores"]["recall_at_20/dense_second_hop"],
+            "source F1, restricted": scores["scores"]["source_f1/reranked"],
         },
-        headline=headline,
         tables=result_tables(results, scores),
         curves=curves,
         recall={
@@ -251,122 +245,41 @@ def write_html(
             for name, values in scores["recall"].items()
         },
         stages=[(name, record["seconds"]) for name, record in stages.items()],
-        examples=_examples(results),
+        examples=[
+            _example(results, i) for i in evenly_by_category(results.questions, results.examples)
+        ],
     )
     write_report(path, data)
 
 
+def _example(results: Results, i: int) -> Any:
+    answers = {
+        row: (
+            results.predictions[row][i],
+            {metric: float(results.scores[row][f"{metric}/no_lemma"][i]) for metric in METRICS},
+        )
+        for row in ("full", "restricted", "oracle", "question_only")
+    }
+    cited = results.predictions["full"][i].sources
+    return example(results.corpus, results.questions[i], answers, results.relevance[i], cited)
+
+
 def _settings_table(results: Results, scores: Mapping[str, Any], metric: str, title: str) -> Table:
-    """A row a category, a column a setting, the constant answer last."""
+    """One row per category, one column per setting, the constant answer last."""
     by_category = scores["by_category"]
-    groups = question_groups(results.questions)
     columns = (*SETTINGS, "constant")
     rows: list[list[Cell]] = [
-        [name, len(places), *(by_category[setting][name][metric] for setting in columns)]
-        for name, places in groups.items()
+        [name, len(members), *(by_category[setting][name][metric] for setting in columns)]
+        for name, members in question_groups(results.questions).items()
     ]
-    overall: list[Cell] = ["all", len(results.questions)]
-    for setting in columns:
-        key = f"{metric}/{setting}"
-        overall.append(Interval(scores["scores"][key], *scores["intervals"][key]))
-    rows.append(overall)
+    overall = [_interval(scores, f"{metric}/{setting}") for setting in columns]
+    rows.append(["all", len(results.questions), *overall])
     note = (
-        "No lemmatiser. Constant: each category's best single answer, chosen on train and val. "
-        "Intervals: 95 %, bootstrap over questions."
+        "No lemmatizer. Constant: each category's best single answer, chosen on train and val. "
+        "Intervals: 95%, bootstrap over questions."
     )
     return Table(title, ["category", "n", *columns], rows, note)
 
 
-def _answer_scores(results: Results) -> dict[str, Scores]:
-    """Scores of every setting, and of constant answers chosen on the other splits."""
-    normalizer = Normalizer("none")
-    known = [q for q in results.corpus.questions() if q.split != "test"]
-    constants = fit_constant_answers(known, lemmatizer=normalizer)
-    predictions = {
-        **{setting: results.predictions[setting] for setting in SETTINGS},
-        "constant": constant_predictions(results.questions, constants),
-    }
-    return {
-        name: score_answers(results.questions, given, lemmatizer=normalizer)
-        for name, given in predictions.items()
-    }
-
-
-def _by_group(
-    values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]
-) -> dict[str, dict[str, float]]:
-    """Group -> metric -> mean over its questions."""
-    return {
-        group: {name: float(x[places].mean()) for name, x in values.items()}
-        for group, places in groups.items()
-    }
-
-
-def _examples(results: Results) -> list[Example]:
-    """Example questions, evenly over the categories."""
-    scored = _answer_scores(results)
-    groups: dict[str, list[int]] = {}
-    for place, question in enumerate(results.questions):
-        groups.setdefault(question.category, []).append(place)
-    each = -(-results.config["evaluate"]["examples"] // len(groups))
-    return [
-        _example(results, scored, place)
-        for category in sorted(groups)
-        for place in groups[category][:each]
-    ]
-
-
-def _example(results: Results, scored: Mapping[str, Scores], place: int) -> Example:
-    question = results.questions[place]
-    answers = []
-    for setting in ("full", "restricted", "oracle", "question_only"):
-        values = {
-            name.split("/")[0]: float(x[place]) for name, x in scored[setting].per_question.items()
-        }
-        answers.append(ExampleAnswer(setting, results.predictions[setting][place].answer, values))
-    ranking = results.rankings["full_reranked"][place]
-    cited = set(results.predictions["full"][place].sources)
-    shown = list(zip(ranking.sources[:6], ranking.scores[:6], strict=True))
-    sources = [
-        _source(results, name, rank, score, name in cited, question)
-        for rank, (name, score) in enumerate(shown, start=1)
-    ]
-    listed = {name for name, _ in shown}
-    ranks = {name: rank for rank, name in enumerate(ranking.sources, start=1)}
-    sources += [
-        _source(results, name, ranks.get(name), None, name in cited, question)
-        for name in question.positives
-        if name not in listed
-    ]
-    return Example(
-        question=question.question,
-        category=question.category,
-        answers=answers,
-        references=question.answers,
-        keywords=question.keywords,
-        sources=sources,
-        picture=results.corpus.question_picture(question),
-        id=question.id,
-    )
-
-
-def _source(
-    results: Results,
-    name: str,
-    rank: int | None,
-    score: float | None,
-    cited: bool,
-    question: Question,
-) -> ExampleSource:
-    row = results.corpus.row[name]
-    source = results.corpus.sources[row]
-    return ExampleSource(
-        id=name,
-        text=source.text,
-        title=source.title,
-        picture=results.corpus.picture(row),
-        rank=rank,
-        score=score,
-        cited=cited,
-        gold=name in question.positives,
-    )
+def _interval(scores: Mapping[str, Any], name: str) -> Interval:
+    return Interval(scores["scores"][name], *scores["intervals"][name])

@@ -1,4 +1,4 @@
-"""Training of VLP's answers: masked-LM prediction of the answer's words."""
+"""Training of VLP's answers: masked-LM prediction of the answer's tokens."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.vlp import VLP, Context, VLPConfig, said_before
+from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConfig, said_before
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerTask:
     """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
 
-    The original's normalisation: summed over the batch, divided by the number of masked
+    Normalized as in the original: summed over the batch, divided by the number of masked
     tokens + 1e-5; where tokens have weights (MaskingConfig.keyword_weight), by their sum.
     """
 
-    config: VLPConfig
+    config: ExtendedVLPConfig
 
     def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialised VLP."""
-        return VLP(self.config, rngs=nnx.Rngs(key))
+        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
 
     def loss(
-        self, model: VLP, batch: dict, dropout_key: jax.Array
+        self, model: ExtendedVLP, batch: dict, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss per masked token, and the share of them that got most of the probability.
+        """Mean loss per masked token, and the share of them with a probability above one half.
 
-        Both by the tokens' weights.
+        Both weighted by the tokens' weights.
         """
         inputs = batch["inputs"]
         hidden = model.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
@@ -39,8 +39,8 @@ class AnswerTask:
         context = Context(hidden, inputs.input_ids, inputs.context_mask)
         said = said_before(inputs, positions)  # [B, P, L]
         log_probs = model.log_probs_of(at_masks, context, said, batch["masked_ids"])  # [B, P]
-        # A name that stands in no source cannot be asked of a model that only copies names.
+        # A model that only copies names cannot produce a name that is in no source.
         weights = batch["masked_weights"] * model.sayable(context, batch["masked_ids"])
         total = weights.sum() + 1e-5
-        right = (log_probs > jnp.log(0.5)).astype(jnp.float32)
-        return -(log_probs * weights).sum() / total, {"accuracy": (right * weights).sum() / total}
+        correct = (log_probs > jnp.log(0.5)).astype(jnp.float32)
+        return -(log_probs * weights).sum() / total, {"accuracy": (correct * weights).sum() / total}

@@ -27,10 +27,10 @@ class ContrastiveTask:
 
     Attributes:
       config: the model's.
-      mesh: over which the batch is split; None computes the loss in one place.
-      tower_parts: the towers run over the batch in so many parts, whose activations are computed
-        again for the gradient, so that one part's at a time are in memory. The loss is that of
-        the whole batch, and so is its gradient (GradCache, Gao et al. 2021, section 3).
+      mesh: over which the batch is split; None computes the loss on one device.
+      tower_parts: the towers run over the batch in this many parts, whose activations are
+        recomputed for the gradient, so that only one part's are in memory at a time. The loss is
+        that of the whole batch, and so is its gradient (GradCache, Gao et al. 2021, section 3).
     """
 
     config: DualEncoderConfig
@@ -46,7 +46,7 @@ class ContrastiveTask:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean cross-entropy of both directions, and the in-batch accuracy.
 
-        The batch is `pipelines.contrastive_batches`'s: B questions, and S = B * (1 + n) sources.
+        The batch is `data.batches.contrastive`'s: B questions, and S = B * (1 + n) sources.
         """
 
         def encode_queries(key: jax.Array, inputs: tuple[jax.Array, ...]) -> jax.Array:
@@ -56,12 +56,14 @@ class ContrastiveTask:
             return model.encode_source(*inputs, dropout_key=key)
 
         query_key, source_key = jax.random.split(dropout_key)
-        asked = batch["query_ids"], batch["query_mask"]
-        shown = tuple(batch[name] for name in ("source_ids", "source_mask", "pixels", "has_image"))
+        queries = batch["query_ids"], batch["query_mask"]
+        sources = tuple(
+            batch[name] for name in ("source_ids", "source_mask", "pixels", "has_image")
+        )
         scale = model.temperature()
         loss, accuracy = contrastive_loss(
-            self._in_parts(encode_queries, query_key, asked),
-            self._in_parts(encode_sources, source_key, shown),
+            self._in_parts(encode_queries, query_key, queries),
+            self._in_parts(encode_sources, source_key, sources),
             scale,
             batch["positive"],
             batch["source_rows"],
@@ -109,9 +111,10 @@ def contrastive_loss(
       queries, sources: [B, D] and [S, D] float32, of length 1.
       scale: factor on the cosines.
       positive: [B], each question's gold source as a row of `sources`.
-      source_rows: [S], row of each source in the corpus: the same one twice is no negative.
-      gold_rows: [B, G], corpus rows of all gold sources of a question, padded with -1: the
-        others are no negatives either.
+      source_rows: [S], row of each source in the corpus: another occurrence of the positive is
+        not a negative.
+      gold_rows: [B, G], corpus rows of all gold sources of a question, padded with -1: these
+        are not negatives either.
       mesh: over whose batch axes B and S are split.
     """
     arrays = queries, sources, positive, source_rows, gold_rows

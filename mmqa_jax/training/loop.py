@@ -1,7 +1,7 @@
 """The one training loop: every task, on any mesh, resumable at every checkpoint.
 
 Order within a step, which is what makes a killed and resumed run equal to an uninterrupted one:
-batch, update, log, evaluate, save. A checkpoint's step has therefore all its rows in
+batch, update, log, evaluate, save. A checkpoint's step therefore has all its rows in
 metrics.jsonl, and rows after it are dropped when the run resumes.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
 import signal
 import sys
 import threading
@@ -23,10 +22,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.checkpoint import Checkpoints, save_params
-from mmqa_jax.core.config import check_section, config_fingerprint, parameters_of
+from mmqa_jax.core.checkpoint import Checkpoints
+from mmqa_jax.core.config import Key, check_section, config_fingerprint, optional, spec_of
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding
+from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_sharding
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
@@ -34,11 +33,12 @@ from mmqa_jax.training.state import (
     Task,
     TrainState,
     abstract_state,
-    filled,
+    initial_state,
     make_step,
     split_model,
-    start,
+    with_pretrained,
 )
+from mmqa_jax.weights.folder import save_trained
 
 # Entries of a batch that stay on the host, to name the examples of a bad step.
 _ID_KEYS = ("ids", "index")
@@ -48,9 +48,21 @@ Evaluate = Callable[[nnx.Module, int], Mapping[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """The section `train` of a config, without `optimizer` and `rules`; see `train`."""
+    """The section `train` of a config.
+
+    Attributes:
+      steps: of the whole run.
+      optimizer: see OptimizerOptions.
+      rules: logical axis -> mesh axes.
+      log_every, checkpoint_every, evaluate_every: in steps; with 0 for the latter two, only at
+        the end.
+      accumulate: parts of a batch, one after another (see make_step).
+      keep: how many checkpoints.
+    """
 
     steps: int
+    optimizer: OptimizerOptions
+    rules: Rules = DEFAULT_RULES
     log_every: int = 10
     checkpoint_every: int = 500
     evaluate_every: int = 0
@@ -67,17 +79,15 @@ def train(
     workdir: Any,
     seed: int,
     evaluate: Evaluate | None = None,
-    fill: Callable[[nnx.Module], None] | None = None,
+    load_pretrained: Callable[[nnx.Module], None] | None = None,
     title: str = "Training",
     metadata: Mapping[str, Any] | None = None,
     only_start: bool = False,
 ) -> Any:
-    """Trains a task to its last step, going on from the newest checkpoint in `workdir`.
+    """Trains a task to its last step, resuming from the newest checkpoint in `workdir`.
 
     Args:
-      config: the section `train` of a config: `steps`, `optimizer` (see OptimizerOptions), and,
-        with these defaults, `log_every` 10, `checkpoint_every` 500, `evaluate_every` 0 (only at
-        the end), `accumulate` 1, `keep` 2 (checkpoints), `rules` (logical -> mesh axes).
+      config: the section `train` of a config; see LoopOptions.
       task: model and loss.
       batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis
         the batch of this process. A step is compiled once per shape. Entries `ids` or `index`
@@ -85,14 +95,14 @@ def train(
       mesh: of core.mesh.make_mesh.
       workdir: folder of this training run: checkpoints/, metrics.jsonl, events, weights/,
         model.json.
-      seed: of the starting weights and of dropout.
+      seed: of the initial weights and of dropout.
       evaluate: called as `evaluate(model, step)` every `evaluate_every` steps and at the end;
-        what it returns is logged as `eval/NAME`. It must not keep the model.
-      fill: puts pretrained weights into the freshly made model, in place, before the first step
-        of a run (not when it resumes).
+        its results are logged as `eval/NAME`. It must not keep the model.
+      load_pretrained: puts pretrained weights into the freshly initialized model, in place,
+        before the first step of a run (not when it resumes).
       title: shown in front of the progress.
-      metadata: JSON values for model.json (which model these weights belong to).
-      only_start: takes no step: the weights that are saved are those of `fill`.
+      metadata: JSON values for model.json, which describe the model.
+      only_start: takes no step: the weights that are saved are the initial ones.
 
     Returns:
       The final parameters (nnx.State).
@@ -105,10 +115,9 @@ def train(
     """
     options = read_section(config)
     steps = 0 if only_start else options.steps
-    rules = tuple((name, axes) for name, axes in config.get("rules") or DEFAULT_RULES)
-    optimizer, schedule = make_optimizer(read_options(config["optimizer"]), options.steps)
+    optimizer, schedule = make_optimizer(options.optimizer, options.steps)
     model = split_model(task, seed)
-    abstract = abstract_state(model, optimizer, mesh, rules)
+    abstract = abstract_state(model, optimizer, mesh, options.rules)
     step_fn = make_step(
         task,
         model,
@@ -127,8 +136,8 @@ def train(
         state, first, window = _restore_or_start(
             checkpoints, task, optimizer, seed, abstract, batches
         )
-        if fill is not None and first == 0:
-            state = filled(state, model, fill)
+        if load_pretrained is not None and first == 0:
+            state = with_pretrained(state, model, load_pretrained)
         with (
             MetricsWriter(folder, restored_step=first) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
@@ -137,7 +146,7 @@ def train(
             run = _Run(options, checkpoints, metrics, progress, batches, window, seed)
             for step in range(first + 1, steps + 1):
                 batch, ids = _next_batch(batches, step, mesh, options.accumulate)
-                with jax.transfer_guard("disallow"):  # the batch is all that may move, above
+                with jax.transfer_guard("disallow"):  # only the batch is transferred, above
                     state, values = step_fn(state, batch)
                 run.dispatched(step, ids, values)
                 if step % options.log_every == 0 or step == options.steps:
@@ -154,7 +163,8 @@ def train(
                     checkpoints.wait()
                     stop.leave(title, step, folder)
             checkpoints.wait()
-        save_params(folder, state.params, {**(metadata or {}), "step": steps, "seed": seed})
+        metadata = {**(metadata or {}), "step": steps, "seed": seed}
+        save_trained(folder, model.merge(state.params), state.params, metadata)
     return state.params
 
 
@@ -175,11 +185,11 @@ class _Run:
         self._progress, self._batches, self._seed = progress, batches, seed
         self._flying: collections.deque[tuple[int, Any, dict[str, jax.Array]]] = collections.deque()
         self._sums, self._count = dict(window["sums"]), window["count"]
-        # The CPU runs a step on the cores that also make batches: far ahead only costs memory.
+        # The CPU runs a step on the cores that also make batches: running ahead costs memory only.
         self._most_in_flight = 2 if jax.default_backend() == "cpu" else 8
 
     def dispatched(self, step: int, ids: Any, values: dict[str, jax.Array]) -> None:
-        """Notes a step under way, and waits for an older one if too many are."""
+        """Records a dispatched step, and waits for an older one if too many are in flight."""
         self._flying.append((step, ids, values))
         if len(self._flying) > self._most_in_flight:
             self._flying[-1 - self._most_in_flight][2]["loss"].block_until_ready()
@@ -212,20 +222,20 @@ class _Run:
         self._sums, self._count = {}, 0
 
     def save(self, step: int, state: TrainState) -> None:
-        """Starts a checkpoint, after making sure that nothing in it is broken."""
+        """Starts a checkpoint, after checking that all values so far are finite."""
         self.check_finite()
         self._checkpoints.save(
             step,
             params=state.params,
             train={"step": state.step, "optimizer": state.optimizer},
             iterator=self._batches,
-            # A row's window may span a checkpoint: its first part must survive.
+            # A log window may span a checkpoint: keep its first part.
             meta={"seed": self._seed, "window": {"sums": self._sums, "count": self._count}},
         )
 
 
 class _StopSignals:
-    """Turns SIGTERM and the first Ctrl-C into a wish to stop; a second Ctrl-C stops at once."""
+    """Turns SIGTERM and the first Ctrl-C into a request to stop; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -247,7 +257,7 @@ class _StopSignals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def received(self, checkpoints: Checkpoints, step: int) -> bool:
-        """Whether the run shall stop after this step; the same on all hosts."""
+        """Whether the run is to stop after this step; the same on all hosts."""
         if jax.process_count() > 1 and checkpoints.reached_preemption(step):
             self._signal = signal.SIGTERM
         return self._signal is not None
@@ -256,7 +266,7 @@ class _StopSignals:
         """Ends the process with the signal's exit code."""
         print(
             f"{title}: stopped after step {step} and saved; start it again with the same workdir "
-            f"to go on ({folder}).",
+            f"to resume ({folder}).",
             file=sys.stderr,
         )
         raise SystemExit(128 + (self._signal or signal.SIGTERM))
@@ -270,20 +280,20 @@ def _restore_or_start(
     abstract: TrainState,
     batches: Any,
 ) -> tuple[TrainState, int, dict[str, Any]]:
-    """The newest checkpoint, or else the task's starting weights; with step and log window."""
+    """The newest checkpoint, or else the task's initial weights; with step and log window."""
     restored = checkpoints.restore_latest(
         params=abstract.params,
         train={"step": abstract.step, "optimizer": abstract.optimizer},
         iterator=batches,
     )
     if restored is None:
-        return start(task, optimizer, seed, abstract), 0, {"sums": {}, "count": 0}
+        return initial_state(task, optimizer, seed, abstract), 0, {"sums": {}, "count": 0}
     state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"])
     return state, restored.step, restored.meta["window"]
 
 
 def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -> tuple[Any, Any]:
-    """The next batch on the mesh, split over its data axes, and the ids that stay here."""
+    """The next batch on the mesh, split over its data axes, and the ids, which stay on the host."""
     try:
         batch = next(batches)
     except StopIteration:
@@ -306,33 +316,18 @@ def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) 
 
 def read_section(config: Mapping[str, Any]) -> LoopOptions:
     """Reads the section `train`; UserError for an unknown or missing key or a bad value."""
-    known, needed = parameters_of(LoopOptions)
-    check_section(
-        config, "train", {**known, "optimizer": dict, "rules": Any}, [*needed, "optimizer"]
-    )
-    check_section(config["optimizer"], "train.optimizer", *parameters_of(OptimizerOptions))
-    optimizer = read_options(config["optimizer"])
-    for pattern in (optimizer.no_decay, *(pattern for pattern, _ in optimizer.multipliers)):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(
-                f"config section train.optimizer: {pattern!r} is no regular expression ({error}); "
-                "correct it."
-            ) from error
-    options = LoopOptions(**{key: config[key] for key in known if key in config})
-    for key, value in dataclasses.asdict(options).items():
-        lowest = 0 if key in ("evaluate_every", "checkpoint_every") else 1
-        if value < lowest:
-            raise UserError(
-                f"config key train.{key}={value}: a whole number of at least {lowest} was "
-                "expected; give a larger one."
-            )
-    return options
+    spec = spec_of(LoopOptions, minimum=1)
+    zero = optional(int, minimum=0)
+    spec |= {"optimizer": Key(dict), "rules": optional(Any)}
+    check_section(config, "train", spec | {"checkpoint_every": zero, "evaluate_every": zero})
+    options = {key: config[key] for key in spec if key in config}
+    options["optimizer"] = read_options(config["optimizer"])
+    rules = options.pop("rules", None) or DEFAULT_RULES
+    return LoopOptions(**options, rules=tuple((name, axes) for name, axes in rules))
 
 
 def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
-    """UserError where a batch over all processes cannot be split."""
+    """UserError if a batch over all processes cannot be split."""
     parts = accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
     if size % parts or size < 1:
         raise UserError(
@@ -342,7 +337,7 @@ def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
 
 
 def _quiet() -> bool | None:
-    return True if jax.process_index() else None  # one process speaks; None: as it would
+    return True if jax.process_index() else None  # only process 0 shows its progress
 
 
 def _due(step: int, every: int, last: int) -> bool:

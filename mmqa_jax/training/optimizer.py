@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules from config.
 
-`adam` is what the WebQA code runs (plain torch Adam, constant rate), `adamw` the usual choice,
-`bert_adam` VLP's: no bias correction, every parameter's gradient clipped on its own.
+`adam` is the WebQA code's optimizer (plain torch Adam, constant rate), `adamw` the usual choice,
+`bert_adam` VLP's: no bias correction, every parameter's gradient clipped separately.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mmqa_jax.core.config import nearest
+from mmqa_jax.core.config import check_section, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named, name_of
 
 Schedule = Callable[[Any], jax.Array]
 
-# Biases, norm gains and CLIP's temperature are not shrunk towards zero.
+# Biases, norm gains and CLIP's temperature are not decayed.
 _NO_DECAY = r"(^|/)(bias|scale|logit_scale|picture_gate)$|norm"
 
 
@@ -46,12 +46,12 @@ class OptimizerOptions:
         first that matches counts.
       every: batches to an update, which takes the mean of their gradients; `train.steps` counts
         batches. Unlike `train.accumulate`, which takes a batch in parts, it lets batches of
-        different shapes share an update, and no more than one batch lies in memory.
+        different shapes share an update, and only one batch is in memory.
     """
 
-    name: str = "adamw"
+    name: Literal["adam", "adamw", "bert_adam"] = "adamw"
     learning_rate: float = 1e-4
-    schedule: str = "linear"
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup: float = 0.1
     final_fraction: float = 0.0
     b1: float = 0.9
@@ -66,29 +66,31 @@ class OptimizerOptions:
 
 
 def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
-    """Reads the config section; an unknown key or name is a UserError that names the nearest."""
-    known = [field.name for field in dataclasses.fields(OptimizerOptions)]
-    for key in section:
-        if key not in known:
-            raise UserError(f"config key train.optimizer.{key}: unknown; {nearest(key, known)}")
+    """Reads the section `train.optimizer` of a config.
+
+    Raises:
+      UserError: an unknown key, a value of another type, or values that no optimizer can have.
+    """
+    check_section(section, "train.optimizer", spec_of(OptimizerOptions, minimum=1))
     options = OptimizerOptions(**dict(section))
-    _one_of("name", options.name, ("adam", "adamw", "bert_adam"))
-    _one_of("schedule", options.schedule, ("constant", "linear", "cosine"))
     if options.name == "adam" and options.weight_decay:
         raise UserError(
             "config key train.optimizer.weight_decay: adam has no weight decay; set "
             "train.optimizer.name to adamw or leave weight_decay out."
-        )
-    if options.every < 1:
-        raise UserError(
-            f"config key train.optimizer.every={options.every}: at least 1 was expected; give a "
-            "larger number."
         )
     if options.warmup < 0 or options.learning_rate <= 0:
         raise UserError(
             "config section train.optimizer: learning_rate must be above 0 and warmup not below "
             f"0; they are {options.learning_rate} and {options.warmup}."
         )
+    for pattern in (options.no_decay, *(pattern for pattern, _ in options.multipliers)):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(
+                f"config section train.optimizer: {pattern!r} is not a regular expression "
+                f"({error}); correct it."
+            ) from error
     return options
 
 
@@ -234,10 +236,3 @@ def scale_by_name(multipliers: tuple[tuple[str, float], ...]) -> optax.GradientT
 
 def _by_name(tree: Any, value_of: Callable[[str], Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: value_of(name_of(path)), tree)
-
-
-def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(
-            f"config key train.optimizer.{key}={value}: unknown; {nearest(value, known)}"
-        )

@@ -1,4 +1,4 @@
-"""The arrays of a training run, how they start, and the jitted step that moves them."""
+"""The state of a training run: its initialization, and the jitted step that updates it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Task(Protocol):
     """What is trained: a model and its loss. One file per task in this folder."""
 
     def init(self, key: jax.Array) -> nnx.Module:
-        """Makes the model with its starting weights (traced)."""
+        """Makes the model with its initial weights (traced)."""
 
     def loss(
         self, model: nnx.Module, batch: Any, dropout_key: jax.Array
@@ -46,10 +46,10 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A task's model, split once: its graph, the shapes of its parameters, and the rest.
+    """A task's model, split once: its graph, the shapes of its parameters, and its constants.
 
     Attributes:
-      graphdef: static; together with arrays it makes a module again.
+      graphdef: static; merged with arrays it gives a module.
       params: nnx.State of jax.ShapeDtypeStructs.
       constants: nnx.State of the variables that are not parameters; not trained, not saved.
     """
@@ -64,7 +64,7 @@ class Model:
 
 
 def split_model(task: Task, seed: int) -> Model:
-    """The task's model without its parameters' values, which `start` or a checkpoint gives."""
+    """The task's model without values for its parameters."""
 
     def build() -> nnx.Module:
         return task.init(jax.random.key(seed))
@@ -78,7 +78,7 @@ def split_model(task: Task, seed: int) -> Model:
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Any
 ) -> TrainState:
-    """Shapes and shardings of the state: optimizer moments lie where their parameters lie."""
+    """Shapes and shardings of the state: optimizer moments are sharded like their parameters."""
     shapes = jax.eval_shape(lambda params: _fresh(params, optimizer), model.params)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -87,7 +87,7 @@ def abstract_state(
     )
 
 
-def start(
+def initial_state(
     task: Task, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
 ) -> TrainState:
     """The state before the first step; each device makes its own shards of it."""
@@ -99,16 +99,18 @@ def start(
     return jax.jit(make, out_shardings=shardings)()
 
 
-def filled(state: TrainState, model: Model, fill: Callable[[nnx.Module], None]) -> TrainState:
-    """The state with pretrained weights, on the shardings that it had.
+def with_pretrained(
+    state: TrainState, model: Model, load_pretrained: Callable[[nnx.Module], None]
+) -> TrainState:
+    """The state with pretrained weights, with the same shardings.
 
     Args:
-      fill: puts the weights into a module, in place.
+      load_pretrained: puts the weights into a module, in place.
     """
-    # Taken first: the module shares its variables with the state, so `fill` writes into both.
+    # Read first: the module shares its variables with the state, so loading writes into both.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     module = model.merge(state.params)
-    fill(module)
+    load_pretrained(module)
     params = jax.device_put(nnx.state(module, nnx.Param), shardings)
     return dataclasses.replace(state, params=params)
 

@@ -39,7 +39,7 @@ def with_changes(config: C, changes: Iterable[str]) -> C:
     Args:
       config: a config.
       changes: `FIELD=VALUE` each; a dot leads into a nested config (`text.heads=4`), the value
-        is JSON or a plain word.
+        is JSON or a plain string.
 
     Raises:
       UserError: no such field, or a value of another type.
@@ -54,6 +54,26 @@ def with_changes(config: C, changes: Iterable[str]) -> C:
             value = text
         config = _changed(config, name.split("."), value, f"--set {name}")
     return config
+
+
+def replace_fields(config: C, **changes: Any) -> C:
+    """The config with fields replaced wherever it, or a config in it, has a field of that name."""
+    config, found = _replaced(config, changes)
+    assert set(changes) <= found, f"no fields {sorted(set(changes) - found)}"
+    return config
+
+
+def _replaced(config: Any, changes: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    values, found = {}, set()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in changes:
+            values[field.name] = changes[field.name]
+            found.add(field.name)
+        elif dataclasses.is_dataclass(value):
+            values[field.name], inner = _replaced(value, changes)
+            found |= inner
+    return dataclasses.replace(config, **values), found
 
 
 def _changed(config: Any, path: list[str], value: Any, where: str) -> Any:
@@ -74,9 +94,9 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return _dataclass(kind, value, where)
     if isinstance(kind, types.UnionType):
-        for option in typing.get_args(kind):
-            if _fits(option, value):
-                return _read(option, value, where)
+        options = [option for option in typing.get_args(kind) if _fits(option, value)]
+        if options:  # of several configs, the one that has all the fields
+            return _read(min(options, key=lambda option: _unknown(option, value)), value, where)
     elif typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
         kinds = typing.get_args(kind)
         if kinds[-1] is Ellipsis:
@@ -97,6 +117,11 @@ def _fits(kind: Any, value: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)
+
+
+def _unknown(kind: Any, value: Any) -> int:
+    """How many of the value's fields the dataclass `kind` does not have."""
+    return len(set(value) - set(typing.get_type_hints(kind))) if isinstance(value, Mapping) else 0
 
 
 def _dataclass(kind: type, value: Mapping[str, Any], where: str) -> Any:

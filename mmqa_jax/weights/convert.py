@@ -1,6 +1,6 @@
 """`mmqa convert`: published checkpoints to Orbax, and back to safetensors.
 
-To Orbax one tensor (of a stack of layers: one layer) is in memory at a time. The way back reads
+To Orbax, one tensor (of a stack of layers: one layer) is in memory at a time. An export reads
 the model into memory once and writes one tensor at a time.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,34 +20,33 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.host import peak_rss_mib
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.startup import peak_rss_mib
-from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.weights import keymap
 from mmqa_jax.weights.config_json import with_changes
-from mmqa_jax.weights.converted import (
+from mmqa_jax.weights.folder import (
     MIB,
+    RECORD,
     WEIGHTS,
+    describe_model,
     in_mebibytes,
-    is_converted,
+    is_weights_folder,
     load_converted,
     read_record,
-    write_record,
 )
-from mmqa_jax.weights.exports import write_published
-from mmqa_jax.weights.folders import (
+from mmqa_jax.weights.formats.orbax import StreamedArray, stored_specs, write_weights
+from mmqa_jax.weights.formats.safetensors import TensorSource
+from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
+from mmqa_jax.weights.output_folder import (
     WRITTEN_BY,
     check_paths,
     copy_companions,
-    places_named,
+    name_paths,
     whole_folder,
 )
-from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
-from mmqa_jax.weights.openers import Checkpoint
-from mmqa_jax.weights.orbax_io import StreamedArray, write_weights
+from mmqa_jax.weights.published import with_fresh, write_published
 from mmqa_jax.weights.registry import Architecture, architecture
-from mmqa_jax.weights.safetensors_io import TensorSource
 
 DTYPES = ("bfloat16", "float32")
 EXPORTS = ("hf",)
@@ -70,13 +68,14 @@ def convert(
 
     Args:
       model: name of a registry entry.
-      source: a published checkpoint, or (for an export) a folder that this function wrote.
-      out: folder to write; it appears when it is whole.
-      dtype: of the parameters; None keeps bfloat16 where all of the source is bfloat16 or, for
-        a converted folder, its own, and is float32 else.
+      source: a published checkpoint, or (for an export) a folder that this function or a
+        finished training run wrote.
+      out: folder to write; it appears when it is complete.
+      dtype: of the parameters; None keeps a converted folder's own, keeps bfloat16 where all of
+        the source is bfloat16, and is float32 otherwise.
       export: None writes Orbax weights, `hf` safetensors as transformers has them.
       overwrite: replace what an earlier conversion wrote to `out`.
-      changes: `FIELD=VALUE` of the config, where the checkpoint does not tell.
+      changes: `FIELD=VALUE` of the config, where the checkpoint does not decide.
       clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
 
     Returns:
@@ -94,9 +93,9 @@ def convert(
         raise UserError(f"--export={export}: unknown; use {' or '.join(EXPORTS)}.")
     if clip is not None and not entry.takes_clip:
         raise UserError(f"--clip={clip}: a {entry.name} takes no CLIP; leave it out.")
-    with places_named(source), jax.default_device(jax.devices("cpu")[0]):
+    with name_paths(source), jax.default_device(jax.devices("cpu")[0]):
         check_paths(source, out, overwrite)
-        if is_converted(source):
+        if is_weights_folder(source):
             made = _export_converted(entry, source, out, dtype, export, changes)
         else:
             made = _convert_published(entry, source, out, dtype, export, changes, clip)
@@ -119,19 +118,22 @@ def _convert_published(
     changes: Sequence[str],
     clip: Path | None,
 ) -> dict[str, Any]:
-    arguments = {} if clip is None else {"clip": clip}
-    checkpoint: Checkpoint = entry.part("opener")(path, **arguments)
+    checkpoint = entry.open(path, clip)
     config = with_changes(checkpoint.config, changes)
     if checkpoint.check is not None:
         checkpoint.check(checkpoint.source, config)
     specs = checkpoint.source.specs()
     dtype = dtype or _own_dtype(specs)
-    build = _builder(entry, config)
+
+    def build() -> nnx.Module:
+        return entry.model_class(config, rngs=nnx.Rngs(0))
+
     _, state = abstract_model(build, param_dtype=dtype)
-    state = _with_fresh(state, build, checkpoint.key_map)
+    key_map = checkpoint.key_map(config)
+    state = with_fresh(state, build, key_map)
     total = sum(_bytes(spec) for spec in specs.values())
     source = _ObservedSource(checkpoint.source)
-    arrays = _streamed(state, checkpoint.key_map, source)  # strict: raises before a byte is written
+    arrays = _streamed(state, key_map, source)  # strict: raises before a byte is written
     size = sum(array.nbytes for array in arrays.values())
     folder_of = path if path.is_dir() else path.parent
     facts = {
@@ -148,13 +150,13 @@ def _convert_published(
                 write_weights(folder / WEIGHTS, arrays)
             else:
                 del arrays
-                state = load_into(state, checkpoint.key_map, source)
+                state = load_into(state, key_map, source)
         facts["source"] = {"path": str(path.absolute()), "sha256": source.fingerprint()}
         tokens = _token_ids(folder_of) if checkpoint.layout == "transformers" else {}
         if export is None:
             versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
             more = {**facts, "token_ids": tokens, WRITTEN_BY: _writer(), "versions": versions}
-            write_record(folder, entry, config, dtype, more)
+            write_json(folder / RECORD, {**describe_model(entry, config, dtype), **more})
         else:
             _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
     return {**facts, "files": copied}
@@ -171,16 +173,16 @@ def _export_converted(
     if export is None:
         raise UserError(
             f"--source={path}: is converted already; open it with load_converted, or add "
-            "--export=hf for the way back."
+            "--export=hf to export it."
         )
     found = read_record(path)
     if found.architecture.name != entry.name:
-        raise UserError(
-            f"--model={entry.name}: {path} holds a {found.architecture.name}; name that."
-        )
+        name, layouts = found.architecture.name, found.architecture.layouts
+        remedy = "name that" if layouts else "that has no published layout"
+        raise UserError(f"--model={entry.name}: {path} holds a {name}; {remedy}.")
     config = with_changes(found.config, changes)
     dtype = dtype or found.dtype
-    parameters = found.record.get("parameters", 0)
+    parameters = sum(math.prod(spec.shape) for spec in stored_specs(path / WEIGHTS).values())
     size = parameters * np.dtype(dtype).itemsize
     with whole_folder(out, size) as folder:
         copied = copy_companions(path, folder)
@@ -199,18 +201,13 @@ def _write_hf(
     state: nnx.State,
     tokens: Mapping[str, Any],
 ) -> None:
-    published = entry.part("exporter")(config, state)
+    published = entry.publish(config, state)
     total = sum(_bytes(spec) for spec in published.source.specs().values())
     more = {**tokens, WRITTEN_BY: _writer()}
-    # What the config says itself (BART's pad, CLIP's end of text) goes before what was noted.
+    # What the config itself says (BART's pad, CLIP's end of text) takes precedence.
     more = {key: value for key, value in more.items() if key not in published.config}
     with Progress(title, total // MIB, "MiB") as progress:
         write_published(folder, published, more=more, on_bytes=in_mebibytes(progress))
-
-
-def _builder(entry: Architecture, config: Any) -> Any:
-    model = entry.part("model")
-    return lambda: model(config, rngs=nnx.Rngs(0))
 
 
 def _own_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
@@ -220,30 +217,6 @@ def _own_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
 
 def _bytes(spec: jax.ShapeDtypeStruct) -> int:
     return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
-
-
-def _with_fresh(state: nnx.State, build: Any, key_map: KeyMap) -> nnx.State:
-    """The state with its fresh parameters initialised, and those alone."""
-    names = [
-        name
-        for name in flatten_named(state)
-        if any(re.search(pattern, name) for pattern in key_map.fresh)
-    ]
-    if not names:
-        return state
-
-    def initial():  # XLA drops what is not asked for
-        made = flatten_named(nnx.state(build()))
-        return {name: made[name] for name in names}
-
-    made = jax.jit(initial)()
-    filled = []
-    for path, leaf in nnx.to_flat_state(state):
-        name = "/".join(map(str, path))
-        if name in made:
-            leaf = leaf.replace(made[name].astype(leaf.get_value().dtype))
-        filled.append((path, leaf))
-    return nnx.from_flat_state(filled)
 
 
 def _streamed(state: nnx.State, key_map: KeyMap, source: TensorSource) -> dict[str, StreamedArray]:
@@ -303,7 +276,7 @@ class _ObservedSource:
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
-    """Token ids of transformers' config.json, which our configs have no use for."""
+    """Token ids of transformers' config.json, which our configs do not use."""
     published = read_json(folder / "config.json")
     return {key: value for key, value in published.items() if key.endswith("_token_id")}
 

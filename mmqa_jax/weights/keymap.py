@@ -2,11 +2,11 @@
 
 A key map is a list of rules `source key template -> (path, transform)`. `{layer}` in a template
 stands for a number: it becomes the slice of a stacked parameter, or part of the path where the
-path has `{layer}` too. A template says the same as a regular expression and, unlike one, can be
-run backwards, so the same map exports.
+path has `{layer}` too. Unlike a regular expression, a template can be run backwards, so the same
+map exports.
 
 Loading is strict. A source key without a rule, a parameter left unfilled, two rules or two keys
-for one place, or a shape that differs ends in one UserError that lists all offenders, before
+for one parameter, or a shape that differs ends in one UserError that lists all offenders, before
 any tensor is read. Tensors are then read one at a time onto their shardings.
 """
 
@@ -25,8 +25,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
-from mmqa_jax.weights.safetensors_io import TensorSource
+from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 
 _SHOWN = 10  # offenders listed of each kind
 
@@ -79,6 +79,11 @@ class Rule:
         """The template as a regular expression with a group `layer`."""
         return re.compile(re.escape(self.key).replace(r"\{layer\}", r"(?P<layer>\d+)") + r"\Z")
 
+    @functools.cached_property
+    def path_regex(self) -> re.Pattern:
+        """The path as a regular expression with the layer number as its group."""
+        return re.compile(re.escape(self.path).replace(r"\{layer\}", r"(\d+)"))
+
     @property
     def stacked(self) -> bool:
         """Whether the layer number selects a slice of the parameter."""
@@ -94,9 +99,9 @@ class KeyMap:
       rename: (regex, replacement) applied to each source key before the rules: prefixes and old
         names (`gamma` -> `weight`).
       ignore: regexes of (renamed) source keys that are dropped: buffers, unused heads.
-      fresh: regexes of parameter paths that may stay as they are (heads that are trained anew).
+      fresh: regexes of parameter paths that may stay as they are (heads that are newly trained).
       tied: (alias key, key): the checkpoint stores one tensor under two names. Both, if present,
-        must be equal; the alias alone serves for the key.
+        must be equal; the alias by itself is read as the key.
     """
 
     rules: Sequence[Rule]
@@ -104,6 +109,14 @@ class KeyMap:
     ignore: Sequence[str] = ()
     fresh: Sequence[str] = ()
     tied: Sequence[tuple[str, str]] = ()
+
+    def with_transform(self, key: str, transform: Transform) -> KeyMap:
+        """The map with another transform for the key that ends in `key`."""
+        rules = [
+            dataclasses.replace(rule, transform=transform) if rule.key.endswith(key) else rule
+            for rule in self.rules
+        ]
+        return dataclasses.replace(self, rules=rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +129,6 @@ class _Assignment:
 def abstract_model(
     build: Callable[[], nnx.Module],
     mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
     param_dtype: str = "float32",
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """A model as shapes with dtypes and shardings, for `load_into`; nothing is allocated.
@@ -124,7 +136,6 @@ def abstract_model(
     Args:
       build: makes the model; it is traced, not run.
       mesh: where the parameters go; None is the default device.
-      rules: logical axis -> mesh axis.
       param_dtype: of all parameters.
     """
 
@@ -132,7 +143,7 @@ def abstract_model(
         return jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=sharding)
 
     graphdef, state = nnx.split(nnx.eval_shape(build))
-    shardings = () if mesh is None else (state_shardings(state, mesh, rules),)
+    shardings = () if mesh is None else (state_shardings(state, mesh),)
     return graphdef, jax.tree.map(typed, state, *shardings)
 
 
@@ -141,7 +152,7 @@ def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.St
 
     Args:
       state: parameters to fill: arrays, or ShapeDtypeStructs (with shardings, if the model is
-        to be spread over a mesh: nothing is initialised then, and no host holds the model).
+        to be spread over a mesh: nothing is initialized then, and no host holds the model).
         Fresh parameters need arrays. The given arrays are not changed.
       key_map: the model's map.
       source: the checkpoint.
@@ -168,85 +179,64 @@ def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None
     nnx.update(model, load_into(nnx.state(model), key_map, source))
 
 
-def make_loaded(
-    build: Callable[[], nnx.Module],
-    key_map: KeyMap,
-    source: TensorSource,
-    *,
-    mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
-    param_dtype: str = "float32",
-) -> nnx.Module:
-    """A new module with a checkpoint's parameters, of which nothing is initialised before.
-
-    Args:
-      build, mesh, rules, param_dtype: see `abstract_model`.
-      key_map, source: see `load_into`.
-
-    Raises:
-      UserError: as `load_into`.
-    """
-    graphdef, state = abstract_model(build, mesh, rules, param_dtype)
-    return nnx.merge(graphdef, load_into(state, key_map, source))
-
-
-class StateSource:
+def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
     """A model's parameters under published keys and layouts: a key map run backwards.
-
-    It is a TensorSource, so it can be written to a file or loaded into another model.
 
     Raises:
       UserError: a rule's transform cannot be inverted.
     """
+    tensors = {}
 
-    def __init__(self, state: nnx.State, key_map: KeyMap, name: str = "the model"):
-        self.name = name
-        self._where: dict[str, tuple[Any, tuple[int, ...], Transform]] = {}
-        leaves = {_join(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
-        for rule in key_map.rules:
-            if rule.transform.inverse is None:
-                raise UserError(
-                    f"key map, {rule.key}: this layout change cannot be undone; export with the "
-                    "model's own key map."
-                )
-            for path, leaf in leaves.items():
-                template = re.escape(rule.path).replace(r"\{layer\}", r"(\d+)")
-                match = re.fullmatch(template, path)
-                if not match:
-                    continue
-                layers = range(leaf.shape[0]) if rule.stacked else [*map(int, match.groups())]
-                for layer in layers if "{layer}" in rule.key else [None]:
-                    slot = (layer,) if rule.stacked else ()
-                    key = rule.key if layer is None else rule.key.format(layer=layer)
-                    self._where[key] = (leaf, slot, rule.transform)
-        for alias, key in key_map.tied:
-            if key in self._where:
-                self._where[alias] = self._where[key]
-
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every tensor, by key."""
-        found = {}
-        for key, (leaf, slot, transform) in self._where.items():
-            ours = jax.ShapeDtypeStruct(leaf.shape[len(slot) :], leaf.dtype)
-            found[key] = jax.eval_shape(transform.inverse, ours)
-        return found
-
-    def read(self, key: str) -> np.ndarray:
-        """One tensor in its published layout."""
-        leaf, slot, transform = self._where[key]
+    def read(leaf: Any, slot: tuple[int, ...], inverse: Callable[[Any], Any]) -> np.ndarray:
         ours = np.asarray(_get_slice(leaf, slot[0]) if slot else leaf)
-        # C order: safetensors' own save_file writes the bytes of a transposed view unturned.
-        return np.asarray(transform.inverse(ours), order="C")
+        # C order: safetensors' own save_file writes the bytes of a transposed view unchanged.
+        return np.asarray(inverse(ours), order="C")
+
+    leaves = {_join(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+    for rule in key_map.rules:
+        inverse = rule.transform.inverse
+        if inverse is None:
+            raise UserError(
+                f"key map, {rule.key}: this layout change cannot be undone; export with the "
+                "model's own key map."
+            )
+        for path, leaf in leaves.items():
+            match = rule.path_regex.fullmatch(path)
+            if not match:
+                continue
+            layers = range(leaf.shape[0]) if rule.stacked else [*map(int, match.groups())]
+            for layer in layers if "{layer}" in rule.key else [None]:
+                slot = (layer,) if rule.stacked else ()
+                key = rule.key if layer is None else rule.key.format(layer=layer)
+                ours = jax.ShapeDtypeStruct(leaf.shape[len(slot) :], leaf.dtype)
+                spec = jax.eval_shape(inverse, ours)
+                tensors[key] = spec, functools.partial(read, leaf, slot, inverse)
+    for alias, key in key_map.tied:
+        if key in tensors:
+            tensors[alias] = tensors[key]
+    return DerivedSource("the model", tensors)
 
 
-def untied_source(state: nnx.State, key_map: KeyMap) -> StateSource:
-    """A model's tensors, each once: transformers ties the other names itself."""
-    return StateSource(state, dataclasses.replace(key_map, tied=()))
+def untied_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
+    """A whole model's tensors, each once: transformers ties the other names itself.
+
+    Raises:
+      UserError: the model has parameters that the published layout does not have.
+    """
+    paths = [_join(path) for path, _ in nnx.to_flat_state(state)]
+    extra = [p for p in paths if not any(rule.path_regex.fullmatch(p) for rule in key_map.rules)]
+    if extra:
+        more = f" and {len(extra) - _SHOWN} more" if len(extra) > _SHOWN else ""
+        raise UserError(
+            f"the model has parameters that the published layout does not have: "
+            f"{', '.join(extra[:_SHOWN])}{more}; it cannot be exported."
+        )
+    return model_source(state, dataclasses.replace(key_map, tied=()))
 
 
 def export(state: nnx.State, key_map: KeyMap) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (published key, tensor) of every parameter that the map knows, one at a time."""
-    source = StateSource(state, key_map)
+    source = model_source(state, key_map)
     for key in source.specs():
         yield key, source.read(key)
 
@@ -254,7 +244,7 @@ def export(state: nnx.State, key_map: KeyMap) -> Iterator[tuple[str, np.ndarray]
 def plan_loading(
     leaves: Mapping[str, Any], key_map: KeyMap, source: TensorSource
 ) -> dict[str, list[_Assignment]]:
-    """Matches every source key with its place; raises UserError listing what does not fit."""
+    """Matches every source key with its parameter; raises UserError listing what does not fit."""
     specs = source.specs()
     offenders: dict[str, list[str]] = {}
 
@@ -299,11 +289,11 @@ def plan_loading(
         if slot and layer >= value.shape[0]:
             offend("layers the model lacks", f"{key} (model: {value.shape[0]})")
             continue
-        places = plan.setdefault(path, {})
-        if slot in places:
-            offend("two keys for one parameter", f"{places[slot].source_key} and {key}")
+        slots = plan.setdefault(path, {})
+        if slot in slots:
+            offend("two keys for one parameter", f"{slots[slot].source_key} and {key}")
             continue
-        places[slot] = _Assignment(key, slot, rule.transform)
+        slots[slot] = _Assignment(key, slot, rule.transform)
         wanted = value.shape[len(slot) :]
         got = _shape_after(rule.transform, specs[key])
         if got != wanted:
@@ -312,18 +302,18 @@ def plan_loading(
 
     for path, leaf in leaves.items():
         shape = leaf.get_value().shape
-        places = plan.get(path, {})
-        if not places:
+        slots = plan.get(path, {})
+        if not slots:
             if not any(re.search(pattern, path) for pattern in key_map.fresh):
                 offend("parameters without a tensor", path)
             elif isinstance(leaf.get_value(), jax.ShapeDtypeStruct):
-                offend("fresh parameters that were never initialised", path)
-        elif () not in places and len(places) < shape[0]:
-            absent = [n for n in range(shape[0]) if (n,) not in places]
+                offend("fresh parameters that were never initialized", path)
+        elif () not in slots and len(slots) < shape[0]:
+            absent = [n for n in range(shape[0]) if (n,) not in slots]
             offend("parameters without a tensor", f"{path}, layers {absent}")
     if offenders:
         raise UserError(_sentence(source.name, offenders))
-    return {path: [places[slot] for slot in sorted(places)] for path, places in plan.items()}
+    return {path: [slots[slot] for slot in sorted(slots)] for path, slots in plan.items()}
 
 
 def _sentence(name: str, offenders: Mapping[str, Sequence[str]]) -> str:

@@ -1,61 +1,123 @@
-"""Layers as research code numbers them, and as it wants them back.
-
-Its layer numbers are not always those of our stacks: Prophet counts attention and MLP as layers
-of their own, CLIP's ResNet counts the one block of a stage that is not like the others. A table
-of prefixes, published -> ours, says how they correspond: `renames` reads with it,
-`PublishedSource` gives the published keys back.
-"""
+"""Published checkpoints opened as models, and models written back as they are published."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
-from mmqa_jax.weights.safetensors_io import TensorSource
+from mmqa_jax.core.files import write_json
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, write_sharded
+from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
+from mmqa_jax.weights.layouts import Checkpoint, Published
+from mmqa_jax.weights.registry import architecture
 
 
-def renames(prefixes: Mapping[str, str]) -> list[tuple[str, str]]:
-    """`KeyMap.rename` that turns published prefixes into ours."""
-    return [(f"^{re.escape(theirs)}", ours) for theirs, ours in prefixes.items()]
-
-
-class PublishedSource:
-    """A model's tensors under published keys: what `renames` does, undone.
+def load_published(
+    model: str,
+    path: str | os.PathLike,
+    *,
+    clip: str | os.PathLike | None = None,
+    mesh: Mesh | None = None,
+    param_dtype: str = "float32",
+    **changes: Any,
+) -> nnx.Module:
+    """Reads a published checkpoint of any layout that `mmqa convert` reads.
 
     Args:
-      source: the model's tensors under the keys of its key map (keymap.StateSource).
-      prefixes: published prefix -> ours, as given to `renames`.
-      constants: tensors that the original keeps in its file and our model computes.
+      model: name of the architecture (registry.NAMES).
+      path: file or folder.
+      clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
+      mesh: where the parameters go, each tensor straight onto its shards; None is the default
+        device.
+      param_dtype: of the parameters; bfloat16 halves memory where nothing is trained.
+      changes: fields of the config, and of the configs in it, that the checkpoint does not decide
+        (dtype, attention, remat, unroll, dropouts).
+
+    Raises:
+      UserError: a missing or broken file, another model's config, tensors that do not fit.
+    """
+    entry = architecture(model)
+    checkpoint = entry.open(Path(path), None if clip is None else Path(clip))
+    config = replace_fields(checkpoint.config, **changes)
+    return load_checkpoint(entry.model_class, checkpoint, config, mesh, param_dtype)
+
+
+def load_checkpoint(
+    model: Callable[..., nnx.Module],
+    checkpoint: Checkpoint,
+    config: Any,
+    mesh: Mesh | None = None,
+    param_dtype: str = "float32",
+) -> nnx.Module:
+    """A new module with a checkpoint's parameters; see `load_published`.
+
+    Only parameters that the checkpoint lacks (`KeyMap.fresh`) are initialized.
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        prefixes: Mapping[str, str],
-        constants: Mapping[str, np.ndarray] | None = None,
-    ):
-        self.name = source.name
-        self._source = source
-        self._constants = dict(constants or {})
-        published = {ours: theirs for theirs, ours in prefixes.items()}
-        self._ours: dict[str, str] = {}
-        for key in source.specs():
-            prefix = next((p for p in published if key.startswith(p)), "")
-            self._ours[published.get(prefix, "") + key[len(prefix) :]] = key
+    def build() -> nnx.Module:
+        return model(config, rngs=nnx.Rngs(0))
 
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every tensor, by published key."""
-        ours = self._source.specs()
-        found = {key: ours[other] for key, other in self._ours.items()}
-        for key, array in self._constants.items():
-            found[key] = jax.ShapeDtypeStruct(array.shape, array.dtype)
-        return found
+    if checkpoint.check is not None:
+        checkpoint.check(checkpoint.source, config)
+    graphdef, state = abstract_model(build, mesh, param_dtype)
+    key_map = checkpoint.key_map(config)
+    state = with_fresh(state, build, key_map)
+    return nnx.merge(graphdef, load_into(state, key_map, checkpoint.source))
 
-    def read(self, key: str) -> np.ndarray:
-        """One tensor in its published layout."""
-        if key in self._constants:
-            return self._constants[key]
-        return self._source.read(self._ours[key])
+
+def with_fresh(state: nnx.State, build: Callable[[], nnx.Module], key_map: KeyMap) -> nnx.State:
+    """The abstract state with its fresh parameters, and only those, initialized."""
+    names = [
+        name
+        for name in flatten_named(state)
+        if any(re.search(pattern, name) for pattern in key_map.fresh)
+    ]
+    if not names:
+        return state
+
+    def initial():  # XLA drops what is not returned
+        made = flatten_named(nnx.state(build()))
+        return {name: made[name] for name in names}
+
+    made = jax.jit(initial)()
+    filled = []
+    for path, leaf in nnx.to_flat_state(state):
+        name = "/".join(map(str, path))
+        if name in made:
+            wanted = leaf.get_value()
+            array = made[name].astype(wanted.dtype)
+            leaf = leaf.replace(jax.device_put(array, wanted.sharding))
+        filled.append((path, leaf))
+    return nnx.from_flat_state(filled)
+
+
+def write_published(
+    folder: str | os.PathLike,
+    published: Published,
+    *,
+    more: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Writes the weights (see `write_sharded`), then config.json: a folder with it is complete.
+
+    Args:
+      folder: made if absent.
+      published: the model.
+      more: further entries of config.json (bos_token_id, eos_token_id, ...).
+      shard_bytes, on_bytes: see `write_sharded`.
+    """
+    write_sharded(folder, published.source, shard_bytes=shard_bytes, on_bytes=on_bytes)
+    dtype = np.dtype(next(iter(published.source.specs().values())).dtype).name
+    entries = {**published.config, "torch_dtype": dtype, **(more or {})}
+    write_json(Path(folder) / "config.json", entries)

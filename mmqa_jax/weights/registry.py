@@ -1,17 +1,21 @@
-"""The architectures that `mmqa convert` knows, one entry each.
+"""The architectures whose weights folders this package writes and reads, one entry each.
 
-An entry names its parts as `module:attribute`, so that the command's help needs no numerical
-library. To add an architecture: write its opener (see weights.openers), its exporter (see
-weights.exports), and one entry here.
+Entries name their parts as `module.attribute`, so that the command's help needs no numerical
+library. To add an architecture that `mmqa convert` reads: write `weights/models/NAME.py` with its
+key map, `open_NAME` and `publish_NAME`, and one entry here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.core.errors import UserError
+
+if TYPE_CHECKING:
+    from mmqa_jax.weights.layouts import Checkpoint, Published
 
 HF_FOLDER = "folder of transformers (config.json, and safetensors or pytorch_model*.bin, sharded)"
 
@@ -23,104 +27,118 @@ class Architecture:
     Attributes:
       name: as the command line has it.
       title: what it is, for help.
-      model, config: the module class, and the dataclass that it is built from.
-      opener: (path) -> openers.Checkpoint, of any published layout; reads headers only.
-      exporter: (config, state) -> exports.Published.
-      layouts: what the opener reads, for help.
-      exports: what the exporter writes, for help.
-      takes_clip: the opener has an argument `clip`: a CLIP folder, for a checkpoint that has no
-        vision tower of its own.
+      model, config: the module class in `mmqa_jax.models`, and the dataclass that it is built from.
+      layouts: what `open` reads, for help; without any, only training makes this model.
+      exports: what `publish` writes, for help.
+      weights: module of `mmqa_jax.weights.models` that reads and writes it; `name` by default.
+      takes_clip: `open` has an argument `clip`: a CLIP folder, for a checkpoint that has no vision
+        tower of its own.
     """
 
     name: str
     title: str
     model: str
     config: str
-    opener: str
-    exporter: str
-    layouts: tuple[str, ...]
-    exports: str
+    layouts: tuple[str, ...] = ()
+    exports: str = ""
+    weights: str = ""
     takes_clip: bool = False
 
-    def part(self, name: str) -> Any:
-        """The object that the attribute `name` (model, config, opener, ...) stands for."""
-        module, _, attribute = getattr(self, name).partition(":")
-        return getattr(importlib.import_module(module), attribute)
+    @property
+    def model_class(self) -> type:
+        """The nnx.Module."""
+        return _load(f"mmqa_jax.models.{self.model}")
+
+    @property
+    def config_class(self) -> type:
+        """The dataclass of its config."""
+        return _load(f"mmqa_jax.models.{self.config}")
+
+    def open(self, path: Path, clip: Path | None = None) -> Checkpoint:
+        """Opens a checkpoint of any published layout; reads headers only."""
+        assert clip is None or self.takes_clip
+        arguments = {} if clip is None else {"clip": clip}
+        return self._weights("open")(path, **arguments)
+
+    def publish(self, config: Any, state: Any) -> Published:
+        """The model under published keys.
+
+        Raises:
+          UserError: it has parameters that the published model does not have.
+        """
+        if not self.exports:
+            raise UserError(
+                f"--model={self.name}: has no published layout, so it cannot be exported."
+            )
+        return self._weights("publish")(config, state)
+
+    def _weights(self, verb: str) -> Any:
+        module = self.weights or self.name
+        return _load(f"mmqa_jax.weights.models.{module}.{verb}_{self.name}")
 
 
-_OPENERS, _EXPORTS = "mmqa_jax.weights.openers", "mmqa_jax.weights.exports"
-_MODELS = "mmqa_jax.models"
+def _load(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
 _RESEARCH = "torch file (.bin .pkl .pt .pth), its training state, or safetensors"
-_OWN_KEYS = "safetensors under the original's keys (transformers has no such model)"
+_OWN_KEYS = "safetensors under the original's keys (transformers does not have the model)"
 
 ARCHITECTURES = (
     Architecture(
         name="clip",
         title="CLIP with vision transformers",
-        model=f"{_MODELS}.clip:CLIP",
-        config=f"{_MODELS}.clip:CLIPConfig",
-        opener=f"{_OPENERS}:open_clip",
-        exporter=f"{_EXPORTS}:publish_clip",
+        model="clip.CLIP",
+        config="clip.CLIPConfig",
         layouts=(HF_FOLDER, "OpenAI's TorchScript archive (ViT-B-32.pt), or its state dict"),
         exports="CLIPModel",
     ),
     Architecture(
         name="modified_resnet",
         title="image tower of CLIP's RN50 to RN50x64",
-        model=f"{_MODELS}.modified_resnet:ModifiedResNet",
-        config=f"{_MODELS}.modified_resnet:ModifiedResNetConfig",
-        opener=f"{_OPENERS}:open_modified_resnet",
-        exporter=f"{_EXPORTS}:publish_modified_resnet",
+        model="modified_resnet.ModifiedResNet",
+        config="modified_resnet.ModifiedResNetConfig",
         layouts=("OpenAI's TorchScript archive (RN50x64.pt)", _RESEARCH),
         exports=_OWN_KEYS,
     ),
     Architecture(
         name="bert",
         title="BERT and MiniLM encoders",
-        model=f"{_MODELS}.bert:Bert",
-        config=f"{_MODELS}.bert:BertConfig",
-        opener=f"{_OPENERS}:open_bert",
-        exporter=f"{_EXPORTS}:publish_bert",
+        model="bert.Bert",
+        config="bert.BertConfig",
         layouts=(HF_FOLDER,),
         exports="BertModel",
     ),
     Architecture(
         name="vlp",
         title="VLP and WebQA_Baseline",
-        model=f"{_MODELS}.vlp:VLP",
-        config=f"{_MODELS}.vlp:VLPConfig",
-        opener=f"{_OPENERS}:open_vlp",
-        exporter=f"{_EXPORTS}:publish_vlp",
+        model="vlp_extensions.ExtendedVLP",
+        config="vlp_extensions.ExtendedVLPConfig",
         layouts=(_RESEARCH,),
         exports=_OWN_KEYS,
     ),
     Architecture(
         name="oscar",
         title="Oscar and Oscar+, captioner and tagger",
-        model=f"{_MODELS}.oscar:Oscar",
-        config=f"{_MODELS}.oscar:OscarConfig",
-        opener=f"{_OPENERS}:open_oscar",
-        exporter=f"{_EXPORTS}:publish_oscar",
+        model="oscar.Oscar",
+        config="oscar.OscarConfig",
         layouts=("folder of Oscar (config.json, pytorch_model.bin or safetensors)",),
         exports="safetensors under the original's keys, with the original's config.json",
     ),
     Architecture(
         name="bart",
         title="BART",
-        model=f"{_MODELS}.bart:Bart",
-        config=f"{_MODELS}.bart_config:BartConfig",
-        opener=f"{_OPENERS}:open_bart",
-        exporter=f"{_EXPORTS}:publish_bart",
+        model="bart.Bart",
+        config="bart_config.BartConfig",
         layouts=(HF_FOLDER, "BARTScore's bart.pth (bart-large-cnn's sizes)"),
         exports="BartForConditionalGeneration",
     ),
     Architecture(
         name="llama",
         title="LLaMA 1, 2, 3, Vicuna, SmolLM2",
-        model=f"{_MODELS}.llama:Llama",
-        config=f"{_MODELS}.llama_config:LlamaConfig",
-        opener=f"{_OPENERS}:open_any_llama",
-        exporter=f"{_EXPORTS}:publish_llama",
+        model="llama.Llama",
+        config="llama_config.LlamaConfig",
         layouts=(
             HF_FOLDER,
             "Meta's folder (params.json, consolidated.*.pth)",
@@ -132,10 +150,8 @@ ARCHITECTURES = (
     Architecture(
         name="llava",
         title="LLaVA-1.5",
-        model=f"{_MODELS}.llava:Llava",
-        config=f"{_MODELS}.llava:LlavaConfig",
-        opener=f"{_OPENERS}:open_any_llava",
-        exporter=f"{_EXPORTS}:publish_llava",
+        model="llava.Llava",
+        config="llava.LlavaConfig",
         layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip names its CLIP's folder)"),
         exports="LlavaForConditionalGeneration",
         takes_clip=True,
@@ -143,20 +159,17 @@ ARCHITECTURES = (
     Architecture(
         name="mcan",
         title="Prophet's MCAN",
-        model=f"{_MODELS}.mcan:MCAN",
-        config=f"{_MODELS}.mcan:MCANConfig",
-        opener=f"{_OPENERS}:open_mcan",
-        exporter=f"{_EXPORTS}:publish_mcan",
+        model="mcan.MCAN",
+        config="mcan.MCANConfig",
         layouts=(_RESEARCH,),
         exports=_OWN_KEYS,
     ),
     Architecture(
         name="mcan_openvqa",
+        weights="mcan",
         title="openvqa's MCAN, small and large",
-        model=f"{_MODELS}.mcan_openvqa:MCANOpenVQA",
-        config=f"{_MODELS}.mcan_openvqa:MCANOpenVQAConfig",
-        opener=f"{_OPENERS}:open_mcan_openvqa",
-        exporter=f"{_EXPORTS}:publish_mcan_openvqa",
+        model="mcan_openvqa.MCANOpenVQA",
+        config="mcan_openvqa.MCANOpenVQAConfig",
         layouts=(_RESEARCH,),
         exports=_OWN_KEYS,
     ),
@@ -164,17 +177,36 @@ ARCHITECTURES = (
 
 NAMES = tuple(entry.name for entry in ARCHITECTURES)
 
+# Made by training; `mmqa convert` reads no checkpoints of them.
+TRAINED = (
+    Architecture(
+        name="dual_encoder",
+        title="dual-stream retriever",
+        model="dual_encoder.DualEncoder",
+        config="dual_encoder.DualEncoderConfig",
+    ),
+)
 
-def architecture(name: str, where: str = "--model") -> Architecture:
-    """The entry of that name.
+
+def architecture(name: str, where: str = "--model", *, trained: bool = False) -> Architecture:
+    """The entry of that name; `trained`: of those that only training makes too.
 
     Raises:
       UserError: there is none.
     """
-    for entry in ARCHITECTURES:
+    for entry in (*ARCHITECTURES, *(TRAINED if trained else ())):
         if entry.name == name:
             return entry
     raise UserError(f"{where}={name}: unknown; use one of {', '.join(NAMES)}.")
+
+
+def architecture_of(model: Any) -> Architecture | None:
+    """The entry of a module, or of the nearest class that it derives from; None: there is none."""
+    for kind in type(model).__mro__:
+        for entry in (*ARCHITECTURES, *TRAINED):
+            if f"{kind.__module__}.{kind.__qualname__}" == f"mmqa_jax.models.{entry.model}":
+                return entry
+    return None
 
 
 def describe() -> str:

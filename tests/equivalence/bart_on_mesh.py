@@ -11,11 +11,11 @@ from compare import LAYER, jit, load_on_mesh
 from flax import nnx
 
 from mmqa_jax.core.mesh import batch_sharding
-from mmqa_jax.weights.bart import load_bart
+from mmqa_jax.weights.published import load_published
 
 
 def main(folder: str) -> None:
-    mesh, spread, whole = load_on_mesh(functools.partial(load_bart, folder, unroll=1))
+    mesh, spread, whole = load_on_mesh(functools.partial(load_published, "bart", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     up = spread.decoder.layers.up.kernel[...]  # [layers, embed, mlp]
     layers, embed, mlp = up.shape

@@ -8,17 +8,19 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cached import decode, prefill
 from compare import LAYER, jit, load_on_mesh
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from mmqa_jax.core.mesh import batch_sharding, partition_spec, state_shardings
-from mmqa_jax.models.llama import KEY_NAMES, VALUE_NAMES, KVCache, unstack_layers
-from mmqa_jax.weights.llama import load_llama
+from mmqa_jax.decoding import kv_cache
+from mmqa_jax.models.llama import unstack_layers
+from mmqa_jax.weights.published import load_published
 
 
 def main(folder: str) -> None:
-    mesh, spread, whole = load_on_mesh(functools.partial(load_llama, folder, unroll=1))
+    mesh, spread, whole = load_on_mesh(functools.partial(load_published, "llama", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     plain = nnx.state(whole)
     up = spread.layers.up.kernel[...]  # [layers, embed, mlp]
@@ -55,31 +57,26 @@ def main(folder: str) -> None:
     )
     graphdef, state = nnx.split(spread)
 
-    def place(leaves, names):
-        spec = partition_spec(names, leaves[0].shape, mesh)
-        return jax.device_put(leaves, NamedSharding(mesh, spec))
-
-    empty = spread.empty_cache(4, 32)
-    cache = KVCache(place(empty.key, KEY_NAMES), place(empty.value, VALUE_NAMES))
+    cache = kv_cache.empty(spread.config, 4, 32, "float32", mesh)
     heads = spread.config.kv_heads // (2 if spread.config.kv_heads % 2 == 0 else 1)
-    assert cache.key[0].addressable_shards[0].data.shape[:2] == (1, heads)
+    assert cache[0].key.addressable_shards[0].data.shape[:2] == (1, heads)
     where = jax.tree.map(lambda x: x.sharding, cache)
     by_row = batch_sharding(mesh)
 
-    @functools.partial(jit, donate_argnums=2, out_shardings=(by_row, where))
-    def prefill(state, ids, cache):
+    @functools.partial(jit, donate_argnums=3, out_shardings=(by_row, where))
+    def begin(state, ids, lengths, cache):
         model = nnx.merge(graphdef, state)
-        hidden, filled = model.prefill(model.embed(ids))
-        return model.logits(hidden), cache.insert(jnp.arange(4), filled)
+        return prefill(model, model.embed(ids), lengths, cache)
 
     @functools.partial(jit, donate_argnums=3, out_shardings=(by_row, where))
     def step(state, token, position, cache):
-        return nnx.merge(graphdef, state).decode_step(token, position, cache)
+        return decode(nnx.merge(graphdef, state), token, position, cache)
 
-    logits, cache = prefill(state, jax.device_put(ids[:, :10], by_row), cache)
-    np.testing.assert_allclose(logits[mask[:, :10]], want[:, :10][mask[:, :10]], **LAYER)
+    lengths = np.array([10, 3, 10, 9])
+    logits, cache = begin(state, *jax.device_put((ids[:, :10], lengths), by_row), cache)
+    np.testing.assert_allclose(logits, want[np.arange(4), lengths - 1], **LAYER)
     full = np.asarray(jit(lambda s, i: nnx.merge(nnx.graphdef(whole), s)(i))(plain, ids))
-    at = np.array([10, 3, 10, 9])  # rows of several lengths
+    at = lengths
     for _ in range(3):
         token, position = jax.device_put((ids[np.arange(4), at], at), by_row)
         logits, cache = step(state, token, position, cache)

@@ -8,20 +8,20 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cached import decode, prefill
 from compare import LAYER, jit, load_on_mesh
 from flax import nnx
-from jax.sharding import NamedSharding
 
-from mmqa_jax.core.mesh import batch_sharding, partition_spec, state_shardings
-from mmqa_jax.models.llama import KEY_NAMES, VALUE_NAMES, KVCache, last_token
+from mmqa_jax.core.mesh import batch_sharding, state_shardings
+from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llava import expand_images
-from mmqa_jax.weights.llava import load_llava
+from mmqa_jax.weights.published import load_published
 
 PICTURES = [2, 0, 1, 1]  # of each row
 
 
 def main(folder: str) -> None:
-    mesh, spread, whole = load_on_mesh(functools.partial(load_llava, folder, unroll=1))
+    mesh, spread, whole = load_on_mesh(functools.partial(load_published, "llava", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     plain, shardings = nnx.state(whole), state_shardings(state, mesh)
     for module in (spread.vision.layers.mlp_in, spread.projector.linear_1):
@@ -48,43 +48,36 @@ def main(folder: str) -> None:
         picked = jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(picked * answers[:, 1:]) / answers[:, 1:].sum(), logits
 
-    step = jax.grad(loss, has_aux=True)
-    expected, want = jit(step)(plain, *inputs)
-    gradient, got = jit(step, out_shardings=(shardings, None))(state, *batch)
+    gradients = jax.grad(loss, has_aux=True)
+    expected, want = jit(gradients)(plain, *inputs)
+    gradient, got = jit(gradients, out_shardings=(shardings, None))(state, *batch)
     np.testing.assert_allclose(got[prompts.mask], want[prompts.mask], **LAYER)
     print("forward")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
     print("gradient")
 
-    def place(leaves, names):
-        spec = partition_spec(names, leaves[0].shape, mesh)
-        return jax.device_put(leaves, NamedSharding(mesh, spec))
-
     length = prompts.mask.shape[1]
-    empty = spread.llama.empty_cache(4, length + 4)
-    cache = KVCache(place(empty.key, KEY_NAMES), place(empty.value, VALUE_NAMES))
+    cache = kv_cache.empty(config.llama, 4, length + 4, "float32", mesh)
     where = jax.tree.map(lambda x: x.sharding, cache)
     by_row = batch_sharding(mesh)
 
     @functools.partial(jit, donate_argnums=4, out_shardings=(by_row, where))
-    def prefill(state, ids, pixels, lengths, cache):
+    def begin(state, ids, pixels, lengths, cache):
         model = nnx.merge(graphdef, state)
-        hidden, filled = model.llama.prefill(model.embed(ids, model.encode_images(pixels)))
-        logits = model.llama.logits(last_token(hidden, lengths))
-        return logits, cache.insert(jnp.arange(4), filled)
+        return prefill(model.llama, model.embed(ids, model.encode_images(pixels)), lengths, cache)
 
     @functools.partial(jit, donate_argnums=3, out_shardings=(by_row, where))
-    def decode(state, token, position, cache):
-        return nnx.merge(graphdef, state).llama.decode_step(token, position, cache)
+    def step(state, token, position, cache):
+        return decode(nnx.merge(graphdef, state).llama, token, position, cache)
 
     # All but each row's last two tokens first, then these one by one.
     lengths = prompts.lengths - 2
-    logits, cache = prefill(state, *batch, jax.device_put(lengths, by_row), cache)
+    logits, cache = begin(state, *batch, jax.device_put(lengths, by_row), cache)
     for at in (lengths, lengths + 1):
         every = np.arange(4)
         np.testing.assert_allclose(logits, want[every, at - 1], **LAYER)
         token, position = jax.device_put((prompts.input_ids[every, at], at), by_row)
-        logits, cache = decode(state, token, position, cache)
+        logits, cache = step(state, token, position, cache)
     np.testing.assert_allclose(logits, want[every, prompts.lengths - 1], **LAYER)
     print("generation")
 

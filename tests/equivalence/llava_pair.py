@@ -14,7 +14,8 @@ import transformers
 from compare import randomize
 
 from mmqa_jax.models.llava import Llava, Prompts, expand_images
-from mmqa_jax.weights.llava import llava_key_map, load_llava
+from mmqa_jax.weights.models.llava import llava_key_map
+from mmqa_jax.weights.published import load_published
 
 WORDS, IMAGE_TOKEN = 97, 90
 SIDE, PATCHES = 40, 100
@@ -83,7 +84,7 @@ def make_pair(case: str, folder: Path) -> Pair:
     )
     theirs = randomize(transformers.LlavaForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
-    return Pair(theirs, load_llava(folder, unroll=1), folder)
+    return Pair(theirs, load_published("llava", folder, unroll=1), folder)
 
 
 def published_name(ours: Llava, key: str) -> str:

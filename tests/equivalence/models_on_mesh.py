@@ -23,14 +23,15 @@ from mmqa_jax.models.mcan import MCANConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
-from mmqa_jax.models.vlp import VLPConfig, VLPInputs
-from mmqa_jax.weights.bert import bert_key_map
-from mmqa_jax.weights.clip import clip_key_map
+from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
-from mmqa_jax.weights.mcan import mcan_key_map, mcan_openvqa_key_map
-from mmqa_jax.weights.modified_resnet import modified_resnet_key_map
+from mmqa_jax.weights.models.bert import bert_key_map
+from mmqa_jax.weights.models.clip import clip_key_map
+from mmqa_jax.weights.models.mcan import mcan_key_map, mcan_openvqa_key_map
+from mmqa_jax.weights.models.modified_resnet import modified_resnet_key_map
+from mmqa_jax.weights.models.vlp import vlp_key_map
 from mmqa_jax.weights.registry import architecture
-from mmqa_jax.weights.vlp import vlp_key_map
 
 ROWS = 4  # one on each of the devices that share the parameters' other halves
 _WIDE = {"layers": 2, "heads": 4, "unroll": 1}
@@ -108,7 +109,7 @@ def cases() -> Iterator[Case]:
         lambda model, x: (hidden := model(*x), model.pool(hidden)),
     )
 
-    config = VLPConfig(_BERT, region_features=18, region_positions=14, visual_hidden=(20,))
+    config = ExtendedVLPConfig(_BERT, region_features=18, region_positions=14, visual_hidden=(20,))
     columns = np.arange(14)
     end, last = (np.array(lengths)[:, None] for lengths in ((9, 7, 8, 12), (14, 9, 8, 13)))
     inputs = VLPInputs(
@@ -176,9 +177,9 @@ def check(case: Case) -> None:
     entry = architecture(case.name)
 
     def build() -> nnx.Module:
-        return entry.part("model")(case.config, rngs=nnx.Rngs(0))
+        return entry.model_class(case.config, rngs=nnx.Rngs(0))
 
-    source = entry.part("exporter")(case.config, random_state(build)).source
+    source = entry.publish(case.config, random_state(build)).source
 
     def load(mesh=None) -> nnx.Module:
         graphdef, state = abstract_model(build, mesh)

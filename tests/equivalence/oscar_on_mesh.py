@@ -14,11 +14,11 @@ from oscar_torch import MASK, PAD, SEP
 
 from mmqa_jax.core.mesh import batch_sharding
 from mmqa_jax.decoding.oscar_caption import write_captions
-from mmqa_jax.weights.oscar import load_oscar
+from mmqa_jax.weights.published import load_published
 
 
 def main(folder: str) -> None:
-    mesh, spread, whole = load_on_mesh(functools.partial(load_oscar, folder, unroll=1))
+    mesh, spread, whole = load_on_mesh(functools.partial(load_published, "oscar", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     plain = nnx.state(whole)
     up = spread.bert.layers.up.kernel[...]  # [layers, embed, mlp]
@@ -32,7 +32,7 @@ def main(folder: str) -> None:
 
     def forward(state, inputs):
         model = nnx.merge(graphdef, state)
-        return model.word_logits(model.encode(inputs))
+        return model.token_logits(model.encode(inputs))
 
     want = jit(forward)(plain, inputs)
     got = jit(forward, out_shardings=by_row)(state, jax.device_put(inputs, by_row))

@@ -13,7 +13,7 @@ from oscar_torch import CLS, MASK, PAD, SEP, TorchOscar
 
 from mmqa_jax.models.oscar import Oscar, OscarInputs
 from mmqa_jax.models.oscar_layout import OscarLayout
-from mmqa_jax.weights.oscar import load_oscar
+from mmqa_jax.weights.published import load_published
 
 VOCAB, FEATURES = 41, 10
 SEP_BIAS = 1.8
@@ -80,7 +80,7 @@ def make_pair(
     }
     del published["model_type"]  # pytorch_transformers wrote none
     (folder / "config.json").write_text(json.dumps(published))
-    return Pair(load_oscar(folder, unroll=1, **DROPOUT), theirs, folder)
+    return Pair(load_published("oscar", folder, unroll=1, **DROPOUT), theirs, folder)
 
 
 class Pictures(NamedTuple):

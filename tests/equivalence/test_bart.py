@@ -33,9 +33,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bart import Bart, BartLayer, shift_tokens_right
 from mmqa_jax.models.bart_config import bart_base, bart_large_cnn
-from mmqa_jax.weights.bart import bart_key_map, load_bart
-from mmqa_jax.weights.exports import publish_bart, write_published
 from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.models.bart import bart_key_map, publish_bart
+from mmqa_jax.weights.published import load_published, write_published
 
 ROWS, SOURCE, TARGET = 3, 37, 19
 SOURCE_LENGTHS, TARGET_LENGTHS = np.array([37, 5, 22]), np.array([8, 19, 1])
@@ -93,7 +93,7 @@ def make_pair(case: str, folder: Path) -> Pair:
     theirs = make_theirs(case)
     theirs.save_pretrained(folder)
     # Recomputation shows in gradients alone, which are compared with torch's.
-    ours = load_bart(folder, unroll=1, remat=REMAT[case])
+    ours = load_published("bart", folder, unroll=1, remat=REMAT[case])
     return Pair(theirs, ours, folder, compiled(ours, forward))
 
 
@@ -262,7 +262,7 @@ def test_shifted_targets_equal():
 
 def test_bfloat16_stays_near_float32(first):
     """The root mean square deviation of the logits is below 2 % of their own."""
-    half = load_bart(first.folder, param_dtype="bfloat16", dtype="bfloat16", unroll=1)
+    half = load_published("bart", first.folder, param_dtype="bfloat16", dtype="bfloat16", unroll=1)
     inputs = batch()
     got = compiled(half, forward)(*inputs)
     assert got.dtype == jnp.float32
@@ -291,7 +291,7 @@ def test_export_reloads_in_transformers(pair, tmp_path):
     np.testing.assert_array_equal(
         run_torch(again, *batch()).logits.numpy(), run_torch(theirs, *batch()).logits.numpy()
     )
-    back = load_bart(tmp_path, unroll=1)
+    back = load_published("bart", tmp_path, unroll=1)
     assert back.config == dataclasses.replace(ours.config, remat="none")
     same_parameters(back, ours)
 

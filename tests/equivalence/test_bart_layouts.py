@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bart_config import BartConfig
-from mmqa_jax.weights.bart import bart_key_map, load_bart
 from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.models.bart import bart_key_map
+from mmqa_jax.weights.published import load_published
 
 VOCAB = 102
 
@@ -65,21 +67,22 @@ def test_torch_layouts(large_cnn, tmp_path):
     # BARTScore's file over a folder with other weights, then over the bare config.
     pth = tmp_path / "bart.pth"
     torch.save(tensors, pth)
-    assert same(load_bart(config.parent, state_dict=pth), tensors)
-    assert same(load_bart(tmp_path, state_dict=pth), tensors)
+    shutil.copy(pth, config.parent / "bart.pth")
+    assert same(load_published("bart", config.parent / "bart.pth"), tensors)
+    assert same(load_published("bart", pth), tensors)
     # The format before torch 1.6, with fairseq's version.
     old = tensors | {"model.encoder.version": torch.tensor([3.0])}
     torch.save(old, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    assert same(load_bart(tmp_path), tensors)
+    assert same(load_published("bart", tmp_path), tensors)
     # bart-base is a BartModel: without `model.` and without the head's bias.
     bare = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     torch.save(bare, tmp_path / "pytorch_model.bin")
     zeros = {"final_logits_bias": torch.zeros(1, VOCAB)}
-    assert same(load_bart(tmp_path), tensors | zeros)
-    # Under one name of the word table alone, and not the usual one.
+    assert same(load_published("bart", tmp_path), tensors | zeros)
+    # Under only one name of the embedding table, and not the usual one.
     few = {k: v for k, v in tensors.items() if "embed_tokens" not in k and "shared" not in k}
     torch.save(few, pth)
-    assert same(load_bart(tmp_path, state_dict=pth), tensors)
+    assert same(load_published("bart", pth), tensors)
 
 
 def test_a_state_dict_that_does_not_fit_is_named(large_cnn, tmp_path):
@@ -90,7 +93,7 @@ def test_a_state_dict_that_does_not_fit_is_named(large_cnn, tmp_path):
     def message(content):
         torch.save(content, pth)
         with pytest.raises(UserError) as caught:
-            load_bart(tmp_path, state_dict=pth)
+            load_published("bart", pth)
         assert str(pth) in str(caught.value)
         return str(caught.value)
 
@@ -109,7 +112,7 @@ def test_a_state_dict_that_does_not_fit_is_named(large_cnn, tmp_path):
     wide = tensors | {"final_logits_bias": torch.zeros(2, VOCAB)}
     assert "shapes that differ: final_logits_bias (2, 102)" in message(wide)
     torch.save({"state_dict": tensors, "epoch": 3}, pth)  # a training state is taken
-    assert same(load_bart(tmp_path, state_dict=pth), tensors)
+    assert same(load_published("bart", pth), tensors)
     assert "not a state dict" in message({"model": tensors})
     assert "not a state dict" in message(tensors | {"epoch": 3})
 
@@ -126,9 +129,9 @@ def test_a_config_that_does_not_fit_is_named(large_cnn, tmp_path):
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=said):
-            load_bart(tmp_path)
+            load_published("bart", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"neither model\.safetensors"):
-        load_bart(tmp_path)
+        load_published("bart", tmp_path)
     with pytest.raises(UserError, match="activation_dropout is 1"):
         BartConfig(activation_dropout=1.0)

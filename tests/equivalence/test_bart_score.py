@@ -23,7 +23,7 @@ from mmqa_jax.evaluation.fluency import (
     score_fluency,
 )
 from mmqa_jax.evaluation.webqa_formats import COLUMNS, read_output_tsv
-from mmqa_jax.weights.bart import load_bart
+from mmqa_jax.weights.published import load_published
 
 POSITIONS = 40
 BUCKETS = (8, 16, 24)
@@ -103,7 +103,7 @@ def published(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ours(published):
     return BartScorer(
-        load_bart(published.folder),
+        load_published("bart", published.folder),
         load_bart_tokenizer(published.folder),
         buckets=BUCKETS,
         batch_tokens=48,
@@ -196,7 +196,7 @@ def test_fluency_from_the_command_line(published, tmp_path, capsys):
         abs=1e-5,
     )
     assert result["bart"] == str(published.folder)
-    assert "no bart.pth there, so fluency is by the folder's own weights" in said.err
+    assert "holds no bart.pth, so fluency is scored with the folder's own weights" in said.err
 
 
 def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):
@@ -210,16 +210,18 @@ def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):
 
 
 def test_folders_without_a_usable_bart_are_refused(published, tmp_path):
-    with pytest.raises(UserError, match=r"--bart=.*nowhere: no such folder; give bart-large-cnn's"):
+    with pytest.raises(
+        UserError, match=r"--bart=.*nowhere: no such folder; give a folder of bart-large-cnn"
+    ):
         load_bart_scorer(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor vocab\.json with"):
         load_bart_scorer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"its tokenizer cannot be read .*; fetch it again\."):
+    with pytest.raises(UserError, match=r"its tokenizer cannot be read .*; download it again\."):
         load_bart_scorer(tmp_path)
     bare = Tokenizer(models.BPE())
     bare.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"does not put <s> and </s> around a text; give BART's"):
+    with pytest.raises(UserError, match=r"does not wrap texts in <s> and </s>; use BART's"):
         load_bart_scorer(tmp_path)
     tokenizer = load_bart_tokenizer(published.folder)
     tokenizer.add_tokens(["one", "too", "many"])
@@ -229,6 +231,6 @@ def test_folders_without_a_usable_bart_are_refused(published, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((published.folder / name).read_bytes())
     words = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
-    message = rf"tokenizer knows {words + 3} tokens, its model {words}; give the tokenizer and"
+    message = rf"tokenizer has {words + 3} tokens, its model {words}; give the tokenizer and"
     with pytest.raises(UserError, match=message):
         load_bart_scorer(tmp_path)

@@ -30,8 +30,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import bert as B
 from mmqa_jax.models.bert import Bert, BertConfig, MlmHead
-from mmqa_jax.weights.bert import bert_rules, load_bert, mlm_rules
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, export, load_into
+from mmqa_jax.weights.models.bert import bert_rules, mlm_rules
+from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.sources import open_source
 
 # Nothing at its default: a port that ignores eps, activation or types must fail.
@@ -83,9 +84,9 @@ def pair(tmp_path_factory):
     theirs = randomize(transformers.BertModel(torch_config(CONFIG)), 1, 0.15)
     folder = tmp_path_factory.mktemp("bert")
     theirs.save_pretrained(folder)
-    config, state = load_bert(folder, pooler=True)
-    assert config == CONFIG
-    return nnx.merge(nnx.graphdef(abstract(Bert, config)), state), theirs
+    ours = load_published("bert", folder)
+    assert ours.config == CONFIG
+    return ours, theirs
 
 
 def run_torch(model, ids, types, mask, **kwargs):

@@ -31,9 +31,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import clip
 from mmqa_jax.models.clip import CLIP, PIXEL_MEAN, PIXEL_STD, normalize_pixels
-from mmqa_jax.weights.clip import clip_key_map, load_clip
-from mmqa_jax.weights.exports import publish_clip, write_published
-from mmqa_jax.weights.keymap import StateSource, export
+from mmqa_jax.weights.keymap import export, model_source
+from mmqa_jax.weights.models.clip import clip_key_map, publish_clip
+from mmqa_jax.weights.published import load_published, write_published
 
 EOS = 98
 
@@ -73,11 +73,8 @@ def pair(request, tmp_path_factory):
     theirs = randomize(transformers.CLIPModel(config), 0)
     folder = tmp_path_factory.mktemp("clip") / activation
     theirs.save_pretrained(folder)
-    config, state = load_clip(folder)
-    config = clip.CLIPConfig(  # a loop compiles sooner than its unrolled layers
-        dataclasses.replace(config.vision, unroll=1), dataclasses.replace(config.text, unroll=1)
-    )
-    return theirs, nnx.merge(nnx.graphdef(abstract(CLIP, config)), state)
+    # A loop compiles sooner than its unrolled layers.
+    return theirs, load_published("clip", folder, unroll=1)
 
 
 def _texts():
@@ -219,7 +216,7 @@ def test_export_reloads_in_torch(pair, tmp_path):
 def test_another_models_folder_is_refused(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"config\.json: model_type is 'bert', expected 'clip'"):
-        load_clip(tmp_path)
+        load_published("clip", tmp_path)
 
 
 def test_wrong_picture_size_and_long_text_are_refused(pair):
@@ -244,7 +241,7 @@ def test_sizes_that_do_not_divide_are_refused(pair):
         dataclasses.replace(ours.config.text, activation="relu")
 
 
-def test_pixel_normalisation():
+def test_pixel_normalization():
     bytes_ = np.array([[[[0, 128, 255]]]], np.uint8)
     want = (np.array([0, 128, 255]) / 255 - np.array(PIXEL_MEAN)) / np.array(PIXEL_STD)
     np.testing.assert_allclose(normalize_pixels(jnp.asarray(bytes_))[0, 0, 0], want, atol=1e-6)
@@ -283,7 +280,7 @@ def test_presets_have_the_published_sizes(name):
     with torch.device("meta"):
         theirs = transformers.CLIPModel(published)
     state = nnx.state(abstract(CLIP, config))
-    ours = {k: s.shape for k, s in StateSource(state, clip_key_map(config)).specs().items()}
+    ours = {k: s.shape for k, s in model_source(state, clip_key_map(config)).specs().items()}
     assert ours == {k: tuple(p.shape) for k, p in theirs.named_parameters()}
     assert vision.heads == vision.width // 64
     assert text.heads == text.width // 64

@@ -14,8 +14,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.inference.loading import load_embedder
 from mmqa_jax.retrieval.clip import load_clip_embedder
-from mmqa_jax.systems.loading import load_embedder
 from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.convert import convert
 
@@ -164,7 +164,7 @@ def test_fingerprint_and_refusals(published, converted, tmp_path):
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(UserError, match="is not CLIP's vocabulary"):
         load_clip_tokenizer(tmp_path)
-    with pytest.raises(UserError, match="format is None"):
+    with pytest.raises(UserError, match=r"hf: holds no trained weights \(no model\.json\)"):
         load_clip_embedder(published)
 
 
@@ -226,7 +226,7 @@ def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
         ({"model.changes.width": 64}, r"this CLIP has text\.width 32 \(config: 64\)"),
         (
             {"batches.query_length": 21},
-            r"batches\.query_length: 21 tokens, the text tower reads 20",
+            r"batches\.query_length: 21 tokens, but the text tower reads at most 20",
         ),
         ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
         ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),

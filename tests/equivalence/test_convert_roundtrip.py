@@ -13,7 +13,7 @@ from compare import reloaded
 from safetensors import safe_open
 
 from mmqa_jax.weights.convert import convert
-from mmqa_jax.weights.safetensors_io import SafetensorsSource
+from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 
 # Nothing at its default: a value that is lost on the way changes the logits.
 CONFIGS = {

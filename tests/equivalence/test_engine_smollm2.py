@@ -6,22 +6,25 @@ The reference is transformers in float64, as in test_real_llama.py, which says w
 from __future__ import annotations
 
 import importlib.metadata
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 import test_real_llama
 import torch
+from compare import jit
 
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.weights.gguf_io import smollm2_path
-from mmqa_jax.weights.llama import load_llama
+from mmqa_jax.weights.bundled import smollm2_path
+from mmqa_jax.weights.published import load_published
 
 theirs, tokenizer = test_real_llama.theirs, test_real_llama.tokenizer
 END = 2
 STEPS = 10
-# (first token, tokens) of the licence: pieces of 32 and 128, and two that begin alike.
+# (first token, tokens) of the license: chunks of 32 and 128, and two that begin alike.
 CUTS = [(0, 5), (40, 33), (90, 128), (700, 200), (0, 300), (0, 520)]
 
 
@@ -33,13 +36,10 @@ def text_ids(tokenizer):
 
 @pytest.fixture(scope="module")
 def engine(tokenizer):
-    return Engine(
-        load_llama(smollm2_path()),
-        tokenizer,
-        end_ids=[END],
-        config=EngineConfig(slots=4, length=640),
-        compiler_options={"xla_backend_optimization_level": 1},
-    )
+    model = load_published("llama", smollm2_path())
+    config = EngineConfig(slots=4, length=640)
+    with mock.patch.object(jax, "jit", jit):  # nearly all the time is compiling
+        return Engine(model, tokenizer, end_ids=[END], config=config)
 
 
 def test_greedy_equals_transformers_token_by_token(theirs, tokenizer, text_ids, engine):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cached import decode, prefill
 from compare import (
     LAYER,
     WHOLE,
@@ -32,17 +33,12 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llama import (
-    KVCache,
-    Llama,
-    grouped_attention,
-    last_token,
-    unstack_layers,
-)
+from mmqa_jax.decoding import kv_cache
+from mmqa_jax.models.llama import Llama, grouped_attention, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.weights.exports import publish_llama, write_published
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.llama import llama_key_map, load_llama
+from mmqa_jax.weights.models.llama import llama_key_map, publish_llama
+from mmqa_jax.weights.published import load_published, write_published
 
 LENGTH = 520  # short prompts hide mistakes in rotary positions
 LENGTHS = np.array([LENGTH, 7, 301])
@@ -109,7 +105,7 @@ def make_pair(case: str, folder: Path) -> Pair:
     config = transformers.LlamaConfig(**COMMON, **CASES[case])
     theirs = randomize(transformers.LlamaForCausalLM(config), 0, 0.05)
     theirs.save_pretrained(folder)
-    ours = load_llama(folder, unroll=1)
+    ours = load_published("llama", folder, unroll=1)
     return Pair(theirs, ours, folder, compiled(ours, forward))
 
 
@@ -225,70 +221,72 @@ def test_gradients_of_the_language_model_loss_equal(pair):
 
 def test_bfloat16_stays_near_float32(grouped):
     """The root mean square deviation of the logits is below 2 % of their own."""
-    half = load_llama(grouped.folder, param_dtype="bfloat16", dtype="bfloat16", unroll=1)
+    half = load_published(
+        "llama", grouped.folder, param_dtype="bfloat16", dtype="bfloat16", unroll=1
+    )
     got = compiled(half, forward)(tokens())
     assert got.dtype == jnp.float32
     assert 1e-4 < deviation(got, grouped.forward(tokens(), *everything())) < 0.02
 
 
 def test_generation_with_a_cache_equals_the_whole_forward(pair):
-    """Prefill, insertion into other rows, chunks and single steps, each row at its own place."""
+    """Prefill into some rows, chunks and single steps, each row at its own position."""
     _, ours, folder, forward = pair
     ids = tokens()
     want = np.asarray(forward(ids, *everything()))
-    unstacked = load_llama(folder)
+    unstacked = load_published("llama", folder)
     unstack_layers(unstacked)
     lengths, bucket, slots = np.array([40, 3, 17]), 40, np.array([4, 1, 5])
     prompts = np.where(np.arange(bucket) < lengths[:, None], ids[:, :bucket], 0)
 
-    def prefill(model, ids, lengths):
-        hidden, cache = model.prefill(model.embed(ids))
-        return model.logits(last_token(hidden, lengths)), cache
+    # Six slots with stale contents, three in use; the first prompt comes again and is dropped.
+    cache = kv_cache.empty(unstacked.config, 6, 96, "float32")
+    cache = jax.tree.map(lambda x: x + 7.0, cache)
 
-    logits, prefilled = compiled(unstacked, prefill)(prompts, lengths)
-    np.testing.assert_allclose(logits, want[np.arange(3), lengths - 1], **WHOLE)
-    again, of_stack = compiled(ours, prefill)(prompts, lengths)
-    np.testing.assert_allclose(again, logits, **LAYER)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), of_stack, prefilled)
+    def begin(model, ids, lengths, rows, cache):
+        return prefill(model, model.embed(ids), lengths, cache, rows)
 
-    # Six slots, three in use; the first prompt comes a second time and is dropped.
-    cache = jax.tree.map(lambda x: x + 7.0, unstacked.empty_cache(6, 96))  # stale contents
-    cache = cache.insert(jnp.array([*slots, cache.rows]), _rows(prefilled, [0, 1, 2, 0]))
+    again = np.array([0, 1, 2, 0])
+    batch = prompts[again], lengths[again], np.array([*slots, 6]), cache
+    logits, cache = compiled(unstacked, begin)(*batch)
+    np.testing.assert_allclose(logits[:3], want[np.arange(3), lengths - 1], **WHOLE)
+    of_stack, other = compiled(ours, begin)(*batch)
+    np.testing.assert_allclose(of_stack, logits, **LAYER)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), other, cache)
+    for row in (0, 2, 3):
+        jax.tree.map(lambda x, row=row: np.testing.assert_array_equal(x[row], 7.0), cache)
     graphdef, state = nnx.split(unstacked)
 
-    @functools.partial(jit, donate_argnums=3)
-    def extend(state, chunk, start, cache):
+    @functools.partial(jit, donate_argnums=4)
+    def extend(state, chunk, starts, ends, cache):
         model = nnx.merge(graphdef, state)
-        hidden, cache = model.extend(model.embed(chunk), start, cache)
+        hidden, cache = kv_cache.forward(
+            model, model.embed(chunk), cache, starts=starts, ends=ends, rows=slots, block=32
+        )
         return model.logits(hidden), cache
 
     @functools.partial(jit, donate_argnums=3)
     def step(state, token, position, cache):
-        return nnx.merge(graphdef, state).decode_step(token, position, cache)
+        active = np.isin(np.arange(6), slots)
+        return decode(nnx.merge(graphdef, state), token, position, cache, active)
 
-    # A chunk of five, of which row 1 has but two real ones.
+    # A chunk of five tokens, of which row 1 has only two real ones.
     fresh = np.array([5, 2, 5])
-    chunk = np.zeros((6, 5), int)
-    start = np.zeros(6, int)
-    start[slots] = lengths
-    for row, (slot, real) in enumerate(zip(slots, fresh, strict=True)):
-        chunk[slot, :real] = ids[row, lengths[row] : lengths[row] + real]
-    logits, cache = extend(state, chunk, start, cache)
-    for row, (slot, real) in enumerate(zip(slots, fresh, strict=True)):
-        places = lengths[row] + np.arange(real)
-        np.testing.assert_allclose(logits[slot, :real], want[row, places], **WHOLE)
+    chunk = np.zeros((3, 5), int)
+    for row, real in enumerate(fresh):
+        chunk[row, :real] = ids[row, lengths[row] : lengths[row] + real]
+    logits, cache = extend(state, chunk, lengths, lengths + fresh, cache)
+    for row, real in enumerate(fresh):
+        positions = lengths[row] + np.arange(real)
+        np.testing.assert_allclose(logits[row, :real], want[row, positions], **WHOLE)
 
     at = lengths + fresh
     for _ in range(4):
-        token, position = np.zeros(6, int), np.full(6, 95)
+        token, position = np.zeros(6, int), np.zeros(6, int)
         token[slots], position[slots] = ids[np.arange(3), at], at
         logits, cache = step(state, token, position, cache)
         np.testing.assert_allclose(logits[slots], want[np.arange(3), at], **WHOLE)
         at += 1
-
-
-def _rows(cache: KVCache, rows: list[int]) -> KVCache:
-    return jax.tree.map(lambda x: x[jnp.array(rows)], cache)
 
 
 def test_a_donated_cache_is_updated_in_place():
@@ -300,11 +298,11 @@ def test_a_donated_cache_is_updated_in_place():
     model = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stack))
     unstack_layers(model)
     graphdef, state = nnx.split(model)
-    cache = jax.eval_shape(lambda: model.empty_cache(8, 4096))
+    cache = jax.eval_shape(lambda: kv_cache.empty(config, 8, 4096, "float32"))
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def step(state, token, position, cache):
-        return nnx.merge(graphdef, state).decode_step(token, position, cache)
+        return decode(nnx.merge(graphdef, state), token, position, cache)
 
     memory = (
         jax.jit(step, donate_argnums=3).lower(state, rows, rows, cache).compile().memory_analysis()
@@ -316,10 +314,10 @@ def test_a_donated_cache_is_updated_in_place():
 
 def test_a_cache_of_another_type(grouped):
     ids = tokens()
-    step = compiled(grouped.ours, lambda m, *inputs: m.decode_step(*inputs))
-    cache, out = grouped.ours.empty_cache(3, 16, "bfloat16"), []
-    for place in range(16):
-        logits, cache = step(ids[:, place], np.full(3, place), cache)
+    step = compiled(grouped.ours, decode)
+    cache, out = kv_cache.empty(grouped.ours.config, 3, 16, "bfloat16"), []
+    for position in range(16):
+        logits, cache = step(ids[:, position], np.full(3, position), cache)
         out.append(logits)
     assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
     want = grouped.forward(ids, *everything())[:, :16]
@@ -344,7 +342,7 @@ def test_export_reloads_in_transformers(pair, tmp_path):
         assert torch.equal(again.state_dict()[name], want), name
     ids = tokens(rows=1)
     np.testing.assert_array_equal(run_torch(again, ids), run_torch(theirs, ids))
-    back = load_llama(tmp_path, unroll=1)
+    back = load_published("llama", tmp_path, unroll=1)
     assert dataclasses.replace(back.config, init_stddev=0.0) == dataclasses.replace(
         ours.config, init_stddev=0.0
     )
@@ -355,7 +353,7 @@ def test_every_parameter_names_its_axes(pair):
     _, ours, folder, _ = pair
     names_its_axes(ours, {"layers", "embed", "mlp", "heads", "vocab"})
     stacked = dict(nnx.to_flat_state(nnx.state(ours)))
-    unstacked = load_llama(folder)
+    unstacked = load_published("llama", folder)
     unstack_layers(unstacked)
     for path, variable in nnx.to_flat_state(nnx.state(unstacked.layers)):
         of_stack = stacked["layers", *path[1:]]
@@ -411,11 +409,9 @@ def test_what_the_model_cannot_take_is_named(grouped):
     _, ours, folder, _ = grouped
     with pytest.raises(UserError, match="641 tokens long"):
         jax.eval_shape(ours, jnp.zeros((1, 641), int))
-    with pytest.raises(UserError, match="641 slots"):
-        ours.empty_cache(1, 641)
-    unstacked = load_llama(folder)
+    unstacked = load_published("llama", folder)
     unstack_layers(unstacked)
-    with pytest.raises(TypeError, match="unstacked layers serve prefill"):
+    with pytest.raises(TypeError, match="unstacked layers only run in"):
         unstacked(jnp.zeros((1, 2), int))
-    with pytest.raises(TypeError, match="export the stacked model"):
+    with pytest.raises(UserError, match="layout does not have: layers/0/"):
         publish_llama(unstacked.config, nnx.state(unstacked))

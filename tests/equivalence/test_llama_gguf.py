@@ -1,4 +1,4 @@
-"""LLaMA in llama.cpp's GGUF files: every quantisation, configs, and files that cannot be read."""
+"""LLaMA in llama.cpp's GGUF files: every quantization, configs, and files that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
-from mmqa_jax.weights.gguf_io import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.llama import llama_key_map, load_llama, open_llama
+from mmqa_jax.weights.models.llama import llama_key_map, open_llama
+from mmqa_jax.weights.published import load_published
 
 SIZES = {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "mlp": 256}
 MATRICES = {
@@ -33,8 +34,8 @@ NORMS = ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")
 TYPES = gguf.GGMLQuantizationType
 
 
-def quantised(array, kind):
-    """Blocks of the type; at random where the package cannot quantise."""
+def quantized(array, kind):
+    """Blocks of the type; at random where the package cannot quantize."""
     try:
         return gguf.quants.quantize(array, kind)
     except NotImplementedError:
@@ -76,7 +77,7 @@ def write_gguf(file: Path, kind, *, drop=(), add=(), architecture="llama", **met
     stored = {}
     for key, shape in MATRICES.items():
         if key not in drop:
-            array = quantised(rng.normal(size=shape).astype(np.float32) * 0.1, kind)
+            array = quantized(rng.normal(size=shape).astype(np.float32) * 0.1, kind)
             stored[f"{key}.weight"] = (array, kind)
     for key in NORMS:
         norm = rng.normal(size=256).astype(np.float32)
@@ -117,11 +118,11 @@ HF_NAMES = {
     "kind",
     ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q4_K"],
 )
-def test_gguf_types_are_dequantised_as_the_package_does(tmp_path, kind):
+def test_gguf_types_are_dequantized_as_the_package_does(tmp_path, kind):
     kind = TYPES[kind]
     file = tmp_path / "model.gguf"
     stored = write_gguf(file, kind)
-    model = load_llama(file)
+    model = load_published("llama", file)
     assert model.config == LlamaConfig(
         vocab_size=40, positions=512, eps=3e-5, rope_theta=3000.0, **SIZES
     )
@@ -141,7 +142,7 @@ def test_gguf_types_are_dequantised_as_the_package_does(tmp_path, kind):
 def test_gguf_tied_head_and_rope_scaling(tmp_path):
     file = tmp_path / "model.gguf"
     write_gguf(file, TYPES.Q8_0, drop=("output",))
-    assert load_llama(file).config.tied
+    assert load_published("llama", file).config.tied
     scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.5}
     write_gguf(file, TYPES.Q8_0, **scaling)
     assert open_llama(file).config.rope_scaling == RopeScaling("linear", 2.5)
@@ -153,7 +154,7 @@ def test_gguf_tied_head_and_rope_scaling(tmp_path):
     divisors = inverse_frequencies(plain) / inverse_frequencies(scaled)
     theta = {"rope.freq_base": 500000.0}
     write_gguf(file, TYPES.Q8_0, add=[("rope_freqs.weight", divisors)], **theta)
-    model = load_llama(file)
+    model = load_published("llama", file)
     assert model.config.rope_scaling == RopeScaling("llama3", 32.0)
     odd = divisors.copy()
     odd[3] *= 1.5
@@ -170,7 +171,7 @@ def test_gguf_biases(tmp_path):
     file = tmp_path / "model.gguf"
     add = [(f"blk.0.attn_{part}.bias", bias) for part, bias in biases.items()]
     write_gguf(file, TYPES.F32, add=add)
-    layers = load_llama(file).layers
+    layers = load_published("llama", file).layers
     np.testing.assert_array_equal(layers.q.bias[...][0], hf_rows(biases["q"], 4))
     np.testing.assert_array_equal(layers.k.bias[...][0], hf_rows(biases["k"], 2))
     np.testing.assert_array_equal(layers.v.bias[...][0], biases["v"])
@@ -183,10 +184,10 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
     def refused(match, kind=TYPES.Q8_0, **options):
         write_gguf(file, kind, **options)
         with pytest.raises(UserError, match=match):
-            load_llama(file)
+            load_published("llama", file)
 
     refused(
-        r"model\.gguf, tensor 'token_embd\.weight': quantisation Q8_K is not supported; convert",
+        r"model\.gguf, tensor 'token_embd\.weight': quantization Q8_K is not supported; convert",
         TYPES.Q8_K,
     )
     refused("general.architecture is 'qwen2', expected 'llama'", architecture="qwen2")
@@ -209,12 +210,12 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
     for cut in (0, 3, 30, 400, len(data) // 2, len(data) - 64):
         file.write_bytes(data[:cut])
         with pytest.raises(UserError, match=r"model\.gguf: not a whole GGUF file"):
-            load_llama(file)
+            load_published("llama", file)
     file.write_bytes(b"PK\x03\x04" + data[4:])
     with pytest.raises(UserError, match=r"not a whole GGUF file \(GGUF magic invalid"):
-        load_llama(file)
+        load_published("llama", file)
     with pytest.raises(UserError, match=r"absent\.gguf: no such file"):
-        load_llama(tmp_path / "absent.gguf")
+        load_published("llama", tmp_path / "absent.gguf")
 
 
 def test_missing_packages_say_how_to_install(tmp_path, monkeypatch):

@@ -18,14 +18,14 @@ from safetensors.numpy import load_file, save_file
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.weights.exports import publish_llama, write_published
-from mmqa_jax.weights.keymap import StateSource, abstract_model, export
-from mmqa_jax.weights.llama import (
+from mmqa_jax.weights.formats.safetensors import DerivedSource
+from mmqa_jax.weights.keymap import abstract_model, export
+from mmqa_jax.weights.models.llama import (
     llama_key_map,
-    load_llama,
-    meta_key_map,
     open_llama,
+    publish_llama,
 )
+from mmqa_jax.weights.published import load_published, write_published
 
 LENGTH = 512
 # params.json of LLaMA-3 in small; 256 * ceil(1.3 * 2 / 3 * 4 * 64 / 16) = 224 hidden units.
@@ -69,7 +69,7 @@ def meta_tensors(tied=False, seed=0):
 
 
 def meta_logits(tensors, ids, *, theta, eps, heads=4, kv_heads=2):
-    """Meta's Transformer restated (llama/model.py): complex rotation of neighbouring pairs."""
+    """Meta's Transformer restated (llama/model.py): complex rotation of neighboring pairs."""
     weights = {key: torch.from_numpy(np.array(a)) for key, a in tensors.items()}
 
     def norm(x, name):
@@ -141,7 +141,7 @@ def ids():
 
 def test_meta_files_whole_and_sharded(tmp_path, ids):
     tensors = meta_tensors()
-    model = load_llama(write_meta(tmp_path / "one", [tensors]), unroll=1)
+    model = load_published("llama", write_meta(tmp_path / "one", [tensors]), unroll=1)
     want = meta_logits(tensors, ids, theta=3000.0, eps=3e-4)
     np.testing.assert_allclose(compiled(model, forward)(ids), want, **WHOLE)
     assert np.abs(want).max() > 1
@@ -158,9 +158,9 @@ def test_meta_files_whole_and_sharded(tmp_path, ids):
     )
     for name, vocab_parallel in (("llama2", False), ("llama3", True)):
         folder = write_meta(tmp_path / name, split(tensors, 2, vocab_parallel))
-        same_parameters(load_llama(folder, unroll=1), model)
+        same_parameters(load_published("llama", folder, unroll=1), model)
     # And back: our parameters under Meta's names are the given tensors.
-    back = dict(export(nnx.state(model), meta_key_map(model.config)))
+    back = dict(export(nnx.state(model), llama_key_map(model.config, "meta")))
     assert back.keys() == tensors.keys()
     for key, array in tensors.items():
         np.testing.assert_array_equal(back[key], array, err_msg=key)
@@ -170,7 +170,7 @@ def test_meta_file_becomes_transformers(tmp_path, ids):
     import transformers
 
     tensors = meta_tensors(seed=1)
-    model = load_llama(write_meta(tmp_path / "meta", split(tensors, 2, False)))
+    model = load_published("llama", write_meta(tmp_path / "meta", split(tensors, 2, False)))
     write_published(tmp_path / "hf", publish_llama(model.config, nnx.state(model)))
     theirs = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager"
@@ -188,8 +188,8 @@ def test_bfloat16_stays_bfloat16(tmp_path):
     assert {str(spec.dtype) for key, spec in source.specs().items() if "rope" not in key} == {
         "bfloat16"
     }
-    half = load_llama(folder, param_dtype="bfloat16")
-    whole = load_llama(folder)
+    half = load_published("llama", folder, param_dtype="bfloat16")
+    whole = load_published("llama", folder)
     assert half.norm.scale[...].dtype == jnp.bfloat16
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b),
@@ -231,7 +231,7 @@ def test_llama2c_files(tmp_path, ids, version, tied):
     tensors = meta_tensors(tied=tied, seed=2)
     file = tmp_path / "model.bin"
     file.write_bytes(llama2c_bytes(tensors, version=version, tied=tied))
-    model = load_llama(file, unroll=1)
+    model = load_published("llama", file, unroll=1)
     assert model.config.tied == tied
     assert model.config.positions == LENGTH
     want = meta_logits(tensors, ids, theta=10000.0, eps=1e-5)
@@ -242,18 +242,18 @@ def test_llama2c_files_that_are_not_whole(tmp_path):
     data = llama2c_bytes(meta_tensors(), version=0, tied=False)
     file = tmp_path / "model.bin"
     for broken, match in (
-        (data[:-4], r"model\.bin: \d+ bytes, its header asks for \d+"),
-        (data + b"\0" * 4, "its header asks for"),
+        (data[:-4], r"model\.bin: \d+ bytes, its header requires \d+"),
+        (data + b"\0" * 4, "its header requires"),
         (data[:20], "not a llama2.c file"),
         (b"", "not a llama2.c file"),
-        (b"\x7fELF" + data[4:], "bytes, its header asks for|not a llama2.c file"),
+        (b"\x7fELF" + data[4:], "bytes, its header requires|not a llama2.c file"),
         (struct.pack("<Ii", 0x616B3432, 2) + data, "version 2 .int8 weights. is not supported"),
     ):
         file.write_bytes(broken)
         with pytest.raises(UserError, match=match):
-            load_llama(file)
+            load_published("llama", file)
     with pytest.raises(UserError, match=r"absent\.bin: no such file"):
-        load_llama(tmp_path / "absent.bin")
+        load_published("llama", tmp_path / "absent.bin")
 
 
 TINY = LlamaConfig(vocab_size=20, hidden=16, layers=2, heads=2, kv_heads=1, mlp=24, positions=64)
@@ -279,11 +279,11 @@ def test_sharded_safetensors(tmp_path, tiny):
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 4000 + 1500 for file in files)  # header included
-    same_parameters(load_llama(folder), tiny)
+    same_parameters(load_published("llama", folder), tiny)
     missing = files[1].name
     files[1].unlink()
     with pytest.raises(UserError, match=rf"{missing}: no such file"):
-        load_llama(folder)
+        load_published("llama", folder)
 
 
 def test_torch_shards_of_transformers(tmp_path, tiny):
@@ -293,7 +293,7 @@ def test_torch_shards_of_transformers(tmp_path, tiny):
     (tmp_path / "config.json").write_text(json.dumps(TINY.to_hf()))
     whole = {key: torch.tensor(array) for key, array in tensors.items()}
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    same_parameters(load_llama(tmp_path), tiny)
+    same_parameters(load_published("llama", tmp_path), tiny)
     (tmp_path / "pytorch_model.bin").unlink()
     keys = list(tensors)
     parts = {
@@ -304,13 +304,13 @@ def test_torch_shards_of_transformers(tmp_path, tiny):
         torch.save({key: whole[key] for key in part}, tmp_path / name)
     index = {"weight_map": {key: name for name, part in parts.items() for key in part}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    same_parameters(load_llama(tmp_path), tiny)
+    same_parameters(load_published("llama", tmp_path), tiny)
     torch.save({key: whole[key] for key in keys[6:]}, tmp_path / "pytorch_model-00002-of-00002.bin")
-    with pytest.raises(UserError, match=f"tensor '{keys[6]}' lies in another file"):
-        load_llama(tmp_path)
+    with pytest.raises(UserError, match=f"tensor '{keys[6]}' is in another file"):
+        load_published("llama", tmp_path)
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(UserError, match=r"00002-of-00002\.bin: no such file"):
-        load_llama(tmp_path)
+        load_published("llama", tmp_path)
 
 
 def test_keys_and_shapes_that_do_not_fit(tmp_path, tiny):
@@ -321,7 +321,7 @@ def test_keys_and_shapes_that_do_not_fit(tmp_path, tiny):
         save_file(arrays, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(TINY.to_hf() | config))
         with pytest.raises(UserError, match=match):
-            load_llama(folder)
+            load_published("llama", folder)
 
     norm = "model.norm.weight"
     refused(
@@ -349,15 +349,15 @@ def test_keys_and_shapes_that_do_not_fit(tmp_path, tiny):
     refused("model_type is 'gpt2', expected 'llama'", tensors, model_type="gpt2")
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load_llama(folder)
+        load_published("llama", folder)
     with pytest.raises(UserError, match="neither a folder nor"):
-        load_llama(tmp_path / "absent")
+        load_published("llama", tmp_path / "absent")
 
 
 def test_a_folder_is_whole_once_it_has_its_config(tmp_path, tiny, monkeypatch):
     """An export that is cut off leaves nothing that loads."""
     reads = []
-    read = StateSource.read
+    read = DerivedSource.read
 
     def failing(self, key):
         reads.append(key)
@@ -365,11 +365,11 @@ def test_a_folder_is_whole_once_it_has_its_config(tmp_path, tiny, monkeypatch):
             raise OSError("disk full")
         return read(self, key)
 
-    monkeypatch.setattr(StateSource, "read", failing)
+    monkeypatch.setattr(DerivedSource, "read", failing)
     with pytest.raises(OSError, match="disk full"):
         save(tiny, tmp_path, shard_bytes=4000)
     with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load_llama(tmp_path)
+        load_published("llama", tmp_path)
     assert not [*tmp_path.glob(".*")]
 
 
@@ -378,27 +378,27 @@ def test_meta_files_that_do_not_fit(tmp_path):
     shards = split(tensors, 2, False)
     folder = write_meta(tmp_path / "gap", shards)
     (folder / "consolidated.01.pth").unlink()
-    with pytest.raises(UserError, match=r"holds 1 consolidated.*their shapes ask for 2; fetch"):
-        load_llama(folder)
+    with pytest.raises(UserError, match=r"holds 1 consolidated.*their shapes require 2; fetch"):
+        load_published("llama", folder)
 
     folder = write_meta(tmp_path / "keys", shards)
     odd = {key: torch.tensor(a) for key, a in shards[1].items() if key != "norm.weight"}
     torch.save(odd, folder / "consolidated.01.pth")
     with pytest.raises(UserError, match=r"01\.pth: its tensors are not those of consolidated\.00"):
-        load_llama(folder)
+        load_published("llama", folder)
 
     # A missing head is not taken for a tied one: Meta always writes it.
     folder = write_meta(tmp_path / "headless", [meta_tensors(tied=True)])
     with pytest.raises(UserError, match="1 parameters without a tensor: head/kernel"):
-        load_llama(folder)
+        load_published("llama", folder)
 
     folder = write_meta(tmp_path / "params", [tensors], {"dim": 64, "n_layers": 2})
     with pytest.raises(UserError, match=r"params\.json: lacks n_heads, norm_eps"):
-        load_llama(folder)
+        load_published("llama", folder)
 
     folder = write_meta(tmp_path / "none", [])
     with pytest.raises(UserError, match=r"holds no consolidated\.00\.pth"):
-        load_llama(folder)
+        load_published("llama", folder)
 
     folder = write_meta(tmp_path / "broken", [tensors])
     file = folder / "consolidated.00.pth"
@@ -406,7 +406,7 @@ def test_meta_files_that_do_not_fit(tmp_path):
     for cut in (0, 100, len(data) // 2, len(data) - 30):
         file.write_bytes(data[:cut])
         with pytest.raises(UserError, match=r"00\.pth: not a torch file of plain tensors"):
-            load_llama(folder)
+            load_published("llama", folder)
     for content, match in (
         ({"model": object}, "not a torch file of plain tensors"),
         ({"step": 3}, "not a state dict"),
@@ -414,18 +414,18 @@ def test_meta_files_that_do_not_fit(tmp_path):
     ):
         torch.save(content, file)
         with pytest.raises(UserError, match=rf"00\.pth: {match}"):
-            load_llama(folder)
+            load_published("llama", folder)
 
 
 def test_renewed_mappings_read_the_same(tmp_path, monkeypatch):
     """The mapping of a torch file is made anew as it is read, here after every few tensors."""
     folder = write_meta(tmp_path / "meta", split(meta_tensors(), 2, False))
-    model = load_llama(folder)
-    monkeypatch.setattr("mmqa_jax.weights.torch_io._MAPPED_BYTES", 20_000)
+    model = load_published("llama", folder)
+    monkeypatch.setattr("mmqa_jax.weights.formats.torch._MAPPED_BYTES", 20_000)
     opened = []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a) or load(*a, **k))
-    same_parameters(load_llama(folder), model)
+    same_parameters(load_published("llama", folder), model)
     assert len(opened) > 6
 
 
@@ -435,5 +435,5 @@ def test_old_torch_files_are_read(tmp_path):
     folder = write_meta(tmp_path / "old", [tensors])
     saved = {key: torch.tensor(array) for key, array in tensors.items()}
     torch.save(saved, folder / "consolidated.00.pth", _use_new_zipfile_serialization=False)
-    model = load_llama(folder)
+    model = load_published("llama", folder)
     np.testing.assert_array_equal(model.norm.scale[...], tensors["norm.weight"])

@@ -10,6 +10,7 @@ import llava_pair as tiny
 import numpy as np
 import pytest
 import torch
+from cached import decode, prefill
 from compare import (
     LAYER,
     WHOLE,
@@ -25,11 +26,13 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models import llava
-from mmqa_jax.models.llama import last_token, unstack_layers
+from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.models.llava import Llava, expand_images
-from mmqa_jax.weights.keymap import StateSource
-from mmqa_jax.weights.llava import llava_key_map, load_llava
+from mmqa_jax.weights.keymap import model_source
+from mmqa_jax.weights.models.llava import llava_key_map
+from mmqa_jax.weights.published import load_published
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +116,7 @@ def test_layers_and_logits_equal(pair):
         np.testing.assert_allclose(mine[real], seen["llama"][layer][real], **LAYER)
     np.testing.assert_allclose(run_ours(ours, prompts)[real], want[real], **WHOLE)
     assert np.abs(want).max() > 1  # the comparison is of numbers that matter
-    # The pictures matter too: in other places they give other answers.
+    # The pictures matter too: at other positions they give other answers.
     swapped = run_ours(ours, prompts, pixels=tiny.pixels()[::-1].copy())
     assert np.abs(swapped[:2] - want[:2])[real[:2]].max() > 0.1
     np.testing.assert_allclose(swapped[2][real[2]], want[2][real[2]], **WHOLE)
@@ -164,7 +167,7 @@ def test_gradients_of_the_language_model_loss_equal(published):
     value, gradients = step(state, prompts.input_ids, tiny.pixels(), answers)
     np.testing.assert_allclose(value, loss.item(), **LAYER)
     # The key map run backwards puts our gradients under published names and layouts.
-    source = StateSource(gradients, llava_key_map(ours.config))
+    source = model_source(gradients, llava_key_map(ours.config))
     published_names = {n: tiny.published_name(ours, n) for n, _ in theirs.named_parameters()}
     assert source.specs().keys() == set(published_names.values())
     got = {name: source.read(key) for name, key in published_names.items()}
@@ -191,23 +194,22 @@ def test_greedy_generation_equals(pair):
             return_dict_in_generate=True,
         )
 
-    model = load_llava(folder)
+    model = load_published("llava", folder)
     unstack_layers(model.llama)
     prompts = tiny.prompts(ours, length=bucket)
     graphdef, state = nnx.split(model)
 
     @jit
-    def prefill(state, ids, pixels, lengths):
+    def begin(state, ids, pixels, lengths):
         model = nnx.merge(graphdef, state)
-        hidden, prefilled = model.llama.prefill(model.embed(ids, model.encode_images(pixels)))
-        cache = model.llama.empty_cache(4, 560).insert(jnp.arange(3), prefilled)
-        return model.llama.logits(last_token(hidden, lengths)), cache
+        cache = kv_cache.empty(model.config.llama, 4, 560, "float32")
+        return prefill(model.llama, model.embed(ids, model.encode_images(pixels)), lengths, cache)
 
     @functools.partial(jit, donate_argnums=3)
     def step(state, token, position, cache):
-        return nnx.merge(graphdef, state).llama.decode_step(token, position, cache)
+        return decode(nnx.merge(graphdef, state).llama, token, position, cache)
 
-    logits, cache = prefill(state, prompts.input_ids, tiny.pixels(), prompts.lengths)
+    logits, cache = begin(state, prompts.input_ids, tiny.pixels(), prompts.lengths)
     position, got = jnp.append(prompts.lengths, 0), [logits]
     for _ in range(steps - 1):
         token = jnp.append(got[-1].argmax(-1), 0)  # the cache has a row to spare
@@ -220,7 +222,7 @@ def test_greedy_generation_equals(pair):
 
 
 def test_more_pictures_than_placeholders_are_not_read(published):
-    """A fixed number of pictures: those behind the last placeholder may be anything."""
+    """A fixed number of pictures: those after the last placeholder may be anything."""
     _, ours, _ = published
     prompts = tiny.prompts(ours)
     embed = compiled(ours, Llava.embed)
@@ -238,7 +240,7 @@ def test_more_pictures_than_placeholders_are_not_read(published):
 def test_bfloat16_stays_near_float32(published):
     """The root mean square deviation of the logits is below 2 % of their own."""
     _, ours, folder = published
-    half = load_llava(folder, param_dtype="bfloat16", dtype="bfloat16", unroll=1)
+    half = load_published("llava", folder, param_dtype="bfloat16", dtype="bfloat16", unroll=1)
     prompts = tiny.prompts(ours)
     got = compiled(half, forward)(prompts.input_ids, tiny.pixels())
     assert got.dtype == jnp.float32

@@ -11,9 +11,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.images import normalise
 from mmqa_jax.data.llava_images import PAD_COLOR, llava_pixels, pad_to_square
-from mmqa_jax.models.clip import vit_l_14_336
+from mmqa_jax.models.clip import normalize_pixels, vit_l_14_336
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import (
     ORIGINAL_IMAGE_TOKEN,
@@ -75,7 +74,7 @@ def test_prompt_text():
     )
     assert question("Which one?", pictures=2) == "<image>\n<image>\nWhich one?"
     assert question(" Is <image> a tag? ", pictures=0) == "Is  a tag?"
-    with pytest.raises(ValueError, match="only the last"):
+    with pytest.raises(AssertionError, match="only the last"):
         conversation([("Hi", None), ("And?", None)])
 
 
@@ -161,7 +160,7 @@ def test_inputs_equal_the_processors(side):
     np.testing.assert_array_equal(got.input_ids, want["input_ids"])
     np.testing.assert_array_equal(got.mask, want["attention_mask"])
     assert (got.input_ids == config.image_token).sum(axis=1).tolist() == [4, 8, 0]
-    pixels = np.stack([normalise(llava_pixels(picture, 28)) for picture in pictures])
+    pixels = np.stack([normalize_pixels(llava_pixels(picture, 28)) for picture in pictures])
     expected = np.stack(want["pixel_values"]).transpose(0, 2, 3, 1)
     np.testing.assert_allclose(pixels, expected, rtol=0, atol=2e-6)
 
@@ -194,7 +193,7 @@ def test_prompts_that_do_not_fit_are_named():
         expand_images([[7, 2]], [0], config)
     with pytest.raises(UserError, match=r"prompt 1: 6 tokens with its pictures \(4 each\), the"):
         expand_images([[1], [1, 7, 2]], [0, 1], config, length=5)
-    with pytest.raises(ValueError, match="pad_token is 7, the placeholder's id"):
+    with pytest.raises(AssertionError, match="pad_token is 7, the placeholder's id"):
         expand_images([[1]], [0], config, pad_token=7)
 
 
@@ -209,7 +208,9 @@ def test_pictures_equal_the_processors(shape):
     (expected,) = PROCESSOR(do_pad=True, **sizes)(image, return_tensors="np")["pixel_values"]
     pixels = llava_pixels(image)
     assert pixels.shape == (336, 336, 3)
-    np.testing.assert_allclose(normalise(pixels), expected.transpose(1, 2, 0), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(
+        normalize_pixels(pixels), expected.transpose(1, 2, 0), rtol=0, atol=2e-6
+    )
 
 
 def test_squares_are_padded_with_the_mean_color():

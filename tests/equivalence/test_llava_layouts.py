@@ -19,16 +19,16 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import clip, llava
 from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava
-from mmqa_jax.weights.exports import publish_llava, write_published
-from mmqa_jax.weights.keymap import StateSource
-from mmqa_jax.weights.llava import (
-    hf_config,
+from mmqa_jax.weights.keymap import model_source
+from mmqa_jax.weights.models.llava import (
+    llava_config,
     llava_key_map,
-    load_llava,
+    llava_to_hf,
     open_llava,
     original_config,
-    to_hf,
+    publish_llava,
 )
+from mmqa_jax.weights.published import load_published, write_published
 
 TOWER = "vision_tower.vision_model."
 # config.json of liuhaotian/llava-v1.5-7b, what concerns the model.
@@ -164,7 +164,7 @@ def test_transformers_layouts_load_alike(layout, pair, tmp_path):
         found[name] = buffers["frequencies"]
     save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((pair.folder / "config.json").read_text())
-    model = load_llava(tmp_path, unroll=1)
+    model = load_published("llava", tmp_path, unroll=1)
     same_parameters(model, pair.ours)
     assert model.config == pair.ours.config
 
@@ -178,20 +178,20 @@ def test_original_layout_loads_alike(pair, tmp_path):
     bare = write_original(tmp_path / "bare", original_tensors(pair, tower=False))
     expected = dataclasses.replace(pair.ours.config, image_token=ORIGINAL_IMAGE_TOKEN)
     for folder, tower in ((whole, clip_folder), (bare, clip_folder), (bare, tower_folder)):
-        model = load_llava(folder, clip=tower, unroll=1)
+        model = load_published("llava", folder, clip=tower, unroll=1)
         same_parameters(model, pair.ours)
         assert model.config == expected
     found = original_tensors(pair, tower=False)
     named = write_original(tmp_path / "named", found, mm_vision_tower=str(tower_folder))
-    same_parameters(load_llava(named, unroll=1), pair.ours)
+    same_parameters(load_published("llava", named, unroll=1), pair.ours)
     # A tower within the checkpoint goes before CLIP's.
     other = load_file(clip_folder / "model.safetensors")
     save_file({k: 0 * v for k, v in other.items()}, clip_folder / "model.safetensors")
-    same_parameters(load_llava(whole, clip=clip_folder, unroll=1), pair.ours)
+    same_parameters(load_published("llava", whole, clip=clip_folder, unroll=1), pair.ours)
     known = {"mm_vision_tower": "openai/clip-vit-large-patch14-336", "mm_hidden_size": 1024}
     alone = write_original(tmp_path / "alone", found, **known)
     with pytest.raises(UserError, match="holds no vision tower; give the folder of the CLIP"):
-        load_llava(alone)
+        load_published("llava", alone)
 
 
 def test_original_and_transformers_configs_are_the_presets():
@@ -227,10 +227,10 @@ def test_original_and_transformers_configs_are_the_presets():
         "vision_feature_layer": -2,
         "vision_feature_select_strategy": "default",
     }
-    assert hf_config(published) == sizes
+    assert llava_config(published) == sizes
     del published["vision_config"]  # transformers' default
-    assert hf_config(published) == sizes
-    assert hf_config(to_hf(sizes)) == sizes
+    assert llava_config(published) == sizes
+    assert llava_config(llava_to_hf(sizes)) == sizes
 
 
 @pytest.mark.parametrize("name", ["llava_1_5_7b", "llava_1_5_13b"])
@@ -252,7 +252,7 @@ def test_presets_have_the_published_sizes(name):
             transformers.LlavaConfig(text_config=text)
         )
     model = abstract(Llava, config)
-    specs = StateSource(nnx.state(model), llava_key_map(config)).specs()
+    specs = model_source(nnx.state(model), llava_key_map(config)).specs()
     wanted = tiny.published_tensors(model, theirs.named_parameters())
     assert {k: s.shape for k, s in specs.items()} == {k: tuple(p.shape) for k, p in wanted.items()}
     assert config.vision.patches == 576
@@ -276,11 +276,11 @@ def test_export_reloads_in_transformers(case, tmp_path):
     np.testing.assert_array_equal(
         tiny.torch_logits(again, inputs), tiny.torch_logits(theirs, inputs)
     )
-    back = load_llava(tmp_path / "out", unroll=1)
+    back = load_published("llava", tmp_path / "out", unroll=1)
     same_parameters(back, ours)
     assert back.config == ours.config
     unstack_layers(back.llama)
-    with pytest.raises(TypeError, match="export the stacked model"):
+    with pytest.raises(UserError, match="layout does not have: llama/layers/0/"):
         publish_llava(back.config, nnx.state(back))
 
 
@@ -288,7 +288,7 @@ def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path)
     """transformers needs `<image>` in its word table: the other words' logits stay as they are."""
     whole = write_original(tmp_path / "original", original_tensors(pair))
     clip_folder = write_clip(tmp_path / "clip", pair)
-    ours = load_llava(whole, clip=clip_folder, unroll=1)
+    ours = load_published("llava", whole, clip=clip_folder, unroll=1)
     write_published(tmp_path / "out", publish_llava(ours.config, nnx.state(ours)))
     again = transformers.LlavaForConditionalGeneration.from_pretrained(
         tmp_path / "out", attn_implementation="eager"
@@ -337,7 +337,7 @@ def test_originals_of_another_kind_are_refused(changes, message):
 )
 def test_transformers_configs_of_another_kind_are_refused(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        hf_config(to_hf(llava.llava_1_5_7b()) | changes, "here/config.json")
+        llava_config(llava_to_hf(llava.llava_1_5_7b()) | changes, "here/config.json")
 
 
 def test_checkpoints_that_do_not_fit_are_refused(pair, tmp_path):
@@ -347,7 +347,7 @@ def test_checkpoints_that_do_not_fit_are_refused(pair, tmp_path):
         save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=message):
-            load_llava(tmp_path)
+            load_published("llava", tmp_path)
 
     whole = {key: tensor.clone() for key, tensor in tensors(pair).items()}
 
@@ -373,13 +373,13 @@ def test_checkpoints_that_do_not_fit_are_refused(pair, tmp_path):
 def test_the_clip_folder_must_be_a_clip(pair, tmp_path):
     bare = write_original(tmp_path / "bare", original_tensors(pair, tower=False))
     with pytest.raises(UserError, match="model_type is 'llava', expected 'clip' or"):
-        load_llava(bare, clip=pair.folder)
+        load_published("llava", bare, clip=pair.folder)
     larger = write_clip(tmp_path / "clip", pair)
     config = json.loads((larger / "config.json").read_text())
     config["vision_config"]["hidden_size"] = 80
     (larger / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="mm_hidden_size is 40, the vision tower's width 80"):
-        load_llava(bare, clip=larger)
+        load_published("llava", bare, clip=larger)
 
 
 def test_vision_tower_is_clip_l_336():

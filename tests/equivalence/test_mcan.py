@@ -31,8 +31,16 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.mcan import MCAN, MCANConfig, mcan_prophet
 from mmqa_jax.models.mcan_layers import FusionConfig, grid_rotation, rotate_pairs
-from mmqa_jax.weights.mcan import load_mcan, mcan_source
-from mmqa_jax.weights.safetensors_io import write_sharded
+from mmqa_jax.weights.formats.safetensors import write_sharded
+from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.models.mcan import (
+    check_rotation,
+    mcan_key_map,
+    publish_mcan,
+    with_new_answers,
+)
+from mmqa_jax.weights.published import load_checkpoint
+from mmqa_jax.weights.sources import open_source
 
 # Nothing at its published value. 23 x 23 cells: rotary positions past 500 tokens.
 CONFIG = MCANConfig(
@@ -207,11 +215,13 @@ def pair(tmp_path_factory):
     return theirs, loaded(path), path
 
 
-def loaded(path, **options) -> MCAN:
-    """A model of CONFIG that was never initialised, filled from a file."""
-    model = abstract(MCAN, CONFIG)
-    load_mcan(path, model, **options)
-    return model
+def loaded(path, config=CONFIG, *, pretrained=False) -> MCAN:
+    """A model that was never initialized, filled from a file."""
+    source = open_source(path)
+    if pretrained:
+        source = with_new_answers(source, config)
+    checkpoint = Checkpoint(config, mcan_key_map, source, "prophet", check_rotation)
+    return load_checkpoint(MCAN, checkpoint, config)
 
 
 def batch(rows: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -297,7 +307,7 @@ def test_gradients_of_the_training_loss_equal(pair):
 
     value, gradients = jit(jax.value_and_grad(bce))(state)
     np.testing.assert_allclose(value, loss.item(), **WHOLE)
-    source = mcan_source(gradients, CONFIG)
+    source = publish_mcan(CONFIG, gradients).source
     got = {key: source.read(key) for key in source.specs() if ".rope." not in key}
     assert {name for name, p in theirs.named_parameters() if p.grad is None} == {
         "bert.pooler.dense.weight",
@@ -377,13 +387,13 @@ def test_pretrained_checkpoint_starts_new_answers_as_prophet_does(pair, tmp_path
     mean = theirs.proj.bias.mean().item()
     np.testing.assert_allclose(model.new_head.bias[...], np.full(4, mean), rtol=1e-6)
     np.testing.assert_array_equal(model.head.bias[...], ours.head.bias[...])
-    with pytest.raises(UserError, match=r"epoch6\.pkl: has new answers of its own"):
+    with pytest.raises(UserError, match=r"epoch6\.pkl: has new answers already"):
         loaded(path, pretrained=True)
 
 
 def test_export_reloads_in_torch(pair, tmp_path):
     theirs, ours, _ = pair
-    source = mcan_source(nnx.state(ours), CONFIG)
+    source = publish_mcan(CONFIG, nnx.state(ours)).source
     again = TorchMCAN(CONFIG)
     again.load_state_dict({key: torch.tensor(source.read(key)) for key in source.specs()})
     for name, want in theirs.state_dict().items():
@@ -401,7 +411,7 @@ def test_preset_has_the_published_sizes():
     assert (config.rope_base, config.fusion.eps, config.fusion.dropout) == (40.0, 1e-5, 0.1)
     assert (config.fusion.heads, config.text.heads, config.text.eps) == (8, 16, 1e-12)
     model = abstract(MCAN, config)
-    source = mcan_source(nnx.state(model), config)
+    source = publish_mcan(config, nnx.state(model)).source
     with torch.device("meta"):
         theirs = TorchMCAN(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
@@ -440,9 +450,8 @@ def test_mistakes_are_named(pair, tmp_path):
         dataclasses.replace(CONFIG.fusion, dropout=1.0)
     for change in ({"grid": 16}, {"rope_base": 40.0}):
         other = dataclasses.replace(CONFIG, **change)
-        model = abstract(MCAN, other)
         with pytest.raises(UserError, match=r"epoch6\.pkl, backbone\.dec_list\.\d\.rope\.\w+: rot"):
-            load_mcan(path, model)
+            loaded(path, other)
     checkpoint = torch.load(path)
     tensors = checkpoint["state_dict"]
     tensors["backbone.dec_list.4.norm2.bias"] = tensors.pop("backbone.dec_list.4.norm1.bias")

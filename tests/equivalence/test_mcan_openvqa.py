@@ -34,9 +34,10 @@ from mmqa_jax.models.mcan_openvqa import (
     mcan_large,
     mcan_small,
 )
-from mmqa_jax.weights.keymap import StateSource, export
-from mmqa_jax.weights.mcan import load_mcan_openvqa, mcan_openvqa_key_map
-from mmqa_jax.weights.safetensors_io import write_sharded
+from mmqa_jax.weights.formats.safetensors import write_sharded
+from mmqa_jax.weights.keymap import export, model_source
+from mmqa_jax.weights.models.mcan import mcan_openvqa_key_map, open_mcan_openvqa
+from mmqa_jax.weights.published import load_checkpoint
 
 # Nothing at its published value.
 CONFIG = MCANOpenVQAConfig(
@@ -153,10 +154,8 @@ def pair(tmp_path_factory):
 
 
 def loaded(path, config: MCANOpenVQAConfig = CONFIG) -> MCANOpenVQA:
-    """A model that was never initialised, filled from a file."""
-    model = abstract(MCANOpenVQA, config)
-    load_mcan_openvqa(path, model)
-    return model
+    """A model that was never initialized, filled from a file."""
+    return load_checkpoint(MCANOpenVQA, open_mcan_openvqa(path), config)
 
 
 def batch(regions: int = 7) -> tuple[np.ndarray, np.ndarray]:
@@ -280,7 +279,7 @@ def test_export_reloads_in_torch(pair, tmp_path):
     again.load_state_dict({key: torch.tensor(tensor) for key, tensor in exported})
     for name, want in theirs.state_dict().items():
         assert torch.equal(again.state_dict()[name], want), name
-    write_sharded(tmp_path, StateSource(nnx.state(ours), key_map))
+    write_sharded(tmp_path, model_source(nnx.state(ours), key_map))
     same_parameters(loaded(tmp_path / "model.safetensors"), ours)
 
 
@@ -302,7 +301,7 @@ def test_older_names_of_the_region_linear(pair, tmp_path, name):
 def test_presets_have_the_published_sizes(preset):
     config = preset(20572, dtype="bfloat16")
     model = abstract(MCANOpenVQA, config)
-    source = StateSource(nnx.state(model), mcan_openvqa_key_map(config))
+    source = model_source(nnx.state(model), mcan_openvqa_key_map(config))
     with torch.device("meta"):
         theirs = TorchMCAN(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}

@@ -18,9 +18,11 @@ from mmqa_jax.core.mesh import init_sharded, make_mesh
 from mmqa_jax.models.bert import Bert, minilm_l6
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig, mean_pool
-from mmqa_jax.models.vlp import VLP, vlp_patches
-from mmqa_jax.weights.bert import fill_bert, load_bert, minilm_path
-from mmqa_jax.weights.vlp import init_vlp_from_bert
+from mmqa_jax.models.vlp import VLP
+from mmqa_jax.models.vlp_extensions import vlp_patches
+from mmqa_jax.weights.bundled import minilm_path
+from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert
+from mmqa_jax.weights.published import load_published
 
 SENTENCES = [
     "Which country's flag shows a green cedar between two red stripes?",
@@ -51,9 +53,9 @@ def theirs(batch):
 
 @pytest.fixture(scope="module")
 def ours():
-    config, state = load_bert(minilm_path())
-    assert config == minilm_l6()
-    return nnx.merge(nnx.graphdef(abstract(Bert, config)), state)
+    model = load_published("bert", minilm_path())
+    assert model.config == minilm_l6(pooler=True)
+    return model
 
 
 def _build(make):
@@ -85,16 +87,15 @@ def test_each_layer_equals(batch, theirs, ours):
 
 
 def test_first_layers_on_request_only(batch, theirs):
-    config, state = load_bert(minilm_path(), num_layers=4)
-    assert config.layers == 4
-    model = nnx.merge(nnx.graphdef(abstract(Bert, config)), state)
+    model = _build(lambda: Bert(minilm_l6(layers=4), rngs=nnx.Rngs(0)))
+    fill_bert(model, minilm_path(), num_layers=4)
     got = compiled(model, forward)(*batch)
     real = batch[1].astype(bool)
     np.testing.assert_allclose(got[real], theirs[4][real], **WHOLE)
     with pytest.raises(UserError, match="the model has 4 layers, 6 of the checkpoint's 6"):
         fill_bert(model, minilm_path())
     with pytest.raises(UserError, match="7 layers wanted, the checkpoint has 6"):
-        load_bert(minilm_path(), num_layers=7)
+        fill_bert(abstract(Bert, minilm_l6(layers=7)), minilm_path(), num_layers=7)
 
 
 def test_constants_that_no_shape_shows_are_compared():

@@ -16,8 +16,9 @@ from torch import nn
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import modified_resnet
 from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
-from mmqa_jax.weights.modified_resnet import load_modified_resnet, modified_resnet_source
-from mmqa_jax.weights.safetensors_io import write_sharded
+from mmqa_jax.weights.formats.safetensors import write_sharded
+from mmqa_jax.weights.models.modified_resnet import publish_modified_resnet
+from mmqa_jax.weights.published import load_published
 
 # Nothing at its default; the first stage has no block beside its first.
 CONFIG = ModifiedResNetConfig(
@@ -168,9 +169,9 @@ def pair(tmp_path_factory):
     path = tmp_path_factory.mktemp("resnet") / "RNtiny.pt"
     whole = torch.jit.trace(TorchCLIP(theirs).eval(), torch.zeros(1, 3, 96, 96))
     torch.jit.save(whole, str(path))
-    config, state = load_modified_resnet(path, eps=CONFIG.eps, unroll=1)
-    assert config == CONFIG
-    return theirs, nnx.merge(nnx.graphdef(abstract(ModifiedResNet, config)), state)
+    ours = load_published("modified_resnet", path, eps=CONFIG.eps, unroll=1)
+    assert ours.config == CONFIG
+    return theirs, ours
 
 
 def pictures(height: int, width: int, count: int = 3) -> np.ndarray:
@@ -247,7 +248,7 @@ def test_bfloat16_stays_near_float32(pair):
 
 def test_export_reloads_in_torch(pair, tmp_path):
     theirs, ours = pair
-    source = modified_resnet_source(nnx.state(ours), CONFIG)
+    source = publish_modified_resnet(CONFIG, nnx.state(ours)).source
     write_sharded(tmp_path, source)
     exported = {key: torch.from_numpy(source.read(key).copy()) for key in source.specs()}
     again = TorchResNet(CONFIG).eval()
@@ -255,9 +256,9 @@ def test_export_reloads_in_torch(pair, tmp_path):
     for name, want in theirs.state_dict().items():
         if not name.endswith("num_batches_tracked"):
             assert torch.equal(again.state_dict()[name], want), name
-    config, state = load_modified_resnet(tmp_path / "model.safetensors", eps=1e-3, unroll=1)
-    assert config == CONFIG
-    jax.tree.map(np.testing.assert_array_equal, state, nnx.state(ours))
+    back = load_published("modified_resnet", tmp_path / "model.safetensors", eps=1e-3, unroll=1)
+    assert back.config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(back), nnx.state(ours))
 
 
 def test_half_precision_tower_alone_without_its_pool(pair, tmp_path):
@@ -265,9 +266,8 @@ def test_half_precision_tower_alone_without_its_pool(pair, tmp_path):
     # OpenAI keeps convolutions in float16; the tower's own keys lack `visual.`.
     tensors = {k: v.half() if "conv" in k else v for k, v in theirs.state_dict().items()}
     torch.save(tensors, tmp_path / "tower.pth")
-    config, state = load_modified_resnet(tmp_path / "tower.pth", attention_pool=False)
-    assert config.blocks == CONFIG.blocks
-    model = nnx.merge(nnx.graphdef(abstract(ModifiedResNet, config)), state)
+    model = load_published("modified_resnet", tmp_path / "tower.pth", attention_pool=False)
+    assert model.config.blocks == CONFIG.blocks
     kernel = model.stages[2].rest.conv2.kernel[...]
     assert kernel.dtype == "float32"
     np.testing.assert_array_equal(
@@ -300,7 +300,7 @@ def test_presets_have_the_published_sizes(name):
     config = getattr(modified_resnet, name)()
     assert config == ModifiedResNetConfig(width, blocks, image_size, embed_dim)
     assert (config.heads, config.features, config.eps) == (heads, 32 * width, 1e-5)
-    source = modified_resnet_source(nnx.state(abstract(ModifiedResNet, config)), config)
+    source = publish_modified_resnet(config, nnx.state(abstract(ModifiedResNet, config))).source
     ours = {key: spec.shape for key, spec in source.specs().items()}
     with torch.device("meta"):
         theirs = TorchResNet(config)
@@ -338,8 +338,8 @@ def test_mistakes_are_named(pair, tmp_path):
         dataclasses.replace(CONFIG, width=7)
     torch.save({"visual.proj": torch.zeros(2)}, tmp_path / "vit.pt")
     with pytest.raises(UserError, match=r"vit\.pt: .* no CLIP with a ResNet; give OpenAI's"):
-        load_modified_resnet(tmp_path / "vit.pt")
-    source = modified_resnet_source(nnx.state(ours), CONFIG)
+        load_published("modified_resnet", tmp_path / "vit.pt")
+    source = publish_modified_resnet(CONFIG, nnx.state(ours)).source
     tensors = {key: torch.from_numpy(source.read(key).copy()) for key in source.specs()}
     del tensors["visual.layer3.1.bn2.running_var"]
     tensors["visual.layer3.1.se.weight"] = torch.zeros(2)
@@ -349,4 +349,4 @@ def test_mistakes_are_named(pair, tmp_path):
         r"without a rule: visual\.layer3\.1\.se\.weight; .*stages/2/rest/bn2/variance, layers \[0\]"
     )
     with pytest.raises(UserError, match=message):
-        load_modified_resnet(tmp_path / "odd.pt")
+        load_published("modified_resnet", tmp_path / "odd.pt")

@@ -36,9 +36,9 @@ from mmqa_jax.models.oscar import (
     oscar_plus_base,
     oscar_plus_large,
 )
-from mmqa_jax.weights.exports import publish_oscar, write_published
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.oscar import load_oscar, oscar_config, oscar_key_map
+from mmqa_jax.weights.models.oscar import oscar_config, oscar_key_map, publish_oscar
+from mmqa_jax.weights.published import load_published, write_published
 
 
 @pytest.fixture(scope="module", params=["published", "other"])
@@ -65,7 +65,7 @@ def encode(other):
 
 def hidden_and_logits(model, inputs):
     hidden = model.encode(inputs)
-    return hidden, model.word_logits(hidden)
+    return hidden, model.token_logits(hidden)
 
 
 def tensorized(caption=LAYOUT.caption, text=LAYOUT.text):
@@ -184,7 +184,7 @@ def masked_batch():
 @pytest.mark.parametrize(("smoothing", "remat"), [(0.0, "none"), (0.1, "full")])
 def test_captioning_loss_and_every_gradient(other, smoothing, remat):
     _, theirs, folder = other
-    ours = load_oscar(folder, unroll=1, remat=remat, pooler=True)
+    ours = load_published("oscar", folder, unroll=1, remat=remat, pooler=True)
     inputs, columns, targets, weights = masked_batch()
     theirs.zero_grad()
     hidden = theirs(*torch_inputs(inputs), torch.tensor(tensorized()[3]))
@@ -200,7 +200,7 @@ def test_captioning_loss_and_every_gradient(other, smoothing, remat):
         model = nnx.merge(graphdef, params)
         hidden = model.encode(inputs)[np.arange(4)[:, None], columns]
         return caption_loss(
-            model.word_logits(hidden), targets, jnp.asarray(weights), label_smoothing=smoothing
+            model.token_logits(hidden), targets, jnp.asarray(weights), label_smoothing=smoothing
         )
 
     value, grads = our_loss(params)
@@ -237,7 +237,7 @@ def test_bfloat16_strays_no_further_than_torchs(other):
     rows, mask = real(inputs), torch.tensor(tensorized()[3])
 
     def ours(dtype):
-        model = load_oscar(other.folder, unroll=1, dtype=dtype)
+        model = load_published("oscar", other.folder, unroll=1, dtype=dtype)
         hidden, logits = compiled(model, hidden_and_logits)(inputs)
         assert (hidden.dtype, logits.dtype) == (dtype, jnp.float32)
         return np.asarray(logits)[rows]
@@ -266,7 +266,7 @@ def test_dropout_reaches_layers_and_regions(other, encode):
 
 def test_export_reloads_in_torch_and_here(pair, tmp_path):
     ours, theirs, _ = pair
-    with_pooler = load_oscar(pair.folder, unroll=1, pooler=True)
+    with_pooler = load_published("oscar", pair.folder, unroll=1, pooler=True)
     write_published(tmp_path, publish_oscar(with_pooler.config, nnx.state(with_pooler)))
     tensors = load_file(tmp_path / "model.safetensors")
     original = theirs.state_dict()
@@ -280,7 +280,7 @@ def test_export_reloads_in_torch_and_here(pair, tmp_path):
             p.add_(1.0)
     theirs.load_state_dict(tensors | {"cls.predictions.decoder.weight": tensors[table]})
     assert theirs.cls.predictions.decoder.weight is theirs.bert.embeddings.word_embeddings.weight
-    again = load_oscar(tmp_path, unroll=1, **DROPOUT)
+    again = load_published("oscar", tmp_path, unroll=1, **DROPOUT)
     assert again.config == ours.config
     same_parameters(again, ours)
 
@@ -307,7 +307,7 @@ def test_bad_checkpoints_and_sizes_are_named(other, tmp_path):
     with pytest.raises(UserError, match=r"img_feature_type 'dis_code' is not supported"):
         oscar_config({"img_feature_type": "dis_code"})
     with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load_oscar(tmp_path)
+        load_published("oscar", tmp_path)
     with pytest.raises(UserError, match=r"types is 1: expected at least 2"):
         oscar_plus_base(types=1)
     with pytest.raises(UserError, match=r"region_features is 0"):
@@ -318,7 +318,7 @@ def test_bad_checkpoints_and_sizes_are_named(other, tmp_path):
     text = (other.folder / "config.json").read_text()
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"tensors that should be equal: cls\.predictions\.decoder"):
-        load_oscar(tmp_path)
+        load_published("oscar", tmp_path)
     (tmp_path / "config.json").write_text(text.replace('"use_img_layernorm": 1', '"other": 1'))
     with pytest.raises(UserError, match=r"keys without a rule: bert\.LayerNorm\.weight"):
-        load_oscar(tmp_path)
+        load_published("oscar", tmp_path)

@@ -12,7 +12,6 @@ from oscar_pair import FEATURES, LAYOUT, VOCAB, make_pair, pictures
 from oscar_torch import MASK, PAD, SEP, TorchCaptioner
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding import oscar_caption
 from mmqa_jax.decoding.oscar_caption import write_captions
 
 LONGEST = 7  # of a caption with [CLS] and [SEP]
@@ -127,10 +126,10 @@ def test_one_compilation_per_shape(pair, many):
     graphdef, state = nnx.split(pair.ours)
     asked = TOKENS | {"num_beams": 1, "max_new_tokens": LONGEST - 1}
     write_captions(graphdef, state, LAYOUT.prompt(labels, regions), **asked)
-    count = oscar_caption._write._cache_size()
+    count = write_captions._cache_size()
     again = nnx.split(nnx.merge(graphdef, state))
     write_captions(*again, LAYOUT.prompt(labels[::-1], regions), **asked)
-    assert oscar_caption._write._cache_size() == count
+    assert write_captions._cache_size() == count
 
 
 @pytest.mark.parametrize(

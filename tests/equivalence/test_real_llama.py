@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cached import decode, prefill
 from compare import WHOLE, jit
 from flax import nnx
 
-from mmqa_jax.models.llama import last_token, unstack_layers
+from mmqa_jax.decoding import kv_cache
+from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.models.llama_config import smollm2_135m
-from mmqa_jax.weights.gguf_io import smollm2_path
-from mmqa_jax.weights.llama import load_llama
+from mmqa_jax.weights.bundled import smollm2_path
+from mmqa_jax.weights.published import load_published
 
 LENGTHS = np.array([520, 130])  # rows of different length, padded on the right
 PARTS = {
@@ -86,7 +88,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def ours():
-    model = load_llama(smollm2_path(), unroll=1)
+    model = load_published("llama", smollm2_path(), unroll=1)
     assert model.config == smollm2_135m(unroll=1)
     return model
 
@@ -106,7 +108,7 @@ def test_logits_equal_on_real_text(theirs, tokenizer, ours):
     got, want = got[mask].astype(np.float64), want[mask]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
-    # Log-probabilities of the words that follow, the numbers that answers are ranked by.
+    # Log-probabilities of the tokens that follow, the numbers that answers are ranked by.
     following = np.roll(ids, -1, axis=1)[mask]
     got, want = (
         np.take_along_axis(x - np.logaddexp.reduce(x, -1, keepdims=True), following[:, None], -1)
@@ -117,7 +119,7 @@ def test_logits_equal_on_real_text(theirs, tokenizer, ours):
 
 
 def test_generation_equals_transformers_and_makes_sense(theirs, tokenizer, ours):
-    """Greedy words of two prompts of different length, through the cache."""
+    """Greedy tokens of two prompts of different length, through the cache."""
     prompts = ["The capital of France is", "Seven days make a week, and twelve months make a"]
     rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     steps = 8
@@ -137,18 +139,18 @@ def test_generation_equals_transformers_and_makes_sense(theirs, tokenizer, ours)
 
     # Thirty layers apart: compiling is all the time.
     @jit
-    def prefill(state, ids, lengths):
+    def begin(state, ids, lengths):
         model = nnx.merge(graphdef, state)
-        hidden, cache = model.prefill(model.embed(ids))
-        cache = model.empty_cache(len(prompts), 32).insert(jnp.arange(len(prompts)), cache)
-        return model.logits(last_token(hidden, lengths)).argmax(-1), cache
+        cache = kv_cache.empty(model.config, len(prompts), 32, "float32")
+        logits, cache = prefill(model, model.embed(ids), lengths, cache)
+        return logits.argmax(-1), cache
 
     @jit
     def step(state, token, position, cache):
-        logits, cache = nnx.merge(graphdef, state).decode_step(token, position, cache)
+        logits, cache = decode(nnx.merge(graphdef, state), token, position, cache)
         return logits.argmax(-1), cache
 
-    token, cache = prefill(state, ids, lengths)
+    token, cache = begin(state, ids, lengths)
     got = [token]
     for n in range(steps - 1):
         token, cache = step(state, token, lengths + n, cache)

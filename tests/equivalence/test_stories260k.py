@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cached import decode
 from compare import WHOLE, compiled, forward
 
+from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llama import Llama
-from mmqa_jax.weights.llama import load_llama
+from mmqa_jax.weights.published import load_published
 
 SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[2] / "../shared/data"))
 MODEL, TOKENIZER = (SHARED / "weights" / name for name in ("stories260K.bin", "tok512.bin"))
@@ -45,7 +47,7 @@ STORY = (
 
 @pytest.fixture(scope="module")
 def ours():
-    return load_llama(MODEL, unroll=1)
+    return load_published("llama", MODEL, unroll=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +57,11 @@ def written(ours):
     def write(model: Llama):
         def step(carry, position):
             token, cache = carry
-            logits, cache = model.decode_step(token, position[None], cache)
+            logits, cache = decode(model, token, position[None], cache)
             following = logits.argmax(axis=-1).astype(token.dtype)
             return (following, cache), token[0]
 
-        start = (jnp.array([BOS]), model.empty_cache(1, LENGTH))
+        start = (jnp.array([BOS]), kv_cache.empty(model.config, 1, LENGTH, "float32"))
         return jax.lax.scan(step, start, jnp.arange(LENGTH))[1]
 
     return np.array(compiled(ours, write)())

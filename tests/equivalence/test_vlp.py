@@ -38,11 +38,11 @@ from mmqa_jax.models.vlp import (
     mixed_mask,
     vlp_base_vinvl,
     vlp_base_x101,
-    vlp_patches,
 )
-from mmqa_jax.weights.exports import publish_vlp, write_published
+from mmqa_jax.models.vlp_extensions import vlp_patches
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.vlp import load_vlp, vlp_key_map
+from mmqa_jax.weights.models.vlp import open_vlp, publish_vlp, vlp_key_map
+from mmqa_jax.weights.published import load_checkpoint, write_published
 
 # Nothing at its published value.
 TRUNK = BertConfig(
@@ -76,10 +76,8 @@ def make_pair(name: str, folder: Path) -> Pair:
 
 
 def loaded(path: Path, config: VLPConfig) -> VLP:
-    """A model that was never initialised, filled from a file."""
-    model = abstract(VLP, config)
-    load_vlp(path, model)
-    return model
+    """A model that was never initialized, filled from a file."""
+    return load_checkpoint(VLP, open_vlp(path), config)
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

@@ -126,7 +126,7 @@ def raise_signal(number):
     return lambda batch: os.kill(os.getpid(), number)
 
 
-def run(workdir, batches, task=None, metadata=None, mesh=None, fill=None, **changes):
+def run(workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None, **changes):
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
         train_config(**changes),
@@ -137,7 +137,7 @@ def run(workdir, batches, task=None, metadata=None, mesh=None, fill=None, **chan
         seed=7,
         evaluate=evaluate,
         metadata=metadata,
-        fill=fill,
+        load_pretrained=load_pretrained,
     )
 
 

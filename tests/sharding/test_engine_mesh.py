@@ -15,6 +15,9 @@ def test_on_four_devices(run_on_devices):
 
 
 def main():
+    import functools
+    from unittest import mock
+
     import jax
     import numpy as np
     from flax import nnx
@@ -44,6 +47,7 @@ def main():
         for n in range(9)
     ]
     scorings = [Scoring(n, head, [rng.integers(0, 60, 4) for _ in range(3)]) for n in range(2)]
+    jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     mesh = make_mesh({"data": 2, "tensor": 2})
     alone = make_mesh({"data": 1}, devices=jax.devices()[:1])
     for kind in CACHES:
@@ -52,12 +56,9 @@ def main():
         )
         found = []
         for where in (alone, mesh):
-            engine = Engine(
-                init_sharded(lambda: Llama(model, rngs=nnx.Rngs(3)), where),
-                config=sizes,
-                mesh=where,
-                compiler_options={"xla_backend_optimization_level": 0},
-            )
+            sharded = init_sharded(lambda: Llama(model, rngs=nnx.Rngs(3)), where)
+            with mock.patch.object(jax, "jit", jit):
+                engine = Engine(sharded, config=sizes, mesh=where)
             results = {result.id: result.candidates[0] for result in engine.generate(requests)}
             scores = {result.id: result.scores for result in engine.score(scorings)}
             found.append((results, scores))

@@ -82,8 +82,8 @@ def main():
     from mmqa_jax.models.bert import BertConfig
     from mmqa_jax.models.clip import VisionConfig
     from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+    from mmqa_jax.weights.formats.safetensors import ArraySource
     from mmqa_jax.weights.keymap import KeyMap, Rule, load_into
-    from mmqa_jax.weights.safetensors_io import ArraySource
 
     mesh = make_mesh({"data": -1, "fsdp": 2, "tensor": 2})
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
@@ -147,7 +147,7 @@ def main():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, want)
     print("gradient")
 
-    # Weights stream onto the shards of a model that was never initialised.
+    # Weights stream onto the shards of a model that was never initialized.
     abstract = nnx.state(nnx.eval_shape(build))
     shardings = state_shardings(abstract, mesh)
     abstract = jax.tree.map(

@@ -10,10 +10,10 @@ import pytest
 from tiny_corpus import CORPUS, PACKING, QUESTIONS, REGIONS, ROWS, epoch_of, make_reader, text_of
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.feed import FeedConfig
-from mmqa_jax.data.pipelines import answer_batches
+from mmqa_jax.data.batches.answer import answer_batches
+from mmqa_jax.data.batches.feed import FeedConfig
+from mmqa_jax.data.packing import MaskingConfig, Packer
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.sequences import MaskingConfig, Packer
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
             {"text": 0.5, "Picture": 1.0},
             r"batches\.shares\.Picture: no question is of this category",
         ),
-        ({"text": 0}, r"batches\.shares\.text=0: a share above 0, 1 at most, was expected"),
-        ({"text": 1.5}, r"batches\.shares\.text=1\.5: a share above 0, 1 at most"),
+        ({"text": 0}, r"batches\.shares\.text=0: a share above 0 and at most 1 was expected"),
+        ({"text": 1.5}, r"batches\.shares\.text=1\.5: a share above 0 and at most 1"),
         ({"picture": -0.1}, r"batches\.shares\.picture=-0\.1: a share above 0"),
         ({"picture": float("nan")}, r"batches\.shares\.picture=nan: a share above 0"),
     ],

@@ -6,13 +6,18 @@ import re
 import numpy as np
 import pytest
 
-from mmqa_jax.data.datasets.atlas import permute_palette, place_names, replace_entities
-from mmqa_jax.data.datasets.atlas.augment import PERMUTED
+from mmqa_jax.data.datasets.atlas.augment import PERMUTED, permute_palette, replace_entities
+from mmqa_jax.data.datasets.atlas.drafts import Subject
 from mmqa_jax.data.datasets.atlas.emoji import emoji_name
-from mmqa_jax.data.datasets.atlas.factbook import clean, load_countries, sentences, value_text
-from mmqa_jax.data.datasets.atlas.flag_facts import described_shapes, flag_facts, pixel_facts
+from mmqa_jax.data.datasets.atlas.factbook import (
+    clean,
+    load_countries,
+    place_names,
+    sentences,
+    value_text,
+)
+from mmqa_jax.data.datasets.atlas.flag_facts import flag_facts, pixel_facts
 from mmqa_jax.data.datasets.atlas.picture_questions import (
-    Flag,
     choose_questions,
     color_questions,
     stripe_places,
@@ -71,11 +76,6 @@ def test_color_lists_are_in_order_of_share(facts):
         assert all(a >= b - 0.02 for a, b in itertools.pairwise(shares))
 
 
-def test_described_shapes():
-    text = "red with a white crescent and a five-pointed star; a triangle; crossed swords"
-    assert described_shapes(text) == ("star", "crescent", "triangle")
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_permuted_flags_have_permuted_facts(flags, facts, seed):
     rng = np.random.default_rng(seed)
@@ -105,7 +105,7 @@ def test_permuted_questions_keep_true_answers(flags, facts):
     rng = np.random.default_rng(3)
     asked = set()
     for key in ("FR", "CZ", "JP", "ET", "MX"):
-        flag = Flag(0, flags[key], facts[key], key)
+        flag = Subject(0, flags[key], key, facts[key])
         drafts = color_questions(flag, rng) + choose_questions(flag, rng)
         assert all(draft.palette_safe for draft in drafts)
         asked |= {draft.template for draft in drafts}

@@ -69,8 +69,8 @@ def test_a_server_answers_in_the_same_form():
     question = Message("user", (picture, "What is this?"))
     with Stub(reply).serving() as stub:
         backend = OpenAIBackend("tiny", QUICK)
-        (one,) = backend.generate([Completion("a", "The capital is", decoding)])
-        (two,) = backend.chat([Chat("b", (Message("system", ("Be brief.",)), question))])
+        (one,) = backend.answer([Completion("a", "The capital is", decoding)])
+        (two,) = backend.answer([Chat("b", (Message("system", ("Be brief.",)), question))])
     assert stub.authorization == {f"Bearer {KEY}"}
     (path, body), (chat_path, chat) = stub.asked
     assert path == "/v1/completions"
@@ -123,7 +123,7 @@ def test_faults_that_pass_are_waited_out(fault):
     count = itertools.count()
     with Stub(lambda body: FAULTS[fault]() if next(count) < 2 else said("good")).serving() as stub:
         backend = OpenAIBackend("tiny", QUICK)
-        (result,) = backend.generate([Completion("a", "b")])
+        (result,) = backend.answer([Completion("a", "b")])
     assert result.text == "good"
     assert len(stub.asked) == 3
     assert (backend.usage.retries, backend.usage.failures, backend.failures) == (2, 0, [])
@@ -136,14 +136,14 @@ def test_faults_that_stay_are_counted_and_named(fault):
         lambda body: said("good") if body["prompt"] == "good" else FAULTS[fault]()
     ).serving() as stub:
         backend = OpenAIBackend("tiny", QUICK)
-        results = by_id(backend.generate(Completion(p, p) for p in ("bad", "good", "worse")))
+        results = by_id(backend.answer(Completion(p, p) for p in ("bad", "good", "worse")))
         assert results.keys() == {"good"}
         assert {failure.id for failure in backend.failures} == {"bad", "worse"}
         assert all("after 4 tries" in failure.reason for failure in backend.failures)
         assert (backend.usage.requests, backend.usage.failures, backend.usage.retries) == (1, 2, 6)
         assert len(stub.asked) == 9
         with pytest.raises(RunError, match=r"3 requests failed, more than server.max_failures = 2"):
-            list(backend.generate([Completion("last", "bad")]))
+            list(backend.answer([Completion("last", "bad")]))
 
 
 def test_waits_as_long_as_the_server_asks_and_longer_each_time():
@@ -157,7 +157,7 @@ def test_waits_as_long_as_the_server_asks_and_longer_each_time():
 
     config = ServerConfig(retries=5, first_wait=0.1, longest_wait=1.5)
     with Stub(reply).serving() as stub:
-        list(OpenAIBackend("tiny", config).generate([Completion("a", "b")]))
+        list(OpenAIBackend("tiny", config).answer([Completion("a", "b")]))
     waits = np.diff(stub.at)
     assert 1.0 <= waits[0] < 2.0
     for attempt, wait in enumerate(waits[1:], start=1):  # 0.1 s * 2^attempt, half of it random
@@ -171,7 +171,7 @@ def test_a_day_of_waiting_is_cut_short():
     with Stub(
         lambda body: said("good") if next(count) else error(503, "busy", **late)
     ).serving() as stub:
-        (result,) = OpenAIBackend("tiny", config).generate([Completion("a", "b")])
+        (result,) = OpenAIBackend("tiny", config).answer([Completion("a", "b")])
     assert result.text == "good"
     assert np.diff(stub.at)[0] < 30
 
@@ -182,7 +182,7 @@ def test_what_cannot_get_better_is_not_tried_again():
 
     with Stub(reply).serving() as stub:
         backend = OpenAIBackend("tiny", QUICK)
-        results = by_id(backend.generate([Completion("long", "long"), Completion("g", "good")]))
+        results = by_id(backend.answer([Completion("long", "long"), Completion("g", "good")]))
     assert results.keys() == {"g"}
     assert len(stub.asked) == 2
     (failure,) = backend.failures
@@ -207,13 +207,13 @@ def test_what_cannot_get_better_is_not_tried_again():
         (
             answer({"error": {"message": "m", "code": "insufficient_quota"}}, 429),
             RunError,
-            "the server's quota is used up",
+            "the server's quota is exhausted",
         ),
     ],
 )
 def test_what_concerns_all_requests_ends_the_run(reply, kind, message):
     with Stub(lambda body: reply).serving() as stub, pytest.raises(kind, match=message) as caught:
-        list(OpenAIBackend("tiny", QUICK).generate(Completion(n, "b") for n in range(50)))
+        list(OpenAIBackend("tiny", QUICK).answer(Completion(n, "b") for n in range(50)))
     assert KEY not in str(caught.value)
     assert len(stub.asked) <= QUICK.concurrency
 
@@ -242,7 +242,7 @@ def test_neither_key_nor_address_gets_anywhere(tmp_path, caplog):
     with Stub(reply).serving() as stub:
         backend = OpenAIBackend("tiny", QUICK)
         served = Cached(backend, ResponseCache(tmp_path / "cache"))
-        list(served.generate([Completion("g", "good"), Completion("x", "x")]))
+        list(served.answer([Completion("g", "good"), Completion("x", "x")]))
     (failure,) = backend.failures
     assert "refused for *** at ***" in failure.reason
     kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
@@ -263,7 +263,7 @@ def test_as_many_at_once_as_allowed():
     with Stub(reply).serving() as stub:
         config = ServerConfig(concurrency=5, timeout=30)
         results = by_id(
-            OpenAIBackend("tiny", config).generate(Completion(n, str(n)) for n in range(20))
+            OpenAIBackend("tiny", config).answer(Completion(n, str(n)) for n in range(20))
         )
     assert {n: result.text for n, result in results.items()} == {n: str(n) for n in range(20)}
     assert stub.most == 5
@@ -279,7 +279,7 @@ def test_leaving_early_gives_up_what_is_under_way():
         return said("good")
 
     with Stub(reply).serving():
-        results = OpenAIBackend("tiny").generate(
+        results = OpenAIBackend("tiny").answer(
             Completion(n, "slow" if n else "quick") for n in range(4)
         )
         assert next(results).id == 0
@@ -320,12 +320,12 @@ def test_scores_of_a_server_equal_the_engines(engine, backend):
         Choices("a", "The capital is ", ("Paris", "Rome, or not")),
         Choices("b", "a\nb", (" c", "d", "a")),
     ]
-    (greedy,) = backend.generate([Completion(0, "abc", Decoding(max_new_tokens=2))])
+    (greedy,) = backend.answer([Completion(0, "abc", Decoding(max_new_tokens=2))])
     requests.append(Choices("c", "abc", (greedy.text, "zz")))
     with Stub(reply).serving():
         remote = OpenAIBackend("tiny", ServerConfig(timeout=60))
-        got = by_id(remote.loglikelihood(requests))
-    want = by_id(backend.loglikelihood(requests))
+        got = by_id(remote.answer(requests))
+    want = by_id(backend.answer(requests))
     for request in requests:
         for one, other in zip(got[request.id].scores, want[request.id].scores, strict=True):
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
@@ -357,7 +357,7 @@ def test_a_server_that_cannot_score_says_so_in_one_sentence(reply, reason):
     with Stub(lambda body: reply if "echo" in body else said("x")).serving():
         backend = OpenAIBackend("tiny", QUICK)
         with pytest.raises(UserError, match=rf"gives no log-probabilities .*{reason}.*; use one"):
-            list(backend.loglikelihood([Choices("a", "b", ("c", "d"))]))
+            list(backend.answer([Choices("a", "b", ("c", "d"))]))
 
 
 def test_what_the_api_cannot_say_is_refused():
@@ -366,8 +366,11 @@ def test_what_the_api_cannot_say_is_refused():
     odd = Picture(b"BM bitmap", "old.bmp")
     for request, message in [
         (Completion("a", "b", Decoding(beams=2)), "a server has no beam search"),
-        (Completion("a", "b", images=(flag(),)), "pictures in `messages` alone"),
-        (Choices("a", (Message("user", ("b",)),), ("c",)), "continuations of a text alone"),
+        (Completion("a", "b", images=(flag(),)), "a server only takes pictures in `messages`"),
+        (
+            Choices("a", (Message("user", ("b",)),), ("c",)),
+            "a server only scores continuations of a text",
+        ),
         (Choices("a", " \n", ("c",)), "its prompt is empty"),
         (Chat("a", (Message("user", (odd,)),)), "old.bmp: not a PNG, JPEG, GIF or WebP"),
     ]:

@@ -11,7 +11,16 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_llm import END, FAST, MODEL, SIZES, by_id, flag, text_tokenizer, tiny_backend
+from tiny_llm import (
+    END,
+    MODEL,
+    SIZES,
+    by_id,
+    fast_compilation,
+    flag,
+    text_tokenizer,
+    tiny_backend,
+)
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.llava_images import llava_pixels
@@ -27,7 +36,6 @@ from mmqa_jax.prompting.backends import (
     Completion,
     Decoding,
     Message,
-    ask,
 )
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 
@@ -44,14 +52,14 @@ def test_texts_and_conversations_are_the_engines_own_tokens(engine, backend):
     assert len(ids) == len(text) - 3 * len("<|im_start|>") - 2 * len("<|im_end|>") + 5
     (want,) = engine.generate([Request("c", ids, 8, logprobs=True)])
     decoding = Decoding(max_new_tokens=8, logprobs=True)
-    (got,) = backend.chat([Chat("c", (system, user), decoding)])
+    (got,) = backend.answer([Chat("c", (system, user), decoding)])
     assert got.candidates == want.candidates
-    (got,) = backend.generate([Completion("c", text, decoding)])
+    (got,) = backend.answer([Completion("c", text, decoding)])
     assert got.candidates == want.candidates
 
     # Choices of a conversation begin the assistant's message.
     choices = ("A yes", "B no")
-    (got,) = backend.loglikelihood([Choices("c", (system, user), choices)])
+    (got,) = backend.answer([Choices("c", (system, user), choices)])
     rows = [text_tokenizer().encode_plain(choice) for choice in choices]
     for score, expected in zip(got.scores, engine.loglikelihood(ids, rows), strict=True):
         np.testing.assert_allclose(score.logprobs, expected.logprobs, rtol=0, atol=1e-5)
@@ -98,14 +106,14 @@ def numbered(requests):
 def test_with_cache_and_without_the_same_answers(engine, requests, kept):
     """Some answers kept by an earlier run, the rest asked in another company: the same bits."""
     requests = numbered(requests)
-    plain = by_id(ask(tiny_backend(engine), requests))
+    plain = by_id(tiny_backend(engine).answer(requests))
     assert plain.keys() == {request.id for request in requests}
     cache = ResponseCache(":memory:")
-    list(ask(Cached(tiny_backend(engine), cache), requests[:kept]))
+    list(Cached(tiny_backend(engine), cache).answer(requests[:kept]))
     second = tiny_backend(engine)
-    mixed = by_id(ask(Cached(second, cache), requests))
+    mixed = by_id(Cached(second, cache).answer(requests))
     third = tiny_backend(engine)
-    again = by_id(ask(Cached(third, cache), requests))
+    again = by_id(Cached(third, cache).answer(requests))
     assert third.usage.requests == 0
     assert third.usage.cached == len(requests)
     for request in requests:
@@ -123,15 +131,15 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
     lazy = EngineBackend(no_engine, text_tokenizer(), length=SIZES.length, fingerprint="x")
     decoding = Decoding(max_new_tokens=10)
     lazy.check(Completion("a", "a" * (SIZES.length - 10), decoding))
-    with pytest.raises(TooLong, match=r"request 'a': its prompt has 151 tokens, .* 1 more than"):
+    with pytest.raises(TooLong, match=r"request 'a': its prompt of 151 tokens .* 1 more than"):
         lazy.check(Completion("a", "a" * (SIZES.length - 9), decoding))
     lazy.check(Choices("a", "a" * 150, ("b" * 10, "c")))
-    with pytest.raises(TooLong, match="with 11 new ones 1 more than"):
+    with pytest.raises(TooLong, match="plus 11 new ones is 1 more than"):
         lazy.check(Choices("a", "a" * 150, ("b", "c" * 11)))
     for request, message in [
         (Completion("a", ""), "its prompt is empty"),
-        (Completion("a", "b", images=(flag(),)), "the model is a LLaMA without eyes"),
-        (Chat("a", (Message("user", ("b", flag())),)), "the model is a LLaMA without eyes"),
+        (Completion("a", "b", images=(flag(),)), "the model is a text-only LLaMA"),
+        (Chat("a", (Message("user", ("b", flag())),)), "the model is a text-only LLaMA"),
         (Completion("a", "b", Decoding(temperature=-1)), "temperature is -1, expected 0"),
     ]:
         with pytest.raises(UserError, match=f"request 'a': .*{message}"):
@@ -139,7 +147,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
     bare = text_tokenizer()
     bare.template = None
     bare = EngineBackend(no_engine, bare, length=160, fingerprint="x")
-    with pytest.raises(UserError, match="it has messages, the model no chat template"):
+    with pytest.raises(UserError, match="it has messages, but the model has no chat template"):
         bare.check(Chat("a", (Message("user", ("b",)),)))
     with pytest.raises(UserError, match="message: role is 'bot', expected one of system, user"):
         Message("bot", ("b",))
@@ -152,9 +160,9 @@ def test_a_llava_sees_the_pictures_of_a_conversation():
     )
     config = LlavaConfig(vision, dataclasses.replace(MODEL, positions=320), image_token=-200)
     sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
-    engine = Engine(
-        Llava(config, rngs=nnx.Rngs(3)), text_tokenizer(), config=sizes, compiler_options=FAST
-    )
+    model = Llava(config, rngs=nnx.Rngs(3))
+    with fast_compilation():
+        engine = Engine(model, text_tokenizer(), config=sizes)
     backend = EngineBackend(
         lambda: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
     )
@@ -174,26 +182,26 @@ def test_a_llava_sees_the_pictures_of_a_conversation():
     (want,) = engine.generate([Request("a", ids, 4, logprobs=True, images=pixels)])
     decoding = Decoding(max_new_tokens=4, logprobs=True)
     backend.check(Chat("a", turns, decoding))
-    (got,) = backend.chat([Chat("a", turns, decoding)])
+    (got,) = backend.answer([Chat("a", turns, decoding)])
     assert got.candidates == want.candidates
     assert got.prompt_tokens == len(ids) - 2 + 2 * 9
     (swapped,) = engine.generate([Request("a", ids, 4, logprobs=True, images=pixels[::-1])])
     assert swapped.candidates != want.candidates
 
     # The continuation follows the blank that LLaVA was trained with.
-    (scores,) = backend.loglikelihood([Choices("a", turns, ("A", "no"))])
+    (scores,) = backend.answer([Choices("a", turns, ("A", "no"))])
     rows = [encode(" A"), encode(" no")]
     (expected,) = engine.score([Scoring("a", ids, rows, images=pixels)])
     assert [score.logprobs for score in scores.scores] == [
         pytest.approx(score.logprobs, abs=1e-5) for score in expected.scores
     ]
     # A text without placeholder begins with its pictures.
-    (plain,) = backend.generate([Completion("a", "Say", decoding, (red,))])
-    (spelled,) = backend.generate([Completion("a", "<image>\nSay", decoding, (red,))])
+    (plain,) = backend.answer([Completion("a", "Say", decoding, (red,))])
+    (spelled,) = backend.answer([Completion("a", "<image>\nSay", decoding, (red,))])
     assert plain.candidates == spelled.candidates
-    with pytest.raises(UserError, match="its text has 1 times <image> for 2 pictures"):
+    with pytest.raises(UserError, match="its text has 1 <image> placeholders for 2 pictures"):
         backend.check(Completion("a", "<image>", decoding, (red, blue)))
     with pytest.raises(UserError, match="LLaVA's messages are system, user, expected user and"):
         backend.check(Chat("a", (Message("system", ("x",)), first), decoding))
-    with pytest.raises(TooLong, match="its prompt has 311 tokens, with 10 new ones 1 more"):
+    with pytest.raises(TooLong, match="its prompt of 311 tokens plus 10 new ones is 1 more"):
         backend.check(Completion("a", "a" * 301, Decoding(max_new_tokens=10), (red,)))

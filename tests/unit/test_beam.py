@@ -1,4 +1,4 @@
-"""Beam bookkeeping on a toy model whose next word depends on the sequence so far."""
+"""Beam bookkeeping on a toy model whose next token depends on the sequence so far."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def toy_log_probs(tokens: tuple[int, ...], question: int, vocab: int) -> np.ndar
 
 def published_search(question, vocab, beams, steps, length_penalty):
     """BertForWebqaDecoder.beam_search written out with lists: frames, back pointers, traces."""
-    words, scores, parents = [], [], []
+    chosen, scores, parents = [], [], []
     sequences = [()]
     for _ in range(steps):
         proposals = []
         for k, sequence in enumerate(sequences):
             log_probs = toy_log_probs(sequence, question, vocab)
             base = scores[-1][k] if scores else 0.0
-            if words and words[-1][k] == END:
+            if chosen and chosen[-1][k] == END:
                 base -= 10000.0
             for w in np.argsort(-log_probs, kind="stable")[:beams]:
                 proposals.append((base + float(log_probs[w]), k, int(w)))
@@ -35,19 +35,19 @@ def published_search(question, vocab, beams, steps, length_penalty):
         frame = proposals[:beams]
         scores.append([p[0] for p in frame])
         parents.append([p[1] for p in frame])
-        words.append([p[2] for p in frame])
+        chosen.append([p[2] for p in frame])
         sequences = [(*sequences[p[1]], p[2]) for p in frame]
-    last = next((i for i, ws in enumerate(words) if all(w == END for w in ws)), steps - 1)
+    last = next((i for i, ws in enumerate(chosen) if all(w == END for w in ws)), steps - 1)
     found = {}
     for frame in range(last + 1):
-        for slot, word in enumerate(words[frame]):
-            if (word == END or frame == last) and slot not in found:
+        for slot, token in enumerate(chosen[frame]):
+            if (token == END or frame == last) and slot not in found:
                 found[slot] = (scores[frame][slot] + length_penalty * (frame + 1), frame)
     results = []
     for slot, (score, frame) in sorted(found.items(), key=lambda item: -item[1][0]):
         sequence, position = [], slot
         for f in range(frame, -1, -1):
-            sequence.append(words[f][position])
+            sequence.append(chosen[f][position])
             position = parents[f][position]
         results.append((score, sequence[::-1]))
     return results

@@ -48,15 +48,12 @@ class Clock:
 
 def test_sides_take_turns_and_every_other_round_runs_backwards():
     clock = Clock()
-    rounds = []
     found = interleave(
         {"ours": clock.worker("o", [9.0, 1.0, 2.0, 3.0]), "peer": clock.worker("p", [9.0, 4.0, 4.0, 9.0])},
         3,
-        on_round=lambda: rounds.append(len(clock.log)),
         clock=clock,
     )  # fmt: skip
     assert "".join(clock.log) == "op" + "op" + "po" + "op"
-    assert rounds == [4, 6, 8]
     assert found == {"ours": [1.0, 2.0, 3.0], "peer": [4.0, 4.0, 9.0]}
     assert speed_ratio(found["ours"], found["peer"]) == (3.0, 2.0, 4.0)
 
@@ -100,20 +97,20 @@ import dataclasses, json, sys
 from test_bench import ABSENT, tiny
 sys.modules.update(dict.fromkeys(ABSENT))
 from mmqa_jax.bench import Options
-from mmqa_jax.bench import contests, models
-built, build = [], contests.contests
-contests.contests = lambda suite, wanted: (built.append(x) or x for x in build(suite, wanted))
-print(json.dumps(models.measure(tiny(), Options(rounds=2))))
-bert = next(contest for contest in built if contest.name == "bert")
+from mmqa_jax.bench import models
+built, build = [], models.cases
+models.cases = lambda suite, wanted: (built.append(x) or x for x in build(suite, wanted))
+print(json.dumps(models.run_suite(tiny(), Options(rounds=2))))
+bert = next(case for case in built if case.name == "bert")
 broken = dataclasses.replace(bert, ours=lambda: bert.ours().at[0, 0, 0].add(0.05))
-contests.contests = lambda suite, wanted: iter([broken])
-models.measure(tiny(), Options(rounds=1))
+models.cases = lambda suite, wanted: iter([broken])
+models.run_suite(tiny(), Options(rounds=1))
 """
 
 
 def tiny():
     """The suite in sizes that compile fast."""
-    from mmqa_jax.bench.contests import Suite
+    from mmqa_jax.bench.models import Suite
     from mmqa_jax.models.bart_config import BartConfig
     from mmqa_jax.models.bert import BertConfig
     from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
@@ -158,7 +155,7 @@ def models_run(cli_cache):
 
 
 def test_models_rows_compare_the_same_work(models_run):
-    from mmqa_jax.bench.contests import ROWS
+    from mmqa_jax.bench.models import ROWS
 
     assert models_run.stdout, models_run.stderr
     result = json.loads(models_run.stdout.splitlines()[0])
@@ -184,22 +181,42 @@ def test_models_rows_compare_the_same_work(models_run):
 def test_a_row_whose_sides_differ_stops_the_bench(models_run):
     assert models_run.returncode == 1
     last = models_run.stderr.splitlines()[-1]
-    assert "RunError: bench models, bert: results deviate by 0.0" in last
+    assert "RunError: bert: results differ by 0.0" in last
 
 
 def test_operations_are_counted():
-    import torch
+    import jax
+    import jax.numpy as jnp
 
-    from mmqa_jax.bench.peers import count_flops
+    from mmqa_jax.bench.runner import program_flops
 
-    x = torch.zeros(2, 3, 4, 8)  # [B, heads, L, D]
-    weight = torch.zeros(8, 5)
+    x = jnp.zeros((2, 3, 4, 8))
+    weight = jax.ShapeDtypeStruct((8, 5), jnp.float32)
+    assert program_flops(lambda x, weight: x @ weight, x, weight) == 2 * (2 * 3 * 4) * 8 * 5
 
-    def work():
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True) @ weight
 
-    attention = 2 * (2 * 2 * 3 * 4 * 4 * 8)  # scores, and their product with the values
-    assert count_flops(work) == attention + 2 * (2 * 3 * 4) * 8 * 5
+def test_rows_follow_from_what_was_timed():
+    from mmqa_jax.bench.runner import Case, row_of
+
+    class Peak:
+        best = 1e9
+
+    seconds = {"ours": [0.5, 0.2, 0.1], "peer": [0.5, 0.3, 0.4], "ours_bfloat16": [0.1] * 3}
+    case = Case("bert", "ms", None, flops=1e8, read_bytes=1000, notes={"work": "some"})
+    assert row_of(case, seconds, Peak(), 5000.0) == {
+        "name": "bert", "ours": 200.0, "peer": 400.0, "ratio": 1.5, "unit": "ms", "floor": 200.0,
+        "work": "some", "ratio_range": [1.0, 4.0], "gflops": 0.5, "of_peak": 0.5,
+        "peer_of_peak": 0.25, "ours_bfloat16": 100.0,
+    }  # fmt: skip
+    case = Case("decode", "tokens/s", None, count=10, read_bytes=100)
+    row = row_of(case, {"ours": [0.2]}, None, 1000.0)
+    assert (row["ours"], row["floor"], row["of_floor"]) == (50.0, 100.0, 0.5)
+    memory = Case("load", "MiB", 200, 300, notes={"of_p": 1.5})
+    assert row_of(memory, {}) == {
+        "name": "load", "ours": 200, "peer": 300, "ratio": 1.5, "unit": "MiB", "floor": None,
+        "of_p": 1.5,
+    }  # fmt: skip
+    assert row_of(Case("scann", "queries/s", 200, 100), {})["ratio"] == 2
 
 
 def test_convert_rows_are_shares_of_the_parameters(tmp_path):
@@ -208,8 +225,8 @@ def test_convert_rows_are_shares_of_the_parameters(tmp_path):
         "tied": True,
     }  # fmt: skip
     script = (
-        "import json; from mmqa_jax.bench import Options; from mmqa_jax.bench.convert import measure\n"
-        f"print(json.dumps(measure({shape!r}, Options(only=('load_mesh',)))))\n"
+        "import json; from mmqa_jax.bench import Options; from mmqa_jax.bench.convert import run_shape\n"
+        f"print(json.dumps(run_shape({shape!r}, Options(only=('load_mesh',)))))\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script],

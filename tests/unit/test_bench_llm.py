@@ -34,7 +34,7 @@ def result():
         patch.setattr(llm, "_WINDOW", 32)
         text = np.random.default_rng(0).integers(0, 64, 5 * 40).tolist()
         patch.setattr(llm, "_text", lambda size, load: text)
-        yield llm.measure("small", LOAD, Options())
+        yield llm.run_load("small", LOAD, Options())
 
 
 def test_both_sides_answer_alike(result):
@@ -66,13 +66,13 @@ def test_prompts_are_cut_from_the_text():
     assert llm._cut(text, 2, 4, shared=3) == [[0, 1, 2, 3], [0, 1, 2, 4]]
 
 
-def test_the_floor_is_what_memory_allows():
-    """A step reads 1,000 bytes/s away: weights once, keys and values of every slot once."""
+def test_a_step_reads_weights_and_cache_once():
+    """Weights once, keys and values of every slot once."""
     side = llm.OurSide(tiny_model("small"), LOAD)
     weights = 4 * sum(p.size for p in jax_leaves(tiny_model("small")))
     of_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
     held = 4 * (40 + 3) * of_token
-    assert side.decode_floor(1000.0) == pytest.approx(4 * 1000 / (weights + held))
+    assert side.step_bytes() == pytest.approx(weights + held)
 
 
 def jax_leaves(model: Llama) -> list:
@@ -83,4 +83,4 @@ def jax_leaves(model: Llama) -> list:
 
 def test_an_unknown_row_is_refused():
     with pytest.raises(UserError, match="--only=decoding: no such row; use one of few_shot"):
-        llm.measure("small", LOAD, Options(only=("decoding",)))
+        llm.run_load("small", LOAD, Options(only=("decoding",)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -16,7 +15,8 @@ from mmqa_jax.bench import Options, rerank, show
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLPConfig
+from mmqa_jax.models.vlp import VLP, VLPConfig
+from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 
 TRUNK = BertConfig(
     vocab_size=60, hidden=16, layers=2, heads=2, mlp=32, positions=256, types=6, eps=1e-5,
@@ -31,7 +31,7 @@ LOAD = rerank.Load(
 @pytest.fixture(scope="module")
 def result():
     with compiled_quickly():
-        return rerank.measure(LOAD, Options(rounds=1))
+        return rerank.run_load(LOAD, Options(rounds=1))
 
 
 def test_the_projection_is_that_of_the_cost_model(result):
@@ -69,35 +69,58 @@ def test_the_table_names_the_paper(result, capsys):
 
 
 @pytest.mark.parametrize(("joint", "match_type"), [(1, None), (3, 1)])
-def test_operations_are_those_of_the_compiled_programs(joint, match_type):
+def test_operations_are_those_of_the_products(joint, match_type):
     """XLA counts additions of norms and softmax too: a few per cent at this width."""
-    trunk = dataclasses.replace(TRUNK, hidden=256, layers=3, heads=4, mlp=1024, unroll=True)
-    config, sides = VLPConfig(trunk, 64, 48, (96,)), TwoSides(joint, 5, match_type)
-    graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: TwoSidedVLP(config, sides, rngs=nnx.Rngs(0)))
-    )
+    width, mlp, layers = 256, 1024, 3
+    trunk = dataclasses.replace(TRUNK, hidden=width, layers=layers, heads=4, mlp=mlp)
+    config, sides = ExtendedVLPConfig(trunk, 64, 48, (96,)), TwoSides(joint, 5, match_type)
+    two = nnx.eval_shape(lambda: TwoSidedVLP(config, sides, rngs=nnx.Rngs(0)))
+    regions, text, question = 10, 20, 12
 
-    def counted(method: str, pieces: int, *given) -> float:
-        call = jax.jit(lambda state, *x: getattr(nnx.merge(graphdef, state), method)(*x))
-        return call.lower(state, *given).compile().cost_analysis()["flops"] / pieces
+    def layer(columns: int, rows: int, seen: int) -> float:
+        """Keys and values of `columns` tokens; all else of `rows` tokens that see `seen`."""
+        after = rows * (2 * width**2 + 4 * width * mlp)  # output projection and MLP
+        return 4 * columns * width**2 + rows * (2 * width**2 + 4 * width * seen) + after
 
-    shapes = functools.partial(rerank._inputs, config)
-    encoded = {
-        name: jax.eval_shape(
-            lambda state, x, name=name: getattr(nnx.merge(graphdef, state), name)(x), state, inputs
-        )
-        for name, inputs in (
-            ("encode_sources", shapes(8, 10, 20, 0)),
-            ("encode_questions", shapes(16, 0, 0, 12)),
-        )
-    }
-    found = counted("pair_logits", 8 * 16, *encoded.values())
-    assert found == pytest.approx(rerank.pair_flops(config, sides, 10, 20, 12), rel=0.08)
+    def encoded(name: str, *sizes: int):
+        run = lambda state, x: getattr(nnx.merge(graphdef, state), name)(x)  # noqa: E731
+        return jax.eval_shape(run, state, rerank._inputs(config, *sizes))
+
+    graphdef, state = nnx.split(two)
+    memory = encoded("encode_sources", 8, regions, text, 0)
+    states = encoded("encode_questions", 16, 0, 0, question)
+    found = rerank.flops(two, "pair_logits", memory, states) / (8 * 16)
+    source, tokens = 2 + regions + text, 1 + question
+    # The question's keys, values and queries of the first joint layer are kept.
+    seen = source + tokens * (1 if match_type is None else 2)
+    if joint == 1:
+        expected = layer(0, 1, seen) - 2 * width**2
+    else:
+        expected = layer(0, tokens, seen) - tokens * 2 * width**2
+        expected += (joint - 2) * layer(tokens, tokens, source + tokens)
+        expected += layer(tokens, 1, source + tokens)
+    assert found == pytest.approx(expected, rel=0.08)
     if joint == 1:  # the others do the same
-        found = counted("encode_questions", 4, shapes(4, 0, 0, 12))
-        assert found == pytest.approx(rerank.question_flops(config, sides, 12), rel=0.08)
-        found = counted("encode_sources", 4, shapes(4, 10, 20, 0))
-        assert found == pytest.approx(rerank.source_flops(config, 10, 20), rel=0.08)
+        visual = regions * 2 * (64 * 96 + 96 * width + 48 * width)
+        source_flops = visual + 2 * layer(source, source, source) + layer(source, 0, 0)
+        inputs = rerank._inputs(config, 4, regions, text, 0)
+        assert rerank.flops(two, "encode_sources", inputs) / 4 == pytest.approx(
+            source_flops, rel=0.08
+        )
+        length = 2 + question
+        question_flops = 2 * layer(length, length, length) + 2 * width**2 * (2 * tokens + 1)
+        inputs = rerank._inputs(config, 4, 0, 0, question)
+        assert rerank.flops(two, "encode_questions", inputs) / 4 == pytest.approx(
+            question_flops, rel=0.08
+        )
+        # Plain VLP: the last layer for [CLS] alone.
+        packed = source + question
+        vlp = nnx.eval_shape(lambda: VLP(config, rngs=nnx.Rngs(0)))
+        plain_flops = visual + 2 * layer(packed, packed, packed) + layer(packed, 1, packed)
+        inputs = rerank._inputs(config, 4, regions, text, question)
+        assert rerank.flops(vlp, "source_logits", inputs) / 4 == pytest.approx(
+            plain_flops, rel=0.08
+        )
 
 
 def test_sides_that_compute_something_else_stop_the_bench():
@@ -110,4 +133,4 @@ def test_sides_that_compute_something_else_stop_the_bench():
 
 def test_an_unknown_row_is_refused():
     with pytest.raises(UserError, match="--only=cached_3: no such row; use one of plain, cached_1"):
-        rerank.measure(LOAD, Options(only=("cached_3",)))
+        rerank.run_load(LOAD, Options(only=("cached_3",)))

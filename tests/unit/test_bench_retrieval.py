@@ -61,7 +61,7 @@ def test_rows(tmp_path):
     """Every step once, in this process."""
     sizes = {**SIZES, "rounds": 1}
     steps = {name: step(tmp_path, sizes) for name, step in bench._STEPS.items()}
-    rows = [row for name in ("search", "bm25", "pictures") for row in steps[name]["rows"]]
+    rows = [row for name in ("search", "bm25", "pictures") for row in steps[name]]
     assert {row["name"] for row in rows} == set(bench.ROWS) - {
         "index_build", "index_memory", "bm25_memory",
     }  # fmt: skip
@@ -71,12 +71,12 @@ def test_rows(tmp_path):
     json.dumps(rows)
 
 
-def test_only_what_is_asked_for_is_measured():
+def test_only_what_is_selected_is_measured():
     """In a process of its own: what its parent holds counts as a child's memory."""
     script = (
         "import json; from mmqa_jax.bench import Options, retrieval\n"
         f"options = Options(only=('bm25_memory',), rounds=1)\n"
-        f"print(json.dumps(retrieval.measure({SIZES}, options)))"
+        f"print(json.dumps(retrieval.run_sizes({SIZES}, options)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120

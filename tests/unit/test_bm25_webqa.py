@@ -131,7 +131,7 @@ def test_snippets_stand_before_pictures_and_titles_are_not_read():
 def within(retriever, question):
     """The ranking of a question's own candidates, which are given sorted by id."""
     given = Ranking(question.id, tuple(sorted(question.positives + question.negatives)), ())
-    return retriever.search_restricted([question], [given])[0]
+    return retriever.search_within([question], [given])[0]
 
 
 def test_restricted_candidates_stand_gold_first():
@@ -147,7 +147,7 @@ def test_restricted_candidates_stand_gold_first():
 def test_bad_input():
     with pytest.raises(UserError, match="corpus is empty"):
         WebQABM25([])
-    with pytest.raises(UserError, match="holds a word"):
+    with pytest.raises(UserError, match="contains a word"):
         WebQABM25(["", "  "])
     with pytest.raises(UserError, match="top_k=3 is out of range"):
         WebQABM25(["red", "blue"]).search(["red"], 3)

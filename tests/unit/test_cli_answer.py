@@ -8,11 +8,11 @@ import pytest
 from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_documents, write_rows
 
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
-from mmqa_jax.systems.loading import load_reranker
-from mmqa_jax.systems.parts import TwoPassReranker
-from mmqa_jax.systems.retrieval_stages import open_retriever
+from mmqa_jax.systems.extensions.similarity import combine, tune_selection
+from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -42,7 +42,7 @@ def test_rerank_then_answer_from_what_is_selected(data, models, bm25, tmp_path):
 
 
 def test_rerank_with_a_retriever_is_the_demos_selection(data, models, index, tmp_path):
-    """Both hops, relevance and similarity: TwoPassReranker, as the demo's stage `select`."""
+    """Both hops, relevance and similarity: SecondHopReranker, as the demo's stage `select`."""
     path, contrastive = tmp_path / "selected.jsonl", models / "contrastive"
     flags = (f"--data={data}", f"--model={models / 'rerank'}", f"--out={path}")
     ended = mmqa(
@@ -52,16 +52,16 @@ def test_rerank_with_a_retriever_is_the_demos_selection(data, models, index, tmp
     assert ended.code == 0, ended.err
     corpus = open_corpus(data)
     questions = corpus.questions("test")
-    retriever = open_retriever(corpus, contrastive, index, two_pass=True)
-    reranker = TwoPassReranker(retriever, load_reranker(models / "rerank", corpus))
+    dense = open_dense(corpus, contrastive, index)
+    reranker = with_similarity(open_reranker(corpus, models / "rerank"), dense, corpus, 25.0)
     hops = reranker.read(questions, webqa.restricted_candidates(questions, corpus))
-    expected = webqa.combine(hops, 25.0)
+    expected = combine(hops, 25.0)
     found = read_rankings(path)
     assert [r.sources for r in found] == [r.sources for r in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.scores == pytest.approx(theirs.scores, abs=1e-6)
     # The sweep tells what any weight and threshold would select, 25 among them.
-    _, _, sweep = webqa.tune_selection(questions, hops)
+    sweep = tune_selection(questions, hops, SELECTIONS["best"]).sweep
     assert re.search(r"┃ +20 ┃ +25 ┃ +30 ┃", ended.out)
     told = {(r["similarity_weight"], r["threshold"]): r["source_f1"] for r in ended.value["sweep"]}
     assert {key: told[key] for key in sweep} == pytest.approx(sweep)
@@ -117,7 +117,8 @@ def test_threshold_printed_by_rerank_is_the_best_on_its_questions(data, models, 
         "rerank", f"--data={data}", f"--model={models / 'rerank'}", "--split=train",
         f"--out={path}",
     )  # fmt: skip
-    best, sweep = webqa.tune_threshold(open_corpus(data).questions("train"), read_rankings(path))
+    questions = open_corpus(data).questions("train")
+    best, sweep = tune_threshold(questions, read_rankings(path), SELECTIONS["best"])
     assert (result["best_threshold"], result["source_f1"]) == (best, pytest.approx(sweep[best]))
 
 
@@ -126,9 +127,7 @@ def test_a_question_longer_than_the_model_takes_is_cut_and_named(models, tmp_pat
     raw = write_documents(tmp_path / "raw", [*QUESTIONS, {**long, "id": "long"}])
     corpus = f"--data={tmp_path / 'data'}"
     done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
-    expected = (
-        "1 of 6 questions are longer than the 20 tokens that the model takes, and are cut: long."
-    )
+    expected = "1 of 6 questions are longer than the 20 tokens that the model takes and are truncated: long."
     found, answers = tmp_path / "found.jsonl", tmp_path / "answers.jsonl"
     ended = mmqa("rerank", corpus, f"--model={models / 'rerank'}", f"--out={found}")
     assert ended.code == 0

@@ -29,9 +29,10 @@ from tiny_checkpoints import (
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.weights import orbax_io
-from mmqa_jax.weights.converted import load_converted, read_record
-from mmqa_jax.weights.exports import publish_llama, write_published
+from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.weights.formats import orbax as orbax_io
+from mmqa_jax.weights.models.llama import publish_llama
+from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import ARCHITECTURES
 from mmqa_jax.weights.sources import open_source
 
@@ -72,7 +73,7 @@ def test_there_and_back(model, made, tmp_path):
         assert isinstance(got[name], jax.Array)
     size = sum(array.size for array in want.values())
     assert (result["parameters"], result["bytes"]) == (size, 4 * size)
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "weights"]
+    assert sorted(path.name for path in out.iterdir()) == ["model.json", "weights"]
 
     back = done(
         "convert", f"--model={model}", f"--source={out}", f"--out={tmp_path / 'hf'}", "--export=hf"
@@ -172,7 +173,7 @@ def test_parameters_that_the_checkpoint_lacks(tmp_path):
     )
     head = np.asarray(state["source_head/kernel"])
     assert head.shape == (12, 2)
-    assert 0.001 < head.std() < 0.1  # initialised as the model does
+    assert 0.001 < head.std() < 0.1  # initialized as the model does
 
     source = make_source("bart", tmp_path / "bart")
     bare = {k.removeprefix("model."): v for k, v in source.arrays.items() if "logits" not in k}
@@ -224,8 +225,8 @@ import sys, jax, numpy as np
 from flax import nnx
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.weights import orbax_io
-from mmqa_jax.weights.converted import load_converted
+from mmqa_jax.weights.formats import orbax as orbax_io
+from mmqa_jax.weights.folder import load_converted
 largest, read_shard = {}, orbax_io._read_shard
 def watched(store, dtype, index):
     part = read_shard(store, dtype, index)
@@ -334,7 +335,7 @@ def write_zeros(path, specs):
 
 SLOW = """
 import sys, time
-from mmqa_jax.weights import safetensors_io
+from mmqa_jax.weights.formats import safetensors as safetensors_io
 read = safetensors_io.SafetensorsSource.read
 def slow(self, key):
     print("reading", flush=True)
@@ -406,17 +407,17 @@ def test_a_damaged_conversion_is_named(made, tmp_path):
             for path in (out / "weights" / "ocdbt.process_0" / "d").iterdir():
                 path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         elif damage in ("config", "format"):
-            content = json.loads((out / "config.json").read_text())
+            content = json.loads((out / "model.json").read_text())
             if damage == "config":
                 content["config"]["mlp"] = 20
             else:
                 content["format"] = "mmqa_jax weights 9"
-            (out / "config.json").write_text(json.dumps(content))
+            (out / "model.json").write_text(json.dumps(content))
         else:
             (out / "weights" / damage).unlink()
         expected = {
-            "config": r"layers/up/kernel is \[2, 12, 16\], the config asks for \[2, 12, 20\]",
-            "format": r"config\.json: format is 'mmqa_jax weights 9', expected",
-        }.get(damage, r"weights: files in it are missing, cut or damaged; convert")
+            "config": r"layers/up/kernel is \[2, 12, 16\], the model's is \[2, 12, 20\]",
+            "format": r"model\.json: format is 'mmqa_jax weights 9', expected",
+        }.get(damage, r"weights: files in it are missing, truncated or damaged; copy")
         with pytest.raises(UserError, match=expected):
             load_converted(out)

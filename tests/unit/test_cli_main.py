@@ -11,15 +11,9 @@ from pathlib import Path
 import pytest
 from cli_runs import ROOT, mmqa
 
-from mmqa_jax.arguments import make_parser
-from mmqa_jax.cli import _split_config_overrides
+from mmqa_jax.cli import VERBS, _split_config_overrides, make_parser
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
-
-VERBS = (
-    "demo", "ask", "prepare", "convert", "train", "embed", "index", "search", "rerank", "answer",
-    "prompt", "evaluate", "report", "bench",
-)  # fmt: skip
 
 
 def test_every_verb_has_help_with_a_working_example():

@@ -66,7 +66,7 @@ def test_bad_documents(refused, tmp_path):
     (raw / "sources.jsonl").write_bytes('{"id": "é"}'.encode("latin-1"))
     refused(*flags, message=r"sources\.jsonl: not UTF-8 text \(byte 8\); save the file as UTF-8")
     (raw / "sources.jsonl").write_text("\n")
-    refused(*flags, message=r"sources\.jsonl: the corpus is empty; write one source a line")
+    refused(*flags, message=r"sources\.jsonl: the corpus is empty; write one source per line")
 
 
 def test_an_out_folder_that_holds_a_corpus_is_left_alone(refused, data, tmp_path):
@@ -74,7 +74,7 @@ def test_an_out_folder_that_holds_a_corpus_is_left_alone(refused, data, tmp_path
     shutil.copytree(data, tmp_path / "out")
     out = f"--out={tmp_path / 'out'}"
     flags = ("prepare", "corpus", f"--raw={raw}", out)
-    message = r"out: holds a prepared corpus already; name another folder or give --overwrite"
+    message = r"out: already holds a prepared corpus; name another folder or give --overwrite"
     refused(*flags, message=message)
     refused("prepare", "atlas", out, message=message)  # before anything is made
     assert done(*flags, "--overwrite")["splits"] == {"train": 2}
@@ -107,7 +107,7 @@ def test_a_document_whose_picture_is_missing(refused, tmp_path):
     (raw / "Borduria.png").unlink()
     refused(
         "prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'out'}",
-        message=r"sources\.jsonl, line 10: `image` 'Borduria\.png' is no file in .*; add the picture",
+        message=r"sources\.jsonl, line 10: `image` 'Borduria\.png' is not a file in .*; add the picture",
     )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def test_what_a_user_may_not_expect_of_official_files_is_said(webqa_raw, tmp_pat
     ended = mmqa("prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}", "--json")
     assert ended.code == 0, ended.err
     assert "1 of 3 questions list no sources at all; kept" in ended.err
-    assert "1 snippet ids stand for two facts; the later has a number behind its" in ended.err
+    assert "1 snippet ids are used for two facts; a number is appended to the later id" in ended.err
     assert re.search(r"│ train questions +│ +1 │ +36,766 │ +-36,765 │", ended.out)
     assert "Not the whole published release." in ended.out
     assert ended.value["counts"]["questions_without_sources"] == 1

@@ -194,25 +194,28 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
         (['{"id": 1}'], "line 1: has neither of `prompt` and `messages`"),
         (['{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'], "line 1: has both"),
         (['{"prompt": "a", "max_tokens": 3}'], "line 1: key 'max_tokens' is unknown; did you mean"),
-        (['{"prompt": 3}'], "line 1: prompt is 3, a text was expected"),
-        (['{"prompt": "a", "stop": "b"}'], 'line 1: stop is "b", a list of texts was expected'),
-        (['{"prompt": "a", "n": true}'], "line 1: n is true, a whole number was expected"),
+        (['{"prompt": 3}'], "line 1: prompt is 3, expected a string"),
+        (['{"prompt": "a", "stop": "b"}'], 'line 1: stop is "b", expected a list of strings'),
+        (['{"prompt": "a", "n": true}'], "line 1: n is true, expected an integer"),
         (['{"prompt": "a", "temperature": -1}'], "line 1: request 1: temperature is -1"),
-        (['{"prompt": "a", "choices": []}'], r"line 1: choices is \[\], a list of texts"),
-        (['{"prompt": "a", "choices": ["b"], "n": 2}'], "line 1: n has no meaning beside"),
+        (
+            ['{"prompt": "a", "choices": []}'],
+            r"line 1: choices is \[\], expected a list of strings",
+        ),
+        (['{"prompt": "a", "choices": ["b"], "n": 2}'], "line 1: n has no effect with"),
         (['{"prompt": "a", "images": ["no.png"]}'], "line 1: image .*no.png: cannot be read"),
         (['{"messages": [{"role": "bot", "content": "a"}]}'], "line 1: message: role is 'bot'"),
-        (['{"messages": [{"role": "user"}]}'], "line 1: a message is {role, content}"),
+        (['{"messages": [{"role": "user"}]}'], "line 1: a message has exactly the keys `role`"),
         (['{"prompt": "\\ud83d"}'], "line 1: holds '.ud83d', half of a character"),
         (
             ['{"id": "x", "prompt": "a"}', "", '{"id": "x", "prompt": "b"}'],
-            "line 3: the id 'x' is that of line 1 too",
+            "line 3: the id 'x' repeats that of line 1",
         ),
         (
             ['{"id": 3, "prompt": "a"}', "", '{"prompt": "b"}'],
-            "line 3: the id '3' is that of line 1",
+            "line 3: the id '3' repeats that of line 1",
         ),
-        (["", ""], "holds no prompt; write one on each line"),
+        (["", ""], "has no prompts; write one per line"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_by_its_line(refused, tmp_path, lines, message):
@@ -229,13 +232,11 @@ def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_pa
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "short"}, {"prompt": "long " * 40}])
     (tmp_path / "notes.txt").write_text("no weights")
     flags = ["prompt", f"--prompts={prompts}", f"--out={tmp_path / 'out'}", *ENGINE]
-    long = r"line 2: request 2: its prompt has 200 tokens, .* engine.length = 160; shorten it"
+    long = r"line 2: request 2: its prompt of 200 tokens .* engine.length = 160; shorten it"
     refused(*flags, f"--model={folder}", message=rf"{prompts}, {long}")
     refused(*flags, "--model=missing", message="--model=missing: no such file .* names smollm2")
     refused(*flags, f"--model={tmp_path / 'notes.txt'}", message="notes.txt: not a checkpoint")
-    refused(
-        *flags, f"--model={folder}", f"--tokenizer={tmp_path}", message="holds no tokenizer.json"
-    )
+    refused(*flags, f"--model={folder}", f"--tokenizer={tmp_path}", message="has no tokenizer.json")
     refused(
         *flags, f"--model={folder}", "--config.model.dtype=float64",
         message="config key model.dtype='float64': expected auto",

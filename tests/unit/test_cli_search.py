@@ -13,7 +13,7 @@ from mmqa_jax.data.corpus import open_corpus
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 
-@pytest.mark.parametrize("flags", [["dense"], ["dense", "--two_pass"], ["fused"]])
+@pytest.mark.parametrize("flags", [["dense"], ["dense", "--second_hop"], ["fused"]])
 def test_dense_search_ranks_every_question(data, models, index, tmp_path, flags):
     path = tmp_path / "found.jsonl"
     result = done(
@@ -196,7 +196,7 @@ def test_restricted_and_compatible_bm25(data, tmp_path):
     ("flags", "message"),
     [
         (("--method=dense", "--webqa_compat"), r"--webqa_compat: .*--method=bm25"),
-        (("--method=bm25", "--webqa_compat", "--two_pass"), r"--webqa_compat: .*plain"),
+        (("--method=bm25", "--webqa_compat", "--second_hop"), r"--webqa_compat: .*plain"),
         (("--method=fused", "--candidates=restricted"), r"--candidates=restricted: works with"),
         (
             ("--method=bm25", "--candidates=restricted", "--modality=known"),

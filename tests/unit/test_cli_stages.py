@@ -97,8 +97,8 @@ def test_a_run_whose_files_are_broken(verb, name, message, wrong, models, refuse
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", r"config\.json: is not a run's config\.json; copy the run anew"),
-        ("model.json", r"model\.json: is not what a training run writes|a model of task None"),
+        ("config.json", r"config\.json: is not a run's config\.json; copy the run again"),
+        ("model.json", r"model\.json: is not what training or|a model of task None"),
     ],
 )
 def test_a_run_whose_files_are_of_another_shape(
@@ -112,7 +112,7 @@ def test_a_run_whose_files_are_of_another_shape(
 def test_a_run_with_the_config_of_another(wrong, models, refused, tmp_path):
     shutil.copytree(models / "rerank", tmp_path / "run")
     shutil.copy(models / "answer" / "config.json", tmp_path / "run")
-    message = r"run/config\.json: is not of the run that model\.json belongs to"
+    message = r"run/config\.json: belongs to another run than model\.json"
     refused(*wrong["rerank"], f"--model={tmp_path / 'run'}", message=message)
 
 
@@ -123,7 +123,7 @@ def test_weights_that_are_cut(name, wrong, models, refused, tmp_path):
     files = (path for path in weights.rglob("*") if path.is_file())
     cut = max(files, key=lambda path: (path == weights / name, path.stat().st_size))
     cut.write_bytes(cut.read_bytes()[:50])
-    message = r"run/weights: files in it are cut or damaged; copy the run anew"
+    message = r"run/weights: files in it are missing, truncated or damaged; copy the folder again"
     refused(*wrong["rerank"], f"--model={tmp_path / 'run'}", message=message)
 
 

@@ -47,7 +47,7 @@ def test_wrong_configs(flag, message, refused, data, tmp_path):
         ({"model.trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown"),
         ({"packing.buckets": "((1,9),)"}, r"packing\.buckets: 9 text columns .*give at least"),
         ({"train.optimizer.name": "sgd"}, r"sgd"),
-        ({"train.steps": 0}, r"config key train\.steps=0: a whole number of at least 1"),
+        ({"train.steps": 0}, r"config key train\.steps=0: at least 1 was expected"),
         ({"batches.batch_size": 0}, r"batch_size"),
         ({"packing.match_types": "(6,)"}, r"packing\.match_types: the model has no token type 6"),
         ({"new_types": "(-1,)"}, r"new_types: .*type -1; use 0 to 5"),
@@ -76,7 +76,10 @@ def test_configs_that_fit_no_run(changes, message, data, refused, tmp_path):
             {"inference.no_repeat_ngram": 1},
             r"inference\.no_repeat_ngram=1: 0 \(words may repeat\) or 2 to .* was expected; change",
         ),
-        ({"batches.shares.text": 2.0}, r"batches\.shares\.text=2\.0: a share above 0, 1 at most"),
+        (
+            {"batches.shares.text": 2.0},
+            r"batches\.shares\.text=2\.0: a share above 0 and at most 1",
+        ),
     ],
 )
 def test_configs_that_fit_no_reader(changes, message, data, refused, tmp_path):
@@ -140,7 +143,7 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
             "c.features = {'root': 'x101'}",
             r"key features: model\.frontend=patches reads pixels; set it to one of x101, vinvl, clip or",
         ),
-        ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is no regular expression"),
+        ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is not a regular expression"),
         ("c.mesh.data = 3; c.batches.batch_size = 7", r"data=3.*does not fit 1 devices"),
         ("c.train.accumulate = 3", r"batch of 8: must be a multiple of 3"),
         ("raise RuntimeError('x')", r"own\.py, line 4: the config file fails \(RuntimeError: x\)"),
@@ -223,7 +226,11 @@ def test_a_finished_run_that_is_damaged_is_not_called_done(refused, data, models
     (tmp_path / "run" / "tokenizer.json").write_text("{oops")
     refused("train", *flags, message=r"tokenizer\.json: not a tokenizer")
     (tmp_path / "run" / "model.json").write_text("[]")
-    refused("train", *flags, message=r"model\.json: is not what a training run writes; copy the")
+    refused(
+        "train",
+        *flags,
+        message=r"model\.json: is not what training or `mmqa convert` writes; copy the",
+    )
 
 
 def test_a_checkpoint_that_is_cut_is_named(refused, data, models, tmp_path):
@@ -233,7 +240,7 @@ def test_a_checkpoint_that_is_cut_is_named(refused, data, models, tmp_path):
     last = run / "checkpoints" / "2"
     cut = max((last / "params").rglob("*"), key=lambda path: path.is_file() * path.stat().st_size)
     cut.write_bytes(cut.read_bytes()[:100])
-    message = r"checkpoints/2: files in it are cut or damaged; delete that folder to go on"
+    message = r"checkpoints/2: files in it are truncated or damaged; delete that folder to continue"
     flags = train_flags("rerank", data, run)
     refused("train", *flags, message=message)
     shutil.rmtree(last)

@@ -7,15 +7,17 @@ import numpy as np
 from mmqa_jax.data.colors import COLOR_TERMS, color_shares, color_terms
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.atlas.pictures import PALETTE
-from mmqa_jax.data.examples import PatchRegions, RawExample, RawSource, SourceReader
+from mmqa_jax.data.examples import RawExample, RawSource
+from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.schema import Source
+from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 
 RED, WHITE, BLUE = (210, 47, 39), (255, 255, 255), (30, 80, 160)
 
 
 def test_openmoji_shades_have_their_palette_names():
-    """Golden: the names that Atlas's questions are made with. Maroon is no basic term."""
+    """Golden: the names in Atlas's questions. Maroon is not a basic term."""
     for name, shades in PALETTE.items():
         pixels = np.array([[int(h[i : i + 2], 16) for i in (0, 2, 4)] for h in shades], np.uint8)
         found = {COLOR_TERMS[term] for term in color_terms(pixels)}
@@ -35,7 +37,7 @@ def test_shares_are_square_roots_of_parts():
     np.testing.assert_allclose(color_shares(patch), expected, rtol=1e-6)
 
 
-def test_regions_tell_where_colors_are_and_tags_name_them():
+def test_regions_hold_where_colors_are_and_tags_name_them():
     pixels = np.zeros((12, 12, 3), np.uint8)
     pixels[:4], pixels[4:8], pixels[8:] = RED, WHITE, BLUE
     pixels[5:7, 5:7] = RED  # a small emblem in the middle patch
@@ -56,7 +58,7 @@ def test_regions_tell_where_colors_are_and_tags_name_them():
     assert tags.picture == ("red", "blue", "white")
 
 
-def test_tags_can_say_which_color_lies_where():
+def test_tags_can_name_the_color_of_every_part():
     pixels = np.zeros((12, 12, 3), np.uint8)
     pixels[:, :4], pixels[:, 4:] = BLUE, RED
     pixels[8:, 4:] = WHITE
@@ -71,7 +73,7 @@ def test_tags_can_say_which_color_lies_where():
 
 
 def test_parts_are_read_where_one_picture_is_shown():
-    """Two pictures have no room for them, and are asked about as wholes."""
+    """Two pictures have no room for them, and questions about two are about the wholes."""
     regions = PatchRegions(12, 4, colors=True, where=True)
     flag = RawSource("flag", pixels=np.full((12, 12, 3), RED, np.uint8))
     corpus = Corpus([Source("s", "text", "flag")], [])
@@ -87,7 +89,7 @@ def test_parts_are_read_where_one_picture_is_shown():
     assert alone.endswith("lower right red red")
 
 
-def test_the_bucket_knows_of_the_tags():
+def test_the_bucket_counts_the_tags():
     """`text_length` is what `example` then holds, but for the number of colors (4 assumed)."""
     regions = PatchRegions(12, 4, colors=True, where=True)
     sources = [

@@ -111,7 +111,7 @@ def shared():
 
 
 def plain_text(model, text):
-    """One text at a time, no padding: [DIM], not normalised."""
+    """One text at a time, no padding: [DIM], not normalized."""
     ids = [1, *[3 + len(word) for word in text.split()][: BUCKETS[-1] - 2], 2]
     x = np.asarray(model.table[...])[ids] + np.asarray(model.positions[...])[: len(ids)]
     return np.tanh(np.tanh(x).sum(0))

@@ -10,14 +10,14 @@ import jax.monitoring
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_llm import FAST, by_id, llama_config
+from tiny_llm import by_id, fast_compilation, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong
-from mmqa_jax.decoding.sampling import SamplingParameters, choose, seed_words
+from mmqa_jax.decoding.sampling import SamplingParameters, choose, draw_key
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.decoding.stops import StopWatch, cut
+from mmqa_jax.decoding.stop_strings import StopDetector, truncate
 from mmqa_jax.models.llama import Llama
 
 MODEL = llama_config(61)
@@ -38,8 +38,10 @@ class Letters:
 
 
 def make_engine(model=MODEL, sizes=SIZES, **options):
-    options = {"tokenizer": Letters(), "end_ids": [END], "compiler_options": FAST} | options
-    return Engine(Llama(model, rngs=nnx.Rngs(3)), config=sizes, **options)
+    options = {"tokenizer": Letters(), "end_ids": [END]} | options
+    model = Llama(model, rngs=nnx.Rngs(3))
+    with fast_compilation():
+        return Engine(model, config=sizes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_greedy_equals_the_forward_pass(engine, log_probs):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_answer_does_not_depend_on_its_neighbours(engine, seed):
+def test_an_answer_does_not_depend_on_its_neighbors(engine, seed):
     """Alone, and in a batch of random order with shared beginnings: the same bits."""
     requests = random_requests(seed, 40)
     alone = {}
@@ -206,7 +208,7 @@ def test_scores_equal_the_forward_pass(engine, log_probs):
     found = {scores.id: scores.scores for scores in engine.score(requests)}
     assert engine.throughput.reused_tokens - before >= 4 * (
         24 + 32 + 64 + 120
-    )  # the prompt's pieces
+    )  # the prompt's chunks
     for request in requests:
         prompt = list(request.prompt)
         for score, tokens in zip(found[request.id], request.continuations, strict=True):
@@ -254,7 +256,7 @@ def test_sampled_words_follow_the_distribution():
             np.full(rows, temperature, np.float32),
             np.full(rows, top_k, np.int32),
             np.full(rows, top_p, np.float32),
-            np.stack([seed_words(3, n) for n in range(rows)]),
+            np.stack([draw_key(3, n) for n in range(rows)]),
         )
         inputs = (np.tile(logits, (rows, 1)), parameters, np.full(rows, 4), np.ones(rows, bool))
         tokens, logprobs = jax.jit(choose)(*inputs)
@@ -283,7 +285,7 @@ def test_greedy_and_sampling_rows_do_not_meet():
         np.array([0, 3.0, 0, 3.0], np.float32),
         np.zeros(4, np.int32),
         np.ones(4, np.float32),
-        np.tile(seed_words(1, 0), (4, 1)),
+        np.tile(draw_key(1, 0), (4, 1)),
     )
     both, _ = choose(logits, parameters, np.zeros(4, int), np.ones(4, bool))
     greedy_only = parameters.replace(temperature=np.zeros(4, np.float32))
@@ -324,23 +326,23 @@ class Bytes:
         ("nichts", ("x", "yz"), "nichts"),
     ],
 )
-def test_stop_watch_stops_at_the_first_match(text, stops, before):
-    watch = StopWatch(Bytes(), stops)
+def test_the_detector_stops_at_the_first_match(text, stops, before):
+    detector = StopDetector(Bytes(), stops)
     data = text.encode()
-    hit = next((n for n, token in enumerate(data, 1) if watch.push(token)), None)
+    hit = next((n for n, token in enumerate(data, 1) if detector.push(token)), None)
     ends = [
         n for n in range(len(data)) if any(s in data[:n].decode(errors="ignore") for s in stops)
     ]
     ends += [len(data)] if any(text.endswith(stop) for stop in stops) else []
     assert hit == (ends[0] if ends else None)
-    assert cut(text, stops) == before
+    assert truncate(text, stops) == before
 
 
 def test_long_prompts_are_shortened_by_the_caller_or_refused(engine):
     long = Request("long", [1] * 150, 20)
     short = Request("short", [1] * 10, 3)
     with pytest.raises(
-        TooLong, match=r"'long': its prompt has 150 tokens, with 20 new ones 10 more"
+        TooLong, match=r"'long': its prompt of 150 tokens plus 20 new ones is 10 more"
     ):
         list(engine.generate([short, long]))
     asked = []
@@ -357,7 +359,7 @@ def test_long_prompts_are_shortened_by_the_caller_or_refused(engine):
             list(engine.generate([long], shorten=give_up))
     with pytest.raises(UserError, match="keep the id"):
         list(engine.generate([long], shorten=lambda r, n: dataclasses.replace(short)))
-    with pytest.raises(TooLong, match="'s': its prompt has 150 tokens, with 11 new ones"):
+    with pytest.raises(TooLong, match="'s': its prompt of 150 tokens plus 11 new ones"):
         list(engine.score([Scoring("s", [1] * 150, [[1], [1] * 11])]))
 
 
@@ -387,16 +389,14 @@ def test_bad_requests_are_named(engine, changes, match):
 
 
 def test_other_mistakes_are_named(engine):
-    with pytest.raises(UserError, match="request 4: the id came before"):
+    with pytest.raises(UserError, match="request 4: its id is not unique"):
         list(engine.generate([Request(4, [1], 2), Request(4, [2], 2)]))
     with pytest.raises(UserError, match="expected at least one"):
         engine.loglikelihood([1, 2], [])
     with pytest.raises(UserError, match="all texts or all token ids"):
         engine.loglikelihood("text", [[1]])
     bare = make_engine(tokenizer=None)
-    with pytest.raises(
-        UserError, match="its prompt is text, for which the engine has no tokenizer"
-    ):
+    with pytest.raises(UserError, match="its prompt is text, but the engine has no tokenizer"):
         list(bare.generate([Request(0, "text")]))
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         list(bare.generate([Request(0, [1], stop=("a",))]))

@@ -1,4 +1,4 @@
-"""The engine on a tiny random LLaVA: pictures among words, against the model's own forward."""
+"""The engine on a tiny random LLaVA: pictures within text, against the model's own forward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_llm import FAST, by_id, llama_config
+from tiny_llm import FAST, by_id, fast_compilation, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -34,12 +34,14 @@ def pictures():
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(Llava(MODEL, rngs=nnx.Rngs(3)), config=SIZES, compiler_options=FAST)
+    model = Llava(MODEL, rngs=nnx.Rngs(3))
+    with fast_compilation():
+        return Engine(model, config=SIZES)
 
 
 @pytest.fixture(scope="module")
 def logits():
-    """(tokens, pictures) -> logits of what follows each place of the expanded sequence."""
+    """(tokens, pictures) -> logits of what follows each position of the expanded sequence."""
     graphdef, state = nnx.split(Llava(MODEL, rngs=nnx.Rngs(3)))
     forward = jax.jit(
         lambda state, ids, pixels: nnx.merge(graphdef, state)(ids, pixels), compiler_options=FAST
@@ -83,7 +85,7 @@ def test_answers_equal_the_forward_pass(engine, logits, pictures):
 
 
 def test_a_beginning_is_shared_with_the_same_picture_only(engine, pictures):
-    head = [5, 6, IMAGE, *range(20)]  # the second piece of 16 tokens begins behind the picture
+    head = [5, 6, IMAGE, *range(20)]  # the second chunk of 16 tokens begins after the picture
     engine.forget()
     (first,) = engine.generate([Request(0, [*head, 1], 2, images=[pictures[0]])])
     same, other = (
@@ -120,6 +122,6 @@ def test_pictures_that_do_not_fit_are_named(engine, pictures):
     ]:
         with pytest.raises(UserError, match=match):
             list(engine.generate([Request("odd", tokens, 2, images=list(images))]))
-    blind = Engine(Llama(MODEL.llama, rngs=nnx.Rngs(3)), config=SIZES)
-    with pytest.raises(UserError, match="without eyes; use a LLaVA"):
-        list(blind.generate([Request(0, [1], 2, images=list(pictures[:1]))]))
+    text_only = Engine(Llama(MODEL.llama, rngs=nnx.Rngs(3)), config=SIZES)
+    with pytest.raises(UserError, match="a text-only LLaMA; use a LLaVA"):
+        list(text_only.generate([Request(0, [1], 2, images=list(pictures[:1]))]))

@@ -1,4 +1,4 @@
-"""Atlas's augmentation of a training example: names and colours change everywhere or nowhere."""
+"""Atlas's augmentation of a training example: names and colors change everywhere or nowhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pickle
 import numpy as np
 import pytest
 
-from mmqa_jax.data.datasets.atlas.augment import PERMUTED
-from mmqa_jax.data.datasets.atlas.example_augment import AtlasAugment
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.atlas.augment import PERMUTED, AtlasAugment
 from mmqa_jax.data.datasets.atlas.factbook import place_names
 from mmqa_jax.data.datasets.atlas.pictures import COLORS, color_map
 from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.schema import Question
+from mmqa_jax.training.augmentation import make_augmentation
 
 # OpenMoji's shades, one of each color that is exchanged (pictures.PALETTE).
 RGB = {
@@ -199,3 +200,25 @@ def test_key_words_change_with_the_answer(seed):
     changed = augment(colored, np.random.default_rng(seed))
     assert changed.answer == f"It is {changed.keywords}."
     assert changed.keywords == stripes(changed.sources[0].pixels)[0]
+
+
+FACTORY = "mmqa_jax.data.datasets.atlas.augment:AtlasAugment"
+
+
+def test_a_config_names_its_augmentation():
+    made = make_augmentation({"factory": FACTORY, "entities": 0.0, "palette": 1.0})
+    assert isinstance(made, AtlasAugment)
+    changed = made(TWO_FLAGS, np.random.default_rng(0))
+    again = AtlasAugment(palette=1.0)(TWO_FLAGS, np.random.default_rng(0))
+    assert fields(changed) == fields(again)
+    assert make_augmentation({"factory": FACTORY, "entities": 0.0}) is None
+    assert make_augmentation({}) is None
+
+
+@pytest.mark.parametrize(
+    "factory",
+    ["", 3, "os:system", "mmqa_jax.nowhere:AtlasAugment", FACTORY[:-1], FACTORY.replace(":", ".")],
+)
+def test_a_wrong_augmentation_is_named(factory):
+    with pytest.raises(UserError, match=r"augment\.factory=.*package\.module:Class"):
+        make_augmentation({"factory": factory, "entities": 0.5})

@@ -9,7 +9,7 @@ import pytest
 
 from mmqa_jax.core import files
 from mmqa_jax.core.files import atomic_write, unfinished
-from mmqa_jax.weights.folders import whole_folder
+from mmqa_jax.weights.output_folder import whole_folder
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

@@ -26,11 +26,11 @@ def unit(x):
 
 
 def clustered(count, dim=128, queries=200, clusters=50, seed=0):
-    """Unit vectors around centres, and queries near some of them."""
+    """Unit vectors around centers, and queries near some of them."""
     rng = np.random.default_rng(seed)
-    centres = unit(rng.standard_normal((clusters, dim)))
+    centers = unit(rng.standard_normal((clusters, dim)))
     spread = 0.6 * unit(rng.standard_normal((count, dim)))
-    vectors = unit(centres[rng.integers(clusters, size=count)] + spread)
+    vectors = unit(centers[rng.integers(clusters, size=count)] + spread)
     near = vectors[rng.integers(count, size=queries)]
     return (
         Embeddings(vectors, "model-1", "corpus-1"),
@@ -77,7 +77,7 @@ def test_exact_allowed_rows_across_blocks():
     index = ExactIndex(embeddings, block_rows=64)
     rows, _ = index.search(queries, 5, allowed)
     np.testing.assert_array_equal(rows, plain_search(embeddings.vectors, queries, 5, allowed)[0])
-    with pytest.raises(UserError, match="5 sources can be found"):
+    with pytest.raises(UserError, match="5 sources are available"):
         index.search(queries, 6, allowed)
 
 
@@ -202,7 +202,7 @@ def test_bad_input(kind):
     for top_k in (0, 101):
         with pytest.raises(UserError, match=f"top_k={top_k} is out of range"):
             index.search(queries, top_k)
-    with pytest.raises(UserError, match="do not fit the index of size 8"):
+    with pytest.raises(UserError, match="do not fit the index's dimension 8"):
         index.search(queries[:, :4], 1)
     with pytest.raises(UserError, match="mask of allowed rows"):
         index.search(queries, 1, np.ones(99, bool))

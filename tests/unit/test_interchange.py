@@ -11,9 +11,10 @@ from PIL import Image
 from shared_data import SHARED
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import open_corpus, prepare_interchange
+from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import decode
 from mmqa_jax.data.interchange import export_interchange, read_interchange
+from mmqa_jax.data.prepare import prepare_interchange
 from mmqa_jax.data.schema import Question, Source
 
 SOURCES = [
@@ -31,7 +32,7 @@ QUESTIONS = [
     {
         "id": "q1",
         "split": "val",
-        "question": "What colour is snow?",
+        "question": "What color is snow?",
         "image": "images/dot.png",
         "answers": ["white", "It is white."],
         "keywords": "white",
@@ -73,7 +74,7 @@ def test_prepare_keeps_every_key(tmp_path):
     ]
     (q1,) = corpus.questions("val")
     assert q1 == Question(
-        id="q1", split="val", question="What colour is snow?", image="images/dot.png",
+        id="q1", split="val", question="What color is snow?", image="images/dot.png",
         answers=("white", "It is white."), keywords="white", category="color",
         positives=("a",), negatives=("b", "c"), choices=("red", "white"), answer_index=1,
         rationale="Snow reflects all light.", extra={"level": "easy"},
@@ -136,33 +137,33 @@ def question(**change):
     [
         ([], None, r"sources\.jsonl: the corpus is empty"),
         ([3], None, r"sources\.jsonl, line 1: not a JSON object"),
-        (source(id="a"), None, r"line 4: id 'a' stands already in .*sources\.jsonl, line 1"),
+        (source(id="a"), None, r"line 4: id 'a' is already used in .*sources\.jsonl, line 1"),
         (source(id=None), None, r"line 4: `id` is missing"),
         (source(id=7), None, r"line 4: `id` is 7; expected a string"),
         (source(modality="video"), None, r"line 4: `modality` is 'video'; expected text or image"),
         (source(text=""), None, r"line 4: `text` is ''"),
         (source(modality="image"), None, r"line 4: `image` is missing"),
-        (source(image="images/dot.png"), None, r"line 4: `image` stands in a text source"),
+        (source(image="images/dot.png"), None, r"line 4: a source of modality text has an `image`"),
         (
             source(modality="image", image="images/none.png"),
             None,
-            r"sources\.jsonl, line 4: `image` 'images/none\.png' is no file in",
+            r"sources\.jsonl, line 4: `image` 'images/none\.png' is not a file in",
         ),
-        (source(modality="image", image="../dot.png"), None, r"line 4: .* leaves the folder"),
-        (SOURCES, question(id="q2"), r"questions\.jsonl, line 2: id 'q2' stands already"),
+        (source(modality="image", image="../dot.png"), None, r"line 4: .* is outside the folder"),
+        (SOURCES, question(id="q2"), r"questions\.jsonl, line 2: id 'q2' is already used"),
         (SOURCES, question(question=" "), r"line 2: `question` is ' '"),
         (SOURCES, question(positives=["z"]), r"line 2: source 'z' is not in sources\.jsonl"),
         (SOURCES, question(negatives="a"), r"line 2: `negatives` is 'a'; expected a list"),
         (SOURCES, question(positives=["a"], negatives=["a"]), r"line 2: source 'a' is both"),
         (SOURCES, question(split="dev"), r"line 2: `split` is 'dev'; expected train or val or"),
-        (SOURCES, question(answer_index=0), r"line 2: `answer_index` stands without `choices`"),
+        (SOURCES, question(answer_index=0), r"line 2: `answer_index` needs `choices`"),
         (
             SOURCES,
             question(choices=["a", "b"], answer_index=2),
             r"line 2: `answer_index` is 2; expected a number from 0 to 1",
         ),
         (SOURCES, question(choices=["a"], answer_index=True), r"line 2: `answer_index` is True"),
-        (SOURCES, question(image="none.png"), r"line 2: `image` 'none\.png' is no file"),
+        (SOURCES, question(image="none.png"), r"line 2: `image` 'none\.png' is not a file"),
     ],
 )
 def test_bad_folders_are_named_with_their_line(tmp_path, sources, questions, message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import test_beam
 from flax import nnx
-from tiny_llm import FAST, llama_config
+from tiny_llm import FAST, fast_compilation, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -43,12 +43,10 @@ def test_equals_the_published_search(monkeypatch, log_probs, beams, steps, penal
         return log_probs([*PROMPTS[question], *sequence])
 
     monkeypatch.setattr(test_beam, "toy_log_probs", after_prompt)
-    engine = Engine(
-        Llama(MODEL, rngs=nnx.Rngs(5)),
-        end_ids=[test_beam.END],
-        config=EngineConfig(slots=8, length=32, buckets=(16,), block=0),
-        compiler_options=FAST,
-    )
+    model = Llama(MODEL, rngs=nnx.Rngs(5))
+    sizes = EngineConfig(slots=8, length=32, buckets=(16,), block=0)
+    with fast_compilation():
+        engine = Engine(model, end_ids=[test_beam.END], config=sizes)
     requests = [
         Request(n, prompt, steps, beams=beams, n=beams, length_penalty=penalty)
         for n, prompt in enumerate(PROMPTS)

@@ -12,13 +12,13 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding import masked_lm
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.vlp import VLP, Context, VLPConfig, VLPInputs, said_before
+from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConfig, said_before
 
 MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14
-CONFIG = VLPConfig(
+CONFIG = ExtendedVLPConfig(
     BertConfig(
         vocab_size=23,
         hidden=16,
@@ -40,9 +40,11 @@ OURS = dataclasses.replace(CONFIG, region_tags=True, copy_head=True)
 
 
 @pytest.fixture(scope="module", params=[CONFIG, OURS], ids=["vlp", "copy"])
-def model(request) -> VLP:
+def model(request) -> ExtendedVLP:
     """Weights large enough that answers differ by question, [SEP] likely enough to end some."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: VLP(request.param, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: ExtendedVLP(request.param, rngs=nnx.Rngs(0)))
+    )
     rng = np.random.default_rng(2)
     state = nnx.map_state(
         lambda path, x: x.replace(
@@ -91,7 +93,7 @@ def read(model: VLP, inputs: VLPInputs, positions: jax.Array) -> jax.Array:
     hidden = model.encode(inputs)
     context = Context(hidden, inputs.input_ids, inputs.context_mask)
     at = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
-    return model.word_log_probs(at, context, said_before(inputs, positions))
+    return model.token_log_probs(at, context, said_before(inputs, positions))
 
 
 class FullEncoder:
@@ -246,10 +248,10 @@ def test_one_compilation_per_shape(model):
     kwargs = {"mask_id": MASK, "sep_id": SEP, "num_beams": 2, "max_new_tokens": STEPS}
     inputs = batch(2, 4)
     beam_search(graphdef, state, inputs, **kwargs)
-    count = masked_lm._search._cache_size()
+    count = beam_search._cache_size()
     again = nnx.split(nnx.merge(graphdef, state))  # another model of the same config
     beam_search(*again, inputs.replace(input_ids=inputs.input_ids + 1), **kwargs)
-    assert masked_lm._search._cache_size() == count
+    assert beam_search._cache_size() == count
 
 
 @pytest.mark.parametrize(
@@ -270,13 +272,13 @@ def test_bad_arguments_are_named(model, change, message):
 def test_a_copy_head_mixes_written_and_copied_words():
     """Against the mixture in plain numpy; `log_probs_of` reads the same numbers one by one."""
     rng = np.random.default_rng(0)
-    model = VLP(OURS, rngs=nnx.Rngs(0))
+    model = ExtendedVLP(OURS, rngs=nnx.Rngs(0))
     hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
     ids, mask = rng.integers(0, 23, (2, 5)), rng.random((2, 5)) < 0.7
     mask[:, 0] = True
     keys = jnp.asarray(rng.normal(size=(2, 5, 16)), jnp.float32)
     context, said = Context(keys, jnp.asarray(ids), jnp.asarray(mask)), rng.random((2, 3, 5)) < 0.4
-    found = np.exp(model.word_log_probs(hidden, context, said))
+    found = np.exp(model.token_log_probs(hidden, context, said))
 
     head, logits = model.copy_head, np.asarray(model.mlm_logits(hidden))
     scores = np.einsum("bph,blh->bpl", head.query(hidden), head.key(keys)) / 16**0.5
@@ -301,14 +303,14 @@ def test_a_copy_head_mixes_written_and_copied_words():
 def test_words_beyond_the_written_ones_are_only_copied():
     """Against a full head whose logits of the later words are -inf."""
     rng = np.random.default_rng(0)
-    limited = VLP(dataclasses.replace(OURS, written_words=9), rngs=nnx.Rngs(0))
+    limited = ExtendedVLP(dataclasses.replace(OURS, written_words=9), rngs=nnx.Rngs(0))
     hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
     ids, mask = jnp.asarray([[1, 12, 4, 12], [20, 8, 9, 3]]), jnp.asarray([[1, 1, 1, 0], [1] * 4])
     keys = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32)
     context, said = Context(keys, ids, mask.astype(bool)), jnp.zeros((2, 3, 4), bool)
-    found = np.exp(limited.word_log_probs(hidden, context, said))  # [B, P, V]
+    found = np.exp(limited.token_log_probs(hidden, context, said))  # [B, P, V]
 
-    whole = VLP(OURS, rngs=nnx.Rngs(0))  # the same parameters
+    whole = ExtendedVLP(OURS, rngs=nnx.Rngs(0))  # the same parameters
     logits = np.array(whole.mlm_logits(hidden))
     np.testing.assert_allclose(limited.mlm_logits(hidden), logits[:, :, :9], atol=1e-6)
     logits[:, :, 9:] = -1e9

@@ -80,7 +80,7 @@ def test_quotes_around_image_questions_are_no_hint():
     np.testing.assert_allclose(plain.scores(texts), same.scores(texts), atol=1e-9)
 
 
-def test_fit_is_the_minimum_of_the_regularised_loss():
+def test_fit_is_the_minimum_of_the_regularized_loss():
     """Newton's method on dense features, to machine precision, finds the same weights."""
     made = questions(80)
     texts = [q.question for q in made]
@@ -155,7 +155,7 @@ def test_questions_go_to_the_sources_they_need():
         ask("blue sea", "shape", number=3),
     ]
     found = ByModality(
-        retrievers, lambda some: [gold_modality(question, corpus) for question in some]
+        retrievers.__getitem__, lambda some: [gold_modality(question, corpus) for question in some]
     ).search(asked, 2)
     assert [ranking.question_id for ranking in found] == ["q0", "q1", "q2", "q3"]
     assert found[0].sources == ("p0", "p1")

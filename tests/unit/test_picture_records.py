@@ -207,7 +207,7 @@ def test_two_processes_do_not_write_into_each_other(tmp_path):
     out = tmp_path / "out"
     first = run(program, out, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdout.readline() == b"reading\n"
-    with pytest.raises(UserError, match=r"out: another process prepares a corpus there; wait"):
+    with pytest.raises(UserError, match=r"out: another process is preparing a corpus there; wait"):
         write(out)
     first.communicate()
     assert first.returncode == 0

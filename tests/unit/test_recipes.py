@@ -23,11 +23,12 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models import bert, clip, presets, vlp
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 from mmqa_jax.training import recipes, run
 from mmqa_jax.training.answer import AnswerTask
 from mmqa_jax.training.contrastive import ContrastiveTask
 from mmqa_jax.training.rerank import RerankTask
-from mmqa_jax.weights.bert import minilm_path
+from mmqa_jax.weights.bundled import minilm_path
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "atlas"
 TASKS = {"contrastive": ContrastiveTask, "rerank": RerankTask, "answer": AnswerTask}
@@ -74,15 +75,15 @@ def published():
 UNTOUCHED = -7.0
 
 
-def filled(recipe) -> dict[str, np.ndarray]:
-    """The recipe's model by parameter name, all UNTOUCHED before its `fill`."""
+def loaded(recipe) -> dict[str, np.ndarray]:
+    """The recipe's model by parameter name, all UNTOUCHED before `load_pretrained`."""
     model = nnx.eval_shape(lambda: recipe.task.init(jax.random.key(0)))
     graphdef, shapes = nnx.split(model)
     start = jax.tree.map(
         lambda leaf: jax.device_put(np.full(leaf.shape, UNTOUCHED, leaf.dtype)), shapes
     )
     model = nnx.merge(graphdef, start)
-    recipe.fill(model)
+    recipe.load_pretrained(model)
     return {name: np.asarray(x) for name, x in flatten_named(nnx.state(model, nnx.Param)).items()}
 
 
@@ -116,7 +117,7 @@ def test_other_tokenizers(restricted, tmp_path):
     ("name", "message"),
     [
         ("corpus:many", r"config key tokenizer=corpus:many: write corpus:N"),
-        ("corpus:7", r"vocab_size=7: the texts alone hold \d+ different characters"),
+        ("corpus:7", r"vocab_size=7: the texts alone have \d+ different characters"),
         ("nowhere.json", r"nowhere\.json: no such file"),
     ],
 )
@@ -135,7 +136,7 @@ def test_every_atlas_config_makes_its_task_and_batches(name, mode, restricted):
     config = make_config(name, mode)
     recipe = recipes.make_recipe(config, CORPUS, restricted)
     assert isinstance(recipe.task, TASKS[name])
-    assert (recipe.fill is None) == (mode == "runlocal")
+    assert (recipe.load_pretrained is None) == (mode == "runlocal")
     first = next(recipe.batches)
     again = recipes.make_recipe(config, CORPUS, restricted)
     jax.tree.map(np.testing.assert_array_equal, next(again.batches), first)
@@ -160,10 +161,10 @@ def test_published_atlas_models_have_the_shapes_of_minilm(restricted):
 
 
 @pytest.mark.parametrize(("name", "trunk"), [("contrastive", "text"), ("answer", "bert")])
-def test_fill_puts_minilms_rows_of_the_restricted_vocabulary_in(name, trunk, restricted, published):
+def test_minilms_rows_of_the_restricted_vocabulary_are_loaded(name, trunk, restricted, published):
     config = make_config(name)
     config.model.changes.layers = 1
-    parameters = filled(recipes.make_recipe(config, CORPUS, restricted))
+    parameters = loaded(recipes.make_recipe(config, CORPUS, restricted))
 
     table = published["embeddings.word_embeddings.weight"]
     words = parameters[f"{trunk}/embeddings/word/table"]
@@ -191,17 +192,16 @@ def test_fill_puts_minilms_rows_of_the_restricted_vocabulary_in(name, trunk, res
 def test_a_folder_without_weights_and_a_vocabulary_that_does_not_fit(restricted, tmp_path):
     config = make_config("answer", init=str(tmp_path), model__changes__layers=1)
     with pytest.raises(UserError, match=str(tmp_path)):
-        filled(recipes.make_recipe(config, CORPUS, restricted))
+        loaded(recipes.make_recipe(config, CORPUS, restricted))
     # MiniLM's whole table into a smaller vocabulary that is not called minilm:corpus.
     config = make_config("answer", tokenizer="mine.json", model__changes__layers=1)
     with pytest.raises(UserError, match=r"word_embeddings.*30522.*384"):
-        filled(recipes.make_recipe(config, CORPUS, restricted))
+        loaded(recipes.make_recipe(config, CORPUS, restricted))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "vqa"}, r"config key task=vqa: unknown; use one of contrastive, rerank, answer"),
         ({"data__split": "val"}, r"config key data\.split=val: .*no such questions"),
         ({"model__trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown.*minilm_l6"),
         ({"model__frontend": "x102"}, r"config key model\.frontend=x102: unknown; use patches"),
@@ -223,7 +223,7 @@ def test_augmentation_is_on_where_the_config_says_so(restricted, monkeypatch):
         def __call__(self, raw, rng):
             return dataclasses.replace(raw, answer="cedar")
 
-    monkeypatch.setattr("mmqa_jax.data.datasets.atlas.example_augment.AtlasAugment", Noted)
+    monkeypatch.setattr("mmqa_jax.data.datasets.atlas.augment.AtlasAugment", Noted)
     recipes.make_recipe(make_config("contrastive"), CORPUS, restricted)
     assert asked == []
     config = make_config("answer", augment__entities=0.5, augment__palette=0.0)
@@ -239,8 +239,10 @@ def test_published_sizes_by_name():
     section = {"trunk": "bert_base_cased", "frontend": "x101"}
     config = presets.vlp_from_config(section, 28_996)
     published = vlp.vlp_base_x101()
-    assert config == dataclasses.replace(
-        published, bert=dataclasses.replace(published.bert, eps=config.bert.eps)
+    assert config == ExtendedVLPConfig.of(
+        dataclasses.replace(
+            published, bert=dataclasses.replace(published.bert, eps=config.bert.eps)
+        )
     )
     assert (
         presets.vlp_from_config({**section, "frontend": "vinvl"}, 28_996).region_positions == 1601
@@ -276,7 +278,10 @@ def test_changes_and_vocabulary_reach_the_model():
             r"config key model\.changes\.layer: unknown; use one of .*layers",
         ),
         ({"vision": {"depth": 2}}, r"config key model\.vision\.depth: unknown; use one of"),
-        ({"changes": {"hidden": 48}}, r"vision\.embed_dim is 384, the text tower gives 48"),
+        (
+            {"vision": {"embed_dim": 384}, "changes": {"hidden": 48}},
+            r"vision\.embed_dim is 384, the text tower gives 48",
+        ),
         ({"fusion": "sum"}, r"fusion is 'sum', expected one of mean, image"),
     ],
 )

@@ -141,7 +141,7 @@ def test_killed_in_the_middle_and_prepared_again(tmp_path):
         "t.records.write_records({out!r}, *t.corpus_of(20), read, name='toy')\n"
     ).format(here=str(__file__).rpartition("/")[0], out=str(out))
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    with pytest.raises(UserError, match=r"holds no corpus\.json, so no finished corpus"):
+    with pytest.raises(UserError, match=r"holds no corpus\.json, so it is not a finished corpus"):
         open_corpus(out)
     write(out)
     assert len(open_corpus(out)) == 20
@@ -151,7 +151,7 @@ def test_killed_in_the_middle_and_prepared_again(tmp_path):
 def test_a_corpus_is_not_replaced_unasked(tmp_path):
     out = tmp_path / "out"
     write(out)
-    with pytest.raises(UserError, match="holds a prepared corpus already"):
+    with pytest.raises(UserError, match="already holds a prepared corpus"):
         write(out, 5)
     (out / "notes.txt").write_text("mine")
     for size in (5, 5):  # the second is the same corpus again
@@ -172,7 +172,7 @@ def test_missing_or_damaged_folder_says_how_to_make_it(tmp_path):
     with pytest.raises(UserError, match=r"questions: its .* records cannot be read.*mmqa prepare"):
         open_corpus(tmp_path)
     folder.rename(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"corpus\.json: the records it names.*mmqa prepare"):
+    with pytest.raises(UserError, match=r"corpus\.json: its records are incomplete.*mmqa prepare"):
         open_corpus(tmp_path)
     (tmp_path / "corpus.json").write_text(json.dumps({"format": 0}))
     with pytest.raises(UserError, match=r"corpus\.json: not a manifest of format 1"):
@@ -188,8 +188,8 @@ def test_wrong_input(tmp_path):
         assert not (tmp_path / "out" / "corpus.json").exists()
 
     check("toy: the corpus is empty", [], questions)
-    check("source id 's0' stands twice", [*sources, sources[0]], questions, read_picture)
-    check("question id 'q1' stands twice", sources, [*questions, questions[1]], read_picture)
+    check("source id 's0' appears twice", [*sources, sources[0]], questions, read_picture)
+    check("question id 'q1' appears twice", sources, [*questions, questions[1]], read_picture)
     check("question q: split is 'dev'", sources, [Question("q", "dev", "?")], read_picture)
     check("no picture files were given", sources, questions)
 
@@ -214,13 +214,6 @@ def test_broken_pictures_default_limit_is_ten_or_one_percent(tmp_path):
     assert corpus.picture(30) == png(30)  # numbers of the kept pictures do not shift
     with pytest.raises(RunError, match=r"11 pictures cannot be decoded, more than the 10 .*p/30"):
         records.write_records(tmp_path / "eleven", sources, questions, breaks(11), name="n")
-
-
-def test_unverified_pictures_are_stored_as_they_are(tmp_path):
-    sources = [Source("a", "image", "x", image="p/1")]
-    options = {"name": "n", "verify_pictures": False}
-    records.write_records(tmp_path, sources, [], lambda name: b"\xff\x00raw", **options)
-    assert open_corpus(tmp_path).picture(0) == b"\xff\x00raw"
 
 
 def test_candidates_of_a_question_from_another_corpus():

@@ -28,7 +28,7 @@ from mmqa_jax.data.regions import (
     read_class_names,
     read_id_map,
     tag_words,
-    vlp_places,
+    vlp_positions,
 )
 from mmqa_jax.data.schema import Source
 
@@ -83,7 +83,7 @@ def write_vinvl(path, pictures, named=True):
     return path
 
 
-def baseline_places(found):
+def baseline_positions(found):
     """webqa_loader.py l.611-623 in torch."""
     box, classes = torch.tensor(found["pred_boxes"]), torch.tensor(found["cls_features"])
     box[:, [0, 2]] /= box[:, [0, 2]].max() + 1e-5
@@ -94,7 +94,7 @@ def baseline_places(found):
     return torch.cat([norm(place, [6]), norm(classes, [classes.shape[1]])], dim=-1).numpy()
 
 
-def test_x101_features_and_the_baselines_places(tmp_path):
+def test_x101_features_and_the_baselines_positions(tmp_path):
     write_x101(tmp_path)
     found = X101Features(tmp_path).read(ID)
     wanted = detections()
@@ -104,9 +104,9 @@ def test_x101_features_and_the_baselines_places(tmp_path):
     np.testing.assert_array_equal(found.classes, wanted["cls_features"])
     np.testing.assert_array_equal(found.labels, wanted["pred_classes"])
     assert found.image_size == (480, 640)
-    places = vlp_places(found)
-    assert places.shape == (3, 1607)
-    np.testing.assert_allclose(places, baseline_places(wanted), atol=1e-5)
+    positions = vlp_positions(found)
+    assert positions.shape == (3, 1607)
+    np.testing.assert_allclose(positions, baseline_positions(wanted), atol=1e-5)
 
 
 def test_x101_splits_are_searched_in_the_baselines_order(tmp_path):
@@ -131,8 +131,8 @@ def test_vinvl_features(tmp_path):
         np.testing.assert_allclose(found.scores, wanted["scores"], rtol=1e-6)
         # Column 0 is the background.
         np.testing.assert_array_equal(found.labels, wanted["cls_features"][:, 1:].argmax(1))
-        assert vlp_places(found).shape == (len(wanted["scores"]), 1601)
-        np.testing.assert_allclose(vlp_places(found), baseline_places(wanted), atol=1e-5)
+        assert vlp_positions(found).shape == (len(wanted["scores"]), 1601)
+        np.testing.assert_allclose(vlp_positions(found), baseline_positions(wanted), atol=1e-5)
     assert reader.read(1).words == ("thing 0", "thing 1", "thing 2")
     assert reader.read(10_000_001).words is None
 
@@ -229,7 +229,7 @@ class StorageAttack:
 def test_foreign_objects_are_named_and_refused(tmp_path, monkeypatch, value, name):
     monkeypatch.chdir(tmp_path)
     path = write_x101(tmp_path, scores=value)
-    with pytest.raises(ForeignObject, match=rf"{ID}\.pkl: wants {name}, which is no array"):
+    with pytest.raises(ForeignObject, match=rf"{ID}\.pkl: contains {name}, which is not an array"):
         X101Features(tmp_path).read(ID)
     assert not (tmp_path / "attacked").exists()
     with pytest.raises(ForeignObject):  # not counted as merely missing
@@ -242,7 +242,7 @@ def test_every_truncation_of_a_pickle_is_refused(tmp_path):
     small = pickle.dumps({"a": torch.arange(3.0), "b": np.arange(4)}, protocol=3)
     for length in range(len(small)):
         path.write_bytes(small[:length])
-        with pytest.raises(UserError, match=r"cut\.pkl: not a whole pickle of arrays"):
+        with pytest.raises(UserError, match=r"cut\.pkl: not a complete pickle of arrays"):
             load_arrays(path)
 
 
@@ -296,7 +296,7 @@ def test_missing_and_broken_x101_files_are_named(tmp_path):
     with pytest.raises(RegionError, match=r"none of dev, test, train has 1/40001235\.pkl"):
         X101Features(tmp_path).read(ID + 1)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RegionError, match="not a whole pickle of arrays"):
+    with pytest.raises(RegionError, match="not a complete pickle of arrays"):
         X101Features(tmp_path).read(ID)
     path.write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(RegionError, match="holds no dictionary"):
@@ -416,8 +416,8 @@ def test_a_sources_regions_for_vlp(tmp_path):
     assert (found.slots, found.dim, found.position_dim) == (2, 2048, 1607)
     features, places = found(picture(0))
     np.testing.assert_array_equal(features, detections()["fc1_features"][:2])
-    # The box is normalised over all the picture's regions, also those that find no slot.
-    np.testing.assert_allclose(places, baseline_places(detections())[:2], atol=1e-5)
+    # The box is normalized over all the picture's regions, also those that find no slot.
+    np.testing.assert_allclose(places, baseline_positions(detections())[:2], atol=1e-5)
     assert found(picture(1)) is None
     assert found(RawSource("a picture of the question's")) is None
     with pytest.raises(RegionError, match="picture 40001235"):
@@ -471,7 +471,7 @@ def test_ids_of_the_released_features(tmp_path):
     assert feature_ids(SOURCES) == [30_000_005, None, 30_000_006]
     with pytest.raises(UserError, match="source 30000006: the map of image ids lacks it"):
         feature_ids(SOURCES, {30_000_005: ID})
-    with pytest.raises(UserError, match="source abc: a picture with a number"):
+    with pytest.raises(UserError, match="source abc: a picture whose id is a number"):
         feature_ids([Source(id="abc", modality="image", text="")])
     path.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(UserError, match=r"map\.pkl: a dictionary of image id"):

@@ -95,7 +95,6 @@ def full_report():
         headline={"accuracy": 0.7},
         tables=[
             tables.answer_table("Setting: oracle", oracle, constant),
-            tables.settings_table("Side by side", {"oracle": oracle}, "webqa_acc/no_lemma"),
             tables.retrieval_table("Retrieval", {"bm25": {1: 0.25, 20: 0.5}}, {"reranked": 0.75}),
         ],
         curves={
@@ -119,7 +118,7 @@ def full_report():
                     ExampleSource("s3", "Flag of C", "C", b"not a picture", None, None, gold=True),
                 ],
             ),
-            Example("Which colour?", "color", [ExampleAnswer("full", "")], ["Red."]),
+            Example("Which color?", "color", [ExampleAnswer("full", "")], ["Red."]),
         ],
     )
 
@@ -193,7 +192,7 @@ def test_plots_have_their_lines(page, page_source):
     assert len(ids) == len(set(ids)), "ids repeat on the page"
     for word in ("bm25", "dense", "a$b$_<c>", "loss", "dev_f1"):
         assert word in page.text
-    assert "#010203" not in page_source  # ink follows the page's colour
+    assert "#010203" not in page_source  # ink follows the page's color
     assert page_source.count("<style") == 1
 
 
@@ -300,7 +299,7 @@ def test_markdown_and_rich_show_the_same_cells():
 
 
 def test_tables_of_other_questions_or_shapes_are_refused():
-    with pytest.raises(UserError, match="other questions"):
+    with pytest.raises(UserError, match="different questions"):
         tables.answer_table("T", scores([1, 0], "ab"), scores([1], "a"))
     with pytest.raises(ValueError, match="2 cells for 1 columns"):
         tables.Table("T", ["a"], [["x", "y"]])

@@ -49,18 +49,12 @@ class Echoing:
         self.asked, self.answers = [], answers or {}
         self.usage, self.failures, self.fingerprint = Usage(), [], fingerprint
 
-    def generate(self, requests):
-        for request in requests:
-            self.asked.append(request.id)
-            said = self.answers.get(request.id)
-            yield said or Result(
-                request.id, (Candidate(f"<{request.prompt}>", (), math.nan, None, "end"),), 4, 2
+    def answer(self, queries):
+        for query in queries:
+            self.asked.append(query.id)
+            yield self.answers.get(query.id) or Result(
+                query.id, (Candidate(f"<{query.prompt}>", (), math.nan, None, "end"),), 4, 2
             )
-
-    def loglikelihood(self, requests):
-        for request in requests:
-            self.asked.append(request.id)
-            yield self.answers[request.id]
 
 
 def texts(results):
@@ -77,8 +71,8 @@ def test_answers_come_back_as_they_were(found, ranked):
     backend = Echoing(answers)
     served = Cached(backend, ResponseCache(":memory:"))
     completion, choices = Completion(1, "a"), Choices(2, "b", ("c",) * len(ranked))
-    assert [*served.generate([completion]), *served.loglikelihood([choices])] == [*answers.values()]
-    (one,), (two,) = served.generate([completion]), served.loglikelihood([choices])
+    assert [*served.answer([completion, choices])] == [*answers.values()]
+    one, two = served.answer([completion, choices])
     assert repr(one) == repr(dataclasses.replace(answers[1], reused_tokens=0))  # nan too
     assert two == answers[2]
     assert backend.asked == [1, 2]
@@ -88,17 +82,17 @@ def test_answers_come_back_as_they_were(found, ranked):
 def test_only_what_is_missing_is_asked(tmp_path):
     first = Echoing()
     served = Cached(first, ResponseCache(tmp_path / "cache"))
-    half = texts(served.generate(Completion(n, f"prompt {n}") for n in range(0, 20, 2)))
+    half = texts(served.answer(Completion(n, f"prompt {n}") for n in range(0, 20, 2)))
     assert first.asked == list(range(0, 20, 2))
     again = Echoing()
     served = Cached(again, ResponseCache(tmp_path / "cache"))
-    whole = texts(served.generate(Completion(f"id {n}", f"prompt {n}") for n in range(20)))
+    whole = texts(served.answer(Completion(f"id {n}", f"prompt {n}") for n in range(20)))
     assert again.asked == [f"id {n}" for n in range(1, 20, 2)]  # other ids, the same prompts
     assert whole == {f"id {n}": f"<prompt {n}>" for n in range(20)}
     assert half == {n: f"<prompt {n}>" for n in range(0, 20, 2)}
     # Another model's answers are another's.
     other = Echoing(fingerprint="other")
-    texts(Cached(other, ResponseCache(tmp_path / "cache")).generate([Completion(0, "prompt 0")]))
+    texts(Cached(other, ResponseCache(tmp_path / "cache")).answer([Completion(0, "prompt 0")]))
     assert other.asked == [0]
 
 
@@ -148,7 +142,7 @@ RUN = textwrap.dedent("""
     sys.stdin.readline()  # all begin together
     backend = Echoing()
     served = Cached(backend, ResponseCache(path))
-    for result in served.generate(Completion(n, f"p{n}") for n in range(int(first), int(last))):
+    for result in served.answer(Completion(n, f"p{n}") for n in range(int(first), int(last))):
         print(result.id, flush=True)
         time.sleep(pause)
     print("asked", len(backend.asked), flush=True)
@@ -184,7 +178,7 @@ def test_processes_share_one_file(start, tmp_path):
     assert len(ResponseCache(tmp_path / "cache")) == 500
     last = Echoing()
     served = Cached(last, ResponseCache(tmp_path / "cache"))
-    assert len(texts(served.generate(Completion(n, f"p{n}") for n in range(500)))) == 500
+    assert len(texts(served.answer(Completion(n, f"p{n}") for n in range(500)))) == 500
     assert last.asked == []
 
 
@@ -199,7 +193,7 @@ def test_killed_in_the_middle_a_rerun_asks_the_rest(start, tmp_path):
     assert seen == list(range(len(seen)))
     again = Echoing()
     served = Cached(again, ResponseCache(tmp_path / "cache"))
-    assert len(texts(served.generate(Completion(n, f"p{n}") for n in range(1000)))) == 1000
+    assert len(texts(served.answer(Completion(n, f"p{n}") for n in range(1000)))) == 1000
     # The one after the last seen may have been kept, and not shown any more.
     assert again.asked in (list(range(len(seen), 1000)), list(range(len(seen) + 1, 1000)))
 

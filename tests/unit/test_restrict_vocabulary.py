@@ -76,7 +76,7 @@ def test_unseen_words_fall_into_pieces_and_lose_no_letter(full, small):
 def test_every_token_of_the_full_vocabulary_can_be_written(full, small):
     """No token of MiniLM needs a character that the restricted vocabulary lacks."""
     words = [full.token(i).removeprefix("##") for i in range(full.vocab_size)]
-    # A rare sign is normalised away or split off; what MiniLM itself cannot read is not asked.
+    # A rare sign is normalized away or split off; what MiniLM itself cannot read is not tested.
     for word, ours, theirs in zip(
         words, small.encode_batch(words), full.encode_batch(words), strict=True
     ):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.evaluation.retrieval import recall_at_k, score_rankings
+from mmqa_jax.evaluation.retrieval import score_rankings
 
 GOLD = [{"a", "b"}, {"c"}, set(), {"d"}]
 RANKINGS = [["x", "a", "y", "b"], ["c"], ["a"], []]
@@ -24,13 +24,15 @@ def test_scores_by_hand():
     ideal = 1 + 1 / np.log2(3)
     found = 1 / np.log2(3) + 1 / np.log2(5)
     np.testing.assert_allclose(per["ndcg@4"], [found / ideal, 1, 0])
-    # With one place the ideal holds one gold source.
+    # At k = 1 the ideal ranking has one gold source.
     np.testing.assert_allclose(per["ndcg@1"], [0, 1, 0])
-    assert recall_at_k(GOLD, RANKINGS, (2, 4)) == {2: 0.5, 4: pytest.approx(2 / 3)}
+    assert scored.scores["recall@2"] == 0.5
+    assert scored.scores["recall@4"] == pytest.approx(2 / 3)
 
 
 def test_a_source_ranked_twice_counts_once():
-    assert recall_at_k([{"a", "b"}], [["a", "a", "a"]], (3,)) == {3: 0.5}
+    scored = score_rankings([{"a", "b"}], [["a", "a", "a"]], ks=(3,))
+    assert scored.scores["recall@3"] == 0.5
 
 
 def test_ndcg_of_whole_rankings_and_recall_that_grows_with_k():

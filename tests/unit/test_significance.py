@@ -28,7 +28,7 @@ def test_interval_of_right_and_wrong_agrees_with_the_binomial():
     values = np.repeat([0.0, 1.0], [210, 90])
     ours = bootstrap_interval(values)
     exact = scipy.stats.binom(300, 0.3).ppf([0.025, 0.975]) / 300
-    # Resampled means lie 1/300 apart, so the percentile may fall on a neighbour.
+    # Resampled means lie 1/300 apart, so the percentile may fall on a neighbor.
     assert (ours.low, ours.high) == pytest.approx(tuple(exact), abs=1.01 / 300)
 
 
@@ -93,7 +93,7 @@ def test_permutation_p_values_are_uniform_under_the_null():
 
 @pytest.mark.parametrize("values", [[], [np.nan, 1.0], [[1.0, 2.0]]])
 def test_bad_scores_are_refused(values):
-    with pytest.raises(UserError, match="one finite score a question"):
+    with pytest.raises(UserError, match="one finite score per question"):
         bootstrap_interval(values)
 
 

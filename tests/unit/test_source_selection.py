@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import types
-
 import numpy as np
 import pytest
 
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
+from mmqa_jax.evaluation.source_selection import SELECTIONS, THRESHOLDS, select_sources
+from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.rankings import best_of
-from mmqa_jax.systems import webqa
-from mmqa_jax.systems.parts import DenseRetriever
+from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.systems.extensions.similarity import (
+    WEIGHTS,
+    Evidence,
+    combine,
+    interpolate,
+    tune_selection,
+)
 
 
 def ranking(**scores: float) -> Ranking:
@@ -26,7 +33,7 @@ def test_two_passes_keep_the_higher_score_of_every_source():
 
 def test_interpolation_adds_weighted_similarity_to_log_odds():
     relevance, similarity = [ranking(a=0.8, b=0.5)], [ranking(b=0.9, a=0.6)]
-    (mixed,) = webqa.interpolate(relevance, similarity, 10.0)
+    (mixed,) = interpolate(relevance, similarity, 10.0)
     # b is the most similar: it keeps 0.5. a: logit 0.8 = ln 4, minus 10 * 0.3.
     assert mixed.sources == ("b", "a")
     np.testing.assert_allclose(mixed.scores, [0.5, 1 / (1 + np.exp(3) / 4)], rtol=1e-6)
@@ -34,13 +41,13 @@ def test_interpolation_adds_weighted_similarity_to_log_odds():
 
 def test_weight_nought_is_vlp_alone():
     relevance, similarity = [ranking(a=0.8, b=0.5)], [ranking(b=0.9, a=0.6)]
-    (mixed,) = webqa.interpolate(relevance, similarity, 0.0)
+    (mixed,) = interpolate(relevance, similarity, 0.0)
     assert mixed.sources == ("a", "b")
     np.testing.assert_allclose(mixed.scores, [0.8, 0.5], rtol=1e-6)
 
 
 def test_a_sure_vlp_stays_finite():
-    (mixed,) = webqa.interpolate([ranking(a=1.0, b=0.0)], [ranking(a=0.1, b=0.9)], 5.0)
+    (mixed,) = interpolate([ranking(a=1.0, b=0.0)], [ranking(a=0.1, b=0.9)], 5.0)
     assert np.isfinite(mixed.scores).all()
     assert mixed.sources == ("a", "b")
 
@@ -49,32 +56,32 @@ def test_a_sure_vlp_stays_finite():
 def test_the_weight_is_tuned_on_source_f1(gold, weight):
     """Where VLP is right alone, the similarity stays out; where it errs, the least that helps."""
     questions = [Question("q", "val", "what?", positives=(gold,))]
-    hop = webqa.Hop([ranking(a=0.6, b=0.5)], [ranking(b=0.9, a=0.5)])
-    best, threshold, sweep = webqa.tune_selection(questions, [hop])
+    hop = Evidence([ranking(a=0.6, b=0.5)], [ranking(b=0.9, a=0.5)])
+    best, threshold, sweep = tune_selection(questions, [hop], SELECTIONS["best"])
     assert best == weight
     assert sweep[best, threshold] == max(sweep.values()) == pytest.approx(1.0, abs=1e-4)
-    assert set(sweep) == {(w, t) for w in webqa.WEIGHTS for t in webqa.THRESHOLDS}
+    assert set(sweep) == {(w, t) for w in WEIGHTS for t in THRESHOLDS}
 
 
 def test_hops_are_combined_by_the_higher_probability():
     """Each hop is measured against its own most similar source."""
-    first = webqa.Hop([ranking(a=0.6, b=0.3)], [ranking(a=0.9, b=0.5)])
-    second = webqa.Hop([ranking(b=0.7, c=0.2)], [ranking(b=0.6, c=0.5)])
-    (mixed,) = webqa.combine([first, second], 10.0)
+    first = Evidence([ranking(a=0.6, b=0.3)], [ranking(a=0.9, b=0.5)])
+    second = Evidence([ranking(b=0.7, c=0.2)], [ranking(b=0.6, c=0.5)])
+    (mixed,) = combine([first, second], 10.0)
     assert mixed.sources == ("b", "a", "c")
     c = 1 / (1 + np.exp(np.log(4) + 10 * 0.1))  # logit of .2, a tenth behind b
     np.testing.assert_allclose(mixed.scores, [0.7, 0.6, c], rtol=1e-6)
-    none = webqa.Hop([Ranking("q", (), ())], [Ranking("q", (), ())])
-    assert webqa.combine([first, none], 10.0) == webqa.combine([first], 10.0)
-    (alone,) = webqa.relevance_alone([first, second])
+    none = Evidence([Ranking("q", (), ())], [Ranking("q", (), ())])
+    assert combine([first, none], 10.0) == combine([first], 10.0)
+    (alone,) = combine([first, second], 0.0)
     assert alone == ranking(b=0.7, a=0.6, c=0.2)
 
 
 def test_a_question_may_go_without_sources():
     relevance = [ranking(a=0.1, b=0.05)]
-    assert webqa.select_sources(relevance, 0.2)[0].sources == ("a",)
-    assert webqa.select_sources(relevance, 0.2, min_sources=0)[0].sources == ()
-    assert webqa.select_sources(relevance, 0.08, min_sources=0)[0].sources == ("a",)
+    assert select_sources(relevance, 0.2)[0].sources == ("a",)
+    assert select_sources(relevance, 0.2, SELECTIONS["two_above"])[0].sources == ()
+    assert select_sources(relevance, 0.08, SELECTIONS["two_above"])[0].sources == ("a",)
 
 
 class Texts:
@@ -88,7 +95,14 @@ class Texts:
         return np.array([self.vectors[text.replace(" ", "_")] for text in texts], np.float32)
 
 
-def two_hop_retriever() -> DenseRetriever:
+class NoPictures:
+    """A picture store in which no question has pixels."""
+
+    def question_pixels(self, question):
+        return None
+
+
+def two_hop_retriever() -> SecondHopRetriever:
     """Corpus of three snippets on orthogonal axes; the anthem leads to Kuwait."""
     sources = [
         Source("anthem", "text", "", title="Kuwait"),
@@ -98,35 +112,32 @@ def two_hop_retriever() -> DenseRetriever:
     embedder = Texts(
         when=[0.8, 0.0, 0.6], when_Kuwait=[0.6, 0.8, 0.0], when_did_kuwait=[0.6, 0.0, 0.8]
     )
-    corpus = types.SimpleNamespace(
-        sources=sources, row={source.id: row for row, source in enumerate(sources)}
-    )
+    corpus = Corpus(sources)
     index = ExactIndex(Embeddings(np.eye(3, dtype=np.float32), "model", "corpus"))
-    return DenseRetriever(corpus, embedder, index, None, two_pass=True)
+    return SecondHopRetriever(DenseRetriever(corpus, embedder, index, NoPictures()), corpus)
 
 
-def test_the_second_hop_follows_the_title_that_is_news():
+def test_the_second_hop_follows_a_title_that_the_question_does_not_name():
     retriever = two_hop_retriever()
     asked = [Question("q", "", "when")]
     candidates = [ranking(anthem=0.0, independence=0.0, other=0.0)]
-    first, second, hints = retriever.hops(asked, candidates, [None])
+    first, second, questions = retriever.hops(asked, candidates)
     assert first[0].sources == ("anthem", "other", "independence")
-    assert second[0].sources == ("independence", "other")  # the first hop's best is done with
+    assert second[0].sources == ("independence", "other")  # without the first hop's best
     np.testing.assert_allclose(second[0].scores, [0.8, 0.0], atol=1e-6)
-    assert hints == ["Kuwait"]
-    (best,) = retriever.search_restricted(asked, candidates, [None])
+    assert [q.question for q in questions] == ["when Kuwait"]
+    (best,) = retriever.search_within(asked, candidates)
     assert set(best.sources[:2]) == {"anthem", "independence"}
 
 
-def test_no_second_hop_where_the_title_is_no_news():
+def test_no_second_hop_where_the_title_adds_nothing():
     """The question names the title already, or asks about a picture of its own."""
     retriever = two_hop_retriever()
     candidates = [ranking(anthem=0.0, independence=0.0, other=0.0)]
     named = [Question("q", "", "when did kuwait")]
-    first, second, hints = retriever.hops(named, [ranking(anthem=0.0, independence=0.0)], [None])
-    assert (first[0].sources[0], second[0].sources, hints) == ("anthem", (), [""])
-    assert retriever.embedder.asked == ["when did kuwait"]
-    retriever.embedder.vectors["when"] = [0.8, 0.0, 0.6]
-    shown = [np.zeros((4, 4, 3), np.uint8)]
-    _, second, hints = retriever.hops([Question("q", "", "when")], candidates, shown)
-    assert (second[0].sources, hints) == ((), [""])
+    first, second, asked = retriever.hops(named, [ranking(anthem=0.0, independence=0.0)])
+    assert (first[0].sources[0], second[0].sources, asked) == ("anthem", (), [None])
+    assert retriever.retriever.embedder.asked == ["when did kuwait"]
+    shown = [Question("q", "", "when", image="flag.png")]
+    _, second, asked = retriever.hops(shown, candidates)
+    assert (second[0].sources, asked) == ((), [None])

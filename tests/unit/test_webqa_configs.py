@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from baseline_packing import VLP_WEBQA
 
 from mmqa_jax.core.config import flatten, load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.sequences import (
-    VLP_WEBQA,
+from mmqa_jax.data.packing import (
     Bucket,
     Example,
     MaskingConfig,
@@ -22,9 +22,9 @@ from mmqa_jax.data.sequences import (
     SourceTokens,
 )
 from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.inference.from_config import make_packing
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.optimizer import make_schedule, read_options
-from mmqa_jax.training.recipes import make_packing
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
 CLS, SEP, UNK, MASK, PAD = 101, 102, 100, 103, 0  # minilm's are BERT's
@@ -142,7 +142,9 @@ def test_every_row_can_be_trained_as_far_as_its_config_tells(name, mode):
 
 def test_clip_patches_ask_for_the_converted_clip():
     config = read("vlp_qa", "clip_patches")
-    with pytest.raises(UserError, match=r"weights/clip/config\.json"):
+    with pytest.raises(
+        UserError, match=r"weights/clip: holds no trained weights \(no model\.json\)"
+    ):
         check_config(config)
 
 
@@ -349,7 +351,7 @@ def test_the_published_shapes_are_the_configs_longest():
     for field in (
         "slots_per_picture", "region_dim", "position_dim", "max_source_tokens",
         "max_caption_tokens", "max_question_tokens", "max_answer_tokens", "max_pair_tokens",
-        "segments", "all_slots_open", "per_source", "match_types", "positions_after_regions",
+        "segments", "attend_empty_slots", "per_source", "match_types", "positions_after_regions",
     ):  # fmt: skip
         assert getattr(packing, field) == getattr(VLP_WEBQA, field), field
     assert set(VLP_WEBQA.buckets) <= set(packing.buckets)

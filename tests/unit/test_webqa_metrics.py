@@ -65,7 +65,7 @@ def test_golden_outputs_without_lemmatizer():
     assert scores.missing == scores.unscored == 0
     assert set(scores.scores) == {"webqa_acc/no_lemma", "exact_match/no_lemma"}
     assert scores.scores["webqa_acc/no_lemma"] == pytest.approx(0.4342, abs=5e-4)
-    # No lemma changes a yes or a colour word, so these equal the official script's.
+    # No lemma changes a yes or a color word, so these equal the official script's.
     assert scores.by_category["YesNo"]["webqa_acc/no_lemma"] == pytest.approx(0.5664, abs=5e-4)
     assert scores.by_category["color"]["webqa_acc/no_lemma"] == pytest.approx(0.2633, abs=5e-4)
 
@@ -99,7 +99,7 @@ def test_official_scores_of_single_text_questions():
     found = scores.per_question["webqa_acc/official"]
     official = np.array([float(r["accuracy"]) for r in rows])
     assert official.mean() == pytest.approx(0.5296, abs=5e-5)
-    # The lemmatiser's versions make the rest.
+    # The lemmatizer's versions make the rest.
     assert np.mean(np.abs(found - official) < 1e-9) >= 0.992
     assert found.mean() == pytest.approx(0.5286, abs=5e-5)
     # Their fluency times our accuracy: the mean of products that the listing ends in.
@@ -136,7 +136,7 @@ def test_the_approximation_of_questions_whose_keywords_are_hidden():
         ("", ""),
     ],
 )
-def test_normalisation(text, expected):
+def test_normalization(text, expected):
     assert Normalizer("none")(text) == expected
 
 
@@ -153,7 +153,7 @@ def test_the_official_word_lists_keep_their_size_and_oddities():
         ("color", "red, white", "It is red, white and red.", 2 / 2.00001, 1),
         ("color", "red white", "red white blue", 2 * (2 / 3) / (5 / 3 + 1e-5), 0),
         ("color", "red white", "blue", 0, 0),
-        ("color", "no colour word", "red", 0, 0),
+        ("color", "no color word", "red", 0, 0),
         ("YesNo", "No", "No, it does not.", 2 / 2.00001, 1),
         ("YesNo", "Yes", "Yes and no", 2 * 0.5 / (1.5 + 1e-5), 0),
         ("shape", "a circle", "The window is a Circle.", 2 / 2.00001, 1),

@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.data.corpus import open_corpus, prepare_webqa_format
+from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.images import PictureError, decode
+from mmqa_jax.data.prepare import prepare_release
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
@@ -44,7 +45,7 @@ def train_val():
             "Keywords_A": '"Yes"',
             "Qcate": "YesNo",
             "split": "train",
-            "topic": "colours",
+            "topic": "colors",
             "Guid": "g1",
             "img_posFacts": [image_fact(30000000)],
             "img_negFacts": [image_fact(30000001)],
@@ -93,19 +94,15 @@ def write_images(folder, pictures):
 def release(tmp_path):
     folder = tmp_path / "raw"
     folder.mkdir()
-    (folder / "train_val.json").write_text(json.dumps(train_val()))
-    (folder / "test.json").write_text(json.dumps(hidden_test()))
+    (folder / "WebQA_train_val.json").write_text(json.dumps(train_val()))
+    (folder / "WebQA_test.json").write_text(json.dumps(hidden_test()))
     write_images(folder, {n: base64.b64encode(png(color)) for n, color in COLORS.items()})
     return folder
 
 
-def prepare(folder, out, **options):
-    names = ("train_val.json", "test.json", "imgs.tsv", "imgs.lineidx")
-    return prepare_webqa_format(*(folder / name for name in names), out, **options)
-
-
 def test_prepare_and_open_give_back_the_official_facts(release, tmp_path):
-    manifest = prepare(release, tmp_path / "out", attribution="CC0, somebody")
+    (release / "ATTRIBUTION.txt").write_text("CC0, somebody")
+    manifest = prepare_release(release, tmp_path / "out")
     corpus = open_corpus(tmp_path / "out")
 
     texts = {s.id: s.text for s in corpus.sources if s.modality == "text"}
@@ -134,7 +131,7 @@ def test_prepare_and_open_give_back_the_official_facts(release, tmp_path):
         ('"Yes, it is red."',),
         '"Yes"',
     )
-    assert (g1.category, g1.extra) == ("YesNo", {"topic": "colours"})
+    assert (g1.category, g1.extra) == ("YesNo", {"topic": "colors"})
     assert (g1.positives, g1.negatives) == (("30000000",), ("30000001", "g1_0", "g1_1"))
     # Snippets go to the first id of their fact; a positive that is also a negative stays positive.
     assert g2.positives == ("g1_0", "g2_1")
@@ -164,8 +161,8 @@ def test_extra_file_gives_sources_and_no_questions(release, tmp_path):
     extra = {
         "pool": {"img_negFacts": [image_fact(30000002)], "txt_negFacts": [snippet("x", "New.")]}
     }
-    (release / "extra.json").write_text(json.dumps(extra))
-    prepare(release, tmp_path / "out", corpus_json=release / "extra.json")
+    (release / "WebQA_corpus.json").write_text(json.dumps(extra))
+    prepare_release(release, tmp_path / "out")
     corpus = open_corpus(tmp_path / "out")
     assert len(corpus.questions()) == 4
     assert corpus.sources[corpus.row["x"]].text == "New."
@@ -184,7 +181,7 @@ def test_a_snippet_id_used_for_two_facts_loses_neither(tmp_path):
 
 
 def test_submission_names_snippets_as_the_question_lists_them(release, tmp_path):
-    prepare(release, tmp_path / "out")
+    prepare_release(release, tmp_path / "out")
     corpus = open_corpus(tmp_path / "out")
     predictions = [
         Prediction("g2", "Green.", ("g1_0", "30000002", "g3_1")),
@@ -196,7 +193,7 @@ def test_submission_names_snippets_as_the_question_lists_them(release, tmp_path)
         "g2": {"sources": ["g2_0", 30000002, "g3_1"], "answer": "Green."},
         "g4": {"sources": [], "answer": "Nothing."},
     }
-    assert webqa.read_submission(path, corpus) == predictions
+    assert webqa.parse_submission(webqa.read_unique_json(path), path, corpus) == predictions
     with pytest.raises(UserError, match=r"g1.*'nowhere'.*not in the corpus"):
         webqa.write_submission([Prediction("g1", "", ("nowhere",))], corpus, path)
 
@@ -213,7 +210,7 @@ def test_broken_pictures_are_counted_named_and_limited(release, tmp_path):
     pictures[30000001] = b"@@@not base64@@@"
     pictures[30000002] = base64.b64encode(b"these bytes are no picture")
     write_images(release, pictures)
-    manifest = prepare(release, tmp_path / "out")
+    manifest = prepare_release(release, tmp_path / "out")
     assert set(manifest["broken_pictures"]) == {"images/30000001", "images/30000002"}
     assert "imgs.tsv, row 1: broken base64" in manifest["broken_pictures"]["images/30000001"]
     assert "unknown format" in manifest["broken_pictures"]["images/30000002"]
@@ -224,7 +221,7 @@ def test_broken_pictures_are_counted_named_and_limited(release, tmp_path):
     assert corpus.picture(corpus.row["30000000"]) == png(COLORS[30000000])
 
     with pytest.raises(RunError, match=r"2 pictures.*images/30000001, images/30000002"):
-        prepare(release, tmp_path / "strict", max_broken_pictures=1)
+        prepare_release(release, tmp_path / "strict", max_broken_pictures=1)
     assert not list((tmp_path / "strict").iterdir())
 
 
@@ -281,7 +278,7 @@ def test_a_cut_or_foreign_tsv_shows_before_anything_is_written(release, tmp_path
     offsets = list(map(int, (release / "imgs.lineidx").read_text().split()))
     tsv.write_bytes(whole[: offsets[1] + 30])
     with pytest.raises(UserError, match=r"row 2: the file ends at byte \d+, before that row at"):
-        prepare(release, tmp_path / "out")
+        prepare_release(release, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     tsv.write_bytes(whole[: offsets[2] + 30])  # one cut picture is a broken picture
     webqa.ImagesTsv(tsv).check_ends(names)
@@ -301,7 +298,7 @@ def test_counts_are_compared_with_the_published_ones(release):
     assert sum(webqa.PUBLISHED_COUNTS[f"{s} questions"] for s in webqa.SPLITS) == 49_272
     categories = [webqa.PUBLISHED_COUNTS[f"{c} questions"] for c in WEBQA_CATEGORIES]
     assert sum(categories) == 49_272
-    made = webqa.read_release([release / "train_val.json", release / "test.json"])
+    made = webqa.read_release([release / "WebQA_train_val.json", release / "WebQA_test.json"])
     found = {name: row["found"] for name, row in webqa.compared_counts(made).items()}
     assert found == {
         "train questions": 1, "val questions": 1, "val image questions": 0,
@@ -317,12 +314,10 @@ def test_counts_are_compared_with_the_published_ones(release):
 def test_missing_raw_files(release, tmp_path):
     (release / "imgs.lineidx").unlink()
     with pytest.raises(UserError, match=r"imgs.lineidx: no such file"):
-        prepare(release, tmp_path / "out")
-    (release / "test.json").unlink()
-    with pytest.raises(UserError, match=r"test.json: no such file"):
-        prepare(release, tmp_path / "out")
-    with pytest.raises(UserError, match="no picture files"):
-        prepare_webqa_format(release / "train_val.json", None, None, None, tmp_path / "out")
+        prepare_release(release, tmp_path / "out")
+    (release / "WebQA_train_val.json").unlink()
+    with pytest.raises(UserError, match=r"train_val.json: no such file"):
+        prepare_release(release, tmp_path / "out")
     assert not (tmp_path / "out" / "corpus.json").exists()
 
 
@@ -330,7 +325,7 @@ def test_bad_json_is_named_with_its_line(tmp_path):
     path = tmp_path / "bad.json"
     path.write_text('{\n "g1": {"Q": "a",\n "A": oops}\n}')
     with pytest.raises(UserError, match=r"bad.json, line 3"):
-        webqa.read_questions(path)
+        webqa.read_release([path])
 
 
 def change(key, value, datum="g1"):
@@ -348,7 +343,7 @@ def change(key, value, datum="g1"):
         (change("Q", 4), r"Guid g1: Q is a number"),
         (change("Qcate", "colour"), r"Guid g1: Qcate is 'colour'; expected one of YesNo"),
         (change("split", "dev"), r"Guid g1: split is 'dev'"),
-        (change("Guid", "other"), r"Guid g1: its own Guid says 'other'"),
+        (change("Guid", "other"), r"Guid g1: its Guid field is 'other'"),
         (change("A", [1]), r"Guid g1: A is a list"),
         (change("txt_negFacts", {}), r"Guid g1: txt_negFacts is an object"),
         (change("txt_negFacts", [{"fact": "x"}]), r"txt_negFacts\[0\]: needs both snippet_id and"),
@@ -365,13 +360,13 @@ def test_wrong_data_is_named(tmp_path, data, message):
 
 
 def test_repeated_guid(release, tmp_path):
-    path = release / "train_val.json"
-    with pytest.raises(UserError, match=r"Guid g1: the same Guid stands in .*train_val\.json"):
-        webqa.read_questions(path, path)
+    path = release / "WebQA_train_val.json"
+    with pytest.raises(UserError, match=r"Guid g1: the same Guid is in .*train_val\.json"):
+        webqa.read_release([path, path])
     twice = tmp_path / "twice.json"
     twice.write_text('{"g": {"Q": "a"}, "g": {"Q": "b"}}')
-    with pytest.raises(UserError, match=r"twice\.json: key 'g' stands twice"):
-        webqa.read_questions(twice)
+    with pytest.raises(UserError, match=r"twice\.json: key 'g' appears twice"):
+        webqa.read_release([twice])
 
 
 @pytest.mark.parametrize(
@@ -381,4 +376,4 @@ def test_wrong_submission(tmp_path, data):
     path = tmp_path / "submission.json"
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=r"submission\.json"):
-        webqa.read_submission(path)
+        webqa.parse_submission(webqa.read_unique_json(path), path)

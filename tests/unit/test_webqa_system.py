@@ -10,14 +10,31 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
+from mmqa_jax.data.splits import evenly
+from mmqa_jax.evaluation.source_selection import (
+    SELECTIONS,
+    THRESHOLDS,
+    Selection,
+    mean_source_f1,
+    select_sources,
+    source_f1s,
+    tune_threshold,
+)
 from mmqa_jax.evaluation.webqa import EPSILON
+from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.systems import webqa
-from mmqa_jax.systems.demo import evaluated_questions, evenly
 from mmqa_jax.systems.demo_results import question_groups
-from mmqa_jax.systems.parts import DenseRetriever
+from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.systems.extensions.similarity import (
+    WEIGHTS,
+    Evidence,
+    interpolate,
+    tune_selection,
+)
 
+BEST = SELECTIONS["best"]
 SOURCES = [Source(name, "text", f"text of {name}") for name in "abcdefgh"]
 
 
@@ -52,36 +69,6 @@ class Parts:
         return [Prediction(q.id, "so", c.sources) for q, c in zip(questions, cited, strict=True)]
 
 
-def test_settings_that_cite_the_same_are_read_once():
-    """Every setting gets the answers that reading it alone gives, with its own scores."""
-
-    class Reader:
-        def __init__(self):
-            self.read: list[tuple[str, tuple[str, ...]]] = []
-
-        def answer(self, questions, cited):
-            self.read += [(q.id, c.sources) for q, c in zip(questions, cited, strict=True)]
-            return [
-                Prediction(q.id, f"{q.id} from {'+'.join(c.sources)}", c.sources, c.scores)
-                for q, c in zip(questions, cited, strict=True)
-            ]
-
-    questions = [question("x"), question("y")]
-    cited = {
-        "oracle": [ranking("x", a=1.0, b=1.0), ranking("y", c=1.0)],
-        "restricted": [ranking("x", b=0.9, a=0.8), ranking("y", c=0.7)],
-        "full": [ranking("x", a=0.6, b=0.5), ranking("y", d=0.4)],
-    }
-    reader = Reader()
-    answers = webqa.answer_settings(questions, reader, cited)
-    assert sorted(reader.read) == sorted(
-        [("x", ("a", "b")), ("x", ("b", "a")), ("y", ("c",)), ("y", ("d",))]
-    )
-    assert answers == {
-        setting: Reader().answer(questions, rankings) for setting, rankings in cited.items()
-    }
-
-
 def test_the_best_source_always_and_a_second_one_above_the_threshold():
     relevance = [
         ranking("low", a=0.1, b=0.09),
@@ -91,7 +78,7 @@ def test_the_best_source_always_and_a_second_one_above_the_threshold():
         ranking("one", a=0.0),
         ranking("none"),
     ]
-    assert webqa.select_sources(relevance, 0.3) == [
+    assert select_sources(relevance, 0.3) == [
         ranking("low", a=0.1),
         ranking("two", a=0.9, b=0.31),
         ranking("equal", a=0.9),
@@ -99,7 +86,7 @@ def test_the_best_source_always_and_a_second_one_above_the_threshold():
         ranking("one", a=0.0),
         ranking("none"),
     ]
-    (all_three,) = webqa.select_sources(relevance[3:4], 0.3, max_sources=3)
+    (all_three,) = select_sources(relevance[3:4], 0.3, Selection(1, 3))
     assert all_three.sources == ("a", "b", "c")
 
 
@@ -118,13 +105,13 @@ def test_restricted_candidates_do_not_tell_which_are_gold():
 def test_source_f1_by_hand():
     questions = [question("one", "a"), question("hidden"), question("two", "ab")]
     cited = [ranking("one", a=1.0, c=0.5), ranking("hidden", a=1.0), ranking("two", a=1.0, b=1.0)]
-    f1 = webqa.source_f1s(questions, cited)
+    f1 = source_f1s(questions, cited)
     # P = 1/2, R = 1 and P = R = 1; the official script adds EPSILON to every denominator.
     np.testing.assert_allclose(f1, [2 / 3, 1.0], atol=3 * EPSILON)
-    assert webqa.mean_source_f1(questions, cited) == pytest.approx(f1.mean(), abs=1e-12)
-    assert webqa.mean_source_f1(questions[1:2], cited[1:2]) == 0.0
+    assert mean_source_f1(questions, cited) == pytest.approx(f1.mean(), abs=1e-12)
+    assert mean_source_f1(questions[1:2], cited[1:2]) == 0.0
     with pytest.raises(ValueError, match="zip"):
-        webqa.source_f1s(questions, cited[:2])
+        source_f1s(questions, cited[:2])
 
 
 def test_threshold_is_the_best_of_the_sweep():
@@ -135,13 +122,13 @@ def test_threshold_is_the_best_of_the_sweep():
         second = rng.uniform(0.35, 0.95) if two else rng.uniform(0.0, 0.6)
         questions.append(question(f"q{number}", "ab" if two else "a", "cd"))
         relevance.append(ranking(f"q{number}", a=0.96, **{"b" if two else "c": second}, d=0.0))
-    best, sweep = webqa.tune_threshold(questions, relevance)
-    assert tuple(sweep) == webqa.THRESHOLDS
+    best, sweep = tune_threshold(questions, relevance, BEST)
+    assert tuple(sweep) == THRESHOLDS
     for threshold, value in sweep.items():
-        cited = webqa.select_sources(relevance, threshold)
-        assert value == webqa.mean_source_f1(questions, cited)
+        cited = select_sources(relevance, threshold)
+        assert value == mean_source_f1(questions, cited)
     assert sweep[best] == max(sweep.values())
-    assert sweep[best] > sweep[0.2] + 0.05  # the data do not favour the default
+    assert sweep[best] > sweep[0.2] + 0.05  # the data do not favor the default
     assert 0.3 <= best <= 0.7
 
 
@@ -149,11 +136,11 @@ def test_threshold_ties_go_to_the_one_nearest_the_papers():
     # Any threshold from .4 to .6 is right for both.
     questions = [question("one", "a", "c"), question("two", "ab")]
     relevance = [ranking("one", a=0.9, c=0.35), ranking("two", a=0.9, b=0.65)]
-    best, sweep = webqa.tune_threshold(questions, relevance)
+    best, sweep = tune_threshold(questions, relevance, BEST)
     assert [t for t in sweep if sweep[t] == max(sweep.values())] == [0.4, 0.5, 0.6]
     assert best == 0.4
-    assert webqa.tune_threshold([], [])[0] == 0.2
-    assert webqa.tune_threshold(questions[:1], [ranking("one", a=0.4)])[0] == 0.2
+    assert tune_threshold([], [], BEST)[0] == 0.2
+    assert tune_threshold(questions[:1], [ranking("one", a=0.4)], BEST)[0] == 0.2
 
 
 def logit(p: float) -> float:
@@ -163,7 +150,7 @@ def logit(p: float) -> float:
 def test_interpolation_by_hand():
     relevance = [ranking("q", a=0.9, b=0.6, c=0.5), ranking("none")]
     similarity = [ranking("q", b=0.8, a=0.7, c=0.3), ranking("none")]
-    (mixed, empty) = webqa.interpolate(relevance, similarity, 20.0)
+    (mixed, empty) = interpolate(relevance, similarity, 20.0)
     # b is the retriever's best and keeps its .6; a is .1 behind, c .5.
     assert mixed.sources == ("b", "a", "c")
     assert mixed.scores[0] == pytest.approx(0.6)
@@ -171,11 +158,11 @@ def test_interpolation_by_hand():
     assert logit(mixed.scores[2]) == pytest.approx(0.0 - 20 * 0.5)
     assert empty == ranking("none")
     # Weight 0 is VLP alone, certainty is kept finite.
-    (alone, _) = webqa.interpolate(relevance, similarity, 0.0)
+    (alone, _) = interpolate(relevance, similarity, 0.0)
     assert alone.sources == ("a", "b", "c")
     assert alone.scores == pytest.approx((0.9, 0.6, 0.5))
     certain = [ranking("q", a=1.0, b=0.0)]
-    (kept,) = webqa.interpolate(certain, [ranking("q", a=0.0, b=0.0)], 5.0)
+    (kept,) = interpolate(certain, [ranking("q", a=0.0, b=0.0)], 5.0)
     assert kept.scores == pytest.approx((1.0, 0.0), abs=2e-6)
 
 
@@ -188,18 +175,18 @@ def test_weight_and_threshold_are_the_best_of_all_tried():
         questions.append(question(f"q{number}", "a", "b"))
         relevance.append(ranking(f"q{number}", b=p, a=p - 0.05))
         similarity.append(ranking(f"q{number}", a=0.8, b=0.8 - rng.uniform(0.02, 0.2)))
-    weight, threshold, sweep = webqa.tune_selection(questions, [webqa.Hop(relevance, similarity)])
-    assert len(sweep) == len(webqa.WEIGHTS) * len(webqa.THRESHOLDS)
+    weight, threshold, sweep = tune_selection(questions, [Evidence(relevance, similarity)], BEST)
+    assert len(sweep) == len(WEIGHTS) * len(THRESHOLDS)
     for (tried, at), value in sweep.items():
-        mixed = webqa.interpolate(relevance, similarity, tried)
-        cited = webqa.select_sources(mixed, at)
-        assert value == webqa.mean_source_f1(questions, cited)
+        mixed = interpolate(relevance, similarity, tried)
+        cited = select_sources(mixed, at)
+        assert value == mean_source_f1(questions, cited)
     assert sweep[weight, threshold] == max(sweep.values())
     assert weight > 0
-    assert sweep[weight, threshold] > max(sweep[0.0, t] for t in webqa.THRESHOLDS) + 0.1
+    assert sweep[weight, threshold] > max(sweep[0.0, t] for t in THRESHOLDS) + 0.1
     # Where the similarity says nothing new, it is left out.
     alike = [ranking(r.question_id, a=0.5, b=0.5) for r in relevance]
-    assert webqa.tune_selection(questions, [webqa.Hop(relevance, alike)])[0] == 0.0
+    assert tune_selection(questions, [Evidence(relevance, alike)], BEST)[0] == 0.0
 
 
 def test_question_only_and_oracle_read_nothing_and_the_gold_sources():
@@ -215,7 +202,7 @@ def test_question_only_and_oracle_read_nothing_and_the_gold_sources():
 def test_restricted_reads_what_is_selected_among_the_questions_own_candidates():
     questions = [question("one", "c", "ab"), question("hidden")]
     parts = Parts([], [ranking("one", b=0.8, c=0.4, a=0.1), ranking("hidden")])
-    predictions = webqa.answer_restricted(questions, Corpus(SOURCES), parts, parts, 0.3)
+    predictions = webqa.answer_restricted(questions, Corpus(SOURCES), parts, parts, threshold=0.3)
     assert parts.scored == [ranking("one", a=0.0, b=0.0, c=0.0), ranking("hidden")]
     assert parts.cited == [ranking("one", b=0.8, c=0.4), ranking("hidden")]
     assert [p.sources for p in predictions] == [("b", "c"), ()]
@@ -229,6 +216,13 @@ def test_full_scale_is_retrieval_then_selection_then_reading():
     assert prediction.sources == ("e",)  # .15 is below the paper's .2
     webqa.answer_full_scale([question("one", "e")], parts, parts, parts, top_k=2, threshold=0.1)
     assert parts.cited == [ranking("one", e=0.8, d=0.15)]
+
+
+class NoPictures:
+    """A picture store in which no question has pixels."""
+
+    def question_pixels(self, question):
+        return None
 
 
 class Alike:
@@ -260,16 +254,17 @@ def test_a_second_hop_is_taken_where_the_question_does_not_name_the_title(title,
     sources = [Source("first", "text", "", title), *SOURCES[:2]]
     index = ExactIndex(Embeddings(np.eye(3, dtype=np.float32), "model", "corpus"))
     embedder = Alike()
-    retriever = DenseRetriever(Corpus(sources), embedder, index, None, two_pass=True)
+    corpus = Corpus(sources)
+    retriever = SecondHopRetriever(DenseRetriever(corpus, embedder, index, NoPictures()), corpus)
     asked = [Question("q", "test", text)]
-    first, second, hints = retriever.hops(asked, [ranking("q", a=0.0, b=0.0, first=0.0)], [None])
+    first, second, again = retriever.hops(asked, [ranking("q", a=0.0, b=0.0, first=0.0)])
     assert first[0].sources == ("first", "a", "b")
     if hops == 2:
-        assert hints == [title]
+        assert [q.question for q in again] == [f"{text} {title}"]
         assert embedder.asked == [text, f"{text} {title}"]
         assert second[0].sources == ("a", "b")
     else:
-        assert hints == [""]
+        assert again == [None]
         assert embedder.asked == [text]
         assert second == [ranking("q")]
 
@@ -282,11 +277,6 @@ def test_questions_are_taken_evenly():
     for count in range(1, 10):
         taken = evenly(questions, count)
         assert len({q.id for q in taken}) == count
-    train = dataclasses.replace(question("t"), split="train")
-    assert evaluated_questions(Corpus(SOURCES, [train, *questions]), 2) == [
-        questions[0],
-        questions[5],
-    ]
 
 
 def test_groups_are_categories_and_hops_of_text_questions():

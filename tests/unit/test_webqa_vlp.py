@@ -23,19 +23,23 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.examples import PatchRegions, RawSource
+from mmqa_jax.data.examples import RawSource
+from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.schema import Question, Ranking, Source
+from mmqa_jax.evaluation.source_selection import THRESHOLDS
+from mmqa_jax.inference.loading import _load_vlp, load_reader
+from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.presets import vlp_from_config
-from mmqa_jax.models.vlp import VLP
+from mmqa_jax.models.vlp_extensions import ExtendedVLP
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
-from mmqa_jax.systems.loading import _load_vlp, load_reader
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.convert import convert
-from mmqa_jax.weights.converted import load_converted
-from mmqa_jax.weights.exports import publish_vlp, write_published
+from mmqa_jax.weights.folder import load_converted
+from mmqa_jax.weights.models.vlp import publish_vlp
+from mmqa_jax.weights.published import write_published
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -187,7 +191,7 @@ def test_rerank_sweeps_the_strict_threshold_of_the_baseline(release, reranked):
     rankings = read_rankings(path)
     assert [len(ranking.sources) for ranking in rankings] == [10] * 6  # 6 pictures, 4 snippets
     result = ended.value
-    assert [row["threshold"] for row in result["sweep"]] == list(webqa.THRESHOLDS)
+    assert [row["threshold"] for row in result["sweep"]] == list(THRESHOLDS)
     for row in result["sweep"]:
         assert row["source_f1"] == pytest.approx(strict_f1(questions, rankings, row["threshold"]))
     best = max(row["source_f1"] for row in result["sweep"])
@@ -240,7 +244,7 @@ def test_a_fine_tuned_checkpoint_serves_without_training(release, selector, tmp_
     """As WebQA_Baseline saves it, source head and region embeddings included."""
 
     def weights(folder):
-        *_, vlp = _load_vlp(folder, open_corpus(release / "data"), "rerank", None)
+        *_, vlp = _load_vlp(folder, "rerank", None)
         return vlp.config, nnx.state(vlp)
 
     config, trained = weights(selector[0])
@@ -251,7 +255,7 @@ def test_a_fine_tuned_checkpoint_serves_without_training(release, selector, tmp_
         train(release, run, "vlp_select.py:runlocal", "--only_start", init=tuned)
     jax.tree.map(np.testing.assert_array_equal, weights(run)[1], trained)
     assert not list(run.glob("checkpoints/[0-9]*"))
-    with pytest.raises(AssertionError, match="holds a run that was trained"):
+    with pytest.raises(AssertionError, match="holds a trained run"):
         train(release, selector[0], "vlp_select.py:runlocal", "--only_start")
 
 
@@ -264,13 +268,13 @@ def test_what_is_read_of_cited_sources():
         Ranking("q", ("s0", "p2", "p0", "s1", "p1"), (0.9, 0.8, 0.7, 0.6, 0.5)),
         Ranking("r", (), ()),
     ]
-    (read, empty) = webqa.read_of_cited(cited, corpus)
-    assert read == Ranking("q", ("s0", "p2", "p0", "s1"), (0.9, 0.8, 0.7, 0.6))
-    assert empty == cited[1]
-    (texts, _) = webqa.read_of_cited(cited, corpus, modality="text")
-    assert texts.sources == ("s0", "s1")
-    (pictures, _) = webqa.read_of_cited(cited, corpus, modality="image")
-    assert pictures.sources == ("p2", "p0")
+    reader = Reader.__new__(Reader)  # without a model
+    reader.corpus, reader.max_pictures, reader.modality = corpus, 2, None
+    assert [reader.readable(ranking) for ranking in cited] == [("s0", "p2", "p0", "s1"), ()]
+    reader.modality = "text"
+    assert reader.readable(cited[0]) == ("s0", "s1")
+    reader.modality = "image"
+    assert reader.readable(cited[0]) == ("p2", "p0")
 
 
 def test_the_cap_keeps_gold_and_sixteen_of_each_modality():
@@ -317,10 +321,10 @@ def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
         (("{file}", "--similarity_weight=-1"), r"--similarity_weight=-1.0: 0 or more"),
         (("{file}", "--similarity_weight=nan"), r"--similarity_weight=nan: 0 or more"),
         (("{file}", "--similarity_weight=inf"), r"--similarity_weight=inf: 0 or more"),
-        (("restricted", "--retriever=runs/c"), r"--retriever needs --index"),
+        (("restricted", "--retriever=runs/c"), r"--retriever and --index need each other"),
         (
             ("all", "--retriever=runs/c", "--index=runs/i"),
-            r"--retriever: finds similarities of few",
+            r"--retriever: computes the similarity of a few",
         ),
     ],
 )
@@ -386,7 +390,7 @@ def clip_config(release, clip, **changes):
 def test_clips_patch_features_are_those_of_the_tower(clip):
     section = {"trunk": "minilm_l6", "changes": {"hidden": 32, "layers": 1, "heads": 2, "mlp": 32},
                "frontend": "clip", "clip": "vit_b_16", "vision": VISION}  # fmt: skip
-    vlp = VLP(vlp_from_config(section, 40), rngs=nnx.Rngs(0))
+    vlp = ExtendedVLP(vlp_from_config(section, 40), rngs=nnx.Rngs(0))
     nnx.update(vlp.region_content.tower, nnx.state(clip[1].vision))
     pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3)).astype(np.uint8)
     regions = PatchRegions(16, 8)
@@ -407,7 +411,7 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
     ours = flatten_named(nnx.state(graph.region_content.tower))
     for name, values in flatten_named(nnx.state(clip[1].vision)).items():
         np.testing.assert_array_equal(ours[name], values, err_msg=name)
-    start = VLP(graph.config, rngs=nnx.Rngs(jax.random.key(42)))
+    start = ExtendedVLP(graph.config, rngs=nnx.Rngs(jax.random.key(42)))
     moved = flatten_named(nnx.state(start.region_content.linears))
     for name, values in flatten_named(nnx.state(graph.region_content.linears)).items():
         assert not np.array_equal(values, moved[name]), name  # these are trained
@@ -423,7 +427,7 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"features.root": "nowhere"}, r"nowhere/config\.json"),
+        ({"features.root": "nowhere"}, r"nowhere: holds no trained weights \(no model\.json\)"),
         ({"pictures.size": 24}, r"pictures\.size=24: model\.clip=vit_b_16 takes 16; set pictures"),
     ],
 )
@@ -444,8 +448,8 @@ def test_a_clip_of_other_sizes_or_another_model_is_named(release, clip, tmp_path
     message = rf"features\.root=.*: this CLIP has {differing}; set"
     with pytest.raises(UserError, match=message):
         check_config(config)
-    record = json.loads((clip[0] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**record, "format": "other"}))
+    record = json.loads((clip[0] / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**record, "format": "other"}))
     config.features.root = str(tmp_path)
-    with pytest.raises(UserError, match=r"config\.json: format is 'other', expected"):
+    with pytest.raises(UserError, match=r"model\.json: format is 'other', expected"):
         check_config(config)

@@ -14,9 +14,9 @@ import torch
 from safetensors.numpy import save_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.weights.safetensors_io import SafetensorsSource
+from mmqa_jax.weights.formats.safetensors import SafetensorsSource
+from mmqa_jax.weights.formats.torch import TorchSource
 from mmqa_jax.weights.sources import open_source
-from mmqa_jax.weights.torch_io import TorchSource
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript's
 
@@ -148,7 +148,7 @@ def test_files_cut_short_are_named(layout, tmp_path):
 def test_a_file_cut_short_after_it_was_opened_is_named(tmp_path):
     path = saved("safetensors", tmp_path)
     source = open_source(path)
-    last = max(source.specs(), key=lambda key: source._places[key].offset)
+    last = max(source.specs(), key=lambda key: source._locations[key].offset)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"x\.safetensors, tensor '{last}': \d+ bytes are left"):
         source.read(last)
@@ -225,7 +225,7 @@ def test_tensors_that_numpy_cannot_hold_are_named(tmp_path):
 @pytest.mark.parametrize("layout", ["safetensors", "torch", "torchscript"])
 def test_what_was_read_does_not_stay_in_memory(layout, tmp_path, monkeypatch):
     """Of a file of 64 MiB at most a few stay resident, as tensors or as pages of a mapping."""
-    monkeypatch.setattr("mmqa_jax.weights.torch_io._MAPPED_BYTES", 8 << 20)
+    monkeypatch.setattr("mmqa_jax.weights.formats.torch._MAPPED_BYTES", 8 << 20)
     arrays = {f"w{n}": np.full((1 << 20,), n, np.float32) for n in range(16)}
     path = tmp_path / "x"
     if layout == "torch":

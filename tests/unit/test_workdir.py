@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from mmqa_jax.core.distributed import multi_host_arguments
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.metrics import MetricsWriter, read_metrics
-from mmqa_jax.core.startup import multi_host_arguments
 from mmqa_jax.core.workdir import Workdir
 
 CONFIG = {"seed": 1, "train": {"steps": 10, "rate": 0.1}}
@@ -22,8 +22,8 @@ HOLD = """
 import sys, time
 from mmqa_jax.core.workdir import Workdir
 workdir = Workdir(sys.argv[1])
-workdir.claim({"seed": 1, "train": {"steps": 10, "rate": 0.1}}, devices=False)
-with workdir.stage("embed", "inputs") as todo:
+workdir.claim({"seed": 1, "train": {"steps": 10, "rate": 0.1}})
+with workdir.stage("embed") as todo:
     print("holding", todo, flush=True)
     time.sleep(60)
 """
@@ -31,7 +31,7 @@ with workdir.stage("embed", "inputs") as todo:
 
 def claim(path, config=CONFIG):
     with Workdir(path) as workdir:
-        return workdir.claim(config, devices=False)
+        return workdir.claim(config)
 
 
 def hold(path):
@@ -85,30 +85,28 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
     assert claim(tmp_path) is True
 
 
-def test_stages_run_once_per_inputs_and_failed_ones_again(tmp_path):
+def test_stages_run_once_and_failed_ones_again(tmp_path):
     workdir = Workdir(tmp_path)
     ran = []
 
-    def index(inputs, error=None):
-        with workdir.stage("index", inputs) as todo:
+    def index(error=None):
+        with workdir.stage("index") as todo:
             if todo:
-                ran.append(inputs)
+                ran.append(error)
                 if error:
                     raise error
 
+    error = ValueError("disk")
     with pytest.raises(ValueError, match="disk"):
-        index("a", ValueError("disk"))
+        index(error)
     assert not workdir.done("index")
-    index("a")
-    index("a")
-    assert workdir.done("index", "a")
-    assert not workdir.done("index", "b")
-    index("b")
-    assert ran == ["a", "a", "b"]
-    with workdir.stage("search", ""):
+    index()
+    assert workdir.done("index")
+    index()
+    assert ran == [error, None]
+    with workdir.stage("search"):
         pass
     assert list(workdir.stages()) == ["index", "search"]
-    assert workdir.stages()["index"]["inputs"] == "b"
     assert workdir.stages()["index"]["peak_rss_mib"] > 10
 
 
@@ -118,7 +116,7 @@ def test_time_of_killed_attempts_counts(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     workdir = Workdir(tmp_path)
-    with workdir.stage("embed", "inputs") as todo:
+    with workdir.stage("embed") as todo:
         assert todo
     record = workdir.stages()["embed"]
     assert 4.5 < record["seconds"] < 30
@@ -126,13 +124,13 @@ def test_time_of_killed_attempts_counts(tmp_path):
 
 
 def test_metrics_after_the_restored_step_are_dropped(tmp_path):
-    with MetricsWriter(tmp_path, enabled=True) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         for step in (1, 2, 3):
             metrics.write(step, {"loss": step / 2})
         metrics.write(2, {"eval/acc": float("nan")})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # a kill in the middle of a write
-    with MetricsWriter(tmp_path, restored_step=2, enabled=True) as metrics:
+    with MetricsWriter(tmp_path, restored_step=2) as metrics:
         metrics.write(3, {"loss": 9.0})
     rows = [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(tmp_path)]
     assert rows == [
@@ -148,8 +146,9 @@ def test_metrics_after_the_restored_step_are_dropped(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_other_processes_write_no_metrics(tmp_path):
-    with MetricsWriter(tmp_path, enabled=False) as metrics:
+def test_other_processes_write_no_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write(1, {"loss": 1.0})
     assert list(tmp_path.iterdir()) == []
 

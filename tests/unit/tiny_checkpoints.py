@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +23,10 @@ from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
 from mmqa_jax.models.oscar import OscarConfig
-from mmqa_jax.models.vlp import VLPConfig
-from mmqa_jax.weights.bart import load_bart
-from mmqa_jax.weights.bert import load_bert
-from mmqa_jax.weights.clip import load_clip
-from mmqa_jax.weights.exports import Published
-from mmqa_jax.weights.llama import load_llama
-from mmqa_jax.weights.llava import load_llava
-from mmqa_jax.weights.mcan import load_mcan, load_mcan_openvqa
-from mmqa_jax.weights.modified_resnet import load_modified_resnet
-from mmqa_jax.weights.oscar import load_oscar
+from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from mmqa_jax.weights.layouts import Published
+from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.registry import architecture
-from mmqa_jax.weights.vlp import load_vlp
 
 _BERT = BertConfig(vocab_size=30, hidden=12, layers=2, heads=3, mlp=16, positions=9, eps=1e-3)
 _FUSION = FusionConfig(hidden=24, heads=3, mlp=20, layers=2, flat_mlp=10, glimpses=2, flat_out=14)
@@ -58,7 +49,7 @@ CONFIGS: dict[str, Any] = {
     ),
     "modified_resnet": ModifiedResNetConfig(8, (1, 1, 2, 1), image_size=64, embed_dim=6),
     "bert": _replace(_BERT, pooler=True),
-    "vlp": VLPConfig(_replace(_BERT, types=6, eps=1e-5), 7, 5, (9,)),
+    "vlp": ExtendedVLPConfig(_replace(_BERT, types=6, eps=1e-5), 7, 5, (9,)),
     "oscar": OscarConfig(_replace(_BERT, pooler=True), region_features=7, region_norm=True),
     "bart": BartConfig(
         vocab_size=31, hidden=12, encoder_layers=2, decoder_layers=3, encoder_heads=3,
@@ -96,10 +87,10 @@ class Source(NamedTuple):
 
 
 def _published(model: str, config: Any) -> Published:
-    """A model as its exporter has it; nothing is initialised."""
+    """A model as its exporter has it; nothing is initialized."""
     entry = architecture(model)
-    made = nnx.eval_shape(lambda: entry.part("model")(config, rngs=nnx.Rngs(0)))
-    return entry.part("exporter")(config, nnx.state(made))
+    made = nnx.eval_shape(lambda: entry.model_class(config, rngs=nnx.Rngs(0)))
+    return entry.publish(config, nnx.state(made))
 
 
 def published_specs(model: str, config: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -137,28 +128,8 @@ def make_source(model: str, folder: Path, dtype: str = "float32") -> Source:
     return Source(path, config, arrays)
 
 
-def _filled(load: Callable, model: type) -> Callable[[Path, Any], nnx.State]:
-    def loaded(path: Path, config: Any) -> nnx.State:
-        made = nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs(0)))
-        load(path, made)
-        return nnx.state(made)
-
-    return loaded
-
-
 def load_directly(model: str, source: Source) -> dict[str, jax.Array]:
-    """The parameters as the architecture's own loader reads the checkpoint, by name."""
-    module = architecture(model).part("model")
-    loaders = {
-        "clip": lambda path, _: load_clip(path)[1],
-        "modified_resnet": lambda path, _: load_modified_resnet(path)[1],
-        "bert": lambda path, _: load_bert(path, pooler=True)[1],
-        "vlp": _filled(load_vlp, module),
-        "oscar": lambda path, _: nnx.state(load_oscar(path, pooler=True)),
-        "bart": lambda path, _: nnx.state(load_bart(path)),
-        "llama": lambda path, _: nnx.state(load_llama(path)),
-        "llava": lambda path, _: nnx.state(load_llava(path)),
-        "mcan": _filled(load_mcan, module),
-        "mcan_openvqa": _filled(load_mcan_openvqa, module),
-    }
-    return flatten_named(loaders[model](source.path, source.config))
+    """The parameters as the key map reads the checkpoint into a model, by name."""
+    entry = architecture(model)
+    loaded = load_checkpoint(entry.model_class, entry.open(source.path), source.config)
+    return flatten_named(nnx.state(loaded))

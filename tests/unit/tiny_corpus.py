@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.examples import PatchRegions, SourceReader
+from mmqa_jax.data.packing import PackingConfig
+from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.data.sequences import PackingConfig
+from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 
 SIZE, PATCH, SNIPPETS, PICTURES = 8, 4, 40, 20
@@ -24,7 +25,7 @@ PACKING = PackingConfig(
 
 
 class FakePictures:
-    """Every picture is of one grey: its row."""
+    """Every picture is of one gray: its row."""
 
     size = SIZE
 
@@ -33,7 +34,7 @@ class FakePictures:
 
 
 def make_corpus() -> Corpus:
-    words = ["river", "mountain", "anthem", "coast", "border", "valley", "island", "harbour"]
+    words = ["river", "mountain", "anthem", "coast", "border", "valley", "island", "harbor"]
     sources = [
         Source(
             f"s{i}", "text", f"snippet {i} of " + "the long " * (i % 9) + words[i % 8], f"Land {i}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 from flax import nnx
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -20,12 +24,20 @@ from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.chat_template import ChatTemplate
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
-from mmqa_jax.weights.exports import publish_llama, write_published
+from mmqa_jax.weights.models.llama import publish_llama
+from mmqa_jax.weights.published import write_published
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 END = len(LETTERS) + 1
-FAST = {"xla_backend_optimization_level": 0}  # compiling is all the time
+FAST = {"xla_backend_optimization_level": 0}  # nearly all the time is compiling
+
+
+@contextlib.contextmanager
+def fast_compilation() -> Iterator[None]:
+    """Functions that are jitted inside compile without optimization."""
+    with mock.patch.object(jax, "jit", functools.partial(jax.jit, compiler_options=FAST)):
+        yield
 
 
 def llama_config(vocab_size: int, positions: int = 192) -> LlamaConfig:
@@ -68,8 +80,8 @@ def text_tokenizer() -> TextTokenizer:
 def make_engine() -> Engine:
     """The engine of the tiny model."""
     model = Llama(MODEL, rngs=nnx.Rngs(3))
-    options = {"end_ids": (END,), "config": SIZES, "compiler_options": FAST}
-    return Engine(model, text_tokenizer(), **options)
+    with fast_compilation():
+        return Engine(model, text_tokenizer(), end_ids=(END,), config=SIZES)
 
 
 def tiny_backend(engine: Engine, fingerprint: str = "tiny") -> EngineBackend:
@@ -85,7 +97,7 @@ def by_id(results: Iterable[Any]) -> dict[Any, Any]:
 
 
 def flag(color: tuple[int, int, int] = (200, 30, 40), size: tuple[int, int] = (6, 4)) -> Picture:
-    """A picture of one colour, called red.png."""
+    """A picture of one color, called red.png."""
     file = io.BytesIO()
     Image.new("RGB", size, color).save(file, "PNG")
     return Picture(file.getvalue(), "red.png")

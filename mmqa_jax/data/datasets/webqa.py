@@ -13,25 +13,22 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pybase64
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json, write_json
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
-from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question, Source
-
-if TYPE_CHECKING:
-    from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Prediction, Question, Source
 
 PathLike = str | os.PathLike
 
-SPLITS = ("train", "val", "test")
 # imgs.tsv has one row per picture: row = image_id % IMAGE_ROWS.
 IMAGE_ROWS = 10_000_000
-# What the whole release holds (README; demo notebook: counts by category, distinct facts).
+# Counts of the full release (README; demo notebook: counts by category, distinct facts).
 PUBLISHED_COUNTS = {
     "train questions": 36_766,
     "val questions": 4_966,
@@ -50,7 +47,8 @@ PUBLISHED_COUNTS = {
     "pictures": 389_750,
     "snippets": 544_489,
 }
-# Key of Question.extra: {source id: the snippet_id this question lists it by}, where they differ.
+# Key of Question.extra: {source id: the snippet_id under which this question lists it}, where
+# they differ.
 OWN_SNIPPET_IDS = "snippet_ids"
 
 _POSITIVE = ("img_posFacts", "txt_posFacts")
@@ -69,7 +67,7 @@ class Release:
 
     Attributes:
       repeated_snippets: how many listings of a fact use another snippet_id than its source's.
-      reused_snippet_ids: how many facts came under an id that already stood for another fact.
+      reused_snippet_ids: how many facts have an id that already belongs to another fact.
     """
 
     def __init__(self) -> None:
@@ -85,63 +83,63 @@ class Release:
         return list(self._sources.values())
 
     def add_file(self, path: PathLike, *, facts_only: bool = False) -> None:
-        """Reads one json file; with `facts_only` its facts alone, no question."""
+        """Reads one json file; with `facts_only` only its facts, not its questions."""
         data = read_unique_json(path)
         if not isinstance(data, dict):
             raise UserError(
                 f"{path}: holds {_kind(data)}; expected one object of Guid -> question data."
             )
         for guid, datum in data.items():
-            place = f"{path}, Guid {guid}"
+            where = f"{path}, Guid {guid}"
             if not isinstance(datum, dict):
-                raise UserError(f"{place}: is {_kind(datum)}; expected an object with Q and facts.")
-            check_text({guid: datum}, place)
-            listed = {key: self._add_facts(datum, key, place) for key in _FACT_LISTS}
+                raise UserError(f"{where}: is {_kind(datum)}; expected an object with Q and facts.")
+            check_text({guid: datum}, where)
+            listed = {key: self._add_facts(datum, key, where) for key in _FACT_LISTS}
             if facts_only:
                 continue
             if guid in self._guids:
                 raise UserError(
-                    f"{place}: the same Guid stands in {self._guids[guid]}; remove one of them."
+                    f"{where}: the same Guid is in {self._guids[guid]}; remove one of them."
                 )
             self._guids[guid] = path
-            self.questions.append(_question(guid, datum, listed, place))
+            self.questions.append(_question(guid, datum, listed, where))
 
-    def _add_facts(self, datum: dict[str, Any], key: str, place: str) -> list[tuple[str, str]]:
-        """(source id, id in the file) of every fact in a list, which may be missing."""
+    def _add_facts(self, datum: dict[str, Any], key: str, where: str) -> list[tuple[str, str]]:
+        """(source id, id in the file) of every fact of a list; [] where the list is missing."""
         facts = datum.get(key)
         if facts is None:
             return []
         if not isinstance(facts, list) or not all(isinstance(fact, dict) for fact in facts):
-            raise UserError(f"{place}: {key} is {_kind(facts)}; expected a list of objects.")
+            raise UserError(f"{where}: {key} is {_kind(facts)}; expected a list of objects.")
         add = self._add_picture if key.startswith("img") else self._add_snippet
-        return [add(fact, f"{place}, {key}[{n}]") for n, fact in enumerate(facts)]
+        return [add(fact, f"{where}, {key}[{n}]") for n, fact in enumerate(facts)]
 
-    def _add_picture(self, fact: dict[str, Any], place: str) -> tuple[str, str]:
+    def _add_picture(self, fact: dict[str, Any], where: str) -> tuple[str, str]:
         number = fact.get("image_id")
         if isinstance(number, str) and number.isdecimal():
             number = int(number)
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise UserError(f"{place}: image_id is {number!r}; expected a whole number.")
+            raise UserError(f"{where}: image_id is {number!r}; expected a whole number.")
         name = str(number)
         if name not in self._sources:
             self._sources[name] = Source(
                 id=name,
                 modality="image",
-                text=_string(fact, "caption", place),
-                title=_string(fact, "title", place),
+                text=_string(fact, "caption", where),
+                title=_string(fact, "title", where),
                 image=f"images/{name}",
                 extra=_rest(fact, {"image_id", "caption", "title"}),
             )
         return name, name
 
-    def _add_snippet(self, fact: dict[str, Any], place: str) -> tuple[str, str]:
-        snippet = _string(fact, "snippet_id", place)
-        text = _string(fact, "fact", place)
+    def _add_snippet(self, fact: dict[str, Any], where: str) -> tuple[str, str]:
+        snippet = _string(fact, "snippet_id", where)
+        text = _string(fact, "fact", where)
         if not snippet or not text:
-            raise UserError(f"{place}: needs both snippet_id and fact; fetch the file again.")
+            raise UserError(f"{where}: needs both snippet_id and fact; fetch the file again.")
         name = self._by_fact.get(text)
         if name is None:
-            # An id used for another fact before gets a number, so that no fact is lost.
+            # An id that another fact already has gets a number, so that no fact is lost.
             numbered = (f"{snippet}#{n}" for n in itertools.count(2))
             name = next(n for n in itertools.chain([snippet], numbered) if n not in self._sources)
             self.reused_snippet_ids += name != snippet
@@ -150,7 +148,7 @@ class Release:
                 id=name,
                 modality="text",
                 text=text,
-                title=_string(fact, "title", place),
+                title=_string(fact, "title", where),
                 extra=_rest(fact, {"snippet_id", "fact", "title"}),
             )
         elif name != snippet:
@@ -161,7 +159,7 @@ class Release:
 def read_release(files: Sequence[PathLike], facts_only: Sequence[PathLike] = ()) -> Release:
     """Reads official json files (train_val, test) together, so that they share their sources.
 
-    `facts_only` files have the same shape but give sources alone (Atlas' distractors).
+    `facts_only` files have the same format but only their sources are read (distractors).
     Missing A, Keywords_A, Qcate and fact lists are allowed, as in the hidden test file; its
     merged candidate lists count as negatives. Unknown keys go to `extra`. A question with no
     sources at all is kept.
@@ -184,7 +182,7 @@ def read_release(files: Sequence[PathLike], facts_only: Sequence[PathLike] = ())
 def compared_counts(release: Release) -> dict[str, dict[str, int]]:
     """A release's counts beside PUBLISHED_COUNTS: name -> `published` and `found`.
 
-    A subset differs, and is as good as the whole; a cut download differs too.
+    They differ for a subset, which is fine, and for a truncated download, which is not.
     """
     found: Counter[str] = Counter()
     for question in release.questions:
@@ -199,20 +197,15 @@ def compared_counts(release: Release) -> dict[str, dict[str, int]]:
     }
 
 
-def read_questions(*paths: PathLike) -> list[Question]:
-    """The questions of official json files; see read_release."""
-    return read_release(paths).questions
-
-
 class ImagesTsv:
-    """Pictures of imgs.tsv, found through imgs.lineidx and read one at a time.
+    """Pictures of imgs.tsv, located through imgs.lineidx and read one at a time.
 
     A line is `image_id TAB base64 of a JPEG or PNG`; the lineidx holds every line's byte offset.
     Reads are positional, so threads may share it.
 
     Args:
       path: imgs.tsv.
-      lineidx: default: beside it, with the ending .lineidx.
+      lineidx: default: beside it, with the suffix .lineidx.
     """
 
     def __init__(self, path: PathLike, lineidx: PathLike | None = None):
@@ -223,16 +216,16 @@ class ImagesTsv:
 
     @property
     def signature(self) -> str:
-        """Tells these two files from others, or from what they were before they were changed."""
+        """Identifies these two files in their present state."""
         status = self._tsv.path.stat()
         index = hashlib.sha256(self._tsv.lineidx.read_bytes()).hexdigest()
         return f"{self._tsv.path.resolve()} {status.st_size} {status.st_mtime_ns} {index}"
 
     def check_ends(self, names: Iterable[str]) -> None:
-        """Reads the first and the last of the pictures, so that a cut file shows at once.
+        """Reads the first and the last of the pictures, to detect a truncated file at once.
 
         Raises:
-          UserError: as `read`; broken pictures are passed over.
+          UserError: as `read`; broken pictures are ignored.
         """
         rows = [_row(name) for name in names]
         for row in (min(rows), max(rows)) if rows else ():
@@ -247,10 +240,10 @@ class ImagesTsv:
         """Encoded picture of a row.
 
         Raises:
-          PictureError: the line is cut or its base64 is broken.
+          PictureError: the line is cut off or its base64 is broken.
           UserError: there is no such row, or the lineidx points to another line.
         """
-        place = f"{self._tsv.path}, row {row}"
+        where = f"{self._tsv.path}, row {row}"
         try:
             number, *rest = self._tsv.columns(row)
         except CutLine as error:
@@ -258,25 +251,25 @@ class ImagesTsv:
         if not number.isdigit() or int(number) % IMAGE_ROWS != row:
             found = number[:20].decode("ascii", "replace")
             raise UserError(
-                f"{place}: holds {found!r} and not that row's line; TSV and lineidx do not belong "
+                f"{where}: holds {found!r} and not that row's line; TSV and lineidx do not belong "
                 "together, fetch them again."
             )
         encoded = b"".join(rest)
         try:
-            # Ten times as fast as the standard library's, which takes an eighth of decoding.
+            # Ten times as fast as the standard library, which takes an eighth of the decoding time.
             data = pybase64.b64decode(encoded, validate=True)
         except binascii.Error as error:
-            raise PictureError(f"{place}: broken base64 ({error}); fetch it again.") from error
+            raise PictureError(f"{where}: broken base64 ({error}); fetch it again.") from error
         if not data:
-            raise PictureError(f"{place}: holds no picture; fetch it again.")
+            raise PictureError(f"{where}: holds no picture; fetch it again.")
         return data
 
 
 def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: PathLike) -> None:
     """Writes a leaderboard file {Guid: {"sources": [image_id | snippet_id], "answer"}}.
 
-    A snippet goes by the id under which the question itself lists it, if it does: the server
-    knows no other.
+    A snippet that the question lists is written with the id it has there: the server knows no
+    other.
     """
     questions = {question.id: question for question in corpus.questions()}
     rows = {}
@@ -288,7 +281,7 @@ def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: Pa
             if name not in corpus.row:
                 raise UserError(
                     f"prediction for {prediction.question_id}: cites {name!r}, which is not in "
-                    "the corpus; predict on the corpus that you submit for."
+                    "the corpus; predict on the corpus that the submission is for."
                 )
             is_image = corpus.sources[corpus.row[name]].modality == "image"
             sources.append(int(name) if is_image else own.get(name, name))
@@ -296,16 +289,12 @@ def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: Pa
     write_json(path, rows)
 
 
-def read_submission(path: PathLike, corpus: Corpus | None = None) -> list[Prediction]:
-    """Reads a leaderboard file; with `corpus` its snippet ids become the corpus' source ids.
-
-    Ids that neither the corpus nor the question knows are kept as they are. Guids may be missing.
-    """
-    return parse_submission(read_unique_json(path), path, corpus)
-
-
 def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) -> list[Prediction]:
-    """The content of a leaderboard file; see read_submission."""
+    """Predictions of a leaderboard file's JSON; `path` is for error messages.
+
+    With `corpus` its snippet ids become the corpus's source ids. Ids that neither the corpus nor
+    the question knows are kept as they are. Guids may be missing.
+    """
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds {_kind(data)}; expected one object of Guid -> prediction.")
     canonical: dict[str, dict[str, str]] = {}
@@ -314,17 +303,17 @@ def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) ->
         canonical[question.id] = {snippet: source for source, snippet in own.items()}
     predictions = []
     for guid, row in data.items():
-        place = f"{path}, Guid {guid}"
+        where = f"{path}, Guid {guid}"
         if not isinstance(row, dict) or not isinstance(row.get("answer"), str):
             raise UserError(
-                f'{place}: {{"sources": [...], "answer": "..."}} was expected; correct it.'
+                f'{where}: {{"sources": [...], "answer": "..."}} was expected; correct it.'
             )
         sources = row.get("sources")
         if not isinstance(sources, list) or not all(
             isinstance(name, int | str) and not isinstance(name, bool) for name in sources
         ):
             raise UserError(
-                f"{place}: sources must be a list of image_id and snippet_id; correct it."
+                f"{where}: sources must be a list of image_id and snippet_id; correct it."
             )
         names = [canonical.get(guid, {}).get(str(name), str(name)) for name in sources]
         predictions.append(Prediction(guid, row["answer"], tuple(names)))
@@ -332,14 +321,14 @@ def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) ->
 
 
 def read_unique_json(path: PathLike) -> Any:
-    """JSON whose objects name no key twice, which json.loads passes over in silence."""
+    """Reads JSON; UserError for a key that appears twice in an object, which json.loads ignores."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise UserError(f"{path}: key {twice!r} stands twice in one object; remove one.")
+            raise UserError(f"{path}: key {twice!r} appears twice in one object; remove one.")
         return result
 
     try:
@@ -350,25 +339,25 @@ def read_unique_json(path: PathLike) -> Any:
 
 
 def _question(
-    guid: str, datum: dict[str, Any], listed: dict[str, list[tuple[str, str]]], place: str
+    guid: str, datum: dict[str, Any], listed: dict[str, list[tuple[str, str]]], where: str
 ) -> Question:
-    text = _string(datum, "Q", place)
+    text = _string(datum, "Q", where)
     if not text:
-        raise UserError(f"{place}: has no Q; every datum needs its question.")
+        raise UserError(f"{where}: has no Q; every datum needs its question.")
     if datum.get("Guid", guid) != guid:
-        raise UserError(f"{place}: its own Guid says {datum['Guid']!r}; make the two equal.")
-    category = _string(datum, "Qcate", place)
+        raise UserError(f"{where}: its Guid field is {datum['Guid']!r}; make both equal.")
+    category = _string(datum, "Qcate", where)
     if category and category not in WEBQA_CATEGORIES:
         raise UserError(
-            f"{place}: Qcate is {category!r}; expected one of {', '.join(WEBQA_CATEGORIES)}."
+            f"{where}: Qcate is {category!r}; expected one of {', '.join(WEBQA_CATEGORIES)}."
         )
-    split = _string(datum, "split", place)
+    split = _string(datum, "split", where)
     if split not in SPLITS:
-        raise UserError(f"{place}: split is {split!r}; expected one of {', '.join(SPLITS)}.")
+        raise UserError(f"{where}: split is {split!r}; expected one of {', '.join(SPLITS)}.")
     answers = datum.get("A")
     answers = [answers] if isinstance(answers, str) else answers or []
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise UserError(f"{place}: A is {_kind(answers)}; expected a list of strings.")
+        raise UserError(f"{where}: A is {_kind(answers)}; expected a list of strings.")
     positives = dict.fromkeys(name for key in _POSITIVE for name, _ in listed[key])
     others = dict.fromkeys(name for key in (*_NEGATIVE, *_MERGED) for name, _ in listed[key])
     extra = _rest(datum, _READ_KEYS)
@@ -381,7 +370,7 @@ def _question(
         split=split,
         question=text,
         answers=tuple(answers),
-        keywords=_string(datum, "Keywords_A", place),
+        keywords=_string(datum, "Keywords_A", where),
         category=category,
         positives=tuple(positives),
         negatives=tuple(name for name in others if name not in positives),
@@ -389,12 +378,12 @@ def _question(
     )
 
 
-def _string(fields: dict[str, Any], key: str, place: str) -> str:
+def _string(fields: dict[str, Any], key: str, where: str) -> str:
     value = fields.get(key)
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"{place}: {key} is {_kind(value)}; expected a string.")
+        raise UserError(f"{where}: {key} is {_kind(value)}; expected a string.")
     return value
 
 

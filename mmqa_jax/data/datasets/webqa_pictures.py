@@ -13,7 +13,7 @@ from mmqa_jax.data.datasets.webqa import ImagesTsv
 from mmqa_jax.data.images import BrokenPictures, PictureError, decode
 from mmqa_jax.data.picture_records import processors
 
-# Rows that a thread takes at a time: neighbours in the file, and few hand-overs.
+# Rows per task of a thread: neighbors in the file, and little overhead.
 _ROWS = 8
 
 
@@ -26,7 +26,7 @@ def decoded_pictures(
 ) -> Iterator[tuple[int, Image.Image | None]]:
     """Yields (row, RGB picture) of rows of imgs.tsv in the given order.
 
-    Never more than some dozens of pictures a worker are held. Threads do: Pillow's decoders and
+    At most some dozens of pictures per worker are in memory. Threads suffice: Pillow's decoders and
     file reads release Python's lock.
 
     Args:
@@ -34,7 +34,7 @@ def decoded_pictures(
       rows: None: all of them.
       broken: counts pictures that cannot be decoded, which come as None, up to its limit; None:
         the first one raises PictureError.
-      workers: threads; None: as many as there are processors.
+      workers: threads; None: one per processor.
 
     Raises:
       RunError: too many are broken.

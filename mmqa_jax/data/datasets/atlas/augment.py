@@ -1,19 +1,22 @@
 """Augmentation at training time: other names, other colors; question, sources, answer together.
 
-A model that sees 170 countries a thousand times each learns them by heart; one that meets
-every question under new names and new colors must read its sources and look at its pictures.
-Both functions are pure and take their randomness from the generator they are given.
+A model that sees each of 170 countries a thousand times memorizes them; one that sees every
+question under new names and colors must read its sources and look at its pictures. Both
+functions are pure and take their randomness from the generator that they are given.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from mmqa_jax.data.datasets.atlas.factbook import place_names
 from mmqa_jax.data.datasets.atlas.pictures import COLORS, SHADE_COLOR, SHADES, shade_map
+from mmqa_jax.data.examples import RawExample
 
 # The colors that are exchanged; gray, maroon, brown, purple and pink are too rare on flags.
 PERMUTED = ("red", "white", "blue", "green", "yellow", "black", "orange")
@@ -28,6 +31,64 @@ _FLAG_SHADES = {
     "orange": ("e27022",),
 }
 _COLOR_WORD = re.compile(rf"\b({'|'.join(PERMUTED)})\b", re.IGNORECASE)
+
+
+class AtlasAugment:
+    """New names and new colors for question, sources and answer together.
+
+    Args:
+      entities: probability that an example's country and answer names are replaced, and those
+        of the countries that its negatives are about.
+      palette: probability that the colors of an example's flags are exchanged, where its
+        answer stays true (`palette_safe`).
+    """
+
+    def __init__(self, entities: float = 0.0, palette: float = 0.0):
+        self._entities, self._palette = entities, palette
+        self._names = place_names() if entities else ()
+
+    def __call__(self, raw: RawExample, rng: np.random.Generator) -> RawExample:
+        """The example under new names and colors, or as it is."""
+        rename, recolor = rng.random(2) < (self._entities, self._palette)
+        extra = raw.record.extra
+        if rename and extra.get("entities"):
+            raw = self._renamed(raw, extra["entities"], rng)
+        if recolor and extra.get("palette_safe"):
+            raw = self._recolored(raw, rng)
+        return raw
+
+    def _renamed(
+        self, raw: RawExample, entities: list[str], rng: np.random.Generator
+    ) -> RawExample:
+        # Negatives get new names too; otherwise a new name would give the gold sources away.
+        entities = [*entities, *(s.title for s in raw.sources if s.title and s.title in s.text)]
+        texts = [text for source in raw.sources for text in (source.text, source.title)]
+        question, texts, answer, keywords = replace_entities(
+            raw.question, texts, raw.answer, raw.keywords, entities, self._names, rng
+        )
+        sources = tuple(
+            dataclasses.replace(source, text=texts[2 * i], title=texts[2 * i + 1])
+            for i, source in enumerate(raw.sources)
+        )
+        return dataclasses.replace(
+            raw, question=question, sources=sources, answer=answer, keywords=keywords
+        )
+
+    def _recolored(self, raw: RawExample, rng: np.random.Generator) -> RawExample:
+        shown = [source.pixels for source in raw.sources if source.pixels is not None]
+        if not shown:
+            return raw
+        pixels, (question, answer, keywords) = permute_palette(
+            np.stack(shown), [raw.question, raw.answer, raw.keywords], rng
+        )
+        recolored = iter(pixels)
+        sources = tuple(
+            source if source.pixels is None else dataclasses.replace(source, pixels=next(recolored))
+            for source in raw.sources
+        )
+        return dataclasses.replace(
+            raw, question=question, sources=sources, answer=answer, keywords=keywords
+        )
 
 
 def replace_entities(
@@ -50,7 +111,7 @@ def replace_entities(
 
     Returns:
       (question, sources, answer, keywords) with whole words replaced; an article that belongs
-      to a country's name goes with it. Names that already stand in a text are not drawn.
+      to a country's name goes with it. Names that already occur in a text are not drawn.
     """
     texts = [question, answer, keywords, *sources]
     joined = "\n".join(texts).lower()
@@ -93,7 +154,7 @@ def permute_palette(
 
     Returns:
       (recolored pixels, renamed texts). Answers stay true: colors are one-to-one, so every
-      yes, no, count, place, share and order says the same of the new picture.
+      yes, no, count, place, share and order holds for the new picture.
     """
     order = rng.permutation(len(PERMUTED))
     new_word = {PERMUTED[i]: PERMUTED[j] for i, j in enumerate(order)}

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.atlas.drafts import Draft
+from mmqa_jax.data.datasets.atlas.drafts import SPLITS, Draft, Subject, random_stream
 from mmqa_jax.data.datasets.atlas.emoji import make_emoji
-from mmqa_jax.data.datasets.atlas.factbook import Country, clean, load_countries
-from mmqa_jax.data.datasets.atlas.flag_facts import described_shapes, flag_facts
-from mmqa_jax.data.datasets.atlas.negatives import Pool, looks, mine
+from mmqa_jax.data.datasets.atlas.factbook import Country, load_countries
+from mmqa_jax.data.datasets.atlas.flag_facts import flag_facts
+from mmqa_jax.data.datasets.atlas.negatives import mine, picture_pool, snippet_pool
 from mmqa_jax.data.datasets.atlas.pair_questions import emoji_questions, pair_questions
-from mmqa_jax.data.datasets.atlas.picture_questions import (
-    ASKED,
-    Flag,
-    choose_questions,
-    color_questions,
-    number_questions,
-    other_questions,
-    shape_questions,
-    yes_no_any,
-    yes_no_corner,
-    yes_no_main,
-)
-from mmqa_jax.data.datasets.atlas.pictures import Picture, make_flags
+from mmqa_jax.data.datasets.atlas.picture_questions import FLAG_QUESTIONS
+from mmqa_jax.data.datasets.atlas.pictures import make_flags
 from mmqa_jax.data.datasets.atlas.selection import select, split_groups
 from mmqa_jax.data.datasets.atlas.snippets import Snippet, select_snippets
-from mmqa_jax.data.datasets.atlas.summary import AtlasSummary, describe
+from mmqa_jax.data.datasets.atlas.summary import describe
 from mmqa_jax.data.datasets.atlas.text_questions import one_hop, two_hop
-from mmqa_jax.data.datasets.atlas.writer import PACKAGES, Folder, write_benchmark
+from mmqa_jax.data.datasets.atlas.writer import new_benchmark, versions, write_benchmark
 
 SNIPPETS = 9400  # of the full corpus
 LEAST_COUNTRIES = 8  # that give every training question 16 negatives
+_ALWAYS = ("AO", "FR", "JP", "RO", "TD")  # in every small corpus: well known, or identical flags
 Progress = Callable[[str, int, int], None]
 
 
@@ -47,19 +38,18 @@ def build_atlas(
     seed: int = 0,
     progress: Progress | None = None,
     limit_countries: int | None = None,
-) -> AtlasSummary:
+) -> dict[str, Any]:
     """Builds Atlas in `out_dir`, whole or not at all, the same bytes for the same seed.
 
     Args:
       out_dir: a new or empty folder, or one that holds an earlier build (then replaced).
       seed: of splits, wordings and the choice of questions.
       progress: called as progress(stage, done, total).
-      limit_countries: only so many countries, and emoji and questions in proportion: a small
-        corpus for a quick look. None builds the benchmark.
+      limit_countries: number of countries; emoji and questions in proportion. None: all.
 
     Returns:
-      What was built. Files: atlas_train_val.json, atlas_test.json, imgs.tsv, imgs.lineidx,
-      ATTRIBUTION.txt, summary.json.
+      The content of summary.json. The other files are atlas_train_val.json, atlas_test.json,
+      imgs.tsv, imgs.lineidx and ATTRIBUTION.txt.
 
     Raises:
       UserError: a package is missing, `out_dir` holds something else, or too few countries.
@@ -71,119 +61,98 @@ def build_atlas(
             "to find negatives in every split; give a larger number."
         )
 
-    def say(stage: str, done: int, total: int) -> None:
+    def report(stage: str, done: int, total: int) -> None:
         if progress is not None:
             progress(stage, done, total)
 
-    with Folder(Path(out_dir)) as folder:
-        say("sources", 0, 1)
-        countries = load_countries()
-        scale = 1.0
-        if limit_countries is not None and limit_countries < len(countries):
-            # Spread over the alphabet, always with a few that everybody knows.
-            scale = limit_countries / len(countries)
-            known = [c for c in countries if c.iso in ("AO", "FR", "JP", "RO", "TD")]
-            rest = [c for c in countries if c not in known]
-            step = len(rest) / max(limit_countries - len(known), 1)
-            spread = [rest[int(i * step)] for i in range(max(limit_countries - len(known), 0))]
-            countries = sorted(known + spread, key=lambda c: c.code)
+    with new_benchmark(Path(out_dir)) as folder:
+        report("sources", 0, 1)
+        countries, scale = _countries(limit_countries)
         snippets, left_out = select_snippets(countries, most=round(SNIPPETS * scale))
-        pictures, flags = _pictures(countries, scale)
-        say("sources", 1, 1)
+        flags, emoji = _pictures(countries, scale)
+        pictures = [subject.picture for subject in flags + emoji]
+        report("sources", 1, 1)
 
-        say("questions", 0, 1)
+        report("questions", 0, 1)
         counts = collections.Counter(s.country for s in snippets)
-        emoji = pictures[len(flags) :]
-        only_flags = [flag.picture for flag in flags]
-        split = split_groups(countries, only_flags, emoji, counts, np.random.default_rng([seed, 0]))
-        drafts = _drafts(countries, snippets, pictures, flags, split, seed)
-        drafts = select(drafts, split, scale, np.random.default_rng([seed, 1]))
+        split = split_groups(flags, emoji, countries, counts, np.random.default_rng([seed, 0]))
+        drafts = _drafts(countries, snippets, flags, emoji, split, seed)
+        drafts = select(drafts, split, scale, seed)
         _ban_flag_texts(drafts, snippets)
-        say("questions", 1, 1)
+        report("questions", 1, 1)
 
-        text_pool, image_pool = _pools(countries, snippets, pictures, split)
-        text_negatives = mine(
-            drafts, text_pool, "t", np.random.default_rng([seed, 2]),
-            lambda done, total: say("negative snippets", done, total),
-        )  # fmt: skip
-        image_negatives = mine(
-            drafts, image_pool, "i", np.random.default_rng([seed, 3]),
-            lambda done, total: say("negative pictures", done, total),
-        )  # fmt: skip
+        pools = {"t": snippet_pool(snippets, split), "i": picture_pool(flags + emoji, split)}
+        negatives = {}
+        for stream, (modality, stage) in enumerate(
+            (("t", "negative snippets"), ("i", "negative pictures")), start=2
+        ):
+            rng = np.random.default_rng([seed, stream])
+            on_batch = functools.partial(report, stage)
+            negatives[modality] = mine(drafts, pools[modality], modality, rng, on_batch)
 
-        say("files", 0, 1)
-        summary = describe(
-            drafts, snippets, pictures, flags, split, left_out, image_negatives, text_negatives
-        )
-        summary["seed"] = seed
-        summary["packages"] = {name: metadata.version(name) for name in PACKAGES}
-        write_benchmark(
-            folder, drafts, pictures, snippets, countries, image_negatives, text_negatives, summary
-        )
-        say("files", 1, 1)
-    return AtlasSummary(Path(out_dir), summary["questions"], len(snippets), len(pictures), summary)
+        report("files", 0, 1)
+        summary = {
+            "benchmark": "Atlas",
+            **describe(drafts, snippets, flags, emoji, split, negatives),
+            "passages_left_out": left_out,
+            "seed": seed,
+            "packages": versions(),
+        }
+        write_benchmark(folder, drafts, pictures, snippets, countries, negatives, summary)
+        report("files", 1, 1)
+    return summary
 
 
-def _pictures(countries: list[Country], scale: float) -> tuple[list[Picture], list[Flag]]:
-    pictures = make_flags(countries)
-    by_iso = {c.iso: c for c in countries}
-    flags = []
-    for row, picture in enumerate(pictures):
-        country = by_iso.get(picture.key)
-        shapes = ()
-        if country is not None:
-            text = clean(country.raw("Government", "Flag"))
-            shapes = described_shapes(text.split("meaning:")[0].split("history:")[0])
-        group = country.code if country is not None else picture.key
-        flags.append(Flag(row, picture, flag_facts(picture), group, shapes))
-    return pictures + make_emoji(every=max(round(1 / scale), 1)), flags
+def _countries(limit: int | None) -> tuple[list[Country], float]:
+    """(countries, their share of all); a part is spread over the alphabet."""
+    countries = load_countries()
+    if limit is None or limit >= len(countries):
+        return countries, 1.0
+    known = [c for c in countries if c.iso in _ALWAYS]
+    rest = [c for c in countries if c not in known]
+    more = max(limit - len(known), 0)
+    step = len(rest) / max(more, 1)
+    spread = [rest[int(i * step)] for i in range(more)]
+    return sorted(known + spread, key=lambda c: c.code), limit / len(countries)
+
+
+def _pictures(countries: list[Country], scale: float) -> tuple[list[Subject], list[Subject]]:
+    """(flags, emoji), in the order of their rows."""
+    codes = {c.iso: c.code for c in countries}
+    flags, emoji = [], []
+    for picture in make_flags(countries):
+        group = codes.get(picture.key, picture.key)
+        flags.append(Subject(len(flags), picture, group, flag_facts(picture)))
+    for picture in make_emoji(every=max(round(1 / scale), 1)):
+        emoji.append(Subject(len(flags) + len(emoji), picture, picture.key))
+    return flags, emoji
 
 
 def _drafts(
     countries: list[Country],
     snippets: list[Snippet],
-    pictures: list[Picture],
-    flags: list[Flag],
+    flags: list[Subject],
+    emoji: list[Subject],
     split: dict[str, str],
     seed: int,
 ) -> list[Draft]:
-    """Every question that could be asked."""
-    rng = np.random.default_rng([seed, 4])
-    drafts = one_hop(countries, snippets, rng) + two_hop(countries, snippets, rng)
-    for flag in flags:
-        drafts += color_questions(flag, rng) + choose_questions(flag, rng)
-        drafts += number_questions(flag, rng) + shape_questions(flag, rng)
-        drafts += other_questions(flag, rng) + _yes_no(flag, rng)
-    for name, rounds in (("train", 4), ("val", 4), ("test", 4)):
-        members = [flag for flag in flags if split[flag.group] == name]
-        drafts += pair_questions(members, rng, rounds)
-    rows = list(enumerate(pictures))[len(flags) :]
-    for name in ("train", "val", "test"):
-        mains, yes_no = emoji_questions([r for r in rows if split[r[1].key] == name], rng)
-        drafts += mains + yes_no
-    return drafts
-
-
-def _yes_no(flag: Flag, rng: np.random.Generator) -> list[Draft]:
-    facts, drafts = flag.facts, []
-    for color in ASKED:
-        if color in facts.present or facts.absent(color):
-            drafts.append(yes_no_any(flag, color, rng))
-    others = [c for c in facts.present if c != facts.main]
-    if facts.main and others:
-        for color in (facts.main, others[int(rng.integers(len(others)))]):
-            drafts.append(yes_no_main(flag, color, rng))
-    for place, color in facts.corners.items():
-        wrong = [c for c in ASKED[:6] if c != color]
-        near = [c for c in wrong if c in facts.present] or wrong
-        options = near if rng.random() < 0.7 else wrong
-        said = color if rng.random() < 0.5 else options[int(rng.integers(len(options)))]
-        drafts.append(yes_no_corner(flag, place, said, rng))
+    """Every possible question."""
+    stream = functools.partial(random_stream, seed, 4)
+    drafts = one_hop(countries, snippets, stream("text"))
+    drafts += two_hop(countries, snippets, stream("two_hop"))
+    for category, questions in FLAG_QUESTIONS.items():
+        rng = stream(category)
+        drafts += [draft for flag in flags for draft in questions(flag, rng)]
+    for name in SPLITS:
+        of_split = [flag for flag in flags if split[flag.group] == name]
+        drafts += pair_questions(of_split, stream(f"pairs {name}"), 4)
+        of_split = [e for e in emoji if split[e.group] == name]
+        drafts += emoji_questions(of_split, stream(f"emoji {name}"))
     return drafts
 
 
 def _ban_flag_texts(drafts: list[Draft], snippets: list[Snippet]) -> None:
-    """What a flag's colors mean tells that they are there: no negative for its pictures."""
+    """The meaning of a flag's colors says that they are there: no negative for its pictures."""
     meanings = collections.defaultdict(set)
     for row, snippet in enumerate(snippets):
         if snippet.kind == "flag_meaning":
@@ -192,34 +161,3 @@ def _ban_flag_texts(drafts: list[Draft], snippets: list[Snippet]) -> None:
         if draft.topic == "flag" and draft.category != "text":
             for group in draft.group:
                 draft.banned |= meanings[group]
-
-
-def _pools(
-    countries: list[Country],
-    snippets: list[Snippet],
-    pictures: list[Picture],
-    split: dict[str, str],
-) -> tuple[Pool, Pool]:
-    seen_by = {
-        "train": frozenset(("train", "val", "test")),
-        "val": frozenset(("val", "test")),
-        "test": frozenset(("test",)),
-    }
-    text_pool = Pool(
-        texts=[s.text for s in snippets],
-        kind=np.array([s.kind for s in snippets]),
-        group=np.array([s.country for s in snippets]),
-        splits=[seen_by[split[s.country]] for s in snippets],
-        identity=np.arange(len(snippets)),
-    )
-    codes = {c.iso: c.code for c in countries}
-    groups = [codes.get(p.key, p.key) for p in pictures]
-    image_pool = Pool(
-        texts=[p.caption for p in pictures],
-        kind=np.array([p.kind for p in pictures]),
-        group=np.array(groups),
-        splits=[seen_by[split[g]] for g in groups],
-        identity=np.unique([p.digest for p in pictures], return_inverse=True)[1],
-        look=looks([p.png for p in pictures]),
-    )
-    return text_pool, image_pool

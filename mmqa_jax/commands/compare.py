@@ -1,0 +1,31 @@
+"""`mmqa compare`: runs side by side, with significance tests of their differences."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "compare runs question by question: intervals, paired bootstrap, McNemar, Holm."
+EXAMPLE = "mmqa compare runs/tables/vlp runs/tables/clip20_vlp --metric=source_f1/official"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.add_argument(
+        "workdirs", nargs="+", metavar="WORKDIR", help="finished runs of `mmqa run`"
+    )
+    parser.add_argument("--metric", help="a scorer of scores.json (the first that all runs have)")
+    parser.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compares the runs and prints the tables."""
+    from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
+    from mmqa_jax.evaluation.tables import show
+
+    runs = [read_run(Path(folder)) for folder in arguments.workdirs]
+    compared = compare_runs(runs, arguments.metric)
+    for table in compare_tables(compared):
+        show(table, markdown=arguments.markdown)
+    return compared

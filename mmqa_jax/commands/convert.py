@@ -1,0 +1,69 @@
+"""`mmqa convert`: published weights to Orbax weights, and back to safetensors."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.weights.registry import NAMES, describe
+
+SUMMARY = "turn published weights into Orbax weights for any mesh, or back into safetensors."
+EXAMPLE = "mmqa convert --model=llama --source=downloads/SmolLM2-135M --out=weights/smollm2"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.description += (
+        " A layout is recognized by its content. To convert back: --source=weights/smollm2 "
+        f"--export=hf.\n\nmodels, supported sources, and what --export=hf writes:\n{describe()}"
+    )
+    parser.add_argument(
+        "--model", required=True, choices=NAMES, metavar="NAME", help=f"one of {', '.join(NAMES)}"
+    )
+    parser.add_argument("--source", required=True, metavar="PATH", help="checkpoint file or folder")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of the parameters (default: bfloat16 if the whole source is, otherwise float32)",
+    )
+    parser.add_argument(
+        "--export",
+        choices=("hf",),
+        help="write safetensors and config.json instead, from a converted folder or any source",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a config value that the checkpoint does not contain, e.g. --set bert.heads=12",
+    )
+    parser.add_argument(
+        "--clip",
+        metavar="DIR",
+        help="llava: its CLIP, if the checkpoint has no vision tower",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier conversion in --out"
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Converts or exports."""
+    import jax
+
+    from mmqa_jax.weights.convert import convert
+
+    jax.config.update("jax_platforms", "cpu")  # leaves accelerators to other processes
+    return convert(
+        arguments.model,
+        Path(arguments.source),
+        Path(arguments.out),
+        dtype=arguments.dtype,
+        export=arguments.export,
+        overwrite=arguments.overwrite,
+        changes=arguments.set,
+        clip=Path(arguments.clip) if arguments.clip else None,
+    )

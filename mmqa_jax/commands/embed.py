@@ -1,0 +1,59 @@
+"""`mmqa embed`: every source of a corpus as a vector."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import UserError
+
+SUMMARY = "embed every source of a corpus with a trained dual encoder."
+EXAMPLE = "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    flags.add_data(parser)
+    parser.add_argument(
+        "--model", required=True, help="workdir of a contrastive run, or a converted CLIP"
+    )
+    parser.add_argument("--out", required=True, help="folder for the embeddings")
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="this process's part of a job that N share, from 0/N (default: JAX's processes)",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace embeddings of another model or corpus in --out",
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Embeds the sources."""
+    part = _part(arguments.shard)
+    from mmqa_jax.core import distributed
+
+    distributed.start()
+    from mmqa_jax.systems.indexing import embed
+
+    return embed(
+        Path(arguments.data),
+        Path(arguments.model),
+        Path(arguments.out),
+        part=part,
+        overwrite=arguments.overwrite,
+    )
+
+
+def _part(shard: str | None) -> tuple[int, int] | None:
+    """`2/8` -> (2, 8)."""
+    if shard is None:
+        return None
+    number, slash, count = shard.partition("/")
+    if not slash or not (number.isdecimal() and count.isdecimal()) or int(number) >= int(count):
+        raise UserError(f"--shard={shard}: I/N with I from 0 to N - 1 was expected, such as 0/8.")
+    return int(number), int(count)

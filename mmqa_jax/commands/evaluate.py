@@ -1,0 +1,264 @@
+"""`mmqa evaluate`: predictions or rankings of any format against references of any format."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import UserError
+
+SUMMARY = "score predictions or rankings against references."
+EXAMPLE = "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.add_argument("dataset", choices=("atlas", "webqa", "corpus"), help="the benchmark")
+    parser.add_argument(
+        "--references",
+        help="folder written by `mmqa prepare`, WebQA's own JSON, or an official output TSV "
+        "(default: the predictions, if they are such a TSV)",
+    )
+    parser.add_argument(
+        "--predictions",
+        required=True,
+        help="predictions.jsonl, WebQA's submission or end-to-end JSON, official output TSV, or a "
+        "rankings file",
+    )
+    flags.add_split(parser)
+    parser.add_argument(
+        "--only_given",
+        action="store_true",
+        help="score only the questions in the file (otherwise missing ones count 0)",
+    )
+    parser.add_argument(
+        "--lemmatizer",
+        choices=("none", "spacy"),
+        help="spacy: the official scorer, the default for webqa if installed (`lemma` extra)",
+    )
+    parser.add_argument(
+        "--bart",
+        metavar="DIR",
+        help="folder of bart-large-cnn with BARTScore's bart.pth, for fluency (webqa_fl)",
+    )
+    parser.add_argument(
+        "--submission",
+        metavar="FILE",
+        help="also write the predictions in the format of WebQA's leaderboard",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="FILE",
+        help="another system's predictions: differences, paired by question, with p-values",
+    )
+    parser.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
+
+
+class References(NamedTuple):
+    """The questions to score, and their corpus if it is known."""
+
+    questions: list
+    corpus: Any
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Scores predictions (answers and cited sources) or rankings; prints the tables."""
+    from mmqa_jax.core.files import check_out
+    from mmqa_jax.evaluation.scores import predictions_by_question
+
+    references = flags.optional_path(arguments.references)
+    predictions = Path(arguments.predictions)
+    if arguments.submission:
+        check_out(Path(arguments.submission))
+    reference = read_references(references, predictions, arguments.split)
+    if predictions.suffix == ".jsonl" and _holds_rankings(predictions):
+        for flag in ("submission", "against"):
+            if getattr(arguments, flag):
+                raise UserError(
+                    f"--{flag}: {predictions} holds rankings; give a file with answers, as `mmqa "
+                    "answer` writes it."
+                )
+        return _evaluate_rankings(arguments, reference, predictions)
+    given = _read(predictions, reference.corpus)
+    questions = reference.questions
+    if arguments.only_given:
+        questions = _among(questions, given, predictions)
+    missing = len(questions) - len(predictions_by_question(questions, given))
+    notes: list[str] = []  # printed only after nothing can fail anymore
+    if missing:
+        notes.append(f"{missing:,} of {len(questions):,} questions have no prediction and count 0")
+    result: dict[str, Any] = {"dataset": arguments.dataset, "n": 0, "missing": missing}
+    if arguments.submission:
+        result["submission"] = _write_submission(given, reference, Path(arguments.submission))
+        if _is_hidden(questions):
+            _warn(notes)
+            return {**result, "notes": notes, "scores": {}, "by_category": {}, "by_modality": {}}
+    return {**result, **_evaluate_answers(arguments, reference, questions, given, notes)}
+
+
+def read_references(references: Path | None, predictions: Path, split: str) -> References:
+    """The questions to score, in whatever format they come.
+
+    Args:
+      references: a folder of `mmqa prepare`, one of WebQA's own JSON files, or an output TSV, all
+        lines of which are used. None: `predictions`, which must be an output TSV.
+
+    Raises:
+      UserError: there are none.
+    """
+    from mmqa_jax.data.corpus import Corpus, open_corpus
+    from mmqa_jax.data.datasets.webqa import read_release
+    from mmqa_jax.data.splits import split_questions
+    from mmqa_jax.evaluation.webqa_formats import is_output_tsv, read_output_tsv
+
+    if references is None:
+        if not is_output_tsv(predictions):
+            raise UserError(
+                f"--references: {predictions} holds predictions alone; give the folder of `mmqa "
+                "prepare`, WebQA's own JSON or an official output TSV."
+            )
+        references = predictions
+    if is_output_tsv(references):
+        return References(read_output_tsv(references).questions, None)
+    if references.suffix == ".json" and references.is_file():
+        release = read_release([references])
+        corpus = Corpus(release.sources, release.questions)
+    else:
+        corpus = open_corpus(references)
+    return References(split_questions(corpus, references, split), corpus)
+
+
+def _evaluate_answers(
+    arguments: argparse.Namespace,
+    reference: References,
+    questions: Sequence,
+    given: Sequence,
+    notes: list[str],
+) -> dict[str, Any]:
+    from mmqa_jax.evaluation.compare import compare_scores, comparison_table
+    from mmqa_jax.evaluation.scoring import score_predictions
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.evaluation.webqa_formats import is_output_tsv
+
+    options = {"lemmatizer": arguments.lemmatizer}
+    evaluation = score_predictions(
+        arguments.dataset,
+        questions,
+        given,
+        bart=flags.optional_path(arguments.bart),
+        sources=not is_output_tsv(Path(arguments.predictions)),
+        **options,
+    )
+    predictions = Path(arguments.predictions)
+    subset = arguments.split if arguments.references else predictions.name
+    title = f"{arguments.dataset}, {subset}"
+    tables = evaluation.tables(title)
+    result: dict[str, Any] = {} if evaluation.bart is None else {"bart": evaluation.bart}
+    if arguments.against:
+        against = Path(arguments.against)
+        others = score_predictions(
+            arguments.dataset,
+            questions,
+            _read(against, reference.corpus),
+            sources=not is_output_tsv(against),
+            **options,
+        )
+        result["against"] = compare_scores(evaluation.scored, others.scored)
+        tables.append(comparison_table(f"{title}, against {against}", result["against"]))
+    notes += evaluation.notes
+    if arguments.dataset == "webqa" and not arguments.bart:
+        notes.append("no fluency (webqa_fl): give --bart the folder of BARTScore's weights")
+    _warn(notes)
+    for table in tables:
+        show(table, markdown=arguments.markdown)
+    return {"notes": notes, **result, **evaluation.summary()}
+
+
+def _evaluate_rankings(
+    arguments: argparse.Namespace, reference: References, path: Path
+) -> dict[str, Any]:
+    from mmqa_jax.evaluation.retrieval import score_rankings
+    from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
+    from mmqa_jax.retrieval.rankings import read_rankings
+
+    questions = reference.questions
+    if arguments.only_given:
+        questions = _among(questions, read_rankings(path), path)
+    if reference.corpus is None:
+        raise UserError(
+            f"--references: an output TSV has no gold sources to score {path} by; give a folder of "
+            "`mmqa prepare` or WebQA's own JSON."
+        )
+    rankings = read_rankings(path, [q.id for q in questions], reference.corpus.row)
+    overall = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
+    scored = score_retrieval(reference.corpus, questions, rankings)
+    show_retrieval(path.stem, scored, markdown=arguments.markdown)
+    return {
+        "dataset": arguments.dataset,
+        "n": overall.n,
+        "scores": overall.scores,
+        "by_category": {},
+        "by_modality": scored["by_modality"],
+    }
+
+
+def _read(predictions: Path, corpus: Any) -> list:
+    from mmqa_jax.data.predictions import read_predictions
+    from mmqa_jax.evaluation.webqa_formats import (
+        is_output_tsv,
+        read_output_tsv,
+        read_prediction_json,
+    )
+
+    if predictions.suffix == ".jsonl":
+        return read_predictions(predictions, None if corpus is None else corpus.row)
+    if is_output_tsv(predictions):
+        return read_output_tsv(predictions).predictions
+    return read_prediction_json(predictions, corpus)
+
+
+def _write_submission(given: Sequence, reference: References, path: Path) -> str:
+    from mmqa_jax.data.datasets.webqa import write_submission
+
+    if reference.corpus is None:
+        raise UserError(
+            "--submission: the references hold no sources to cite; give --references a folder of "
+            "`mmqa prepare` or WebQA's own JSON."
+        )
+    write_submission(given, reference.corpus, path)
+    return str(path)
+
+
+def _is_hidden(questions: Sequence) -> bool:
+    """Whether no answer is published, as in WebQA's test split."""
+    from mmqa_jax.evaluation.webqa import has_keywords
+
+    return not any(question.answers or has_keywords(question) for question in questions)
+
+
+def _among(questions: Sequence, given: Sequence, path: Path) -> list:
+    """The questions that the file `path` answers or ranks; UserError if there are none."""
+    ids = {row.question_id for row in given}
+    kept = [question for question in questions if question.id in ids]
+    if not kept:
+        raise UserError(
+            f"--only_given: {path} holds none of the {len(questions)} questions of this split; "
+            "name another file or --split."
+        )
+    return kept
+
+
+def _holds_rankings(path: Path) -> bool:
+    from mmqa_jax.core.files import read_jsonl
+
+    first = next(read_jsonl(path), (0, {}))[1]
+    return isinstance(first, dict) and "scores" in first and "answer" not in first
+
+
+def _warn(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(note, file=sys.stderr)

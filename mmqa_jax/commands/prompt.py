@@ -1,0 +1,68 @@
+"""`mmqa prompt`: runs a language model over a file of prompts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+
+SUMMARY = "answer a file of prompts with a language model; a rerun sends only the missing ones."
+EXAMPLE = "mmqa prompt --prompts=questions.txt --model=smollm2 --out=answers.jsonl"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.description += (
+        "\n\nprompts: plain text, one per line, or .jsonl with, on each line,\n"
+        "  prompt or messages [{role, content}], and optionally id, images, choices (to be\n"
+        "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs\n"
+        "backend openai: any server with OpenAI's API, at the address in the environment\n"
+        "  variable OPENAI_BASE_URL, with the key in OPENAI_API_KEY if it requires one"
+    )
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="the prompts")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH|NAME",
+        help="engine: `smollm2`, a folder of `mmqa convert`, or a published LLaMA or LLaVA "
+        "(folder, .gguf); openai: the server's name for it",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("engine", "openai"),
+        default="engine",
+        help="this process, or a server (engine)",
+    )
+    parser.add_argument("--out", required=True, metavar="FILE", help="JSON-lines file to write")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="engine: the tokenizer, if --model has none"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="FILE",
+        help="response cache, created if missing (~/.cache/mmqa_jax/responses.sqlite)",
+    )
+    parser.add_argument("--no_cache", action="store_true", help="neither read nor write the cache")
+    flags.add_config(parser, default="configs/prompt/default.py")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Answers the prompts."""
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.core.files import check_out
+    from mmqa_jax.core.host import cache_dir
+    from mmqa_jax.prompting.run import run_prompts
+
+    check_out(Path(arguments.out))
+    cache = Path(arguments.cache) if arguments.cache else cache_dir() / "responses.sqlite"
+    return run_prompts(
+        Path(arguments.prompts),
+        Path(arguments.out),
+        load_config(arguments.config, arguments.overrides),
+        model=arguments.model,
+        backend=arguments.backend,
+        tokenizer=arguments.tokenizer,
+        cache=None if arguments.no_cache else cache,
+    )

@@ -1,0 +1,169 @@
+"""`mmqa rerank`: source selection (WebQA section 5.1), with a sweep of its threshold."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import UserError
+
+SUMMARY = "score candidate sources with a trained VLP source head."
+EXAMPLE = (
+    "mmqa rerank --data=data/atlas --model=runs/rerank --candidates=restricted "
+    "--out=runs/retrieval/restricted.jsonl"
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    flags.add_data(parser)
+    flags.add_split(parser)
+    parser.add_argument("--model", required=True, help="workdir of a rerank training run")
+    parser.add_argument(
+        "--candidates",
+        default="restricted",
+        help="`restricted` (each question's own), a file of `mmqa search`, or `all`: the whole "
+        "collection, with a model like that of configs/atlas/rerank_cached.py",
+    )
+    parser.add_argument(
+        "--top_k",
+        type=int,
+        default=20,
+        help="candidates to score from a file, or to keep with --candidates=all (20)",
+    )
+    parser.add_argument(
+        "--cap",
+        choices=("none", "webqa"),
+        default="none",
+        help="restricted: webqa scores 16 pictures and 16 snippets per question, like the baseline",
+    )
+    parser.add_argument(
+        "--retriever",
+        help="workdir of a contrastive run, or a converted CLIP: scores two-hop questions again "
+        "with the title of their best source, and provides cosines as the similarity",
+    )
+    parser.add_argument("--index", help="folder written by `mmqa index`, of the retriever")
+    parser.add_argument(
+        "--similarity_weight",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="of the similarity (the retriever's, or the scores in the file) against the "
+        "relevance; 0 is VLP alone; the sweep shows the best on --split=val",
+    )
+    flags.add_select(parser)
+    parser.add_argument("--out", required=True, help="JSON-lines file to write")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Scores candidate sources; sweeps the threshold and the weight of the similarity."""
+    _check(arguments)
+    from mmqa_jax.core import distributed
+
+    distributed.start()
+    from mmqa_jax.core.files import check_out
+    from mmqa_jax.data.corpus import open_corpus
+    from mmqa_jax.data.splits import split_questions
+    from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
+    from mmqa_jax.evaluation.source_selection import SELECTIONS, best_threshold
+    from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
+    from mmqa_jax.systems.extensions import similarity
+    from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
+
+    data, out, split = Path(arguments.data), Path(arguments.out), arguments.split
+    check_out(out)
+    corpus = open_corpus(data)
+    questions = split_questions(corpus, data, split)
+    given = None
+    if arguments.candidates not in ("restricted", "all"):  # checked before the model loads
+        given = read_rankings(arguments.candidates, [q.id for q in questions], corpus.row)
+    reranker = open_reranker(corpus, arguments.model)
+    if arguments.retriever:
+        dense = open_dense(corpus, arguments.retriever, arguments.index)
+        reranker = with_similarity(reranker, dense, corpus, arguments.similarity_weight)
+    if arguments.candidates == "all":
+        evidence = similarity.read_all(questions, reranker, arguments.top_k)
+    elif given is None:
+        evidence = similarity.read_restricted(questions, corpus, reranker, arguments.cap)
+    else:
+        evidence = similarity.read_candidates(questions, given, reranker, arguments.top_k)
+    weight = arguments.similarity_weight
+    relevance = similarity.combine(evidence, weight)
+    write_rankings(out, relevance)
+    print(f"Relevance for {len(questions):,} questions: {out}")
+    if not any(question.positives for question in questions):
+        return {"questions": len(questions)}  # as in WebQA's test split
+    scored = score_retrieval(corpus, questions, relevance)
+    show_retrieval(f"{data.name}, {split}: reranked", scored)
+    weights = sorted({*similarity.WEIGHTS, weight}) if _has_similarity(arguments) else (0.0,)
+    tuned = similarity.tune_selection(questions, evidence, SELECTIONS[arguments.select], weights)
+    _show_sweep(f"{data.name}, {split}: source F1 by --select={arguments.select}", tuned.sweep)
+    at_weight = {threshold: f1 for (w, threshold), f1 in tuned.sweep.items() if w == weight}
+    threshold = best_threshold(at_weight)
+    return {
+        "questions": len(questions),
+        "best_threshold": threshold,
+        "source_f1": at_weight[threshold],
+        "best": {
+            "similarity_weight": tuned.weight,
+            "threshold": tuned.threshold,
+            "source_f1": tuned.sweep[tuned.weight, tuned.threshold],
+        },
+        "sweep": [
+            {"similarity_weight": w, "threshold": t, "source_f1": f1}
+            for (w, t), f1 in tuned.sweep.items()
+        ],
+        **scored,
+    }
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises UserError if the flags contradict each other."""
+    flags.check_top_k(arguments.top_k)
+    weight, candidates = arguments.similarity_weight, arguments.candidates
+    if arguments.cap != "none" and candidates != "restricted":
+        raise UserError(
+            f"--cap={arguments.cap}: limits each question's own candidates; use it with "
+            "--candidates=restricted, or use --top_k with a file."
+        )
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise UserError(
+            f"--similarity_weight={weight}: 0 or more was expected; give one, such as 20."
+        )
+    if (arguments.retriever is None) != (arguments.index is None):
+        raise UserError("--retriever and --index need each other; give both.")
+    if arguments.retriever is not None and candidates == "all":
+        raise UserError(
+            "--retriever: computes the similarity of a few candidates; use it with --candidates="
+            "restricted or a file."
+        )
+    if weight and not _has_similarity(arguments):
+        raise UserError(
+            f"--similarity_weight={weight}: no similarity is known for --candidates="
+            f"{candidates}; give --retriever and --index, or a file of `mmqa search`."
+        )
+
+
+def _has_similarity(arguments: argparse.Namespace) -> bool:
+    """Whether a retriever, or the file, gives the similarity of the candidates."""
+    return arguments.retriever is not None or arguments.candidates not in ("restricted", "all")
+
+
+def _show_sweep(title: str, sweep: Mapping[tuple[float, float], float]) -> None:
+    """Prints source F1: one row per threshold, one column per similarity weight."""
+    from mmqa_jax.evaluation.tables import Table, show
+
+    weights = sorted({weight for weight, _ in sweep})
+    thresholds = sorted({threshold for _, threshold in sweep})
+    rows: list[Sequence[Any]] = [
+        [f"{t:g}", *(float(sweep[weight, t]) for weight in weights)] for t in thresholds
+    ]
+    if len(weights) == 1:
+        show(Table(title, ["threshold", "source F1"], rows))
+        return
+    note = "One row per threshold, one column per --similarity_weight."
+    show(Table(title, ["", *(f"{weight:g}" for weight in weights)], rows, note))

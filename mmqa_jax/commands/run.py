@@ -1,0 +1,52 @@
+"""`mmqa run`: one row of a paper's table, end to end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+
+SUMMARY = "run one row of a paper's table end to end; continues where it was interrupted."
+EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.description += (
+        "\n\n`mmqa tables` lists the rows. To use other parts: --config.parts.reader.model=RUN; "
+        "other\ndata: --config.data.dir=DIR. Written to --workdir: retrieval/*.jsonl,\n"
+        "predictions.jsonl, per_question.jsonl, scores.json, report.html."
+    )
+    flags.add_config(parser)
+    parser.add_argument("--workdir", required=True, help="everything is written here")
+    parser.add_argument("--split", help="train, val or test (the row's own: val)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N questions of the split (all)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs the row and prints its scores."""
+    from mmqa_jax.core import distributed
+
+    distributed.start()
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.systems.run import check_row, run_row
+    from mmqa_jax.systems.run_report import row_title
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_row(config)
+    if arguments.split:
+        config.data.split = arguments.split
+    folder = Path(arguments.workdir)
+    result = run_row(config, folder, limit=arguments.limit)
+    for note in result.scores["notes"]:
+        print(note, file=sys.stderr)
+    for table in result.evaluation.tables(row_title(result.scores)):
+        show(table)
+    print(f"Report: {folder / 'report.html'}")
+    return dict(result.scores)

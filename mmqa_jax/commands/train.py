@@ -1,0 +1,38 @@
+"""`mmqa train`: one training run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+
+SUMMARY = "train one model; continues where an interrupted run stopped."
+EXAMPLE = (
+    "mmqa train --config=configs/atlas/rerank.py --config.data.dir=data/atlas --workdir=runs/rerank"
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    flags.add_config(parser)
+    parser.add_argument("--workdir", required=True, help="checkpoints, metrics and weights go here")
+    parser.add_argument(
+        "--only_start",
+        action="store_true",
+        help="take no steps: create a workdir with the weights named by config.init, for other "
+        "verbs",
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains, or resumes."""
+    from mmqa_jax.core import distributed
+
+    distributed.start()
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.training.run import run_training
+
+    config = load_config(arguments.config, arguments.overrides)
+    return run_training(config, Path(arguments.workdir), only_start=arguments.only_start)

@@ -1,0 +1,140 @@
+"""Training batches of the reader: questions, their sources and partly masked answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grain
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.batches.feed import (
+    FeedConfig,
+    Table,
+    augmented,
+    example_rng,
+    feed_batches,
+    nest_inputs,
+)
+from mmqa_jax.data.batches.sampling import PlannedBatch
+from mmqa_jax.data.examples import RawExample
+from mmqa_jax.data.packing import MaskingConfig, Packed, Packer, batch, clean
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.tokenizers import TokenTable
+
+
+def answer_batches(
+    reader: SourceReader,
+    questions: Sequence[Question],
+    packer: Packer,
+    masking: MaskingConfig,
+    feed: FeedConfig,
+    *,
+    max_sources: int = 2,
+    distractor_prob: float = 0.0,
+    shuffle_sources: bool = True,
+    no_source_prob: float = 0.0,
+    shares: dict[str, float] | None = None,
+) -> grain.DatasetIterator[Packed]:
+    """Questions with their gold sources and partly masked answers, for masked-LM training.
+
+    Args:
+      max_sources: gold sources shown at most, the first ones (the baseline: two pictures).
+      distractor_prob: with this probability a question with fewer gold sources than
+        `max_sources` also gets one of its hard negatives (robustness to wrong sources).
+      shuffle_sources: random order of the sources; off, the question's order.
+      no_source_prob: with this probability a question gets no source at all; 1 trains the
+        question-only model.
+      shares: category -> the share of its questions that an epoch shows, drawn anew for each;
+        categories that are not named are shown whole.
+
+    A batch has the arrays of packing.INPUT_FIELDS (see FeedConfig.inputs), masked_ids,
+    masked_positions int32 and masked_weights float32 [B, max_pred], index (into `questions`)
+    and truncated int32[B]. The answer is a random one of the reference answers.
+    """
+    kept = [i for i, q in enumerate(questions) if q.answers]
+    if not kept:
+        raise UserError("answer training: no question has a reference answer; check the split.")
+    for name, value in (("distractor_prob", distractor_prob), ("no_source_prob", no_source_prob)):
+        if not 0 <= value <= 1:
+            raise UserError(f"{name}={value}: a probability in 0..1 was expected.")
+    shares = shares or {}
+    _check_shares(shares, {questions[i].category for i in kept})
+    corpus, tokenizer = reader.corpus, reader.tokenizer
+    shown = [] if no_source_prob == 1 else kept
+    golds = {i: np.array(corpus.positive_rows(questions[i])[:max_sources]) for i in shown}
+    negatives = {i: corpus.negative_rows(questions[i]) for i in shown if distractor_prob}
+    question_tokens = TokenTable(tokenizer, [clean(q.question) for q in questions])
+    keyword_tokens = TokenTable(tokenizer, [clean(q.keywords) for q in questions])
+    kept_shares = np.array([shares.get(questions[i].category, 1.0) for i in kept])
+    num_answers = [len(questions[i].answers) for i in kept]
+    first_answer = np.cumsum([0, *num_answers])[:-1]  # in the table of all answers
+    answer_tokens = TokenTable(
+        tokenizer, [clean(answer) for i in kept for answer in questions[i].answers]
+    )
+
+    def sample(epoch: int) -> Table:
+        rng = np.random.default_rng((13, feed.seed, epoch))
+        taken = np.flatnonzero(rng.random(len(kept)) < kept_shares)
+        rows = np.full((len(kept), max_sources), -1)
+        for n, i in enumerate(kept):
+            if no_source_prob and rng.random() < no_source_prob:
+                continue
+            chosen = golds[i]
+            room = len(chosen) < max_sources and distractor_prob and len(negatives[i])
+            if room and rng.random() < distractor_prob:
+                chosen = np.append(chosen, rng.choice(negatives[i]))
+            if shuffle_sources:
+                chosen = rng.permutation(chosen)
+            rows[n, : len(chosen)] = chosen
+        choice = rng.integers(num_answers)  # which of the question's answers
+        answer_lengths = answer_tokens.lengths[first_answer + choice]
+        if masking.probes:  # the answer's tokens and the last [SEP] each have a probe
+            answer_lengths = 2 * answer_lengths + 1
+        text = reader.text_length(rows) + question_tokens.lengths[kept] + answer_lengths
+        pictures = ((rows >= 0) & reader.is_image[rows]).sum(axis=1)
+        table = {
+            "question": np.array(kept),
+            "rows": rows,
+            "choice": choice,
+            "answer": first_answer + choice,
+            "bucket": packer.config.bucket_indices(pictures, text + feed.slack, 3),
+        }
+        return {name: column[taken] for name, column in table.items()}
+
+    def make(planned: PlannedBatch, table: Table) -> Packed:
+        packed = []
+        for b, i in enumerate(table["question"]):
+            record = questions[i]
+            answer = record.answers[table["choice"][b]]
+            sources = tuple(reader.raw(int(row)) for row in table["rows"][b] if row >= 0)
+            raw = RawExample(record.question, sources, answer, record, record.keywords)
+            raw = augmented(raw, feed, planned, b)
+            example = reader.example(
+                raw,
+                question_tokens[i] if raw.question == record.question else None,
+                answer_tokens[table["answer"][b]] if raw.answer == answer else None,
+                keyword_tokens[i] if raw.keywords == record.keywords else None,
+            )
+            rng = example_rng(feed, planned, b, 1)
+            packed.append(packer.pack_for_answer(example, planned.bucket, masking, rng))
+        arrays = batch(packed)
+        arrays["index"] = table["question"].astype(np.int32)
+        return nest_inputs(arrays, feed)
+
+    return feed_batches(sample, packer.config.buckets, make, feed)
+
+
+def _check_shares(shares: dict[str, float], categories: set[str]) -> None:
+    for name, value in shares.items():
+        if name not in categories:
+            raise UserError(
+                f"config key batches.shares.{name}: no question is of this category; use one of "
+                f"{', '.join(sorted(categories))}."
+            )
+        if not 0 < value <= 1:
+            raise UserError(
+                f"config key batches.shares.{name}={value}: a share above 0 and at most 1 was "
+                "expected; change it."
+            )

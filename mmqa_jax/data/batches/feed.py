@@ -1,0 +1,124 @@
+"""What the batches of all tasks share: settings, the examples of an epoch, the iterator."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, batch_iterator, merge_rare
+from mmqa_jax.data.examples import Augment, RawExample
+from mmqa_jax.data.packing import INPUT_FIELDS, Bucket, Packed
+
+# The examples of one epoch by column, one row each; `bucket` is one of the columns.
+Table = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedConfig:
+    """Settings of the batches of all tasks.
+
+    Attributes:
+      batch_size: examples of a batch over all processes.
+      seed: of sampling, order, masking and augmentation.
+      augment: applied to every raw example, or None.
+      inputs: the class that holds a batch's VLP arrays, under the key `inputs`:
+        models.vlp.VLPInputs; None leaves them flat under their names.
+      slack: tokens by which augmentation may lengthen an example; its bucket leaves room for them.
+      process_index, process_count: this process's slice of every batch.
+      threads: threads that prepare batches ahead.
+    """
+
+    batch_size: int
+    seed: int = 0
+    augment: Augment | None = None
+    inputs: Callable[..., Any] | None = None
+    slack: int = 0
+    process_index: int = 0
+    process_count: int = 1
+    threads: int = 2
+
+    def __post_init__(self):
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} is negative; give 0 or more.")
+
+
+class Epochs:
+    """The examples of each epoch: sampled at first use, the last two epochs cached."""
+
+    def __init__(self, sample: Callable[[int], Table], shapes: Sequence[Bucket], minimum: int):
+        self._sample, self._lock = sample, threading.Lock()
+        self._tables: dict[int, Table] = {}
+        self._merged = np.arange(len(shapes))
+        counts = np.bincount(self(0)["bucket"], minlength=len(shapes))
+        self._merged = merge_rare(counts, shapes, minimum)
+
+    def __call__(self, epoch: int) -> Table:
+        with self._lock:
+            if epoch not in self._tables:
+                self._tables = {e: t for e, t in self._tables.items() if e >= epoch - 1}
+                self._tables[epoch] = self._sample(epoch)
+            return self._tables[epoch]
+
+    def buckets(self, epoch: int) -> np.ndarray:
+        """Bucket of every example of the epoch, rare buckets merged."""
+        return self._merged[self(epoch)["bucket"]]
+
+
+def feed_batches(
+    sample: Callable[[int], Table],
+    shapes: Sequence[Bucket],
+    make: Callable[[PlannedBatch, Table], Packed],
+    feed: FeedConfig,
+) -> grain.DatasetIterator[Packed]:
+    """Iterates over the batches of a task.
+
+    Args:
+      sample: epoch -> its examples; a pure function.
+      shapes: the buckets of the examples.
+      make: a batch from its entry in the plan and the rows of its examples; a pure function.
+    """
+    epochs = Epochs(sample, shapes, feed.batch_size)
+    plan = BatchPlan(
+        epochs.buckets,
+        feed.batch_size,
+        feed.seed,
+        process_index=feed.process_index,
+        process_count=feed.process_count,
+    )
+
+    def make_planned(planned: PlannedBatch) -> Packed:
+        table = epochs(planned.epoch)
+        return make(planned, {name: table[name][planned.examples] for name in table})
+
+    return batch_iterator(plan, make_planned, threads=feed.threads)
+
+
+def nest_inputs(arrays: Packed, feed: FeedConfig) -> dict[str, Any]:
+    """The VLP arrays of a batch as one `feed.inputs` object beside the others."""
+    if feed.inputs is None:
+        return arrays
+    fields = {name: arrays.pop(name) for name in (*INPUT_FIELDS, "probe_mask") if name in arrays}
+    return {"inputs": feed.inputs(**fields), **arrays}
+
+
+def example_rng(
+    feed: FeedConfig, planned: PlannedBatch, index: int, use: int
+) -> np.random.Generator:
+    """Generator of the example at `index` of the process's slice, the same for any slicing.
+
+    `use`: 0 augmentation, 1 packing.
+    """
+    return np.random.default_rng((20 + use, feed.seed, planned.index, planned.start + index))
+
+
+def augmented(raw: RawExample, feed: FeedConfig, planned: PlannedBatch, index: int) -> RawExample:
+    """`raw` after the feed's augmentation, if it has one."""
+    if feed.augment is None:
+        return raw
+    return feed.augment(raw, example_rng(feed, planned, index, 0))

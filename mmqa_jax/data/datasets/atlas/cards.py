@@ -1,0 +1,174 @@
+"""Cards: short Factbook fields framed as prose, with the facts in them, as cards.toml says."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mmqa_jax.data.datasets.atlas import templates
+from mmqa_jax.data.datasets.atlas.factbook import Country, clean, person_name
+
+
+def cards(country: Country) -> dict[str, tuple[str, dict[str, str]]]:
+    """Kind of card -> (text, {fact: answer}), for the cards whose fields the country has."""
+    found = {}
+    for kind, card in templates.load("cards").items():
+        values = {"X": country.the_name, "name": country.name, "was": country.was}
+        for name, steps in card.items():
+            if name not in ("text", "facts"):
+                values[name] = _value(country, steps, values)
+        text = next(filter(None, (_joined(clauses, values) for clauses in card["text"])), "")
+        if text:
+            facts = {fact: _filled(frame, values) for fact, frame in card["facts"].items()}
+            if kind == "flag_meaning":
+                facts = _flag_colors(values["story"])
+            found[kind] = f"{text}.", facts
+    return found
+
+
+def _value(country: Country, steps: list[str], values: dict[str, str]) -> str:
+    source, *operations = steps
+    value = _field(country, source) if " > " in source else values[source]
+    for step in operations:
+        name, _, argument = step.partition(" ")
+        if name == "or":
+            value = value or _field(country, argument)
+        elif name in CONDITIONS:
+            value = value if CONDITIONS[name](value.lower(), values[argument].lower()) else ""
+        elif value:
+            value = OPERATIONS[name](value, argument)
+    return value
+
+
+def _field(country: Country, path: str) -> str:
+    keys = path.removeprefix("raw ").split(" > ")
+    return clean(country.raw(*keys)) if path.startswith("raw ") else country.text(*keys)
+
+
+def _filled(frame: str, values: dict[str, str]) -> str:
+    """The frame filled in, "" where one of its values is empty."""
+    return frame.format(**values) if all(map(values.get, re.findall(r"{(\w+)}", frame))) else ""
+
+
+def _joined(clauses: list[str], values: dict[str, str]) -> str:
+    first, *rest = (_filled(clause, values) for clause in clauses)
+    return first + "".join(rest) if first else ""
+
+
+def _group(found: re.Match | None) -> str:
+    return found[found.re.groups] if found else ""
+
+
+def _bare(value: str, _: str = "") -> str:
+    """Without what stands in round brackets."""
+    return re.sub(r"\s*\([^)]*\)", "", value).strip(" ,;.")
+
+
+def _first_item(value: str, most_words: str = "6") -> str:
+    """The first item of a comma or semicolon list without share and brackets."""
+    item = re.split(r"[,;]", _bare(value))[0]
+    item = re.sub(r"\s*[<>~]?\d[\d.]*%?.*$", "", item).strip()
+    return item if item and len(item.split()) <= int(most_words) else ""
+
+
+def _largest(value: str, _: str) -> str:
+    """The first name of a list with shares, `A 40%, B 30%`, if it is a proper answer."""
+    if not re.match(r"[^,;]*?\d[\d.]*%", _bare(value)):
+        return ""
+    answer = _first_item(value)
+    return "" if re.match(r"(?i)(other|none|no |unspecified)", answer) else answer
+
+
+def _shorten(value: str, _: str, most: int = 45) -> str:
+    """The first clauses up to `most` words, cut at semicolons."""
+    kept: list[str] = []
+    for part in re.split(r"(?<=;)\s+", value):
+        if kept and len(" ".join([*kept, part]).split()) > most:
+            break
+        kept.append(part)
+    return " ".join(" ".join(kept).split()[: most + 15]).strip(" ;,.")
+
+
+def _first_words(value: str, most: str) -> str:
+    """At most the first `most` words, cut at a comma where there is one."""
+    words = value.split()
+    if len(words) <= int(most):
+        return value
+    return re.sub(r",[^,]*$", "", " ".join(words[: int(most)])).rstrip(" ,;(")
+
+
+def _borders(value: str, _: str) -> str:
+    pairs = re.findall(r"([A-Z][\w .'()-]+?) ([\d,.]+) km", value)
+    return ", ".join(f"{name} ({length} km)" for name, length in pairs)
+
+
+def _longest_border(value: str, _: str) -> str:
+    pairs = re.findall(r"([A-Z][\w .'()-]+?) \(([\d,.]+) km\)", value)
+    longest = max(pairs, key=lambda pair: float(pair[1].replace(",", "").rstrip(".")))
+    return longest[0] if len(pairs) > 1 else ""
+
+
+def _cities(value: str, _: str) -> str:
+    pairs = re.findall(r"([\d.,]+(?: million)?) ([^\d,;]+)", value)
+    named = [(name.strip(" ,;"), count) for count, name in pairs]
+    return ", ".join(f"{name.title() if name.isupper() else name} ({n})" for name, n in named)
+
+
+_DATE = re.compile(
+    r"\b\d{1,2} (?:January|February|March|April|May|June|July|August|September|October|"
+    r"November|December)(?: \d{3,4})?\b"
+)
+
+
+def _latest_date(value: str, _: str) -> str:
+    """The full date that follows the word `latest`, or the only date."""
+    date = _DATE.search(value.split("latest")[-1])
+    sure = "latest" in value or len(_DATE.findall(value)) == 1
+    return date[0] if date and sure and re.search(r"\d{4}$", date[0]) else ""
+
+
+def _flag_colors(story: str) -> dict[str, str]:
+    colors = re.findall(
+        r"\b(red|white|blue|green|yellow|black|orange|gold)\b "
+        r"(?:stands? for|represents?|symbolizes?) (?:the )?([a-z][^;,.()]*?)(?: and |[;,.(]|$)",
+        story,
+    )
+    return {f"flag_{color}": what.strip() for color, what in colors if len(what.split()) <= 6}
+
+
+_MEANING = re.compile(r'mean(?:s|ing)\s+(?:either |the |approximately )?"([^"]{3,40}?)[,;.]?"')
+
+# Conditions of cards.toml that compare with another value; a value that fails is emptied.
+CONDITIONS: dict[str, Callable[[str, str], Any]] = {
+    "if": lambda _, other: other,
+    "same_as": operator.eq,
+    "other_than": operator.ne,
+}
+# Operations of cards.toml: (value, argument) -> value. They meet no empty value.
+OPERATIONS: dict[str, Callable[[str, str], str]] = {
+    "match": lambda value, pattern: _group(re.match(pattern, value)),  # or the whole match
+    "find": lambda value, pattern: _group(re.search(pattern, value)),
+    "only": lambda value, pattern: value if re.search(pattern, value) else "",
+    "not": lambda value, pattern: "" if re.search(pattern, value) else value,
+    "cut": lambda value, pattern: re.sub(pattern, "", value),
+    "swap": lambda value, change: re.sub(*change.split(" => "), value),  # pattern => replacement
+    "before": lambda value, pattern: re.split(pattern, value)[0].strip(),
+    "strip": lambda value, _: value.strip(" ,"),
+    "line": lambda value, _: value.split("\n")[0],
+    "one_line": lambda value, _: value.replace("\n", " "),
+    "most": lambda value, words: value if len(value.split()) <= int(words) else "",
+    "truncate": lambda value, words: " ".join(value.split()[: int(words)]),
+    "bare": _bare,
+    "first_item": _first_item,
+    "first_words": _first_words,
+    "largest": _largest,
+    "shorten": _shorten,
+    "person": lambda value, _: person_name(value),
+    "meaning": lambda value, _: _group(_MEANING.search(value)),
+    "borders": _borders,
+    "longest_border": _longest_border,
+    "cities": _cities,
+    "latest_date": _latest_date,
+}

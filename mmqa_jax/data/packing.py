@@ -1,0 +1,450 @@
+"""VLP's input sequences: sources, question and answer in the arrays that models.vlp reads.
+
+One sequence (WebQA baseline, vlp/webqa_loader.py, class Preprocess4webqa):
+
+    [CLS] region slots * R, source text [SEP] question, answer [SEP] padding
+    \\______________ context_mask ________________/ \\_ answer_mask _/
+
+Every row attends to the columns of context_mask; the answer attends to itself causally:
+`mask[i, j] = context_mask[j] | (answer_mask[i] & answer_mask[j] & j <= i)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.truncation import Tokens, cut, cut_pair, fair_shares
+
+Packed = dict[str, np.ndarray]
+
+# The arrays that VLP reads, under the names of models.vlp.VLPInputs.
+INPUT_FIELDS = (
+    "input_ids",
+    "token_type_ids",
+    "position_ids",
+    "context_mask",
+    "answer_mask",
+    "region_features",
+    "region_positions",
+)
+
+
+class Bucket(NamedTuple):
+    """A static shape: region slots for `pictures` pictures and `text` other columns.
+
+    `text` counts [CLS], source text, both [SEP], question and answer, so that the
+    sequence has pictures * slots_per_picture + text columns.
+    """
+
+    pictures: int
+    text: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingConfig:
+    """Shapes and token budgets of the sequences.
+
+    Attributes:
+      buckets: static shapes, (pictures, text columns) each. An example takes the first that
+        fits it, ordered by pictures, then text; in the longest its source text is cut.
+      slots_per_picture: region slots of one picture; further regions are dropped.
+      region_dim, position_dim: columns of the region features and region positions.
+      max_source_tokens: limit on the source text, all sources together.
+      max_caption_tokens: the same for examples with pictures; None = max_source_tokens.
+      max_question_tokens, max_answer_tokens: limits on question and answer.
+      max_pair_tokens: limit on question and answer together (the baseline's max_len_b): surplus
+        tokens are cut from the question's head or the answer's tail. None: no such limit.
+      attend_empty_slots: all slots of a picture are attended to, with or without a region, as
+        in the baseline; off, only those with a region.
+      segments: token types of the context and of question and answer (VLP: 4 and 5).
+      per_source: ours, not VLP's: the first source's slots and text get type 2, the second's
+        type 3, so that captions bind to their pictures; and when the text must be cut, each
+        source keeps its fair share. Off, the concatenated text is cut as a whole (VLP).
+      match_types: ours: token type of the tokens and tags of the first, second ... source (the last
+        for all further ones) that also occur in the question, () for no such signal. With it a
+        small cross-encoder finds a name in a source at once; without, it must first learn to
+        compare tokens. With two types it also sees which of two sources the name is in.
+      positions_after_regions: text positions start after the region slots (VLP), for any number
+        of pictures after those of the largest bucket, as in the baseline. Off (ours): text
+        positions ignore the slots, whose position embeddings come from the region positions
+        anyway, so that text is at the positions that BERT weights were trained on.
+    """
+
+    buckets: tuple[tuple[int, int], ...]
+    slots_per_picture: int
+    region_dim: int
+    position_dim: int
+    max_source_tokens: int = 400
+    max_caption_tokens: int | None = None
+    max_question_tokens: int = 70
+    max_answer_tokens: int = 39
+    max_pair_tokens: int | None = None
+    attend_empty_slots: bool = False
+    segments: tuple[int, int] = (4, 5)
+    per_source: bool = False
+    match_types: tuple[int, ...] = ()
+    positions_after_regions: bool = True
+
+    def __post_init__(self):
+        if not self.buckets:
+            raise UserError("packing.buckets is empty: give at least one (pictures, text length).")
+        object.__setattr__(self, "buckets", tuple(sorted(Bucket(*b) for b in self.buckets)))
+        pair = self.max_question_tokens + self.max_answer_tokens
+        needed = 4 + min(pair, self.max_pair_tokens or pair)
+        for pictures in {bucket.pictures for bucket in self.buckets}:
+            longest = max(b.text for b in self.buckets if b.pictures == pictures)
+            if longest < needed:
+                raise UserError(
+                    f"packing.buckets: {longest} text columns with {pictures} picture(s) leave "
+                    f"no room for sources after max_question_tokens and max_answer_tokens; "
+                    f"give at least {needed}."
+                )
+
+    @property
+    def max_pictures(self) -> int:
+        return self.buckets[-1].pictures
+
+    @property
+    def text_start(self) -> int:
+        """Offset of the positions of text that follows region slots."""
+        return self.max_pictures * self.slots_per_picture * self.positions_after_regions
+
+    @property
+    def positions(self) -> int:
+        """Position embeddings that the longest sequence needs."""
+        return max(b.text + (self.text_start if b.pictures else 0) for b in self.buckets)
+
+    def bucket_index(self, pictures: int, tokens: int, specials: int) -> int:
+        """Index of the bucket for `tokens` text tokens and `specials` special ones.
+
+        An example with more pictures than any bucket takes goes to the one with the most (its
+        last pictures are dropped), a longer text to the longest of its pictures (it is cut).
+        """
+        pictures = min(pictures, self.max_pictures)
+        slots = min(b.pictures for b in self.buckets if b.pictures >= pictures)
+        sizes = [i for i, b in enumerate(self.buckets) if b.pictures == slots]
+        return next((i for i in sizes if self.buckets[i].text >= tokens + specials), sizes[-1])
+
+    def bucket_indices(
+        self, pictures: Int[np.ndarray, " N"], tokens: Int[np.ndarray, " N"], specials: int
+    ) -> Int[np.ndarray, " N"]:
+        """`bucket_index` of many examples."""
+        return np.array(
+            [
+                self.bucket_index(int(p), int(t), specials)
+                for p, t in zip(pictures, tokens, strict=True)
+            ],
+            int,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskingConfig:
+    """Masked-LM training of answers (reference: --mask_prob 0.5 --max_pred 50).
+
+    Attributes:
+      mask_prob: share of the answer's tokens that are predicted.
+      max_pred: most tokens predicted in one example.
+      probes: ours, not VLP's: keep the answer whole and predict every token of it, each from a
+        [MASK] of its own that sees the tokens before it, exactly as in decoding. It costs an
+        answer's length in columns and gives every token a loss (as UniLMv2's pseudo-masks).
+      keyword_weight: ours: extra weight of the answer's keywords, shared among them, on top of
+        1 per token. The keyword is one token among ten that all questions of its kind share;
+        with equal weights a short training learns the shared ten.
+    """
+
+    mask_prob: float = 0.5
+    max_pred: int = 50
+    probes: bool = False
+    keyword_weight: float = 0.0
+
+
+class SourceTokens(NamedTuple):
+    """One source: its text as token ids and, for a picture, (features, positions).
+
+    `tags` are token ids for the slots of the regions; without them the slots hold [UNK] (VLP).
+    """
+
+    tokens: Tokens
+    regions: tuple[np.ndarray, np.ndarray] | None = None  # float32[N, F], float32[N, P]
+    tags: Tokens | None = None  # [N]
+
+
+class Example(NamedTuple):
+    """What one sequence is made of, tokenized."""
+
+    sources: tuple[SourceTokens, ...]
+    question: Tokens
+    answer: Tokens = ()
+    keywords: Tokens = ()  # the answer's keywords
+
+    @property
+    def pictures(self) -> int:
+        return sum(source.regions is not None for source in self.sources)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.sources) + len(self.question) + len(self.answer)
+
+
+class Packer:
+    """Packs tokenized examples into sequences of static length.
+
+    Segments over their budget lose each surplus token at the head or the tail with
+    probability 0.5 when an `rng` is given (training), else at the tail (inference). The
+    array `truncated` counts the tokens and regions an example lost.
+    """
+
+    def __init__(self, tokenizer: WordPiece, config: PackingConfig):
+        self.tokenizer, self.config = tokenizer, config
+
+    def excess(self, question: str) -> int:
+        """How many tokens of a question are beyond `max_question_tokens` and will be cut."""
+        tokens = self.tokenizer.encode(clean(question))
+        return max(0, len(tokens) - self.config.max_question_tokens)
+
+    def pack_for_selection(
+        self, example: Example, bucket: int, rng: np.random.Generator | None = None
+    ) -> Packed:
+        """Sources and question for the source head.
+
+        The baseline leaves the answer in the sequence but lets no row see it; here it is
+        simply absent, so [CLS] is independent of it by construction.
+        """
+        return self._lay_out(example._replace(answer=()), bucket, rng, close=False)[0]
+
+    def pack_for_decoding(self, example: Example, bucket: int) -> Packed:
+        """Sources and question for the decoder, and `length`, the columns that are filled.
+
+        Padding has position 0; the first generated token has position
+        `position_ids[length - 1] + 1` (decode_webqa.py).
+        """
+        arrays, _, end = self._lay_out(example._replace(answer=()), bucket, None, close=False)
+        arrays["position_ids"][end:] = 0
+        arrays["length"] = np.int32(end)
+        return arrays
+
+    def pack_for_answer(
+        self, example: Example, bucket: int, masking: MaskingConfig, rng: np.random.Generator
+    ) -> Packed:
+        """Sources, question and answer, with part of the answer masked for training.
+
+        Candidates are the answer's tokens and the final [SEP]. Of these L, n = round(L * p)
+        are predicted, at least one (three with pictures) and at most max_pred; 80 % of them
+        become [MASK], 10 % a random token, 10 % stay (Preprocess4webqa).
+
+        Returns:
+          The input arrays and masked_ids int32[P], masked_positions int32[P] and
+          masked_weights float32[P] (1 for real entries, more for keywords),
+          P = max_pred, padded with 0.
+        """
+        if masking.probes:
+            return self._with_probes(example, bucket, masking, rng)
+        arrays, start, end = self._lay_out(example, bucket, rng, close=True)
+        length = end - start
+        least = min(3, length) if example.pictures else 1
+        count = min(masking.max_pred, max(least, round(length * masking.mask_prob)))
+        positions = start + np.sort(rng.choice(length, count, replace=False))  # [count]
+        ids = arrays["input_ids"]
+        _add_targets(arrays, positions, ids[positions], example.keywords, masking)
+        draw = rng.random(count)
+        random_ids = rng.integers(self.tokenizer.vocab_size, size=count)
+        shown = np.where(draw < 0.9, random_ids, ids[positions])
+        ids[positions] = np.where(draw < 0.8, self.tokenizer.mask_id, shown)
+        return arrays
+
+    def _with_probes(
+        self, example: Example, bucket: int, masking: MaskingConfig, rng: np.random.Generator
+    ) -> Packed:
+        """The whole answer, then a [MASK] per answer token at that token's position."""
+        longest = min(self.config.max_answer_tokens, masking.max_pred - 1)
+        example = example._replace(answer=cut(example.answer, longest, rng))
+        arrays, start, end = self._lay_out(
+            example, bucket, rng, close=True, reserve=len(example.answer) + 1
+        )
+        count = end - start
+        ids, probes = arrays["input_ids"], slice(end, end + count)
+        _add_targets(arrays, np.arange(end, end + count), ids[start:end], example.keywords, masking)
+        ids[probes] = self.tokenizer.mask_id
+        arrays["token_type_ids"][probes] = self.config.segments[1]
+        arrays["position_ids"][probes] = arrays["position_ids"][start:end]
+        arrays["probe_mask"] = np.zeros(len(ids), bool)
+        arrays["probe_mask"][probes] = True
+        return arrays
+
+    def _lay_out(
+        self,
+        example: Example,
+        bucket: int,
+        rng: np.random.Generator | None,
+        *,
+        close: bool,
+        reserve: int = 0,
+    ) -> tuple[Packed, int, int]:
+        """Fills one sequence: its arrays, the column of the answer, the end of what is filled.
+
+        `close` appends the final [SEP] to the answer; `reserve` columns stay free at the end.
+        """
+        config = self.config
+        shape = config.buckets[bucket]
+        slots = shape.pictures * config.slots_per_picture  # R
+        columns = slots + shape.text  # L
+        question, answer = example.question, example.answer
+        if config.max_pair_tokens is not None:
+            question, answer = cut_pair(question, answer, config.max_pair_tokens, rng)
+        answer = cut(answer, min(config.max_answer_tokens, shape.text - 3), rng)
+        room = shape.text - 2 - close - len(answer) - reserve
+        question = cut(question, min(config.max_question_tokens, room), rng)
+        limit = config.max_source_tokens
+        if example.pictures and config.max_caption_tokens is not None:
+            limit = config.max_caption_tokens
+        texts = self._source_texts(example.sources, min(limit, room - len(question)), rng)
+        length = sum(map(len, texts))
+
+        context_end = slots + length + 2  # columns up to and with the first [SEP]
+        answer_start = context_end + len(question)
+        end = answer_start + len(answer) + close
+        first, second = config.segments
+        tokenizer = self.tokenizer
+        ids = np.full(columns, tokenizer.pad_id, np.int32)
+        ids[0] = tokenizer.cls_id
+        ids[1 : 1 + slots] = tokenizer.unk_id
+        types = np.zeros(columns, np.int32)
+        types[:context_end] = first
+        types[context_end:end] = second
+        column = 1 + slots
+        for index, text in enumerate(texts):
+            ids[column : column + len(text)] = text
+            if config.per_source:
+                types[column : column + len(text)] = source_type(index, first)
+            self._mark(types[column : column + len(text)], text, question, index)
+            column += len(text)
+        ids[column] = tokenizer.sep_id
+        ids[context_end:answer_start] = question
+        ids[answer_start : answer_start + len(answer)] = answer
+        if close:
+            ids[end - 1] = tokenizer.sep_id
+        positions = np.arange(columns, dtype=np.int32)
+        if slots:
+            positions[1 + slots :] += config.text_start - slots
+        context = np.zeros(columns, bool)
+        context[0] = True
+        context[1 + slots : answer_start] = True
+        answer_mask = np.zeros(columns, bool)
+        answer_mask[answer_start:end] = True
+        features = np.zeros((slots, config.region_dim), np.float32)
+        region_positions = np.zeros((slots, config.position_dim), np.float32)
+        lost = self._fill_regions(
+            example.sources, question, shape, features, region_positions, context, types, ids
+        )
+        kept = length + len(question) + len(answer)
+        arrays = {
+            "input_ids": ids,
+            "token_type_ids": types,
+            "position_ids": positions,
+            "context_mask": context,
+            "answer_mask": answer_mask,
+            "region_features": features,
+            "region_positions": region_positions,
+            "truncated": np.int32(lost + example.tokens - kept),
+        }
+        return arrays, answer_start, end
+
+    def _source_texts(
+        self, sources: Sequence[SourceTokens], budget: int, rng: np.random.Generator | None
+    ) -> list[Tokens]:
+        texts = [source.tokens for source in sources]
+        if self.config.per_source:
+            shares = fair_shares([len(text) for text in texts], budget)
+            return [cut(text, share, rng) for text, share in zip(texts, shares, strict=True)]
+        if sum(map(len, texts)) <= budget:
+            return texts
+        return [cut(np.concatenate([np.asarray(t, np.int32) for t in texts]), budget, rng)]
+
+    def _mark(
+        self, types: Int[np.ndarray, " N"], tokens: Tokens, question: Tokens, index: int
+    ) -> None:
+        """Sets the type of the tokens of source `index` that also occur in the question."""
+        marks = self.config.match_types
+        if marks:
+            matched = np.isin(np.asarray(tokens), np.asarray(question))
+            types[matched] = marks[min(index, len(marks) - 1)]
+
+    def _fill_regions(
+        self,
+        sources: Sequence[SourceTokens],
+        question: Tokens,
+        shape: Bucket,
+        features: Float[np.ndarray, "R F"],
+        positions: Float[np.ndarray, "R P"],
+        context: Bool[np.ndarray, " L"],
+        types: Int[np.ndarray, " L"],
+        ids: Int[np.ndarray, " L"],
+    ) -> int:
+        """Fills the region slots and unmasks them; returns how many regions found no slot."""
+        config = self.config
+        slots, used, lost = config.slots_per_picture, 0, 0
+        for index, source in enumerate(sources):
+            if source.regions is None:
+                continue
+            values, boxes = source.regions
+            assert values.shape[1:] == features.shape[1:], (values.shape, features.shape)
+            assert boxes.shape[1:] == positions.shape[1:], (boxes.shape, positions.shape)
+            count = min(len(values), slots) if used < shape.pictures else 0
+            lost += len(values) - count
+            start = used * slots
+            features[start : start + count] = values[:count]
+            positions[start : start + count] = boxes[:count]
+            attended = slots if config.attend_empty_slots and used < shape.pictures else count
+            context[1 + start : 1 + start + attended] = True
+            if config.per_source and count:
+                types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
+            if source.tags is not None:
+                ids[1 + start : 1 + start + count] = source.tags[:count]
+                self._mark(
+                    types[1 + start : 1 + start + count], source.tags[:count], question, index
+                )
+            used += 1
+        return lost
+
+
+def _add_targets(
+    arrays: Packed,
+    positions: Int[np.ndarray, " n"],
+    targets: Int[np.ndarray, " n"],
+    keywords: Tokens,
+    masking: MaskingConfig,
+) -> None:
+    """Adds the masked_* arrays: the tokens `targets` are to be predicted at `positions`."""
+    count, most = len(targets), masking.max_pred
+    is_keyword = np.isin(targets, np.asarray(keywords))
+    weights = 1.0 + is_keyword * masking.keyword_weight / max(is_keyword.sum(), 1)
+    for name, values, dtype in (
+        ("masked_ids", targets, np.int32),
+        ("masked_positions", positions, np.int32),
+        ("masked_weights", weights, np.float32),
+    ):
+        arrays[name] = np.zeros(most, dtype)
+        arrays[name][:count] = values
+
+
+def batch(examples: Sequence[Mapping[str, np.ndarray]]) -> Packed:
+    """Stacks packed examples of one bucket: every array gets a leading batch axis."""
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def clean(text: str) -> str:
+    """A text as the baseline tokenizes it: no `"`, no blanks at the ends."""
+    return text.replace('"', "").strip()
+
+
+def source_type(index: int, default: int) -> int:
+    """Token type of the source at `index` with `per_source`: 2, 3, then the context's type."""
+    return 2 + index if index < 2 else default

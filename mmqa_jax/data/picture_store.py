@@ -1,0 +1,88 @@
+"""Decoded pictures of a corpus, kept in a bounded memory."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.images import BrokenPictures, PictureError, Resize, decode, to_pixels
+from mmqa_jax.data.schema import Question
+
+
+class PictureStore:
+    """Pixels of a corpus's pictures, decoded on demand and kept in a bounded memory.
+
+    Safe to share between threads; a copy sent to another process starts with an empty cache.
+
+    Args:
+      corpus: where the encoded pictures come from.
+      size: side of the pixels.
+      resize: see `to_pixels`.
+      cache_bytes: memory for decoded pixels; the least recently used are dropped first.
+      max_broken: see BrokenPictures; broken pictures are counted in `.broken`.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        size: int,
+        resize: Resize = "crop",
+        *,
+        cache_bytes: int = 512 * 2**20,
+        max_broken: int | None = None,
+    ):
+        self.corpus, self.size, self.resize = corpus, size, resize
+        shown = sum(source.image is not None for source in corpus.sources)
+        self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
+        self._capacity = cache_bytes // (size * size * 3)
+        self._start_cache()
+
+    def pixels(self, row: int) -> UInt8[np.ndarray, "S S 3"] | None:
+        """Pixels of the source in `row`, read-only; None for a snippet or a broken picture."""
+        return self._cached(self.corpus.sources[row].image)
+
+    def question_pixels(self, question: Question) -> UInt8[np.ndarray, "S S 3"] | None:
+        """Pixels of a question's picture; None where it has none."""
+        return self._cached(question.image)
+
+    def _cached(self, name: str | None) -> np.ndarray | None:
+        if name is None:
+            return None
+        with self._lock:
+            if name in self._cache:
+                self._cache.move_to_end(name)
+                return self._cache[name]
+        pixels = self._decode(name)
+        with self._lock:
+            self._cache[name] = pixels
+            while len(self._cache) > self._capacity:
+                self._cache.popitem(last=False)
+        return pixels
+
+    def _decode(self, name: str) -> np.ndarray | None:
+        data = self.corpus.read_picture(name)
+        if data is None:
+            return None
+        try:
+            pixels = to_pixels(decode(data, name), self.size, self.resize)
+        except PictureError as error:
+            self.broken.add(name, str(error))
+            return None
+        pixels.flags.writeable = False
+        return pixels
+
+    def _start_cache(self) -> None:
+        self._lock = threading.Lock()
+        self._cache: collections.OrderedDict[str, np.ndarray | None] = collections.OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_cache")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_cache()

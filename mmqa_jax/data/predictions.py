@@ -1,0 +1,56 @@
+"""predictions.jsonl: one Prediction a line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl, write_jsonl
+from mmqa_jax.data.schema import Prediction
+
+
+def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
+    """Writes one prediction a line, the file whole or not at all."""
+    write_jsonl(path, map(dataclasses.asdict, predictions))
+
+
+def read_predictions(path: Path, source_ids: Container[str] | None = None) -> list[Prediction]:
+    """Reads predictions; `question_id` is required, `answer` and `sources` may be absent.
+
+    Args:
+      source_ids: the corpus's source ids; None: cited sources are not checked.
+
+    Raises:
+      UserError: names file and line of a malformed row or an unknown source.
+    """
+    names = {field.name for field in dataclasses.fields(Prediction)}
+    predictions = []
+    for number, row in read_jsonl(path):
+        if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
+            raise UserError(
+                f'{path}, line {number}: expected an object with a text "question_id"; correct '
+                "that line."
+            )
+        if not isinstance(row.get("answer", ""), str):
+            raise UserError(f'{path}, line {number}: "answer" must be text; correct that line.')
+        sources = row.get("sources", [])
+        if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
+            raise UserError(
+                f'{path}, line {number}: "sources" must be a list of id strings; correct that line.'
+            )
+        for name in sources:
+            if source_ids is not None and name not in source_ids:
+                raise UserError(
+                    f"{path}, line {number}: source {name!r} is not in the corpus; the file "
+                    "belongs to another corpus."
+                )
+        known = {name: _tuples(value) for name, value in row.items() if name in names}
+        predictions.append(Prediction(**known))
+    return predictions
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

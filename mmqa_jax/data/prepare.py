@@ -1,0 +1,150 @@
+"""Prepares a corpus: official files, or your own documents, to ArrayRecord.
+
+`prepare` is what `mmqa prepare` runs. Every function here returns the manifest that it wrote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_out, no_empty_folders, read_text
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.data import records
+from mmqa_jax.data.datasets import webqa
+from mmqa_jax.data.interchange import read_interchange
+
+# Datasets in WebQA's official formats -> prefix of their file names.
+_PREFIXES = {"webqa": "WebQA", "atlas": "atlas"}
+
+
+def prepare(
+    dataset: str,
+    raw: Path | None,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    max_broken_pictures: int | None = None,
+) -> dict[str, Any]:
+    """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
+
+    Args:
+      dataset: `webqa`, `atlas`, or `corpus` for an interchange folder.
+      raw: folder with the files; None for Atlas.
+      overwrite: replace the corpus that is in `out`.
+      max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
+    """
+    if max_broken_pictures is not None and max_broken_pictures < 0:
+        raise UserError(
+            f"--max_broken_pictures={max_broken_pictures}: 0 or more was expected; give a larger "
+            "number."
+        )
+    if dataset == "atlas" and raw is not None:
+        raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
+    if dataset != "atlas" and raw is None:
+        raise UserError(f"--raw: name the folder with the files of {dataset}.")
+    if raw is not None and not raw.is_dir():
+        raise UserError(f"--raw={raw}: no such folder; check the path.")
+    check_out(out, folder=True)
+    if not overwrite:
+        records.refuse_corpus(out)
+    options = {"overwrite": overwrite, "max_broken_pictures": max_broken_pictures}
+    with no_empty_folders(out):
+        if dataset == "atlas":
+            return prepare_atlas(out, **options)
+        with Progress("Preparing", None, "records") as progress:
+            options["progress"] = progress.reach
+            if dataset == "corpus":
+                return prepare_interchange(raw, out, **options)
+            return prepare_release(raw, out, **options)
+
+
+def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, Any]:
+    """Builds Atlas in `out`/raw (WebQA's official formats) and prepares it in `out`.
+
+    Args:
+      countries: how many countries; 0 = all.
+      options: of `prepare`; a finished `out`/raw of an earlier attempt is used as it is.
+    """
+    from mmqa_jax.data.datasets.atlas.build import build_atlas
+
+    raw = out / "raw"
+    if not (raw / "summary.json").exists():
+        with Progress("Making Atlas", None, "steps") as progress:
+            build_atlas(
+                raw,
+                limit_countries=countries or None,
+                progress=lambda stage, done, total: progress.advance(
+                    int(done == total), stage=stage
+                ),
+            )
+    with Progress("Preparing", None, "records") as progress:
+        return prepare_release(raw, out, "atlas", progress=progress.reach, **options)
+
+
+def prepare_release(raw: Path, out: Path, name: str = "webqa", **options: Any) -> dict[str, Any]:
+    """The official files in `raw` to ArrayRecord in `out`.
+
+    Resumes an interrupted attempt on the same files, with the same result. The manifest's
+    `origin` lists the files and what they hold: repeated and reused snippet ids, rows of imgs.tsv,
+    and for `webqa` the counts with the published ones.
+
+    Args:
+      name: `webqa`, or `atlas`, whose files have the same formats.
+      options: of records.write_records.
+    """
+    prefix = _PREFIXES[name]
+    train_val, test = raw / f"{prefix}_train_val.json", raw / f"{prefix}_test.json"
+    if not train_val.exists():
+        raise UserError(
+            f"{train_val}: no such file; put the official files ({prefix}_train_val.json, "
+            f"{prefix}_test.json, imgs.tsv, imgs.lineidx) there."
+        )
+    questions_from = [path for path in (train_val, test) if path.exists()]
+    facts_from = [path for path in [raw / f"{prefix}_corpus.json"] if path.exists()]
+    notice = raw / "ATTRIBUTION.txt"
+    attribution = read_text(notice) if notice.exists() else ""
+    release = webqa.read_release(questions_from, facts_from)
+    # By id: in the files' order, gold before negatives, ties would favor gold sources.
+    sources = sorted(release.sources, key=lambda source: source.id)
+    tsv, lineidx = raw / "imgs.tsv", raw / "imgs.lineidx"
+    pictures = webqa.ImagesTsv(tsv, lineidx)
+    pictures.check_ends(source.image for source in sources if source.image is not None)
+    origin: dict[str, Any] = {
+        "files": [str(path) for path in (*questions_from, *facts_from, tsv, lineidx)],
+        "repeated_snippets": release.repeated_snippets,
+        "reused_snippet_ids": release.reused_snippet_ids,
+        "picture_rows": len(pictures),
+    }
+    if name == "webqa":
+        origin["published_counts"] = webqa.compared_counts(release)
+    return records.write_records(
+        out,
+        sources,
+        release.questions,
+        pictures.read_named,
+        name=name,
+        attribution=attribution,
+        origin=origin,
+        inputs=pictures.signature,
+        **options,
+    )
+
+
+def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """A corpus interchange folder (interchange.py) to ArrayRecord in `out`.
+
+    Args:
+      options: of records.write_records.
+    """
+    found = read_interchange(folder)
+    return records.write_records(
+        out,
+        found.sources,
+        found.questions,
+        found.read_picture,
+        name=folder.resolve().name,
+        origin={"folder": str(folder)},
+        **options,
+    )

@@ -1,0 +1,132 @@
+"""Reads the sources of a corpus: their tokens, pixels and regions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from mmqa_jax.core.errors import first_names
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.examples import RawExample, RawSource
+from mmqa_jax.data.packing import Example, SourceTokens, clean
+from mmqa_jax.data.patch_regions import PatchRegions, Tags
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.regions import FeatureRegions
+from mmqa_jax.data.schema import Source
+from mmqa_jax.data.tokenizers import TokenTable, WordPiece
+
+_TYPICAL_COLORS = 4  # that a picture shows
+
+
+class SourceReader:
+    """The sources of a corpus, tokenized once, for all batches of a run.
+
+    Args:
+      corpus: the sources.
+      tokenizer: of all texts.
+      pictures: pixels by row; None where the model does not read pixels.
+      regions: a picture's regions for VLP; None for other models.
+      source_text: the text that the model reads of a source; default: its own (WebQA's baseline).
+      tags: from the positions of a picture's regions to its tags: the picture's tags then
+        follow its caption, and each region's tag is in its slot. None: no tags.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: WordPiece,
+        pictures: PictureStore | None = None,
+        regions: PatchRegions | FeatureRegions | None = None,
+        source_text: Callable[[Source], str] | None = None,
+        tags: Callable[[np.ndarray], Tags] | None = None,
+    ):
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.pictures, self.regions, self._tags = pictures, regions, tags
+        self._tag_tokens: dict[str, list[int]] = {}
+        self._parts_length = 0  # tokens of the tags of a picture's parts
+        if regions is not None and tags is not None:
+            parts = tags(np.zeros((regions.slots, regions.position_dim), np.float32)).parts
+            self._parts_length = sum(len(self._tag(tag)) for tag in parts)
+        self._texts = [source_text(s) if source_text else s.text for s in corpus.sources]
+        self.table = TokenTable(tokenizer, self._texts)
+        self.is_image = np.array([s.modality == "image" for s in corpus.sources], bool)
+
+    def text_length(
+        self, rows: Int[np.ndarray, "*N S"], own_pictures: int = 0
+    ) -> Int[np.ndarray, "*N"]:
+        """Tokens of the sources `rows` together (-1: none), to choose a bucket by.
+
+        Tags depend on the pixels; a typical number of them is assumed. `own_pictures` is the
+        number of pictures that come with the question.
+        """
+        exists = rows >= 0
+        text = np.where(exists, self.table.lengths[rows], 0).sum(axis=-1)
+        if self._tags is None:
+            return text
+        pictures = (exists & self.is_image[rows]).sum(axis=-1) + own_pictures
+        return text + _TYPICAL_COLORS * pictures + self._parts_length * (pictures == 1)
+
+    def warn_missing(self) -> None:
+        """Warns on stderr of pictures that could not be read; their captions alone were used."""
+        for kind, found in (
+            ("without region features", getattr(self.regions, "missing", None)),
+            ("that cannot be decoded", getattr(self.pictures, "broken", None)),
+        ):
+            if found is None or not found.count:
+                continue
+            print(
+                f"pictures {kind}, read as their captions alone: {found.count} "
+                f"({first_names(found.names)}).",
+                file=sys.stderr,
+            )
+
+    def raw(self, row: int) -> RawSource:
+        """The source in `row` with its pixels."""
+        pixels = None
+        if self.pictures is not None and self.is_image[row]:
+            pixels = self.pictures.pixels(row)
+        return RawSource(self._texts[row], self.corpus.sources[row].title, pixels, row)
+
+    def tokens(self, source: RawSource) -> Sequence[int] | np.ndarray:
+        """Tokens of a source's text; only a text that was changed is tokenized again."""
+        if source.row is not None and source.text == self._texts[source.row]:
+            return self.table[source.row]
+        return self.tokenizer.encode(source.text)
+
+    def example(
+        self,
+        raw: RawExample,
+        question: Sequence[int] | None = None,
+        answer: Sequence[int] | None = None,
+        keywords: Sequence[int] | None = None,
+    ) -> Example:
+        """Tokens and regions of `raw`; the other arguments are tokens, where already known."""
+        encode = self.tokenizer.encode
+        alone = sum(source.pixels is not None for source in raw.sources) == 1
+        sources = tuple(self._read(source, alone) for source in raw.sources)
+        if question is None:
+            question = encode(clean(raw.question))
+        if answer is None:
+            answer = encode(clean(raw.answer))
+        if keywords is None:
+            keywords = encode(clean(raw.keywords)) if raw.keywords else ()
+        return Example(sources, question, answer, keywords)
+
+    def _read(self, source: RawSource, alone: bool) -> SourceTokens:
+        regions = self.regions(source) if self.regions else None
+        if regions is None or self._tags is None:
+            return SourceTokens(self.tokens(source), regions)
+        tags = self._tags(regions[1])
+        # The colors come last, so that their list ends where the text ends.
+        listed = (*(tags.parts if alone else ()), *tags.picture)
+        tokens = [token for tag in listed for token in self._tag(tag)]
+        in_slots = [self._tag(tag)[0] for tag in tags.regions]
+        return SourceTokens([*self.tokens(source), *tokens], regions, in_slots)
+
+    def _tag(self, tag: str) -> list[int]:
+        if tag not in self._tag_tokens:
+            self._tag_tokens[tag] = self.tokenizer.encode(tag)
+        return self._tag_tokens[tag]

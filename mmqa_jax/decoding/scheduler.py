@@ -1,0 +1,299 @@
+"""What the engine schedules: tokenized requests and their sequences, one per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.image_patches import PatchEncoder
+from mmqa_jax.decoding.prefix_cache import Buckets, Chunk, split
+from mmqa_jax.decoding.requests import (
+    Candidate,
+    Request,
+    Result,
+    Score,
+    Scores,
+    Scoring,
+    Tokenizer,
+    TooLong,
+)
+from mmqa_jax.decoding.stop_strings import StopDetector, truncate
+
+Pictures = Mapping[int, np.ndarray]  # by number, see PatchEncoder
+
+
+class SlotSequence:
+    """One sequence in a slot, from its prompt's first chunk on.
+
+    Args:
+      chunks: of the prompt.
+      reusable: how many of these may be copied from another slot.
+      pictures: of the prompt.
+    """
+
+    def __init__(self, chunks: list[Chunk], reusable: int, pictures: Pictures):
+        self.chunks, self.reusable, self.pictures = chunks, reusable, pictures
+        self.encoded = 0  # chunks in the cache
+        self.slot = self.source = -1  # see prefix_cache.Placement
+        self.reused = 0
+
+
+class GeneratedSequence(SlotSequence):
+    """A prompt and the tokens generated after it."""
+
+    def __init__(
+        self, request: TokenizedRequest, draw: int, chunks: list[Chunk], pictures: Pictures
+    ):
+        # The last chunk is always encoded: its hidden state gives the first new token.
+        super().__init__(chunks, len(chunks) - 1, pictures)
+        self.request, self.draw = request, draw
+        self.undecoded = request.original.max_new_tokens - 1  # decode steps still to be started
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish = ""  # "end", "stop" or "length"
+        stops = request.original.stop
+        self._stop_detector = StopDetector(request.tokenizer, stops) if stops else None
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Adds the next token; true if it was the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.request.end_ids:
+            self.finish = "end"
+        elif self._stop_detector is not None and self._stop_detector.push(token):
+            self.finish = "stop"
+        elif len(self.tokens) == self.request.original.max_new_tokens:
+            self.finish = "length"
+        return bool(self.finish)
+
+
+class TokenizedRequest:
+    """A Request with its prompt in tokens."""
+
+    def __init__(
+        self,
+        original: Request,
+        prompt: Sequence[int],
+        pictures: Pictures,
+        tokenizer: Tokenizer | None,
+        end_ids: frozenset[int],
+        buckets: Buckets,
+    ):
+        self.original, self.prompt = original, tuple(prompt)
+        self.tokenizer, self.end_ids = tokenizer, end_ids
+        chunks = split(prompt, buckets)
+        draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
+        self.sequences = [GeneratedSequence(self, draw, chunks, pictures) for draw in range(draws)]
+
+    def candidate(
+        self, tokens: Sequence[int], total: float, logprobs: tuple[float, ...] | None, finish: str
+    ) -> Candidate:
+        """A Candidate with its text, without end token and stop string."""
+        text = None
+        if self.tokenizer is not None:
+            shown = tokens[:-1] if finish == "end" else tokens
+            text = truncate(self.tokenizer.decode(list(shown)), self.original.stop)
+        return Candidate(text, tuple(tokens), total, logprobs, finish)
+
+    def result(self) -> Result | None:
+        """The result once all sequences are finished."""
+        if not all(one.finish for one in self.sequences):
+            return None
+        candidates = [
+            self.candidate(
+                one.tokens,
+                float(np.sum(one.logprobs)),
+                tuple(one.logprobs) if self.original.logprobs else None,
+                one.finish,
+            )
+            for one in self.sequences
+        ]
+        candidates.sort(key=lambda candidate: -candidate.total)
+        reused = min(one.chunks[one.reused - 1].end if one.reused else 0 for one in self.sequences)
+        return Result(self.original.id, tuple(candidates), len(self.prompt), reused)
+
+
+class ScoredSequence(SlotSequence):
+    """A prompt with one continuation, whose tokens' log-probabilities are read."""
+
+    def __init__(
+        self,
+        request: TokenizedScoring,
+        tokens: tuple[int, ...],
+        buckets: Buckets,
+        pictures: Pictures,
+    ):
+        # Chunks shared by all continuations end at or before the prompt's last token, whose hidden
+        # state gives the continuation's first token.
+        shared = (request.prompt - 1) // buckets[0] * buckets[0]
+        head = split(tokens[:shared], buckets)
+        # The last token is only predicted, never encoded.
+        super().__init__(head + split(tokens[:-1], buckets, shared), len(head), pictures)
+        self.request, self.tokens = request, tokens
+        self.logprobs: list[float] = []
+        self.greedy = True
+
+    def targets(self, chunk: Chunk, bucket: int) -> np.ndarray:
+        """The token after each of the chunk, int32 [bucket]; 0 after its end."""
+        row = np.zeros(bucket, np.int32)
+        row[: len(chunk.tokens)] = self.tokens[chunk.start + 1 : chunk.end + 1]
+        return np.maximum(row, 0)  # patches are in the prompt, whose scores are not read
+
+    def is_scored_by(self, chunk: Chunk) -> bool:
+        """Whether a token of the continuation follows one of the chunk."""
+        return chunk.end >= self.request.prompt
+
+    def append(self, chunk: Chunk, logprobs: np.ndarray, likeliest: np.ndarray) -> None:
+        """Adds a chunk's row of `SlotRunner.score`."""
+        scored = slice(max(self.request.prompt - 1 - chunk.start, 0), len(chunk.tokens))
+        self.logprobs += logprobs[scored].tolist()
+        self.greedy &= bool(likeliest[scored].all())
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of the continuation is scored."""
+        return len(self.logprobs) == len(self.tokens) - self.request.prompt
+
+
+class TokenizedScoring:
+    """A Scoring in tokens: (prompt, continuation) pairs that share the prompt."""
+
+    def __init__(
+        self,
+        original: Scoring,
+        prompt: Sequence[int],
+        continuations: Sequence[Sequence[int]],
+        pictures: Pictures,
+        buckets: Buckets,
+    ):
+        self.original, self.prompt = original, len(prompt)
+        self.sequences = [
+            ScoredSequence(self, (*prompt, *continuation), buckets, pictures)
+            for continuation in continuations
+        ]
+
+    def result(self) -> Scores | None:
+        """The scores once all sequences are finished."""
+        if not all(one.finished for one in self.sequences):
+            return None
+        return Scores(
+            self.original.id,
+            tuple(
+                Score(float(np.sum(one.logprobs)), tuple(one.logprobs), one.greedy)
+                for one in self.sequences
+            ),
+        )
+
+
+class RequestTokenizer:
+    """Tokenizes requests, and rejects what cannot be served.
+
+    Args:
+      tokenizer: for texts and stop strings.
+      end_ids: tokens that end an answer.
+      vocab_size, length, buckets: of model and engine.
+      patches: of a LLaVA, None of a LLaMA.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        end_ids: frozenset[int],
+        vocab_size: int,
+        length: int,
+        buckets: Buckets,
+        patches: PatchEncoder | None,
+    ):
+        self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
+        self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
+
+    def tokenize(self, request: Request | Scoring) -> TokenizedRequest | TokenizedScoring:
+        """The request in tokens.
+
+        Raises:
+          TooLong: prompt and new tokens exceed the engine's length.
+          UserError: an empty prompt, an unknown token, text without a tokenizer, or pictures that
+            do not fit.
+        """
+        if isinstance(request, Scoring):
+            return self._scoring(request)
+        prompt = self._tokens(request.id, "prompt", request.prompt)
+        prompt, pictures = self._expand(request, prompt)
+        if len(prompt) + request.max_new_tokens > self._length:
+            raise TooLong(request.id, len(prompt), request.max_new_tokens, self._length)
+        if request.stop and self._tokenizer is None:
+            raise UserError(
+                f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
+            )
+        return TokenizedRequest(
+            request, prompt, pictures, self._tokenizer, self._end_ids, self._buckets
+        )
+
+    def _scoring(self, request: Scoring) -> TokenizedScoring:
+        if isinstance(request.prompt, str):
+            prompt, continuations = self._encode_pairs(request)
+        else:
+            prompt = self._tokens(request.id, "prompt", request.prompt)
+            continuations = [
+                self._tokens(request.id, "continuation", tokens) for tokens in request.continuations
+            ]
+        prompt, pictures = self._expand(request, prompt)
+        longest = max(map(len, continuations))
+        if len(prompt) + longest > self._length:
+            raise TooLong(request.id, len(prompt), longest, self._length)
+        return TokenizedScoring(request, prompt, continuations, pictures, self._buckets)
+
+    def _expand(self, request: Request | Scoring, prompt: list[int]) -> tuple[list[int], Pictures]:
+        if self._patches is not None:
+            return self._patches.expand(request.id, prompt, request.images)
+        if len(request.images):
+            raise UserError(
+                f"request {request.id!r}: it has pictures, but the engine's model is a text-only "
+                "LLaMA; use a LLaVA."
+            )
+        return prompt, {}
+
+    def _encode_pairs(self, request: Scoring) -> tuple[list[int], list[list[int]]]:
+        """Tokens of prompt and continuations, split as lm-evaluation-harness does.
+
+        (TemplateLM._encode_pair.) Trailing spaces of the prompt belong to the continuations;
+        prompt and continuation are encoded together and split at the prompt's number of tokens.
+        """
+        text = request.prompt.rstrip()
+        spaces = request.prompt[len(text) :]
+        prompt = self._tokens(request.id, "prompt", text)
+        continuations = []
+        for continuation in request.continuations:
+            whole = self._tokens(request.id, "continuation", text + spaces + continuation)
+            continuations.append(whole[len(prompt) :])
+            if not continuations[-1]:
+                raise UserError(
+                    f"request {request.id!r}: continuation {continuation!r} adds no token to its "
+                    "prompt; expected some text."
+                )
+        return prompt, continuations
+
+    def _tokens(self, request_id: object, what: str, given: str | Sequence[int]) -> list[int]:
+        if isinstance(given, str):
+            if self._tokenizer is None:
+                raise UserError(
+                    f"request {request_id!r}: its {what} is text, but the engine has no "
+                    "tokenizer; give it one, or pass token ids."
+                )
+            given = self._tokenizer.encode(given)
+        tokens = [int(token) for token in given]
+        if not tokens:
+            raise UserError(
+                f"request {request_id!r}: its {what} is empty; give at least one token."
+            )
+        placeholder = None if self._patches is None else self._patches.token
+        for token in tokens:
+            if 0 <= token < self._vocab_size or token == placeholder:
+                continue
+            raise UserError(
+                f"request {request_id!r}: its {what} has token {token}, expected 0 to "
+                f"{self._vocab_size - 1}; use the model's own tokenizer."
+            )
+        return tokens

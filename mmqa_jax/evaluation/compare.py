@@ -1,0 +1,210 @@
+"""Systems compared question by question: paired bootstrap, permutation and McNemar tests, Holm."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, read_jsonl
+from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.significance import (
+    Interval,
+    bootstrap_interval,
+    holm,
+    mcnemar,
+    paired_bootstrap,
+    permutation_test,
+)
+from mmqa_jax.evaluation.tables import Cell, Table
+
+
+def compare_scores(
+    scored: Sequence[Scores], others: Sequence[Scores]
+) -> dict[str, dict[str, float]]:
+    """Scorer -> the mean of each system, their difference with its interval, and p-values."""
+    others_by_name = {name: x for scores in others for name, x in scores.per_question.items()}
+    compared = {}
+    for scores in scored:
+        for name in scores.per_question.keys() & others_by_name.keys():
+            values, other = scores.per_question[name], others_by_name[name]
+            compared[name] = {
+                "this": float(values.mean()),
+                "other": float(other.mean()),
+                **dataclasses.asdict(paired_bootstrap(values, other)),
+                "p_permutation": permutation_test(values, other),
+            }
+    return dict(sorted(compared.items()))
+
+
+def comparison_table(title: str, compared: Mapping[str, Mapping[str, float]]) -> Table:
+    """The result of `compare_scores`, one row per scorer."""
+    rows: list[list[Cell]] = [
+        [
+            name,
+            row["this"],
+            row["other"],
+            Interval(row["difference"], row["low"], row["high"]),
+            row["p_value"],
+            row["p_permutation"],
+        ]
+        for name, row in compared.items()
+    ]
+    columns = ("scorer", "this", "other", "difference", "p, bootstrap", "p, permutation")
+    return Table(title, columns, rows, "Paired by question; 95% interval, two-sided p-values.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredRun:
+    """A finished `mmqa run`, as read from its workdir.
+
+    Attributes:
+      per_question: question id -> scorer -> score.
+    """
+
+    name: str
+    scores: Mapping[str, Any]
+    per_question: Mapping[str, Mapping[str, float]]
+
+    @property
+    def scorers(self) -> list[str]:
+        """The scorers that this run was scored with."""
+        return list(self.scores["scores"])
+
+
+def read_run(folder: Path) -> ScoredRun:
+    """Reads scores.json and per_question.jsonl; UserError if `folder` holds no finished run."""
+    for name in ("scores.json", "per_question.jsonl"):
+        if not (folder / name).exists():
+            raise UserError(
+                f"{folder}: holds no finished run (no {name}); run `mmqa run "
+                f"--workdir={folder}` to its end."
+            )
+    scores = read_json(folder / "scores.json")
+    if not isinstance(scores, dict) or not isinstance(scores.get("scores"), dict):
+        raise UserError(f"{folder / 'scores.json'}: was not written by `mmqa run`; run it again.")
+    rows = {}
+    for number, row in read_jsonl(folder / "per_question.jsonl"):
+        if not isinstance(row, dict) or not {"question_id", "scores"} <= row.keys():
+            raise UserError(
+                f"{folder / 'per_question.jsonl'}, line {number}: expected an object with "
+                '"question_id" and "scores"; run `mmqa run` again.'
+            )
+        rows[row["question_id"]] = row["scores"]
+    return ScoredRun(str(folder), scores, rows)
+
+
+def compare_runs(runs: Sequence[ScoredRun], metric: str | None = None) -> dict[str, Any]:
+    """Compares runs by one metric: the JSON object of `mmqa compare`.
+
+    Every pair is compared by the paired bootstrap and, if all scores are 0 or 1, by McNemar's
+    exact test, whose p-value is then the one reported; p_holm is corrected over all pairs (Holm
+    1979).
+
+    Args:
+      metric: a scorer; by default the first that all runs have.
+
+    Raises:
+      UserError: fewer than two runs, runs of different benchmarks, splits or questions, or a
+        scorer that one of them lacks.
+    """
+    metric = _check_comparable(runs, metric)
+    values = {run.name: _values(run, metric) for run in runs}
+    first = values[runs[0].name]
+    for name, scores in values.items():
+        if scores.keys() != first.keys():
+            unshared = sorted(scores.keys() ^ first.keys())
+            raise UserError(
+                f"{runs[0].name} and {name} were scored by {metric} on different questions ("
+                f"{len(unshared)} are in only one of them, such as {unshared[0]!r}); run both on "
+                "the same questions."
+            )
+    aligned = {name: np.array([v[q] for q in first]) for name, v in values.items()}
+    binary = all(np.isin(x, (0.0, 1.0)).all() for x in aligned.values())
+    pairs = []
+    for a, b in itertools.combinations(aligned, 2):
+        bootstrap = paired_bootstrap(aligned[a], aligned[b])
+        pair: dict[str, Any] = {
+            "a": a,
+            "b": b,
+            "difference": bootstrap.difference,
+            "interval": [bootstrap.low, bootstrap.high],
+            "p": bootstrap.p_value,
+            "test": "bootstrap",
+        }
+        if binary:
+            pair |= {"p": mcnemar(aligned[a], aligned[b]), "test": "McNemar"}
+            pair["p_bootstrap"] = bootstrap.p_value
+        pairs.append(pair)
+    for pair, corrected in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
+        pair["p_holm"] = corrected
+    summaries = []
+    for name, x in aligned.items():
+        interval = bootstrap_interval(x)
+        bounds = [interval.low, interval.high]
+        summaries.append({"name": name, "n": len(x), "score": interval.mean, "interval": bounds})
+    return {"metric": metric, "runs": summaries, "pairs": pairs}
+
+
+def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
+    """The result of `compare_runs` as tables: the runs, then the pairs."""
+    runs: list[list[Cell]] = [
+        [run["name"], run["n"], Interval(run["score"], *run["interval"])]
+        for run in compared["runs"]
+    ]
+    pairs: list[list[Cell]] = [
+        [
+            f"{pair['a']} - {pair['b']}",
+            Interval(pair["difference"], *pair["interval"]),
+            _p(pair["p"]),
+            _p(pair["p_holm"]),
+            pair["test"],
+        ]
+        for pair in compared["pairs"]
+    ]
+    note = "95% intervals, bootstrap over questions; two-sided p, Holm-corrected over all pairs."
+    return [
+        Table(compared["metric"], ("run", "n", "score"), runs),
+        Table("Differences", ("pair", "difference", "p", "p, Holm", "test"), pairs, note),
+    ]
+
+
+def _check_comparable(runs: Sequence[ScoredRun], metric: str | None) -> str:
+    if len(runs) < 2:
+        raise UserError("compare: at least two workdirs were expected; add another run.")
+    if len({Path(run.name).resolve() for run in runs}) < len(runs):
+        raise UserError("compare: a workdir is named twice; name each once.")
+    for key in ("dataset", "split", "limit"):
+        for run in runs[1:]:
+            if run.scores.get(key) != runs[0].scores.get(key):
+                raise UserError(
+                    f"{runs[0].name} and {run.name} have different values of {key} ("
+                    f"{runs[0].scores.get(key)!r}, {run.scores.get(key)!r}); compare runs over "
+                    "the same questions."
+                )
+    common = [s for s in runs[0].scorers if all(s in run.scorers for run in runs)]
+    if metric is None:
+        if not common:
+            listed = "; ".join(f"{run.name}: {', '.join(run.scorers)}" for run in runs)
+            raise UserError(f"compare: the runs have no scorer in common ({listed}).")
+        return common[0]
+    for run in runs:
+        if metric not in run.scorers:
+            raise UserError(
+                f"--metric={metric}: {run.name} was not scored by it; use one of "
+                f"{', '.join(common) or 'none: the runs have no scorer in common'}."
+            )
+    return metric
+
+
+def _values(run: ScoredRun, metric: str) -> dict[str, float]:
+    return {q: float(scores[metric]) for q, scores in run.per_question.items() if metric in scores}
+
+
+def _p(value: float) -> str:
+    return f"{value:.2g}" if value >= 1e-4 else "< 0.0001"

@@ -1,0 +1,66 @@
+"""Retrieval scores by modality: recall@k, as numbers and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.evaluation.tables import Table, show
+from mmqa_jax.evaluation.webqa import source_f1
+from mmqa_jax.retrieval.modality import MODALITIES, gold_modality
+
+
+def score_retrieval(
+    corpus: Corpus, questions: Sequence[Question], rankings: Sequence[Ranking]
+) -> dict[str, Any]:
+    """recall@k and the source F1 of the top two, over all questions and by gold modality.
+
+    Returns:
+      `recall`, empty if no question has gold sources, as in WebQA's test split; otherwise also
+      `questions_scored`, `source_f1_top_2` and, under `by_modality`, the same per modality.
+    """
+    gold = [gold_modality(question, corpus) for question in questions]
+    groups = {"": list(range(len(questions)))}
+    groups |= {name: [i for i, kind in enumerate(gold) if kind == name] for name in MODALITIES}
+    scored = {}
+    for name, members in groups.items():
+        subset = [questions[i] for i in members]
+        if any(question.positives for question in subset):
+            scored[name] = _scores(subset, [rankings[i] for i in members])
+    if not scored:
+        return {"recall": {}}
+    return {**scored.pop(""), "by_modality": scored}
+
+
+def show_retrieval(title: str, scored: Mapping[str, Any], *, markdown: bool = False) -> None:
+    """Prints the result of `score_retrieval`: a column for all questions and for each modality."""
+    if not scored["recall"]:
+        return
+    groups = {"all": scored, **scored["by_modality"]}
+    columns = [f"{name} ({group['questions_scored']:,})" for name, group in groups.items()]
+    rows = [
+        [name, *(group["recall"].get(name) for group in groups.values())]
+        for name in scored["recall"]
+    ]
+    rows.append(["source F1, top 2", *(group["source_f1_top_2"] for group in groups.values())])
+    note = "Questions by the modality of their gold sources." if len(groups) > 2 else ""
+    show(Table(title, ["", *columns], rows, note), markdown=markdown)
+
+
+def _scores(questions: Sequence[Question], rankings: Sequence[Ranking]) -> dict[str, Any]:
+    scored = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
+    f1 = [
+        source_f1(ranking.sources[:2], question.positives, variant="official")
+        for question, ranking in zip(questions, rankings, strict=True)
+        if question.positives
+    ]
+    return {
+        "questions_scored": scored.n,
+        "recall": {name: value for name, value in scored.scores.items() if "recall@" in name},
+        "source_f1_top_2": float(np.mean(f1)),
+    }

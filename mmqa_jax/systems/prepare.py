@@ -1,0 +1,68 @@
+"""`mmqa prepare`: runs data/prepare.py and prints a summary of the corpus."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import first_names
+from mmqa_jax.data import prepare as corpora
+from mmqa_jax.evaluation.tables import Table, show
+
+
+def prepare(dataset: str, raw: Path | None, out: Path, **options: Any) -> dict[str, Any]:
+    """Prepares a corpus and prints its counts; returns what `--json` prints."""
+    return corpus_summary(corpora.prepare(dataset, raw, out, **options), out)
+
+
+def prepare_atlas(out: Path, countries: int, **options: Any) -> dict[str, Any]:
+    """As `prepare`, for Atlas with this many countries (0 = all)."""
+    return corpus_summary(corpora.prepare_atlas(out, countries, **options), out)
+
+
+def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Prints a corpus's counts, with warnings on stderr; returns what `prepare` returns."""
+    if attribution := manifest["attribution"].strip():
+        print(attribution)
+    counts, origin = manifest["counts"], manifest["origin"]
+    warnings = []
+    if broken := manifest["broken_pictures"]:
+        subject = "picture is" if len(broken) == 1 else "pictures are"
+        warnings.append(f"{len(broken)} {subject} broken and left out: {first_names(broken)}")
+    if sourceless := counts["questions_without_sources"]:
+        warnings.append(
+            f"{sourceless} of {counts['questions']} questions list no sources at all; kept"
+        )
+    if reused := origin.get("reused_snippet_ids"):
+        warnings.append(
+            f"{reused} snippet ids are used for two facts; a number is appended to the later id"
+        )
+    for line in warnings:
+        print(line, file=sys.stderr)
+    _show_counts(manifest, out)
+    kept = ("name", "fingerprint", "counts", "splits", "broken_pictures")
+    result = {**{key: manifest[key] for key in kept}, "data": str(out)}
+    if compared := origin.get("published_counts"):
+        differing = {what: n for what, n in compared.items() if n["found"] != n["published"]}
+        result["published_differences"] = differing
+    return result
+
+
+def _show_counts(manifest: Mapping[str, Any], out: Path) -> None:
+    """Prints a corpus's counts, for WebQA beside those of the published release."""
+    compared = manifest["origin"].get("published_counts")
+    if compared:
+        columns = ("", "found", "published", "difference")
+        rows = [
+            (what, n["found"], n["published"], n["found"] - n["published"])
+            for what, n in compared.items()
+        ]
+        same = all(difference == 0 for *_, difference in rows)
+        note = "As published." if same else "Not the whole published release."
+        show(Table(f"{manifest['name']}: {out}", columns, rows, note))
+        return
+    rows = [(f"{split} questions", n) for split, n in manifest["splits"].items()]
+    rows += [(f"{modality} sources", n) for modality, n in manifest["modalities"].items()]
+    show(Table(f"{manifest['name']}: {out}", ("", "found"), rows))

@@ -1,0 +1,383 @@
+"""One row of a paper's table, end to end: `mmqa run`.
+
+A row is a config: the system and its setting, the parts and their paths, the data, the options,
+and the published figures. A run writes retrieval/*.jsonl, predictions.jsonl, per_question.jsonl,
+scores.json and report.html to its workdir; journals/ keeps what an interrupted run finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import Key, check_section, spec_of
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import write_json, write_jsonl
+from mmqa_jax.core.journal import Journal
+from mmqa_jax.core.workdir import claim_workdir, read_config
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.splits import evenly, split_questions
+from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.scoring import Evaluation, score_predictions
+from mmqa_jax.evaluation.source_selection import check_threshold
+from mmqa_jax.retrieval.modality import of_modality
+from mmqa_jax.retrieval.rankings import write_rankings
+from mmqa_jax.systems import webqa
+from mmqa_jax.systems.parts import (
+    INDEX,
+    ReaderSpec,
+    RerankerSpec,
+    RetrieverSpec,
+    open_reader,
+    open_reranker,
+    open_retriever,
+    with_similarity,
+)
+from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+from mmqa_jax.systems.run_report import write_row_report
+
+SYSTEMS = {"webqa": webqa}
+_SPEC: dict[str, Any] = {
+    "row": str,
+    "system": str,
+    "setting": str,
+    "dataset": Literal["atlas", "webqa", "corpus"],
+    "data": {
+        "dir": str,
+        "split": str,
+        "questions": Key(int, minimum=0),
+        "modality": Literal["", "text", "image"],
+    },
+    "scoring": {"lemmatizer": Literal["", "none", "spacy"], "bart": str},
+    "published": tuple[dict, ...],
+    "made_by": tuple[tuple[str, str], ...],
+}
+_PARTS: dict[str, Any] = {
+    "retriever": spec_of(RetrieverSpec),
+    "reranker": spec_of(RerankerSpec) | {"similarity": Key(spec_of(RetrieverSpec), False)},
+    "reader": spec_of(ReaderSpec),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRun:
+    """The results of one row.
+
+    Attributes:
+      rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
+      scores: the content of scores.json.
+    """
+
+    questions: Sequence[Question]
+    corpus: Corpus
+    rankings: Mapping[str, Sequence[Ranking]]
+    predictions: Sequence[Prediction]
+    evaluation: Evaluation
+    scores: Mapping[str, Any]
+
+
+def run_row(
+    config: ConfigDict,
+    folder: Path,
+    *,
+    limit: int | None = None,
+    opened: OpenedParts | None = None,
+) -> RowRun:
+    """Runs a row in `folder`, or continues it there.
+
+    Args:
+      config: a row's config (configs/*/tables.py).
+      limit: only the first `limit` questions of the split; recorded in every output.
+      opened: parts that several rows share; their journals are used instead of the folder's own.
+
+    Raises:
+      UserError: a config that is not a row's; missing data or parts (all are named); a folder
+        that holds another row.
+    """
+    check_row(config)
+    if limit is not None and limit < 1:
+        raise UserError(
+            f"--limit={limit}: at least 1 was expected; leave it out for all questions."
+        )
+    missing = missing_inputs(config)
+    if missing:
+        listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
+        raise UserError(f"row {config.row}: {len(missing)} of its inputs are missing: {listed}.")
+    _check_folder(folder, config.row)
+    listed_only = ("published", "made_by")  # these do not affect the results
+    recorded = {k: v for k, v in config.to_dict().items() if k not in listed_only}
+    recorded = ConfigDict({**recorded, "limit": limit})
+    with claim_workdir(folder, recorded, work="journals/*"):
+        corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
+        questions = row_questions(config, corpus)[:limit]
+        parts = opened or OpenedParts(corpus, folder / "journals")
+        recorded_parts = parts.of_row(config.parts)
+        try:
+            predictions = SYSTEMS[config.system].run_setting(
+                config.setting, questions, corpus, recorded_parts, config.options
+            )
+        finally:
+            parts.close()
+        rankings = {
+            name: recorded_parts[part].rankings
+            for name, part in (("candidates", "retriever"), ("relevance", "reranker"))
+            if part in recorded_parts
+        }
+        evaluation = _evaluate(config, questions, predictions, rankings)
+        scores = _scores(config, questions, evaluation, limit)
+        row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
+        _write(folder, row_run, parts.seconds, limit)
+    return row_run
+
+
+def check_row(config: ConfigDict) -> None:
+    """Raises UserError if a config is not a row's, or its setting does not take its options."""
+    if not isinstance(config.get("row"), str) or not config.get("system"):
+        raise UserError(
+            "--config: the file does not define a row of a table (no key `row`); name one such as "
+            "configs/webqa/tables.py:vlp."
+        )
+    if config.system not in SYSTEMS:
+        raise UserError(f"row {config.row}: the system {config.system} is not implemented yet.")
+    system = SYSTEMS[config.system]
+    if config.get("setting") not in system.SETTINGS:
+        known = ", ".join(system.SETTINGS)
+        raise UserError(f"config key setting={config.get('setting')}: use one of {known}.")
+    parts = {name: _PARTS[name] for name in system.parts_of(config.setting)}
+    given = ("questions", "corpus", *system.PARTS)
+    options = spec_of(system.SETTINGS[config.setting], *given, minimum=1)
+    check_section(config, "", {**_SPEC, "parts": parts, "options": options})
+    if "threshold" in config.options:
+        check_threshold(config.options.threshold, "config key options.threshold")
+    retriever = config.parts.get("retriever", {"method": "bm25"})
+    if retriever["method"] != "bm25" and not (retriever.get("model") and retriever.get("index")):
+        raise UserError(
+            f"config key parts.retriever.method={retriever['method']}: needs parts.retriever.model "
+            "and parts.retriever.index; give both."
+        )
+
+
+def _check_folder(folder: Path, row: str) -> None:
+    """Raises UserError where the folder holds another row's run."""
+    held = read_config(folder).get("row") if (folder / "config.json").exists() else None
+    if held not in (None, row):
+        raise UserError(
+            f"--workdir={folder}: holds a run of row {held}; name a new --workdir for {row}."
+        )
+
+
+def missing_inputs(config: ConfigDict) -> dict[str, str]:
+    """Missing paths of data, parts and weights -> how to get each."""
+    paths = [config.data.dir, config.scoring.bart]
+    for part in config.parts.values():
+        paths += [part.get("model"), part.get("index")]
+        paths += [(part.get("similarity") or {}).get(key) for key in ("model", "index")]
+    made_by = dict(config.made_by)
+    return {
+        path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
+        for path in dict.fromkeys(filter(None, paths))
+        if not Path(path).exists()
+    }
+
+
+def row_questions(config: ConfigDict, corpus: Corpus) -> list[Question]:
+    """The questions of a row: of its split and modality, sampled evenly down to data.questions."""
+    questions = split_questions(corpus, Path(config.data.dir), config.data.split)
+    questions = of_modality(questions, corpus, config.data.modality or None)
+    return evenly(questions, config.data.questions)
+
+
+class OpenedParts:
+    """Opens the parts that rows name, each once, with journals in one folder.
+
+    Attributes:
+      seconds: question id -> seconds that the parts of the last row spent on it.
+    """
+
+    def __init__(self, corpus: Corpus, journals: Path):
+        self.corpus, self._journals = corpus, journals
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Closes the journals; the parts can still be used."""
+        for part in self._open.values():
+            part.journal.close()
+
+    def of_row(self, section: Mapping[str, Any]) -> dict[str, _Recorded]:
+        """The parts of a row's config section `parts`."""
+        self.seconds.clear()
+        openers = {
+            "retriever": lambda spec: self._retriever(RetrieverSpec(**spec)),
+            "reranker": self._reranker,
+            "reader": lambda spec: self._reader(ReaderSpec(**spec)),
+        }
+        return {name: _Recorded(openers[name](dict(spec))) for name, spec in section.items()}
+
+    def _retriever(self, spec: RetrieverSpec) -> Any:
+        def make(journal: Journal) -> Any:
+            return ResumableRetriever(open_retriever(self.corpus, spec), journal, self.seconds)
+
+        # Folders are identified by content, not by path.
+        settings = dataclasses.replace(spec, model="", index="")
+        index = spec.index and f"{spec.index}/{INDEX}"
+        return self._once("retriever", settings, (spec.model, index), make)
+
+    def _reranker(self, section: Mapping[str, Any]) -> Any:
+        def make(journal: Journal) -> Any:
+            return ResumableReranker(open_reranker(self.corpus, model), journal, self.seconds)
+
+        model, similarity = section["model"], section.get("similarity")
+        reranker = self._once("reranker", "", (model,), make)
+        if not similarity:
+            return reranker
+        retriever = self._retriever(RetrieverSpec(**similarity))
+        weight = section.get("similarity_weight", 0.0)
+        return with_similarity(reranker, retriever, self.corpus, weight)
+
+    def _reader(self, spec: ReaderSpec) -> Any:
+        def make(journal: Journal) -> Any:
+            return ResumableReader(open_reader(self.corpus, spec.model), journal, self.seconds)
+
+        return self._once("reader", "", (spec.model,), make)
+
+    def _once(
+        self, kind: str, settings: Any, folders: Sequence[str], make: Callable[[Journal], Any]
+    ) -> Any:
+        fingerprint = _fingerprint(f"{kind} {settings} {self.corpus.fingerprint}", folders)
+        if fingerprint not in self._open:
+            journal = Journal(self._journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
+            self._open[fingerprint] = make(journal)
+        return self._open[fingerprint]
+
+
+class _Recorded:
+    """A part that keeps the last rankings it returned, for retrieval scores."""
+
+    def __init__(self, part: Any):
+        self._part = part
+        self.rankings: list[Ranking] = []
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        self.rankings = self._part.search(questions, top_k)
+        return self.rankings
+
+    def search_within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        self.rankings = self._part.search_within(questions, candidates)
+        return self.rankings
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        self.rankings = self._part.score(questions, candidates)
+        return self.rankings
+
+    def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
+        return self._part.answer(questions, cited)
+
+
+def _evaluate(
+    config: ConfigDict,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    rankings: Mapping[str, Sequence[Ranking]],
+) -> Evaluation:
+    hidden = not any(q.answers or q.positives or q.keywords for q in questions)
+    if hidden:  # WebQA's test split
+        return Evaluation(notes=["gold answers and sources of this split are not published"])
+    evaluation = score_predictions(
+        config.dataset,
+        questions,
+        predictions,
+        lemmatizer=config.scoring.lemmatizer or None,
+        bart=Path(config.scoring.bart) if config.scoring.bart else None,
+        sources=config.setting not in ("oracle", "question_only"),
+        answers="reader" in config.parts,
+    )
+    if "reader" in config.parts and config.dataset == "webqa" and not config.scoring.bart:
+        evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
+    ranked = rankings.get("relevance") or rankings.get("candidates")
+    if ranked and any(question.positives for question in questions):
+        retrieval = score_rankings(
+            [set(question.positives) for question in questions], [r.sources for r in ranked]
+        )
+        kept = [questions[row] for row in retrieval.rows]
+        metrics = retrieval.per_question.items()
+        evaluation.retrieval = Scores(
+            tuple(question.id for question in kept),
+            tuple(question.category for question in kept),
+            {name: x for name, x in metrics if name.startswith(("recall", "mrr"))},
+            unscored=retrieval.excluded,
+        )
+    return evaluation
+
+
+def _scores(
+    config: ConfigDict, questions: Sequence[Question], evaluation: Evaluation, limit: int | None
+) -> dict[str, Any]:
+    return {
+        "dataset": config.dataset,
+        "row": config.row,
+        "setting": config.setting,
+        "split": config.data.split,
+        "limit": limit,
+        "questions": len(questions),
+        **evaluation.summary(),
+        "intervals": evaluation.intervals(),
+        "notes": evaluation.notes,
+    }
+
+
+def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int | None) -> None:
+    limited = {} if limit is None else {"limit": limit}
+    for name, rankings in run.rankings.items():
+        write_rankings(folder / "retrieval" / f"{name}.jsonl", rankings)
+    write_jsonl(
+        folder / "predictions.jsonl",
+        ({**dataclasses.asdict(prediction), **limited} for prediction in run.predictions),
+    )
+    scores = run.evaluation.per_question()
+    write_jsonl(
+        folder / "per_question.jsonl",
+        (
+            {
+                "question_id": prediction.question_id,
+                "scores": scores.get(prediction.question_id, {}),
+                "answer": prediction.answer,
+                "sources": prediction.sources,
+                "seconds": round(seconds.get(prediction.question_id, 0.0), 6),
+                **limited,
+            }
+            for prediction in run.predictions
+        ),
+    )
+    write_json(folder / "scores.json", run.scores)
+    write_row_report(
+        folder,
+        run.scores,
+        run.evaluation,
+        run.corpus,
+        run.questions,
+        run.predictions,
+        run.rankings,
+    )
+
+
+def _fingerprint(text: str, folders: Sequence[str]) -> str:
+    """16 hex digits of a part's description, of its JSON files and of its weights' manifest.
+
+    The manifest differs for every writing of weights, even of the same size to the same folder.
+    """
+    digest = hashlib.sha256(text.encode())
+    for folder in map(Path, filter(None, folders)):
+        for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,137 @@
+"""The papers' tables: every row with its published figures and, once run, the measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.config import find_config, load_module
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.evaluation.tables import Cell, Table
+from mmqa_jax.systems.run import missing_inputs
+
+PAPERS = ("webqa", "atlas")
+
+
+def list_rows(paper: str, workdir: Path | None = None) -> list[dict[str, Any]]:
+    """Every published figure of a paper's tables: the rows of `mmqa tables --json`.
+
+    Args:
+      paper: of PAPERS; its rows are in configs/PAPER/tables.py.
+      workdir: folder of rows' workdirs (WORKDIR/ROW), or one row's own.
+
+    Returns:
+      One dict per figure: paper, table, row, column, published, tolerance, scorer, command, needs,
+      measured, limit and status: `pass` or `fail` (of the row's whole split), `not run`,
+      `needs` (inputs are missing), `cited only`, `missing` (not implemented yet).
+    """
+    file = find_config(f"configs/{paper}/tables.py")
+    tables = load_module(file)
+    listed = []
+    for name in tables.ROWS:
+        config = tables.get_config(name)
+        measured = None if workdir is None else _scores(workdir, name)
+        needs = [f"{path}: {how}" for path, how in missing_inputs(config).items()]
+        command = f"mmqa run --config=configs/{paper}/tables.py:{name} --workdir=runs/tables/{name}"
+        for cell in config.published:
+            cell = dict(cell)
+            listed.append(_figure(paper, name, cell, command, needs, measured, config))
+    for status, rows in (("missing", tables.MISSING), ("cited only", tables.CITED)):
+        for name, cells in rows.items():
+            for cell in cells:
+                figure = _figure(paper, name, dict(cell), "", [], None, None)
+                listed.append({**figure, "status": status})
+    return listed
+
+
+def rows_tables(paper: str, listed: list[dict[str, Any]]) -> list[Table]:
+    """The result of `list_rows`, one Table per table of the paper."""
+    columns = ("row", "column", "published", "measured", "status", "config row")
+    tables = []
+    for number in dict.fromkeys(figure["table"] for figure in listed):
+        rows: list[list[Cell]] = [
+            [
+                figure["row"],
+                figure["column"],
+                figure["published"],
+                figure["measured"],
+                figure["status"] + (f" (first {figure['limit']} only)" if figure["limit"] else ""),
+                figure["config_row"],
+            ]
+            for figure in listed
+            if figure["table"] == number
+        ]
+        tables.append(Table(f"{paper}, table {number}", columns, rows))
+    return tables
+
+
+def commands_table(paper: str, listed: list[dict[str, Any]]) -> Table:
+    """The command of every row, and the inputs that it still needs."""
+    rows: dict[str, list[Cell]] = {}
+    for figure in listed:
+        if figure["command"]:
+            needs = "; ".join(need.partition(":")[0] for need in figure["needs"])
+            rows[figure["config_row"]] = [figure["config_row"], figure["command"], needs or "–"]
+    note = "What is missing and where it comes from: `mmqa tables --json`, key needs."
+    return Table(f"{paper}, commands", ("row", "command", "still needs"), list(rows.values()), note)
+
+
+def _figure(
+    paper: str,
+    name: str,
+    cell: Mapping[str, Any],
+    command: str,
+    needs: list[str],
+    scores: Mapping[str, Any] | None,
+    config: Any,
+) -> dict[str, Any]:
+    measured = None if scores is None else _measured(scores, cell["scorer"], cell["group"])
+    status = "needs" if needs else "not run"
+    needs_bart = cell["scorer"].startswith("webqa_fl") and config and not config.scoring.bart
+    if measured is None and needs_bart:
+        needs = [*needs, "--config.scoring.bart: bart-large-cnn with BARTScore's bart.pth"]
+        status = "needs"
+    limit = None if scores is None else scores.get("limit")
+    if measured is not None and limit is None and scores["split"] == config.data.split:
+        within = abs(measured - cell["published"]) <= cell["tolerance"]
+        status = "pass" if within else "fail"
+    return {
+        "paper": paper,
+        "table": cell["table"],
+        "row": cell["row"],
+        "column": cell["column"],
+        "published": cell["published"],
+        "tolerance": cell["tolerance"],
+        "scorer": cell["scorer"],
+        "config_row": name,
+        "command": command,
+        "needs": needs,
+        "measured": measured,
+        "limit": limit,
+        "status": status,
+    }
+
+
+def _measured(scores: Mapping[str, Any], scorer: str, group: str) -> float | None:
+    """The mean of a scorer over all questions, a category or a modality; None: not scored."""
+    if not group:
+        return scores["scores"].get(scorer)
+    for key in ("by_category", "by_modality"):
+        found = scores.get(key, {}).get(group, {}).get(scorer)
+        if found is not None:
+            return found
+    return None
+
+
+def _scores(workdir: Path, row: str) -> Mapping[str, Any] | None:
+    """scores.json of a row, in its own folder below `workdir` or in `workdir` itself."""
+    if not workdir.is_dir():
+        raise UserError(f"--workdir={workdir}: no such folder; name one that holds rows' workdirs.")
+    for file in (workdir / row / "scores.json", workdir / "scores.json"):
+        if file.exists():
+            scores = read_json(file)
+            if isinstance(scores, Mapping) and scores.get("row") == row:
+                return scores
+    return None

@@ -1,0 +1,144 @@
+"""Pretrained weights that a training run starts from: a BERT, VLP's own, a converted CLIP.
+
+`mmqa convert --model=clip` writes the folder of a converted CLIP. Only training reads it; a
+trained run holds its own copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.tokenizers import WordPiece, minilm_tokenizer, vocabulary_rows
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.presets import clip_vision
+from mmqa_jax.weights.bundled import minilm_path
+from mmqa_jax.weights.folder import is_converted, load_converted, read_record
+from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert, start_vlp
+
+# Puts weights into a freshly initialized model, in place.
+Loader = Callable[[Any], None]
+
+# How the model is computed: may differ between the folder and the config.
+_COMPUTE = ("dtype", "remat", "attention", "unroll")
+
+
+def check_clip_init(config: ConfigDict, model: DualEncoderConfig) -> None:
+    """Refuses an `init` from which the config's CLIP cannot start.
+
+    Raises:
+      UserError: no converted folder, another model's, or a CLIP of other sizes.
+    """
+    if config.init == "scratch":
+        return
+    place = f"config key init={config.init}"
+    if not is_converted(config.init):
+        raise UserError(
+            f"{place}: model.clip={config.model.clip} starts from a folder of `mmqa convert "
+            "--model=clip`, or from `scratch`; name one."
+        )
+    _check(
+        place,
+        config.init,
+        {"text": model.text, "vision": model.vision},
+        "set model.clip, model.changes (text) and model.vision to its sizes",
+        free=(*_COMPUTE, "eos_token_id"),  # the folder's own tokenizer settles the last
+    )
+
+
+def check_clip_frontend(config: ConfigDict) -> None:
+    """Refuses a `features.root` that does not hold the CLIP of the config's VLP frontend.
+
+    Raises:
+      UserError: no converted folder, another model's, or a CLIP of other sizes.
+    """
+    _check(
+        f"config key features.root={config.features.root}",
+        config.features.root,
+        {"vision": clip_vision(config.model)},
+        "set model.clip, model.vision and pictures.size to its sizes",
+    )
+
+
+def dual_encoder_loader(config: ConfigDict, tokenizer: Any) -> Loader | None:
+    """Loads a converted CLIP whole, or a BERT into the text tower."""
+    if config.init == "scratch":
+        return None
+
+    def load(model: DualEncoder) -> None:
+        if config.model.get("clip"):
+            nnx.update(model, nnx.state(load_converted(config.init, param_dtype="float32")))
+            return
+        rows, layers = _bert_rows(config, tokenizer), model.text.config.layers
+        fill_bert(model.text, _bert_folder(config), num_layers=layers, rows=rows)
+
+    return load
+
+
+def vlp_loader(config: ConfigDict, tokenizer: WordPiece) -> Loader | None:
+    """Loads VLP's own weights or a BERT, and a converted CLIP's vision tower as frontend."""
+    by_clip = config.model.frontend == "clip"
+    if config.init == "scratch" and not by_clip:
+        return None
+
+    def load(vlp: Any) -> None:
+        if config.init.endswith((".bin", ".safetensors")):
+            start_vlp(config.init, vlp)
+        elif config.init != "scratch":
+            rows, layers = _bert_rows(config, tokenizer), vlp.config.bert.layers
+            init_vlp_from_bert(
+                vlp,
+                _bert_folder(config),
+                num_layers=layers,
+                rows=rows,
+                new_types=config.get("new_types", ()),
+            )
+        if by_clip:
+            clip = load_converted(config.features.root, param_dtype="float32")
+            nnx.update(vlp.region_content.tower, nnx.state(clip.vision))
+
+    return load
+
+
+def _bert_folder(config: ConfigDict) -> str | os.PathLike:
+    return minilm_path() if config.init == "minilm" else config.init
+
+
+def _bert_rows(config: ConfigDict, tokenizer: WordPiece) -> np.ndarray | None:
+    """Rows of MiniLM's embedding table for a smaller vocabulary, None for its own."""
+    if config.tokenizer != "minilm:corpus":
+        return None
+    return vocabulary_rows(tokenizer, minilm_tokenizer())
+
+
+def _check(
+    place: str,
+    folder: str,
+    towers: Mapping[str, Any],
+    remedy: str,
+    free: Collection[str] = _COMPUTE,
+) -> None:
+    """Compares the folder's towers with the wanted configs, but for the fields in `free`."""
+    record = read_record(folder)
+    if record.architecture.name != "clip":
+        raise UserError(
+            f"{place}: holds a model of kind {record.architecture.name!r}, clip was expected; "
+            "convert one with `mmqa convert --model=clip`."
+        )
+    differing = []
+    for tower, wanted in towers.items():
+        found = dataclasses.asdict(getattr(record.config, tower))
+        for name, value in dataclasses.asdict(wanted).items():
+            if name not in free and found[name] != value:
+                differing.append(f"{tower}.{name} {found[name]} (config: {value})")
+    if differing:
+        raise UserError(
+            f"{place}: this CLIP has {', '.join(differing)}; {remedy}, or give another folder."
+        )

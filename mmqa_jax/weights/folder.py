@@ -1,0 +1,239 @@
+"""The weights folder: Orbax arrays in `weights/`, and `model.json`, which says what they are.
+
+`mmqa convert` and training write it, a training run beside its own files. `load_converted` opens
+either on any mesh; each device reads its own shards, so that no host holds the whole model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.trees import flatten_named, unflatten_named
+from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.formats.orbax import read_weights, save_arrays, stored_specs
+from mmqa_jax.weights.keymap import abstract_model
+from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
+
+FORMAT = "mmqa_jax weights 1"
+WEIGHTS, RECORD = "weights", "model.json"
+MIB = 1 << 20
+_OLD_RECORD = "config.json"  # of folders that were converted when training wrote its own format
+_SHOWN = 5  # offenders listed of each kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a weights folder says of itself.
+
+    Attributes:
+      architecture: the registry's entry.
+      config: the model's.
+      dtype: of all parameters.
+      record: the whole model.json, e.g. `source` and `token_ids` of a conversion, `task` and
+        `step` of a training run.
+    """
+
+    architecture: Architecture
+    config: Any
+    dtype: str
+    record: Mapping[str, Any]
+
+
+def is_weights_folder(path: str | os.PathLike) -> bool:
+    """Whether a path is a folder that `mmqa convert` or a finished training run wrote."""
+    path = Path(path)
+    if not (path / WEIGHTS).is_dir() or not _record_file(path).is_file():
+        return False
+    record = read_json(_record_file(path))
+    return isinstance(record, dict) and str(record.get("format", "")).startswith("mmqa_jax")
+
+
+def is_converted(path: str | os.PathLike) -> bool:
+    """Whether a path is a folder that `mmqa convert` wrote."""
+    return is_weights_folder(path) and "task" not in read_metadata(path)
+
+
+def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
+    """The content of model.json.
+
+    Raises:
+      UserError: the folder holds no finished weights, or model.json is of another kind.
+    """
+    file = _record_file(Path(folder))
+    if not file.exists():
+        raise UserError(
+            f"{folder}: holds no trained weights (no {RECORD}); run the training to its end, or "
+            "give its workdir or a folder of `mmqa convert`."
+        )
+    metadata = read_json(file)
+    if not isinstance(metadata, dict):
+        raise UserError(
+            f"{file}: is not what training or `mmqa convert` writes; copy the folder again, or "
+            "train or convert the model again."
+        )
+    return metadata
+
+
+def describe_model(architecture: Architecture, config: Any, dtype: str) -> dict[str, Any]:
+    """The entries of model.json that `read_record` needs."""
+    return {
+        "format": FORMAT,
+        "model": architecture.name,
+        "dtype": dtype,
+        "config": config_to_json(config),
+    }
+
+
+def read_record(folder: str | os.PathLike) -> Description:
+    """Reads model.json.
+
+    Raises:
+      UserError: another folder, of another version, or a damaged config.
+    """
+    file = _record_file(Path(folder))
+    record = read_metadata(folder)
+    if record.get("format") != FORMAT:
+        raise UserError(
+            f"{file}: format is {record.get('format')!r}, expected {FORMAT!r}; give a folder of "
+            "`mmqa convert` or of a training run, or convert the model again."
+        )
+    entry = architecture(str(record.get("model")), f"{file}: model", trained=True)
+    config = config_from_json(entry.config_class, record.get("config"), f"{file}, key config")
+    dtype = record.get("dtype")
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"{file}: dtype is {dtype!r}: convert the model again.")
+    return Description(entry, config, dtype, record)
+
+
+def load_converted(
+    folder: str | os.PathLike,
+    *,
+    mesh: Mesh | None = None,
+    param_dtype: str | None = None,
+    config: Any = None,
+) -> nnx.Module:
+    """Opens a converted or trained model.
+
+    Args:
+      folder: as `mmqa convert` wrote it, or the workdir of a finished training run.
+      mesh: where the parameters go; each device reads its own shards. None is the default
+        device.
+      param_dtype: of the parameters; None keeps the stored one.
+      config: instead of the stored one (`read_record(folder).config`), with other values of what
+        the weights do not decide: dtype, attention, remat.
+
+    Raises:
+      UserError: no weights folder, a damaged one, or arrays that are not the config's.
+    """
+    found = read_record(folder)
+    config = found.config if config is None else config
+    model = found.architecture.model_class
+    graphdef, state = abstract_model(
+        lambda: model(config, rngs=nnx.Rngs(0)), mesh, param_dtype or found.dtype
+    )
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in flatten_named(state).values())
+    with Progress(f"Loading {Path(folder).name}", total // MIB, "MiB") as progress:
+        state = load_weights(folder, state, on_bytes=in_mebibytes(progress))
+    return nnx.merge(graphdef, state)
+
+
+def load_weights(
+    folder: str | os.PathLike,
+    abstract: Any,
+    *,
+    on_bytes: Callable[[int], None] = lambda size: None,
+) -> Any:
+    """Reads the arrays of a weights folder.
+
+    Args:
+      folder: as `mmqa convert` or training wrote it.
+      abstract: pytree of jax.ShapeDtypeStructs or arrays, with the dtype and the sharding that
+        each array shall have (without one: the default device).
+      on_bytes: called with the size of each array that is read.
+
+    Raises:
+      UserError: nothing there, the weights of another model, with keys, or damaged ones.
+    """
+    folder = Path(folder)
+    read_metadata(folder)
+    target = flatten_named(abstract)
+    _check_same_arrays(folder, target)
+    arrays = read_weights(folder / WEIGHTS, target, on_bytes=on_bytes)
+    return unflatten_named(abstract, arrays)
+
+
+def save_trained(
+    folder: str | os.PathLike, model: nnx.Module | None, params: Any, metadata: Mapping[str, Any]
+) -> None:
+    """Writes the weights of a training run: `weights/` and, last, `model.json`.
+
+    Args:
+      folder: gets the two; older ones in it are replaced.
+      model: the module; a kind that the registry lacks is stored without a description.
+      params: pytree of its parameters.
+      metadata: JSON values, for model.json.
+    """
+    folder = Path(folder).absolute()
+    primary = jax.process_index() == 0
+    if primary:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RECORD).unlink(missing_ok=True)
+    named = flatten_named(params)
+    save_arrays(folder / WEIGHTS, named)
+    if primary:
+        entry = architecture_of(model)
+        dtype = next(iter(named.values())).dtype.name
+        described = describe_model(entry, model.config, dtype) if entry else {}
+        write_json(folder / RECORD, {**described, **metadata})
+
+
+def in_mebibytes(progress: Progress) -> Callable[[int], None]:
+    """A function that takes numbers of bytes and advances `progress` by whole MiB."""
+    done = 0
+
+    def on_bytes(size: int) -> None:
+        nonlocal done
+        progress.advance((done + size) // MIB - done // MIB)
+        done += size
+
+    return on_bytes
+
+
+def _record_file(folder: Path) -> Path:
+    """model.json; config.json in a folder of an older `mmqa convert`."""
+    file = folder / RECORD
+    if not file.exists() and (folder / WEIGHTS).is_dir() and (folder / _OLD_RECORD).is_file():
+        old = read_json(folder / _OLD_RECORD)
+        if isinstance(old, dict) and "format" in old:
+            return folder / _OLD_RECORD
+    return file
+
+
+def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:
+    weights = folder / WEIGHTS
+    stored = stored_specs(weights)
+    problems = [f"{name} is missing" for name in target if name not in stored]
+    problems += [f"{name} is not in the model" for name in stored if name not in target]
+    problems += [
+        f"{name} is {list(stored[name].shape)}, the model's is {list(leaf.shape)}"
+        for name, leaf in target.items()
+        if name in stored and tuple(stored[name].shape) != tuple(leaf.shape)
+    ]
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UserError(
+            f"{weights}: the weights of another model than the config's: "
+            f"{'; '.join(problems[:_SHOWN])}{more}; use the config that they were trained or "
+            "converted with."
+        )

@@ -1,0 +1,159 @@
+"""Torch checkpoint files read one tensor at a time, without running any of their code."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+TORCH_SUFFIXES = (".bin", ".pkl", ".pt", ".pth")
+
+_MAPPED_BYTES = 1 << 28  # read from a mapping before it is mapped again
+
+
+class TorchFile:
+    """One torch file of named tensors, memory-mapped where its format allows it.
+
+    The file holds a state dict, a training state whose `state_dict` is one (beside optimizer and
+    counters, as research code saves it), or a TorchScript archive (OpenAI's CLIP).
+
+    Pages of a mapping count as resident memory once they are read, so the mapping is renewed
+    after every 256 MiB: reading a whole model does not keep it in memory. Only the format before
+    torch 1.6 is no zip archive and cannot be mapped; it is in memory while it is read.
+
+    Raises:
+      UserError: no such file, a broken one, one that holds anything but named tensors, or torch
+        is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UserError(f"{path}: no such file; check the path.")
+        self._tensors, self._mapped = _read_tensors(self.path)
+        self._bytes = 0
+        for key, tensor in self._tensors.items():
+            if _numpy_dtype(tensor) is None or tensor.layout is not _torch().strided:
+                raise UserError(
+                    f"{path}, tensor {key!r}: type {tensor.dtype}, {tensor.layout} is not "
+                    "supported; convert it to a plain float32, float16 or bfloat16 tensor."
+                )
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every tensor, by key, without reading any."""
+        return {
+            key: jax.ShapeDtypeStruct(tuple(tensor.shape), _numpy_dtype(tensor))
+            for key, tensor in self._tensors.items()
+        }
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor, a copy: nothing depends on the file afterwards."""
+        array = _to_numpy(self._tensors[key])
+        self._bytes += array.nbytes
+        if self._mapped and self._bytes > _MAPPED_BYTES:
+            self._tensors, self._mapped = _read_tensors(self.path)
+            self._bytes = 0
+        return array
+
+
+class TorchSource:
+    """Tensors of torch files, read one at a time.
+
+    Args:
+      files: each holds tensors under other names (one file, or transformers' shards).
+      name: what messages call them; the first file by default.
+
+    Raises:
+      UserError: as TorchFile, or a name in two files.
+    """
+
+    def __init__(self, files: Sequence[str | os.PathLike], name: str | None = None):
+        self.name = name or str(files[0])
+        self._files: dict[str, TorchFile] = {}
+        for path in files:
+            file = TorchFile(path)
+            for key in file.specs():
+                if key in self._files:
+                    raise UserError(
+                        f"{path}: tensor {key!r} is in another file of {self.name} too; "
+                        "keep one of them."
+                    )
+                self._files[key] = file
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every tensor, by key, without reading any."""
+        found = {}
+        for file in dict.fromkeys(self._files.values()):
+            found |= file.specs()
+        return found
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor from its file."""
+        return self._files[key].read(key)
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
+    """The named tensors of a file, and whether they are a mapping of it."""
+    torch = _torch(path)
+    from mmqa_jax.weights.formats.torchscript import is_torchscript, torchscript_tensors
+
+    try:
+        mapped = zipfile.is_zipfile(path)
+        if mapped and is_torchscript(path):
+            content = torchscript_tensors(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    # Instructions of a broken pickle end in errors of nearly any kind.
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or re.split(r"[.\n]", str(error), maxsplit=1)[0]
+        raise UserError(
+            f"{path}: not a torch file of plain tensors ({reason}); fetch it again or convert it "
+            "to safetensors."
+        ) from error
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    if not isinstance(content, dict) or not all(torch.is_tensor(t) for t in content.values()):
+        raise UserError(
+            f"{path}: not a state dict (names and tensors), nor a training state that holds one "
+            "as `state_dict`; give only the weights."
+        )
+    return content, mapped
+
+
+def _torch(path: Path | None = None):
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(
+            f"{path}: reading a torch file needs torch; install it, or convert the file to "
+            "safetensors."
+        ) from error
+    return torch
+
+
+def _numpy_dtype(tensor: torch.Tensor) -> np.dtype | None:
+    try:
+        return np.dtype(str(tensor.dtype).removeprefix("torch."))
+    except TypeError:  # torch's quantized types
+        return None
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy as numpy, with ml_dtypes' bfloat16 and float8 for torch's."""
+    tensor, dtype = tensor.detach(), _numpy_dtype(tensor)
+    if dtype.kind == "V":  # numpy does not know it of itself, nor torch how to hand it over
+        same_size = {1: _torch().uint8, 2: _torch().int16}[dtype.itemsize]
+        return tensor.contiguous().view(same_size).numpy().view(dtype).copy()
+    return tensor.numpy().copy()

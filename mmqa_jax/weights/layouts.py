@@ -1,0 +1,165 @@
+"""What the readers and writers of published checkpoints (weights.models) have in common."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.formats.safetensors import ArraySource, DerivedSource, TensorSource
+from mmqa_jax.weights.keymap import KeyMap
+
+# Key in the config.json of an exported model that transformers does not have.
+OWN_CONFIG = "mmqa_jax"
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Checkpoint(NamedTuple):
+    """A published checkpoint, opened; only headers have been read.
+
+    Attributes:
+      config: of the model. Where the layout has a config file, it decides; where it has none
+        (research code saves only tensors), the shapes determine the sizes, and what no shape
+        shows (the number of heads) is taken from the published models.
+      key_map: config -> the key map of the layout.
+      source: the tensors.
+      layout: what was recognized, for the record.
+      check: (source, config) -> None, raises UserError where tensors that are not parameters
+        contradict the config.
+    """
+
+    config: Any
+    key_map: Callable[[Any], KeyMap]
+    source: TensorSource
+    layout: str
+    check: Callable[[TensorSource, Any], None] | None = None
+
+
+class Published(NamedTuple):
+    """A model under published keys, with the config.json that goes with it."""
+
+    source: TensorSource
+    config: dict[str, Any]
+
+
+def config_file(path: Path) -> Path:
+    """Where the config.json of a checkpoint is: in the folder, or beside the file."""
+    return (path.parent if path.is_file() else path) / "config.json"
+
+
+def check_model_type(published: Any, where: str, *expected: str) -> None:
+    """Raises UserError unless `model_type` of a config.json is one of `expected`."""
+    found = published.get("model_type") if isinstance(published, dict) else None
+    if found not in expected:
+        raise UserError(
+            f"{where}: model_type is {found!r}, expected {' or '.join(map(repr, expected))}; give "
+            "a checkpoint of that model, or the --model of this one."
+        )
+
+
+def read_hf_config(path: Path, model_type: str) -> dict[str, Any]:
+    """transformers' config.json in the folder or beside the file.
+
+    Raises:
+      UserError: there is none, or it is another model's.
+    """
+    file = config_file(path)
+    if not file.exists():
+        raise UserError(
+            f"{file}: no such file; the config.json of transformers must be beside the weights."
+        )
+    published = read_json(file)
+    check_model_type(published, str(file), model_type)
+    return published
+
+
+def own_config(name: str, config: Any) -> dict[str, Any]:
+    """Entries of config.json for a model that transformers does not have."""
+    return {OWN_CONFIG: {"model": name, "config": config_to_json(config)}}
+
+
+def read_own_config(kind: type, path: Path) -> Any:
+    """The config that an export wrote beside tensors of research code; None if there is none."""
+    file = config_file(path)
+    if not path.is_dir() or not file.exists():
+        return None
+    content = read_json(file)
+    own = content.get(OWN_CONFIG) if isinstance(content, dict) else None
+    if own is None:
+        return None
+    return config_from_json(kind, own.get("config"), f"{file}, key {OWN_CONFIG}.config")
+
+
+def shapes_of(source: TensorSource, rename: Iterable[tuple[str, str]] = ()) -> Shapes:
+    """Shapes by key, after the renames of a KeyMap."""
+    found = {}
+    for key, spec in source.specs().items():
+        for pattern, replacement in rename:
+            key = re.sub(pattern, replacement, key)
+        found[key] = spec.shape
+    return found
+
+
+def require_keys(
+    shapes: Mapping[str, Any], keys: Iterable[str], source: TensorSource, what: str
+) -> None:
+    """Raises UserError if a checkpoint lacks the tensors that show the model's sizes."""
+    missing = [key for key in keys if key not in shapes]
+    if missing:
+        others = ", ".join(list(shapes)[:3]) or "no tensors"
+        raise UserError(
+            f"{source.name}: no checkpoint of {what}: it lacks {', '.join(missing[:6])}, and "
+            f"begins with {others}; give a checkpoint of that model, or the --model of this one."
+        )
+
+
+def numbered_keys(shapes: Shapes, pattern: str) -> list[str]:
+    """Keys that match, in the order of the number in them."""
+    found = {int(match[1]): key for key in shapes if (match := re.fullmatch(pattern, key))}
+    return [found[number] for number in sorted(found)]
+
+
+def renames(prefixes: Mapping[str, str]) -> list[tuple[str, str]]:
+    """`KeyMap.rename` that turns published prefixes into ours.
+
+    Research code does not always number layers as our stacks do: Prophet counts attention and
+    MLP as layers of their own, CLIP's ResNet counts the first block of a stage, which differs
+    from the others. A table of prefixes, published -> ours, says how they correspond.
+    """
+    return [(f"^{re.escape(theirs)}", ours) for theirs, ours in prefixes.items()]
+
+
+def with_prefixes(source: TensorSource, prefixes: Mapping[str, str]) -> TensorSource:
+    """A model's tensors under published prefixes: undoes `renames`."""
+    published = {ours: theirs for theirs, ours in prefixes.items()}
+    tensors = {}
+    for key, spec in source.specs().items():
+        prefix = next((p for p in published if key.startswith(p)), "")
+        renamed = published.get(prefix, "") + key[len(prefix) :]
+        tensors[renamed] = spec, functools.partial(source.read, key)
+    return DerivedSource(source.name, tensors)
+
+
+def with_arrays(source: TensorSource, arrays: Mapping[str, np.ndarray]) -> TensorSource:
+    """The tensors of a source, and others that are in memory."""
+    return joined(source.name, source, ArraySource(arrays))
+
+
+def joined(name: str, *sources: TensorSource) -> TensorSource:
+    """The tensors of all sources."""
+    return DerivedSource(
+        name,
+        {
+            key: (spec, functools.partial(source.read, key))
+            for source in sources
+            for key, spec in source.specs().items()
+        },
+    )

@@ -1,0 +1,176 @@
+"""LLaMA checkpoints: the layouts of transformers, Meta, llama.cpp (GGUF) and llama2.c.
+
+Names and row order: llama.cpp gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py
+(LlamaModel.permute), meta-llama/llama llama/model.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
+from mmqa_jax.weights.keymap import (
+    IDENTITY,
+    TRANSPOSE,
+    KeyMap,
+    Rule,
+    Transform,
+    untied_source,
+)
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
+from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, gguf_config
+from mmqa_jax.weights.models.llama_meta import read_meta
+from mmqa_jax.weights.sources import open_source, read_magic
+
+# Part of the model: its name in transformers, Meta's (and llama2.c's), and llama.cpp's layout.
+_LAYOUTS = ("transformers", "meta", "gguf")
+_NAMES = {
+    "tokens": ("model.embed_tokens", "tok_embeddings", "token_embd"),
+    "layer": ("model.layers.{layer}", "layers.{layer}", "blk.{layer}"),
+    "norm": ("model.norm", "norm", "output_norm"),
+    "head": ("lm_head", "output", "output"),
+    "input_norm": ("input_layernorm", "attention_norm", "attn_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm", "ffn_norm"),
+    "q": ("self_attn.q_proj", "attention.wq", "attn_q"),
+    "k": ("self_attn.k_proj", "attention.wk", "attn_k"),
+    "v": ("self_attn.v_proj", "attention.wv", "attn_v"),
+    "out": ("self_attn.o_proj", "attention.wo", "attn_output"),
+    "gate": ("mlp.gate_proj", "feed_forward.w1", "ffn_gate"),
+    "up": ("mlp.up_proj", "feed_forward.w3", "ffn_up"),
+    "down": ("mlp.down_proj", "feed_forward.w2", "ffn_down"),
+}
+_COMPUTED = {  # tensors that the model computes
+    "transformers": r"rotary_emb\.inv_freq$",
+    "meta": r"^rope\.freqs$",
+    "gguf": rf"^{ROPE_FACTORS}$",
+}
+
+
+def interleaved_rows(heads: int) -> Transform:
+    """Rows of a query or key projection as Meta and llama.cpp keep them, to our kernel.
+
+    Within each head their rows 2n and 2n + 1 are a rotary pair; in ours (transformers') n and
+    n + head_dim / 2 are. Takes a weight (heads * head_dim, in) or a bias (heads * head_dim).
+    """
+
+    def forward(x):
+        halves = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2)
+        return halves.reshape(x.shape).T
+
+    def inverse(x):
+        x = x.T
+        return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+    return Transform(forward, inverse)
+
+
+def llama_rules(
+    config: LlamaConfig, layout: str = "transformers", prefix: str = "", path: str = ""
+) -> list[Rule]:
+    """Rules of one published layout.
+
+    Args:
+      config: decides on biases and the head.
+      layout: transformers (LlamaForCausalLM), meta (llama2.c too) or gguf.
+      prefix: in front of the keys; ends in a dot.
+      path: in front of the parameters' paths; ends in a slash.
+    """
+    column = _LAYOUTS.index(layout)
+    names = {part: row[column] for part, row in _NAMES.items()}
+    rules = [
+        Rule(f"{prefix}{names['tokens']}.weight", f"{path}tokens/table"),
+        Rule(f"{prefix}{names['norm']}.weight", f"{path}norm/scale"),
+    ]
+    if not config.tied:
+        rules.append(Rule(f"{prefix}{names['head']}.weight", f"{path}head/kernel", TRANSPOSE))
+    layer = f"{prefix}{names['layer']}."
+    for norm in ("input_norm", "mlp_norm"):
+        rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale"))
+    heads = {"q": config.heads, "k": config.kv_heads} if layout != "transformers" else {}
+    for linear in ("q", "k", "v", "out", "gate", "up", "down"):
+        turned = interleaved_rows(heads[linear]) if linear in heads else None
+        key, ours = f"{layer}{names[linear]}", f"{path}layers/{linear}"
+        rules.append(Rule(f"{key}.weight", f"{ours}/kernel", turned or TRANSPOSE))
+        if config.mlp_bias if linear in ("gate", "up", "down") else config.attention_bias:
+            rules.append(Rule(f"{key}.bias", f"{ours}/bias", turned or IDENTITY))
+    return rules
+
+
+def llama_key_map(config: LlamaConfig, layout: str = "transformers") -> KeyMap:
+    """Key map of one published layout, see `llama_rules`."""
+    tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.tied else ()
+    if layout != "transformers":
+        tied = ()
+    return KeyMap(llama_rules(config, layout), ignore=(_COMPUTED[layout],), tied=tied)
+
+
+_META = functools.partial(llama_key_map, layout="meta")
+_GGUF = functools.partial(llama_key_map, layout="gguf")
+
+
+def open_llama(path: Path) -> Checkpoint:
+    """Opens a LLaMA checkpoint of any layout, known by its content; reads headers only.
+
+    Args:
+      path: a GGUF file or a folder with one, a llama2.c `.bin` file, a folder with Meta's
+        `params.json` and `consolidated.*.pth`, or transformers' folder, or file beside its
+        `config.json`, of safetensors or torch tensors.
+
+    Raises:
+      UserError: a missing or broken file, another model's config, several GGUF files.
+    """
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file, neither a folder nor a checkpoint's file; check the path."
+        )
+    if path.is_dir():
+        if (path / "params.json").exists() or any(path.glob("consolidated.*.pth")):
+            config, source = read_meta(path)
+            return Checkpoint(config, _META, source, "meta")
+        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise UserError(
+                f"{path}: holds {len(found)} .gguf files; give one of them, e.g. {found[0]}."
+            )
+        path = found[0] if found else path
+    kind = "folder" if path.is_dir() else read_magic(path)
+    if kind == "gguf" or path.suffix == ".gguf":  # a broken one is reported by its reader
+        source = GGUFSource(path)
+        config = gguf_config(source)
+        return Checkpoint(config, _GGUF, source, "gguf")
+    if kind == "other" and path.suffix == ".bin":
+        source = Llama2cSource(path)
+        config = _llama2c_config(source.header)
+        return Checkpoint(config, _META, source, "llama2.c")
+    if kind == "other":
+        raise UserError(
+            f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
+            "give the file or folder as it was published."
+        )
+    config = LlamaConfig.from_hf(read_hf_config(path, "llama"), str(config_file(path)))
+    return Checkpoint(config, llama_key_map, open_source(path), "transformers")
+
+
+def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
+    """LlamaForCausalLM."""
+    return Published(untied_source(state, llama_key_map(config)), config.to_hf())
+
+
+def _llama2c_config(header: Header) -> LlamaConfig:
+    """eps (1e-5) and theta (10,000) are run.c's."""
+    return LlamaConfig(
+        vocab_size=header.vocab_size,
+        hidden=header.dim,
+        layers=header.layers,
+        heads=header.heads,
+        kv_heads=header.kv_heads,
+        mlp=header.hidden_dim,
+        positions=header.context,
+        tied=header.tied,
+    )

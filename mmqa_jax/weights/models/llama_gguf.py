@@ -1,0 +1,82 @@
+"""LLaMA's config from the metadata of a GGUF file (llama.cpp convert_hf_to_gguf.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.llama import inverse_frequencies
+from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.weights.formats.gguf import GGUFSource
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def gguf_config(source: GGUFSource) -> LlamaConfig:
+    """Our config from a GGUF file's metadata.
+
+    Raises:
+      UserError: another architecture, a missing value, or an option that our LLaMA does not have.
+    """
+    architecture = source.metadata("general.architecture")
+    if architecture != "llama":
+        raise UserError(
+            f"{source.name}: general.architecture is {architecture!r}, expected 'llama'; give a "
+            "LLaMA file."
+        )
+    specs = source.specs()
+    if "token_embd.weight" not in specs:
+        raise UserError(f"{source.name}: holds no token_embd.weight; fetch the file again.")
+    heads = source.integer("llama.attention.head_count")
+    hidden = source.integer("llama.embedding_length")
+    head_size = source.integer("llama.attention.key_length", hidden // heads)
+    rotated = source.integer("llama.rope.dimension_count", head_size)
+    if rotated != head_size:
+        raise UserError(
+            f"{source.name}: llama.rope.dimension_count is {rotated}, a head has {head_size}; use "
+            "a model that rotates whole heads."
+        )
+    config = LlamaConfig(
+        vocab_size=specs["token_embd.weight"].shape[0],
+        hidden=hidden,
+        layers=source.integer("llama.block_count"),
+        heads=heads,
+        kv_heads=source.integer("llama.attention.head_count_kv", heads),
+        mlp=source.integer("llama.feed_forward_length"),
+        head_dim=None if head_size * heads == hidden else head_size,
+        positions=source.integer("llama.context_length"),
+        eps=source.number("llama.attention.layer_norm_rms_epsilon"),
+        rope_theta=source.number("llama.rope.freq_base", 10000.0),
+        tied="output.weight" not in specs,
+        attention_bias="blk.0.attn_q.bias" in specs,
+        mlp_bias="blk.0.ffn_gate.bias" in specs,
+    )
+    return _with_scaling(config, source)
+
+
+def _with_scaling(config: LlamaConfig, source: GGUFSource) -> LlamaConfig:
+    """Adds the rope scaling, which GGUF keeps as metadata (linear) or as a tensor (llama3)."""
+    kind = source.metadata("llama.rope.scaling.type", "none")
+    if kind == "linear":
+        factor = source.number("llama.rope.scaling.factor")
+        return dataclasses.replace(config, rope_scaling=RopeScaling("linear", factor))
+    if kind != "none":
+        raise UserError(
+            f"{source.name}: llama.rope.scaling.type {kind!r} is not supported; use a model "
+            "without scaling, or with linear or llama3."
+        )
+    if ROPE_FACTORS not in source.specs():
+        return config
+    # The tensor holds each frequency's divisor; the slowest one's is llama3's factor.
+    divisors = source.read(ROPE_FACTORS)
+    scaling = RopeScaling("llama3", float(divisors.max()))
+    scaled = dataclasses.replace(config, rope_scaling=scaling)
+    expected = inverse_frequencies(config) / inverse_frequencies(scaled)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+        raise UserError(
+            f"{source.name}: {ROPE_FACTORS} is not llama3's scaling of 8192 positions; use the "
+            "safetensors files of this model."
+        )
+    return scaled

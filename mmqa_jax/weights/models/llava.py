@@ -1,0 +1,283 @@
+"""LLaVA-1.5 checkpoints: transformers' layouts and the original's, and export to transformers.
+
+All layouts share one key map. Its rules are those of CLIP and LLaMA under transformers'
+published prefixes (llava-hf/llava-1.5-7b-hf); renames bring the others there: transformers 4.52
+to 5 (`model.language_model.`), and haotian-liu/LLaVA (`model.mm_projector.0`, `model.layers.0`),
+with its vision tower within or, where it has none, in a CLIP folder beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig, vit_l_14_336
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
+from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, untied_source
+from mmqa_jax.weights.layouts import (
+    Checkpoint,
+    Published,
+    check_model_type,
+    config_file,
+    joined,
+    with_prefixes,
+)
+from mmqa_jax.weights.models.clip import clip_config, clip_key_map, vision_to_hf
+from mmqa_jax.weights.models.llama import llama_rules
+from mmqa_jax.weights.sources import open_source
+
+_LLAMA, _TOWER, _PROJECTOR = "language_model.", "vision_tower.", "multi_modal_projector."
+_TABLE, _HEAD = f"{_LLAMA}model.embed_tokens.weight", f"{_LLAMA}lm_head.weight"
+
+_RENAME = (
+    # transformers 4.52 and later
+    (r"^model\.language_model\.", f"{_LLAMA}model."),
+    (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
+    # haotian-liu/LLaVA
+    (r"^vision_tower\.vision_tower\.", _TOWER),
+    (r"^model\.mm_projector\.0\.", f"{_PROJECTOR}linear_1."),
+    (r"^model\.mm_projector\.2\.", f"{_PROJECTOR}linear_2."),
+    (r"^model\.(embed_tokens|layers|norm)\.", rf"{_LLAMA}model.\1."),
+    # both
+    (r"^lm_head\.", f"{_LLAMA}lm_head."),
+    # transformers 5: CLIP's vision model without its prefix
+    (
+        r"^vision_tower\.(embeddings|pre_layrnorm|encoder|post_layernorm)\.",
+        rf"{_TOWER}vision_model.\1.",
+    ),
+)
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"embeddings\.position_ids$")
+# What a CLIP folder holds beside its vision tower.
+_REST_OF_CLIP = r"^vision_tower\.(text_model\.|text_projection\.|visual_projection\.|logit_scale$)"
+
+# Options of haotian-liu/LLaVA: what the code takes for absent ones, and LLaVA-1.5's value.
+_ORIGINAL_OPTIONS = {
+    "mm_projector_type": ("linear", "mlp2x_gelu"),
+    "mm_vision_select_feature": ("patch", "patch"),
+    "mm_patch_merge_type": ("flat", "flat"),
+    "mm_use_im_start_end": (False, False),
+    "s2": (False, False),
+}
+_VOCABULARY_MULTIPLE = 64  # transformers' conversion pads the embedding table to it
+
+
+def widen_vocabulary(source: TensorSource, rows: int) -> TensorSource:
+    """A LLaVA's tensors with more rows in embedding table and head, each the mean of the others.
+
+    A new row's logit is then the mean of all logits, never the largest: greedy answers stay.
+    """
+
+    def read(key: str) -> np.ndarray:
+        tensor = source.read(key)
+        mean = tensor.mean(axis=0, keepdims=True, dtype=np.float32).astype(tensor.dtype)
+        return np.concatenate([tensor, np.repeat(mean, rows - len(tensor), axis=0)])
+
+    wider = {
+        key: (jax.ShapeDtypeStruct((rows, spec.shape[1]), spec.dtype), functools.partial(read, key))
+        for key, spec in source.specs().items()
+        if key in (_TABLE, _HEAD)
+    }
+    return joined(source.name, source, DerivedSource(source.name, wider))
+
+
+def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyMap:
+    """Key map of every layout, see the module."""
+    # The text tower's config does not matter: only the vision tower's rules are used.
+    clip = CLIPConfig(config.vision, TextConfig(embed_dim=config.vision.embed_dim))
+    tower = [
+        dataclasses.replace(rule, key=f"{_TOWER}{rule.key}")
+        for rule in clip_key_map(clip).rules
+        if rule.key.startswith("vision_model.")
+    ]
+    rules: list[Rule] = [
+        *tower,
+        *linear_rules(f"{_PROJECTOR}linear_1", "projector/linear_1", config.projector_bias),
+        *linear_rules(f"{_PROJECTOR}linear_2", "projector/linear_2", config.projector_bias),
+        *llama_rules(config.llama, prefix=_LLAMA, path="llama/"),
+    ]
+    tied = ((_HEAD, _TABLE),) if config.llama.tied else ()
+    return KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
+
+
+def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
+    """Opens a LLaVA-1.5 checkpoint of any layout, reading headers only.
+
+    A vision tower in the checkpoint is the one that is used. (haotian-liu/LLaVA reads CLIP's own:
+    LLaVA-1.5's tower was frozen in training, and differs from it only by the file's precision.)
+
+    Args:
+      folder: config.json and weights (see `open_source`), transformers' or haotian-liu/LLaVA's.
+      clip: folder of the CLIP that it was trained with (transformers' CLIPModel or
+        CLIPVisionModel): its vision tower where the checkpoint has none, and its sizes where the
+        original's config names another CLIP than ViT-L/14 at 336 pixels. None takes the folder
+        that `mm_vision_tower` of the original's config names, if there is one.
+
+    Raises:
+      UserError: a missing or broken file, another model's config, an option that LLaVA-1.5
+        does not have, or no vision tower.
+    """
+    file = config_file(folder)
+    published = read_json(file)
+    if "text_config" in published:
+        config = llava_config(published, str(file))
+    elif "mm_vision_tower" in published:
+        named = Path(str(published["mm_vision_tower"]))
+        clip = named if clip is None and named.is_dir() else clip
+        vision = None if clip is None else _read_vision_config(clip)
+        config = original_config(published, vision, str(file))
+    else:
+        raise UserError(
+            f"{file}: has neither `text_config` (transformers) nor `mm_vision_tower` (the "
+            "original); give the folder of a LLaVA-1.5 checkpoint."
+        )
+    source, ignore = open_source(folder), _BUFFERS
+    if not any(_TOWER in key for key in source.specs()):
+        if clip is None:
+            raise UserError(
+                f"{source.name}: holds no vision tower; give the folder of the CLIP that it was "
+                "trained with (openai/clip-vit-large-patch14-336) as well."
+            )
+        tower = with_prefixes(open_source(clip), {_TOWER: ""})
+        source = joined(f"{source.name} with {tower.name}", source, tower)
+        ignore = (*_BUFFERS, _REST_OF_CLIP)
+    layout = "haotian-liu/LLaVA" if config.image_token < 0 else "transformers"
+    key_map = functools.partial(llava_key_map, ignore=ignore)
+    return Checkpoint(config, key_map, source, layout)
+
+
+def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
+    """LlavaForConditionalGeneration.
+
+    transformers looks the placeholder up in the embedding table. Where its id is outside (the
+    original's layout), the table and the head get further rows, as in transformers' own
+    conversion: the first is `<image>`, the second `<pad>`; the tokenizer that goes with it needs
+    both as well.
+    """
+    source: TensorSource = untied_source(state, llava_key_map(config))
+    tokens = config.llama.vocab_size
+    if 0 <= config.image_token < tokens:
+        return Published(source, llava_to_hf(config))
+    wider = -(-(tokens + 2) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    llama = dataclasses.replace(config.llama, vocab_size=wider)
+    config = dataclasses.replace(config, llama=llama, image_token=tokens)
+    entries = llava_to_hf(config) | {"pad_token_id": tokens + 1}
+    return Published(widen_vocabulary(source, wider), entries)
+
+
+def llava_config(published: Mapping[str, Any], where: str = "config.json") -> LlavaConfig:
+    """Our config from transformers' `config.json`; absent values are transformers' defaults.
+
+    Raises:
+      UserError: another model's config, or an option that our LLaVA does not have.
+    """
+    check_model_type(published, where, "llava")
+    layer = published.get("vision_feature_layer", -2)
+    strategy = published.get("vision_feature_select_strategy", "default")
+    if not isinstance(layer, int) or strategy != "default":
+        raise UserError(
+            f"{where}: vision_feature_layer {layer!r} with select strategy {strategy!r} is not "
+            "supported; use a checkpoint that reads one layer without the class token."
+        )
+    text = published["text_config"]
+    tied = published.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    vision = vit_l_14_336().vision
+    if published.get("vision_config"):
+        kind = {"model_type": "clip_vision_model"}
+        vision = _vision_config(kind | published["vision_config"], f"{where}, vision_config")
+    return LlavaConfig(
+        vision=vision,
+        llama=LlamaConfig.from_hf(text | {"tie_word_embeddings": tied}, f"{where}, text_config"),
+        feature_layer=layer,
+        projector_activation=published.get("projector_hidden_act", "gelu"),
+        projector_bias=published.get("multimodal_projector_bias", True),
+        image_token=published.get("image_token_index", published.get("image_token_id", 32000)),
+    )
+
+
+def original_config(
+    published: Mapping[str, Any], vision: VisionConfig | None, where: str = "config.json"
+) -> LlavaConfig:
+    """Our config from haotian-liu/LLaVA's `config.json`.
+
+    Args:
+      published: the file's content: a LLaMA's, and options `mm_*`.
+      vision: of the CLIP that it was trained with; None takes ViT-L/14 at 336 pixels, if that is
+        the one that `published` names.
+      where: name of the file, for messages.
+
+    Raises:
+      UserError: another model's config, another version's options, another CLIP.
+    """
+    check_model_type(published, where, "llava", "llava_llama")
+    for option, (absent, expected) in _ORIGINAL_OPTIONS.items():
+        value = published.get(option, absent)
+        if value != expected:
+            raise UserError(
+                f"{where}: {option} is {value!r}, LLaVA-1.5's is {expected!r}; give a checkpoint "
+                "of that version."
+            )
+    named = str(published["mm_vision_tower"])
+    if vision is None:
+        if Path(named).name != "clip-vit-large-patch14-336":
+            raise UserError(
+                f"{where}: mm_vision_tower is {named!r}, whose sizes are not known here; give the "
+                "folder of this CLIP as well."
+            )
+        vision = vit_l_14_336().vision
+    width = published.get("mm_hidden_size", vision.width)
+    if width != vision.width:
+        raise UserError(
+            f"{where}: mm_hidden_size is {width}, the vision tower's width {vision.width}; give "
+            f"the folder of the CLIP that it was trained with ({named})."
+        )
+    return LlavaConfig(
+        vision=vision,
+        llama=LlamaConfig.from_hf({**published, "model_type": "llama"}, where),
+        feature_layer=published.get("mm_vision_select_layer", -2),
+        image_token=ORIGINAL_IMAGE_TOKEN,
+    )
+
+
+def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
+    """transformers' `config.json`, without token ids but the placeholder's."""
+    vision = config.vision
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": config.image_token,
+        "image_seq_length": vision.patches,
+        "projector_hidden_act": config.projector_activation,
+        "multimodal_projector_bias": config.projector_bias,
+        "vision_feature_layer": config.feature_layer,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": config.llama.tied,
+        "text_config": config.llama.to_hf(),
+        "vision_config": vision_to_hf(vision),
+    }
+
+
+def _read_vision_config(folder: Path) -> VisionConfig:
+    return _vision_config(read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def _vision_config(published: Mapping[str, Any], where: str) -> VisionConfig:
+    """CLIP's vision tower from the config of a CLIPModel or of its vision tower."""
+    kind = published.get("model_type")
+    if kind == "clip_vision_model":
+        sizes = {"vision_config": published}
+        if "projection_dim" in published:
+            sizes["projection_dim"] = published["projection_dim"]
+        return clip_config(sizes).vision
+    check_model_type(published, where, "clip", "clip_vision_model")
+    return clip_config(published).vision

@@ -1,0 +1,162 @@
+"""Where a conversion reads and writes: folders that appear complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.files import no_empty_folders, read_json, unfinished
+
+WRITTEN_BY = "written_by"  # in a JSON file of ours: --overwrite may replace its folder
+
+# Copied if they are beside the weights.
+_COMPANIONS = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"),
+    "bpe_simple_vocab_16e6.txt.gz",
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+
+
+def check_paths(source: Path, out: Path, overwrite: bool) -> None:
+    """Refuses a conversion that cannot be read or would destroy something.
+
+    Raises:
+      UserError: no source; `out` in the source or around it, a file, or a folder that may not
+        be replaced.
+    """
+    if not source.exists():
+        raise UserError(f"--source={source}: no such file or folder; check the path.")
+    inside, outside = out.resolve(), source.resolve()
+    if inside.is_relative_to(outside):
+        raise UserError(f"--out={out}: is in --source={source}; name a folder outside it.")
+    if outside.is_relative_to(inside):
+        raise UserError(f"--out={out}: --source={source} is in it; name another folder.")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out={out}: is a file; name a folder.")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise UserError(f"--out={out}: exists; name a new folder, or add --overwrite.")
+    files = [file for file in (out / "model.json", out / "config.json") if file.is_file()]
+    contents = [content for file in files if isinstance(content := read_json(file), dict)]
+    if not any(WRITTEN_BY in content for content in contents):
+        raise UserError(
+            f"--out={out}: is not a folder of `mmqa convert`, so --overwrite does not replace it; "
+            "name another."
+        )
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path, size: int) -> Iterator[Path]:
+    """Yields a temporary folder beside `out` that takes its name when the block succeeds.
+
+    If the block fails or is interrupted (Ctrl-C, SIGTERM), nothing is left. What a killed process
+    left is removed by the next conversion to the same `out`.
+
+    Args:
+      out: the folder to make, or to replace.
+      size: bytes that will be written.
+
+    Raises:
+      UserError: the disk does not have that much space.
+    """
+    with no_empty_folders(out.parent), _sigterm_interrupts():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(out)
+        free = shutil.disk_usage(out.parent).free
+        if free < size:
+            raise UserError(
+                f"--out={out}: {size / 2**30:.1f} GiB will be written, the disk has "
+                f"{free / 2**30:.1f} GiB left; name a folder on another disk."
+            )
+        temporary, old = (unfinished(out.absolute(), kind) for kind in ("tmp", "old"))
+        try:
+            temporary.mkdir()
+            yield temporary
+            if out.exists():
+                os.rename(out, old)
+            os.rename(temporary, out)
+        finally:
+            if old.exists() and not out.exists():
+                os.rename(old, out)
+            for folder in (temporary, old):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy_companions(source: Path, folder: Path) -> list[str]:
+    """Copies the tokenizer and generation files that are in `source`; returns their names."""
+    found = [name for name in _COMPANIONS if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, folder / name)
+    return found
+
+
+@contextlib.contextmanager
+def name_paths(source: Path) -> Iterator[None]:
+    """Turns the operating system's errors into sentences that name the path.
+
+    Raises:
+      RunError: the disk became full.
+      UserError: a file or folder cannot be read or written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise RunError(_FULL) from error
+        path = error.filename or source
+        raise UserError(f"{path}: {error.strerror}; check the path and its permissions.") from error
+    except (ValueError, RuntimeError) as error:  # TensorStore's
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise RunError(_FULL) from error
+
+
+_FULL = "the disk became full while the model was written; free some space and convert it again."
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Removes what dead processes of this host left beside `out`."""
+    pattern = unfinished(out.absolute(), process="*").name
+    for folder in out.absolute().parent.glob(pattern):
+        process = folder.name.split(".")[-2]
+        if process.isdigit() and not _is_alive(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM acts as Ctrl-C does: half-written files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

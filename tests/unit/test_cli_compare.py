@@ -1,0 +1,211 @@
+"""`mmqa compare`: runs side by side, question by question, with tests of their differences."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from cli_runs import done, mmqa, write_rows
+
+from mmqa_jax.evaluation.significance import holm, mcnemar
+
+ACC, F1 = "webqa_acc/no_lemma", "source_f1/official"
+
+
+def write_run(folder: Path, scores: dict[str, list[float]], **changes) -> Path:
+    """What `mmqa run` leaves of a run with these scores of its questions q0, q1, ..."""
+    (count,) = {len(values) for values in scores.values()}
+    folder.mkdir()
+    record = {
+        "dataset": "atlas", "row": folder.name, "split": "test", "limit": None, "n": count,
+        "scores": {name: sum(values) / count for name, values in scores.items()},
+        "by_category": {},
+    }  # fmt: skip
+    (folder / "scores.json").write_text(json.dumps({**record, **changes}))
+    rows = [
+        {
+            "question_id": f"q{i}",
+            "scores": {name: values[i] for name, values in scores.items()},
+            "answer": "",
+            "sources": [],
+            "seconds": 0.5,
+        }
+        for i in range(count)
+    ]
+    write_rows(folder / "per_question.jsonl", rows)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Three runs over 40 questions: b is right where a is and on 8 more; c misses one of a's."""
+    a = [1.0] * 12 + [0.0] * 28
+    b = [1.0] * 20 + [0.0] * 20
+    c = [1.0] * 11 + [0.0] * 29
+    graded = [[x / 2 + i / 128 for i, x in enumerate(values)] for values in (a, b, c)]
+    return [
+        write_run(tmp_path / name, {ACC: values, F1: more})
+        for name, values, more in zip("abc", (a, b, c), graded, strict=True)
+    ]
+
+
+def test_holm_against_a_hand_computation():
+    """Sorted .01 * 3, .03 * 2, .04 * 1; a later one is never below an earlier."""
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.6]) == pytest.approx([1.0, 1.0])
+    assert holm([0.04]) == [0.04]
+    assert holm([]) == []
+
+
+def test_mcnemar_against_a_hand_computation():
+    """8 questions only the first gets, 2 only the second: 2 * P(Binomial(10, 1/2) <= 2)."""
+    first = [1] * 8 + [0] * 2 + [1] * 5 + [0] * 5
+    second = [0] * 8 + [1] * 2 + [1] * 5 + [0] * 5
+    by_hand = 2 * (1 + 10 + 45) / 2**10
+    assert mcnemar(first, second) == pytest.approx(by_hand)
+    assert mcnemar(second, first) == pytest.approx(by_hand)
+    assert mcnemar([1] * 6 + [0], [0] * 6 + [0]) == pytest.approx(2 / 2**6)
+    assert mcnemar([1, 0, 1], [1, 0, 1]) == 1.0
+    assert mcnemar([1, 0], [0, 1]) == 1.0
+
+
+def test_three_runs(runs):
+    """All scores are 0 or 1: McNemar's p counts, corrected over the three pairs."""
+    found = done("compare", *runs)
+    assert found.keys() == {"metric", "runs", "pairs"}
+    assert found["metric"] == ACC  # the first that all have
+    a, b, c = map(str, runs)
+    assert [run.keys() for run in found["runs"]] == [{"name", "n", "score", "interval"}] * 3
+    assert [(run["name"], run["n"]) for run in found["runs"]] == [(a, 40), (b, 40), (c, 40)]
+    assert [run["score"] for run in found["runs"]] == pytest.approx([0.3, 0.5, 0.275])
+    for run in found["runs"]:
+        low, high = run["interval"]
+        # The normal interval of a share of 40: a bootstrap's is near it.
+        half = 1.96 * math.sqrt(run["score"] * (1 - run["score"]) / 40)
+        assert (low, high) == pytest.approx((run["score"] - half, run["score"] + half), abs=0.03)
+    pairs = found["pairs"]
+    assert [(pair["a"], pair["b"]) for pair in pairs] == [(a, b), (a, c), (b, c)]
+    assert [pair["difference"] for pair in pairs] == pytest.approx([-0.2, 0.025, 0.225])
+    for pair in pairs:
+        assert pair.keys() >= {"a", "b", "difference", "interval", "p", "p_holm"}
+        assert pair["interval"][0] <= pair["difference"] <= pair["interval"][1]
+    # 8 against 0, 1 against 0, 9 against 0.
+    assert [pair["p"] for pair in pairs] == pytest.approx([2 / 2**8, 1.0, 2 / 2**9])
+    assert [pair["p_holm"] for pair in pairs] == pytest.approx([4 / 2**8, 1.0, 6 / 2**9])
+    assert {pair["test"] for pair in pairs} == {"McNemar"}
+    assert pairs[0]["p_bootstrap"] < 0.05 < pairs[1]["p_bootstrap"]
+
+
+def test_scores_that_are_not_0_or_1_are_compared_by_the_bootstrap(runs):
+    found = done("compare", *runs[:2], f"--metric={F1}")
+    assert found["metric"] == F1
+    (pair,) = found["pairs"]
+    assert pair["test"] == "bootstrap"
+    assert pair["difference"] == pytest.approx(-0.1)
+    # The differences are those of ACC halved, and so is their interval.
+    (binary,) = done("compare", *runs[:2], f"--metric={ACC}")["pairs"]
+    assert pair["interval"] == pytest.approx([x / 2 for x in binary["interval"]])
+    assert pair["p"] == pytest.approx(binary["p_bootstrap"])
+    assert pair["p"] != pytest.approx(binary["p"])
+    assert pair["p_holm"] == pair["p"]  # of one comparison
+
+
+def test_pairs_are_by_question_not_by_line(runs):
+    """The same scores in another order of lines."""
+    before = done("compare", *runs[:2])
+    path = runs[1] / "per_question.jsonl"
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    assert done("compare", *runs[:2]) == before
+
+
+def test_the_tables(runs):
+    ended = mmqa("compare", *runs, "--markdown")
+    assert ended.code == 0, ended.err
+    a, b, _ = map(str, runs)
+    assert re.search(rf"\| {re.escape(a)} \| 40 \| 0\.300 ", ended.out), ended.out
+    (pair,) = (line for line in ended.out.splitlines() if f"{a} - {b}" in line)
+    assert "-0.200" in pair
+    assert [cell.strip() for cell in pair.split("|")[-4:-1]] == ["0.0078", "0.016", "McNemar"]
+    assert "Holm" in ended.out
+
+
+def test_only_questions_that_a_scorer_applies_to_are_compared(runs):
+    """As recall, which needs gold sources."""
+    for run in runs[:2]:
+        rows = [json.loads(line) for line in (run / "per_question.jsonl").read_text().splitlines()]
+        for row in rows[:4]:
+            del row["scores"][F1]
+        write_rows(run / "per_question.jsonl", rows)
+    found = done("compare", *runs[:2], f"--metric={F1}")
+    assert [run["n"] for run in found["runs"]] == [36, 36]
+    assert done("compare", *runs[:2])["runs"][0]["n"] == 40
+
+
+def test_one_run_or_the_same_twice(runs, refused):
+    refused("compare", runs[0], message=r"at least two workdirs were expected")
+    refused("compare", runs[0], runs[1], runs[0], message=r"a workdir is named twice")
+    refused("compare", runs[0], f"{runs[0]}/", message=r"a workdir is named twice")
+    refused("compare", runs[0], runs[0] / "..", message=r"holds no finished run")
+    refused("compare", runs[0], runs[1] / ".." / "a", message=r"a workdir is named twice")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split": "val"}, r"have different values of split \('test', 'val'\)"),
+        ({"limit": 40}, r"have different values of limit \(None, 40\)"),
+        ({"dataset": "webqa"}, r"have different values of dataset \('atlas', 'webqa'\)"),
+    ],
+)
+def test_runs_of_another_split_limit_or_benchmark(changes, message, runs, refused, tmp_path):
+    other = write_run(tmp_path / "other", {ACC: [1.0] * 40}, **changes)
+    refused("compare", runs[0], other, message=rf"a and .*other {message}; compare runs over the")
+
+
+def test_runs_over_other_questions(runs, refused, tmp_path):
+    fewer = write_run(tmp_path / "fewer", {ACC: [1.0] * 39})
+    message = (
+        r"a and .*fewer were scored by webqa_acc/no_lemma on different questions \(1 are .*q39"
+    )
+    refused("compare", runs[0], fewer, message=message)
+    path = runs[1] / "per_question.jsonl"
+    path.write_text(path.read_text().replace('"q7"', '"x7"'))
+    refused("compare", *runs[:2], message=r"different questions \(2 are .*such as 'q7'")
+
+
+def test_a_metric_that_one_lacks(runs, refused, tmp_path):
+    only_f1 = write_run(tmp_path / "ranked", {F1: [0.5] * 40})
+    message = rf"--metric={ACC}: .*ranked was not scored by it; use one of {F1}\.$"
+    refused("compare", runs[0], only_f1, f"--metric={ACC}", message=message)
+    refused("compare", *runs, "--metric=bleu", message=rf"--metric=bleu: .*use one of {ACC}, {F1}")
+    # Without --metric it is the first that they share.
+    assert done("compare", runs[0], only_f1)["metric"] == F1
+    other = write_run(tmp_path / "other", {"recall@1": [1.0] * 40})
+    refused("compare", only_f1, other, message=r"the runs have no scorer in common \(.*recall@1\)")
+    message = r"none: the runs have no scorer in common"
+    refused("compare", only_f1, other, f"--metric={F1}", message=message)
+
+
+@pytest.mark.parametrize("name", ["scores.json", "per_question.jsonl"])
+def test_a_run_that_did_not_end(name, runs, refused):
+    (runs[1] / name).unlink()
+    refused("compare", *runs, message=rf"b: holds no finished run \(no {name}\); run `mmqa run")
+    refused("compare", runs[0], "nowhere", message=r"nowhere: holds no finished run")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"scores": 3}', "{oops"])
+def test_scores_of_another_shape(text, runs, refused):
+    (runs[1] / "scores.json").write_text(text)
+    refused("compare", *runs, message=r"b/scores\.json(: was not written by `mmqa run`|, line 1)")
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"question_id": "q3"}', "{oops", '{"scores": {}}'])
+def test_lines_of_another_shape(line, runs, refused):
+    path = runs[1] / "per_question.jsonl"
+    lines = path.read_text().splitlines()
+    lines[3] = line
+    path.write_text("\n".join(lines) + "\n")
+    refused("compare", *runs, message=r"b/per_question\.jsonl, line 4")

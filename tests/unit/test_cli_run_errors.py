@@ -1,0 +1,259 @@
+"""`mmqa run` with wrong input: one sentence, exit 2, nothing written."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from cli_runs import ROOT, done
+from row_runs import row_flags
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+WEBQA = f"{ROOT}/configs/webqa/tables.py"
+# A row's config of one's own; {} is a change of it.
+OWN_ROW = f"""
+from mmqa_jax.core.config import load_config
+
+def get_config():
+    config = load_config("{ROOT}/configs/atlas/tables.py:bm25")
+    with config.unlocked():
+        {{}}
+    return config
+"""
+
+
+@pytest.fixture
+def flags(data, models, index, tmp_path):
+    """Working flags of the restricted row of table 6, for one of them to go wrong."""
+    return row_flags("webqa:vlp", tmp_path / "run", data, models, index)
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """A working directory without data, weights or runs."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.usefixtures("empty")
+def test_all_missing_inputs_are_named_at_once(refused, tmp_path):
+    """Each with the command that makes it."""
+    flags = ("run", f"--config={WEBQA}:clip20_vlp", f"--workdir={tmp_path / 'run'}")
+    expected = {
+        "data/webqa": "mmqa prepare webqa",
+        "weights/clip": "mmqa convert --model=clip",
+        "runs/clip": "mmqa embed .*; mmqa index",
+        "runs/vlp_select": "mmqa train --config=configs/webqa/vlp_select.py",
+        "runs/vlp_qa": "mmqa train --config=configs/webqa/vlp_qa.py",
+    }
+    refused(*flags, message=r"row clip20_vlp: 5 of its inputs are missing: ")
+    for path, made_by in expected.items():
+        refused(*flags, message=rf"[ ;]{path} \({made_by}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_missing_inputs_are_named(flags, refused):
+    gone = ("--config.parts.reader.model=gone", "--config.scoring.bart=downloads/bart-large-cnn")
+    refused(
+        *flags, *gone,
+        message=r"row vlp: 2 of its inputs are missing: downloads/bart-large-cnn \(transformers' .*"
+        r"bart\.pth in it\); gone \(no such path; name another with --config\.KEY=PATH\)\.$",
+    )  # fmt: skip
+    gone = "--config.data.dir=gone"
+    refused(*flags, gone, message=r"1 of its inputs are missing: gone \(no such path")
+
+
+def test_the_similarity_of_a_reranker_is_an_input(data, models, index, refused, tmp_path):
+    flags = row_flags("atlas:restricted", tmp_path / "run", data, models, index)
+    gone = "--config.parts.reranker.similarity.index=gone"
+    refused(*flags, gone, message=r"1 of its inputs are missing: gone \(")
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_a_limit_below_1(limit, flags, refused):
+    refused(*flags, f"--limit={limit}", message=rf"--limit={limit}: at least 1 was expected")
+
+
+def test_a_limit_that_is_no_number(flags, refused):
+    refused(*flags, "--limit=some", message=r"--limit: invalid int value: 'some'")
+
+
+def test_an_unknown_row(flags, refused):
+    wrong = f"--config={WEBQA}:vlpp"
+    refused(
+        *flags, wrong, message=r"tables\.py:vlpp: this file has no such mode; did you mean 'vlp"
+    )
+    refused(*flags, f"--config={WEBQA}:xyz", message=r"tables\.py:xyz: .*the known ones are bm25_")
+
+
+@pytest.mark.usefixtures("empty")
+@pytest.mark.parametrize("row", ["pica", "human"])
+def test_a_row_that_is_only_cited(row, refused, tmp_path):
+    flags = ("run", f"--config={WEBQA}:{row}", f"--workdir={tmp_path / 'run'}")
+    refused(*flags, message=rf"tables\.py:{row}: this file has no such mode")
+
+
+@pytest.mark.parametrize("file", ["atlas/answer.py", "atlas/demo.py", "webqa/vlp_select.py:vinvl"])
+def test_a_config_that_is_no_row(file, refused, tmp_path):
+    flags = ("run", f"--config={ROOT}/configs/{file}", f"--workdir={tmp_path / 'run'}")
+    refused(*flags, message=r"--config: the file does not define a row of a table .*tables\.py:vlp")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# How to run the rows", r"notes\.py: a config file must define get_config"),
+        ("These are notes.", r"notes\.py, line 1: not valid python"),
+        ("def get_config():\n    return {}\n", r"notes\.py: get_config must return an ml_coll"),
+        ("import nowhere", r"notes\.py, line 1: the config file fails"),
+    ],
+)
+def test_a_config_file_that_is_no_config(text, message, refused, tmp_path):
+    (tmp_path / "notes.py").write_text(text)
+    flags = ("run", f"--config={tmp_path / 'notes.py'}", f"--workdir={tmp_path / 'run'}")
+    refused(*flags, message=message)
+
+
+def test_a_config_file_that_is_not_there(refused, tmp_path):
+    flags = ("run", "--config=nowhere.py:vlp", f"--workdir={tmp_path / 'run'}")
+    refused(*flags, message=r"nowhere\.py: no such config file")
+    refused("run", "--workdir=x", message=r"required: --config")
+    refused("run", f"--config={WEBQA}:vlp", message=r"required: --workdir")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "options.treshold=0.3",
+            r"--config\.options\.treshold: .*did you mean 'options\.threshold",
+        ),
+        ("options.top_k=20", r"--config\.options\.top_k: .*no such key"),
+        ("options.threshold=high", r"--config\.options\.threshold=high: .*a number"),
+        ("options.select=bets", r"config key options\.select='bets': one of .*did you mean 'best'"),
+        ("options.cap=wqa", r"config key options\.cap='wqa': .*did you mean 'webqa'"),
+        ("parts.retriever.method=bm25", r"--config\.parts\.retriever\.method: .*no such key"),
+        (
+            "setting=restrict",
+            r"config key setting=restrict: use one of question_only, .*restricted",
+        ),
+        ("setting=oracle", r"config key options\.cap: unknown; remove it\."),
+        ("system=pica", r"row vlp: the system pica is not implemented yet"),
+        ("dataset=webq", r"config key dataset='webq': .*did you mean 'webqa'"),
+        ("data.modality=video", r"config key data\.modality='video'"),
+        ("data.questions=-1", r"config key data\.questions=-1: at least 0"),
+        ("scoring.lemmatizer=spcy", r"config key scoring\.lemmatizer='spcy': .*'spacy'"),
+        ("data.split=dev", r"--split=dev: .*choose one of test, train, val"),
+    ],
+)
+def test_wrong_values(override, message, flags, refused, tmp_path):
+    flags = [flag for flag in flags if not flag.startswith("--split")]
+    refused(*flags, f"--config.{override}", message=message)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("config.options.treshold = 0.3", r"config key options\.treshold: unknown; .*cited"),
+        ("config.options.citd = 3", r"config key options\.citd: unknown; did you mean 'cited'"),
+        ("config.options = {'cited': 'two'}", r"config key options\.cited='two': a whole number"),
+        ("config.options.cited = 0", r"config key options\.cited=0: at least 1 was expected"),
+        ("del config.parts.retriever", r"config key parts\.retriever is missing; add it"),
+        ("config.parts.reader = {'model': 'x'}", r"config key parts\.reader: unknown"),
+        ("config.parts.retriever.metod = 'bm25'", r"config key parts\.retriever\.metod: unknown"),
+        ("config.parts.retriever.method = 'bm52'", r"method='bm52': .*did you mean 'bm25'"),
+        ("del config.row", r"the file does not define a row of a table \(no key `row`\)"),
+        ("del config.data.split", r"config key data\.split is missing"),
+        ("config.note = 'x'", r"config key note: unknown"),
+    ],
+)
+def test_a_row_of_ones_own_that_does_not_fit_its_setting(change, message, data, refused, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_ROW.format(change))
+    flags = (f"--config={tmp_path / 'own.py'}", f"--workdir={tmp_path / 'run'}")
+    refused("run", *flags, f"--config.data.dir={data}", message=message)
+
+
+def test_a_row_of_ones_own(data, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_ROW.format("config.options.cited = 1"))
+    flags = (f"--config={tmp_path / 'own.py'}", f"--workdir={tmp_path / 'run'}")
+    assert done("run", *flags, f"--config.data.dir={data}")["questions"] == 5
+
+
+def test_an_unknown_split(flags, refused, tmp_path):
+    refused(*flags, "--split=dev", message=r"--split=dev: .*choose one of test, train, val")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("part", "task"), [("reader", "rerank"), ("reranker", "answer")])
+def test_weights_of_another_task(part, task, flags, models, refused, tmp_path):
+    wrong = f"--config.parts.{part}.model={models / task}"
+    refused(*flags, wrong, message=rf"{task}: holds a model of task '{task}'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dense_retriever_without_its_index(data, refused, tmp_path):
+    flags = row_flags("atlas:bm25", tmp_path / "run", data, data, data)
+    (tmp_path / "own.py").write_text(OWN_ROW.format("config.parts.retriever.method = 'dense'"))
+    wrong = f"--config={tmp_path / 'own.py'}"
+    refused(
+        *flags,
+        wrong,
+        message=r"method=dense: needs parts\.retriever\.model and parts\.retriever\.index",
+    )
+
+
+def test_an_index_of_another_corpus(data, bare_data, models, index, refused, tmp_path):
+    flags = row_flags("webqa:clip2", tmp_path / "run", data, models, index)
+    other = f"--config.data.dir={bare_data}"
+    refused(*flags, "--config.parts.retriever.modality=unknown", other, message=r"corpus")
+
+
+def test_the_workdir_of_another_row(flags, data, models, index, refused, tmp_path):
+    """Of another limit, split or part, too; what is in it stays."""
+    bm25 = row_flags("atlas:bm25", tmp_path / "run", data, models, index)
+    done(*bm25)
+    refused(*flags, message=r"run: holds a run of row bm25; name a new --workdir for vlp\.$")
+    refused(*bm25, "--limit=2", message=r"limit \(None there, 2 now\)")
+    message = r"run: holds a run of another config: .*differ; name a new --workdir"
+    refused(*bm25, "--split=val", message=message)
+    refused(*bm25, "--split=val", message=r"data\.split \('test' there, 'val' now\)")
+    wrong = "--config.options.cited=3"
+    refused(*bm25, wrong, message=r"options\.cited \(2 there, 3 now\)")
+    # What changes no result is no difference: the published figures.
+    (tmp_path / "own.py").write_text(OWN_ROW.format("config.published = ()"))
+    assert done(*bm25, f"--config={tmp_path / 'own.py'}")["questions"] == 5
+
+
+def test_a_workdir_that_is_a_file(flags, refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(
+        *flags, f"--workdir={tmp_path / 'file'}", message=r"--workdir=.*file: cannot be written"
+    )
+
+
+def test_the_workdir_of_something_else(flags, models, data, refused, tmp_path):
+    """A training run; a folder whose config.json is none."""
+    shutil.copytree(models / "answer", tmp_path / "run")
+    refused(*flags, message=r"run: holds a run of another config")
+    (tmp_path / "run" / "config.json").write_text("[]")
+    refused(*flags, message=r"run/config\.json: is not a run's config\.json")
+
+
+def test_damaged_weights(flags, models, refused, tmp_path):
+    damaged = tmp_path / "answer"
+    shutil.copytree(models / "answer", damaged)
+    for file in (damaged / "weights").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:20])
+    message = r"answer/weights: files in it are missing, truncated or damaged"
+    refused(*flags, f"--config.parts.reader.model={damaged}", message=message)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("threshold", ["1.5", "-0.1"])
+def test_a_threshold_that_is_no_probability(threshold, flags, refused):
+    wrong = f"--config.options.threshold={threshold}"
+    refused(*flags, wrong, message=rf"options\.threshold={threshold}: a probability from 0 to 1")

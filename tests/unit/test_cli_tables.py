@@ -1,0 +1,284 @@
+"""`mmqa tables`: every published figure, its command, what it needs, and whether it was reached."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from cli_runs import ROOT, done, mmqa
+
+from mmqa_jax.cli import command, make_parser
+from mmqa_jax.core.config import load_config
+from mmqa_jax.systems.run import check_row
+
+KEYS = {
+    *("paper", "table", "row", "column", "published", "tolerance"),
+    *("command", "needs", "measured", "status"),
+}
+# WebQA (Chang et al., CVPR 2022), in percent. Table 6: FL, Acc, FL*Acc, source F1.
+TABLE_6 = {
+    "vlp_q_only": (34.9, 22.2, 13.4, None),
+    "vlp": (42.6, 36.7, 22.6, 68.9),
+    "vlp_oracle": (44.6, 40.4, 24.5, None),
+    "vlp_vinvl": (44.2, 38.9, 24.1, 70.9),
+    "vlp_vinvl_oracle": (45.7, 42.2, 25.9, None),
+    "pica_q_only": (47.6, 43.4, 28.8, None),
+    "pica": (57.1, 61.6, 40.1, None),
+    "clip2_vlp": (34.2, 24.1, 14.6, 12.0),
+    "clip20_vlp": (36.1, 27.2, 16.1, 24.0),
+    "human": (55.1, 94.3, 52.4, 90.5),
+}
+# Table 7: source F1 of questions with pictures, with snippets.
+TABLE_7 = {
+    "bm25_restricted": (25.61, 43.75),
+    "vlp": (68.13, 69.48),
+    "bm25_full": (20.43, 28.15),
+    "clip2": (9.71, 13.96),
+    "clip20_vlp": (21.68, 26.01),
+}
+# Table 8: accuracy of yes/no, multiple choice, color, shape, number, others, text.
+TABLE_8 = {
+    "vlp_q_only": (16.1, 49.0, 3.9, 0.8, 0.5, 27.9, 18.1),
+    "vlp_oracle": (17.2, 52.9, 2.8, 0.0, 0.5, 28.6, 50.4),
+    "vlp_i": (11.6, 55.3, 3.9, 2.4, 0.5, 26.3, None),
+    "vlp_t": (None, None, None, None, None, None, 48.6),
+    "pica_q_only": (26.7, 70.1, 30.8, 19.0, 14.2, 45.3, 42.8),
+    "pica": (27.4, 70.1, 42.5, 17.3, 13.8, 48.7, 74.8),
+    "human": (100, 96.8, 95.8, 94.8, 95.0, 87.8, 94.0),
+}
+COLUMNS = {
+    "6": ("fl", "acc", "fl_acc", "source_f1"),
+    "7": ("source_f1_image", "source_f1_text"),
+    "8": tuple(
+        f"acc_{c}" for c in ("YesNo", "choose", "color", "shape", "number", "Others", "text")
+    ),
+}
+PUBLISHED = {
+    (table, row, column): value
+    for table, rows in (("6", TABLE_6), ("7", TABLE_7), ("8", TABLE_8))
+    for row, values in rows.items()
+    for column, value in zip(COLUMNS[table], values, strict=True)
+    if value is not None
+}
+NOT_RUN = {"pica_q_only": "missing", "pica": "missing", "human": "cited only"}
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory without data, weights or runs."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def listed(elsewhere):
+    return done("tables", "webqa")["rows"]
+
+
+def of_figure(listed: list[dict], table: str, row: str, column: str) -> dict:
+    (found,) = (
+        one for one in listed if (one["table"], one["config_row"], one["column"]) ==
+        (table, row, column)
+    )  # fmt: skip
+    return found
+
+
+def test_every_published_figure(listed):
+    found = {
+        (row["table"], row["config_row"], row["column"]): 100 * row["published"] for row in listed
+    }
+    assert len(found) == len(listed)  # each once
+    assert found == pytest.approx(PUBLISHED)
+
+
+def test_the_format(listed):
+    for row in listed:
+        assert row.keys() >= KEYS
+        assert row["paper"] == "webqa"
+        assert 0 < row["tolerance"] <= 0.05
+        assert row["measured"] is None
+        assert isinstance(row["needs"], list)
+        assert row["row"]
+
+
+def test_scorers_are_official(listed):
+    """The published figures were computed by WebQA's own scorer."""
+    assert {row["scorer"] for row in listed} == {
+        *("webqa_fl/official", "webqa_acc/official", "webqa_fl_acc/official"),
+        "source_f1/official",
+    }
+
+
+def test_what_is_not_here_is_needed(listed):
+    """With an empty disk every row that can be run needs something."""
+    for row in listed:
+        expected = NOT_RUN.get(row["config_row"], "needs")
+        assert row["status"] == expected, row
+        assert bool(row["needs"]) == (expected == "needs")
+        assert bool(row["command"]) == (expected == "needs")
+    needs = of_figure(listed, "6", "clip20_vlp", "acc")["needs"]
+    named = {need.partition(": ")[0] for need in needs}
+    assert named == {"data/webqa", "weights/clip", "runs/clip", "runs/vlp_select", "runs/vlp_qa"}
+    by_path = dict(need.split(": ", 1) for need in needs)
+    assert "mmqa prepare webqa" in by_path["data/webqa"]
+    assert "imgs.tsv" in by_path["data/webqa"]
+    assert "mmqa convert --model=clip" in by_path["weights/clip"]
+    assert "mmqa train --config=configs/webqa/vlp_select.py" in by_path["runs/vlp_select"]
+    # Fluency needs BARTScore's weights besides.
+    fluency = of_figure(listed, "6", "clip20_vlp", "fl")["needs"]
+    assert fluency[:-1] == needs
+    assert "bart" in fluency[-1]
+
+
+def test_what_is_here_can_be_run(elsewhere):
+    for folder in ("data/webqa", "runs/vlp_select", "runs/vlp_qa"):
+        (elsewhere / folder).mkdir(parents=True)
+    listed = done("tables", "webqa")["rows"]
+    status = {(row["config_row"], row["column"]): row["status"] for row in listed}
+    assert status["bm25_full", "source_f1_text"] == "not run"
+    assert status["vlp", "acc"] == status["vlp", "source_f1"] == "not run"
+    assert status["vlp", "fl"] == status["vlp", "fl_acc"] == "needs"
+    assert status["clip2", "source_f1_text"] == status["vlp_vinvl", "acc"] == "needs"
+    assert of_figure(listed, "6", "vlp", "acc")["needs"] == []
+
+
+def commands_of(paper: str) -> dict[str, str]:
+    return {
+        row["config_row"]: row["command"] for row in done("tables", paper)["rows"] if row["command"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("paper", "rows"), [("webqa", (TABLE_6 | TABLE_7 | TABLE_8).keys() - NOT_RUN), ("atlas", None)]
+)
+def test_every_command_is_one(paper, rows):
+    """It parses, and its config is a row with the options and parts that its setting takes."""
+    commands = commands_of(paper)
+    assert rows is None or commands.keys() == rows
+    for row, text in commands.items():
+        program, *words = shlex.split(text)
+        assert program == "mmqa"
+        arguments = make_parser().parse_args(words)
+        assert command(arguments.verb).__name__ == "mmqa_jax.commands.run"
+        assert arguments.config == f"configs/{paper}/tables.py:{row}"
+        assert Path(arguments.workdir).name == row
+        config = load_config(ROOT / arguments.config)
+        assert config.row == row
+        check_row(config)
+
+
+@pytest.mark.parametrize("paper", ["webqa", "atlas"])
+def test_every_row_is_listed_or_publishes_nothing(paper):
+    from mmqa_jax.core.config import load_module
+
+    tables = load_module(ROOT / f"configs/{paper}/tables.py")
+    commands = commands_of(paper)
+    assert commands.keys() <= set(tables.MODES)
+    for row in tables.MODES:
+        config = tables.get_config(row)
+        check_row(config)
+        assert (row in commands) == bool(config.published)
+        # Where every input comes from is known.
+        parts = [p.to_dict() for p in config.parts.values()]
+        parts += [part["similarity"] for part in parts if part.get("similarity")]
+        paths = {config.data.dir, *(part.get(key) for part in parts for key in ("model", "index"))}
+        assert {path for path in paths if path} <= dict(config.made_by).keys()
+
+
+def write_scores(folder: Path, row: str, **changes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "dataset": "webqa", "row": row, "split": "val", "limit": None, "n": 100,
+        "scores": {"source_f1/official": 0.659, "webqa_acc/official": 0.336},
+        "by_category": {"text": {"webqa_acc/official": 0.5}},
+        "by_modality": {
+            "image": {"source_f1/official": 0.7112}, "text": {"source_f1/official": 0.7249},
+        },
+    }  # fmt: skip
+    (folder / "scores.json").write_text(json.dumps({**record, **changes}))
+
+
+def test_measured_figures_pass_within_the_tolerance(elsewhere):
+    """Published 68.9, 36.7, 68.13, 69.48; the tolerance is 3 points."""
+    write_scores(elsewhere / "runs" / "vlp", "vlp")
+    for workdir in ("runs", "runs/vlp"):  # the rows' folders, or the row's own
+        listed = done("tables", "webqa", f"--workdir={workdir}")["rows"]
+        found = {
+            (row["table"], row["column"]): (row["measured"], row["status"])
+            for row in listed
+            if row["config_row"] == "vlp"
+        }
+        assert found == {
+            ("6", "source_f1"): (0.659, "pass"),  # 3.0 points below
+            ("6", "acc"): (0.336, "fail"),  # 3.1 points below
+            ("6", "fl"): (None, "needs"),
+            ("6", "fl_acc"): (None, "needs"),
+            ("7", "source_f1_image"): (0.7112, "pass"),  # 2.99 points above
+            ("7", "source_f1_text"): (0.7249, "fail"),  # 3.01 points above
+        }
+        others = {row["status"] for row in listed if row["config_row"] != "vlp"}
+        assert others == {"needs", "missing", "cited only"}
+
+
+def test_categories_are_measured_by_their_name(elsewhere):
+    write_scores(elsewhere / "vlp_oracle", "vlp_oracle")
+    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
+    assert of_figure(listed, "8", "vlp_oracle", "acc_text")["measured"] == 0.5
+    assert of_figure(listed, "8", "vlp_oracle", "acc_text")["status"] == "pass"  # 50.4
+    assert of_figure(listed, "8", "vlp_oracle", "acc_color")["measured"] is None
+
+
+def test_a_part_of_the_split_passes_nothing(elsewhere):
+    """Its figure is shown with its limit."""
+    write_scores(elsewhere / "vlp", "vlp", limit=100)
+    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
+    figure = of_figure(listed, "6", "vlp", "source_f1")
+    assert (figure["measured"], figure["limit"], figure["status"]) == (0.659, 100, "needs")
+    for folder in ("data/webqa", "runs/vlp_select", "runs/vlp_qa"):
+        (elsewhere / folder).mkdir(parents=True)
+    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
+    assert of_figure(listed, "6", "vlp", "source_f1")["status"] == "not run"
+    shown = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown").out
+    assert "| 0.689 | 0.659 | not run (first 100 only) | vlp |" in shown
+
+
+def test_another_split_passes_nothing(elsewhere):
+    write_scores(elsewhere / "vlp", "vlp", split="train")
+    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
+    figure = of_figure(listed, "6", "vlp", "source_f1")
+    assert (figure["measured"], figure["status"]) == (0.659, "needs")
+
+
+def test_scores_of_another_row_do_not_count(elsewhere):
+    write_scores(elsewhere / "vlp", "vlp_oracle")
+    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
+    assert {row["measured"] for row in listed} == {None}
+
+
+def test_the_tables_that_are_shown(elsewhere):
+    write_scores(elsewhere / "vlp", "vlp")
+    ended = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown")
+    assert ended.code == 0, ended.err
+    for table in "678":
+        assert f"webqa, table {table}" in ended.out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ended.out.splitlines()]
+    (row,) = (row for row in rows if row[:2] == ["Restr. VLP, predicted sources", "source_f1"])
+    assert row[2:] == ["0.689", "0.659", "pass", "vlp"]
+    (row,) = (row for row in rows if row[:1] == ["vlp_oracle"])
+    assert row[1].startswith("mmqa run --config=configs/webqa/tables.py:vlp_oracle --workdir=")
+    assert row[2] == "data/webqa; runs/vlp_qa"
+
+
+def test_all_papers(elsewhere):
+    rows = done("tables")["rows"]
+    assert {row["paper"] for row in rows} == {"webqa", "atlas"}
+    assert [row for row in rows if row["paper"] == "atlas"] == done("tables", "atlas")["rows"]
+
+
+def test_wrong_flags(refused):
+    refused("tables", "rmr", message=r"rmr.*webqa.*atlas")
+    refused("tables", "webqa", "--workdir=nowhere", message=r"--workdir=nowhere: no such folder")

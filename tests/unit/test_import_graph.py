@@ -1,0 +1,184 @@
+"""Who imports whom: no circles, dependencies point down, light rooms stay light.
+
+Read from the source, so that imports inside functions and under TYPE_CHECKING count.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import mmqa_jax
+
+PACKAGE = Path(mmqa_jax.__file__).parent
+# What a bare accelerator image lacks.
+HEAVY = {"grain", "scann", "tensorflow_datasets"}
+
+
+class Import(NamedTuple):
+    """An import statement.
+
+    Attributes:
+      target: the module; one of ours, or the top-level name of a foreign package.
+      at_load: whether it runs when the module is imported.
+    """
+
+    target: str
+    at_load: bool
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Name -> file of every module of ours."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = ("mmqa_jax", *file.relative_to(PACKAGE).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+@functools.cache
+def imports() -> dict[str, list[Import]]:
+    """Module -> its imports."""
+    return {name: list(imports_of(name, file)) for name, file in modules().items()}
+
+
+def imports_of(name: str, file: Path) -> Iterator[Import]:
+    """The imports of a file; with a submodule, the __init__ of every package above it."""
+    for node, at_load in statements(ast.parse(file.read_text(encoding="utf-8")), True):
+        for target in targets(node, name, file.name == "__init__.py"):
+            if not target.startswith("mmqa_jax"):
+                yield Import(target.partition(".")[0], at_load)
+                continue
+            parts = target.split(".")
+            above = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+            for one in sorted(above & modules().keys() - {name}):
+                # The packages that `name` is in are loaded before it in any case.
+                if one == target or not name.startswith(f"{one}."):
+                    yield Import(one, at_load)
+
+
+def statements(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, at_load
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        )
+        yield from statements(child, at_load and not inside)
+
+
+def targets(node: ast.stmt, name: str, is_package: bool) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    assert isinstance(node, ast.ImportFrom)
+    base = node.module or ""
+    if node.level:
+        parts = name.split(".")
+        kept = len(parts) - node.level + is_package
+        base = ".".join([*parts[:kept], *filter(None, [node.module])])
+    for alias in node.names:
+        whole = f"{base}.{alias.name}"
+        yield whole if whole in modules() else base
+
+
+def reachable(start: str, *, at_load: bool) -> dict[str, tuple[str, ...]]:
+    """Everything that a module imports, foreign packages too -> by which chain."""
+    found: dict[str, tuple[str, ...]] = {start: (start,)}
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        for one in imports().get(name, []):
+            if one.target not in found and (one.at_load or not at_load):
+                found[one.target] = (*found[name], one.target)
+                waiting.append(one.target)
+    return found
+
+
+def room(name: str) -> str:
+    """The folder of a module below mmqa_jax; `cli` of cli.py."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def offending(rooms: set[str], forbidden: set[str]) -> list[str]:
+    """`importer -> imported` from rooms to rooms."""
+    return [
+        f"{name} -> {one.target}"
+        for name, found in imports().items()
+        if room(name) in rooms
+        for one in found
+        if one.target.startswith("mmqa_jax.") and room(one.target) in forbidden
+    ]
+
+
+def ours() -> set[str]:
+    return {room(name) for name in modules()} - {""}
+
+
+def test_the_imports_are_found():
+    """The tests below would pass on an empty graph."""
+    assert len(modules()) > 150
+    assert Import("mmqa_jax.systems.webqa", True) in imports()["mmqa_jax.systems.run"]
+    # Inside a function, relative to nothing, a module by `from package import module`.
+    assert Import("mmqa_jax.systems.webqa", False) in imports()["mmqa_jax.commands.search"]
+    assert "mmqa_jax.systems.webqa" in reachable("mmqa_jax.commands.search", at_load=False)
+    assert "mmqa_jax.systems.webqa" not in reachable("mmqa_jax.commands.search", at_load=True)
+    assert "jax" in reachable("mmqa_jax.models.vlp", at_load=True)
+
+
+def test_no_import_circles():
+    circles = [
+        " -> ".join((name, *chain))
+        for name in modules()
+        for one in imports()[name]
+        for chain in [reachable(one.target, at_load=False).get(name)]
+        if chain is not None
+    ]
+    assert circles == []
+
+
+@pytest.mark.parametrize(
+    ("name", "forbidden"),
+    [
+        ("core", ours() - {"core"}),
+        ("models", ours() - {"models", "core"}),
+        ("data", {"models", "weights", "training", "systems", "commands", "inference"}),
+        ("retrieval", {"training", "systems", "commands"}),
+        ("decoding", {"training", "systems", "commands"}),
+        ("prompting", {"training", "systems", "commands"}),
+        ("evaluation", {"training", "systems", "commands"}),
+        ("weights", {"training", "systems", "commands", "inference"}),
+        ("inference", {"training", "systems", "commands"}),
+        ("training", {"systems", "commands"}),
+    ],
+)
+def test_dependencies_point_down(name, forbidden):
+    assert name in ours()
+    assert offending({name}, forbidden) == []
+
+
+def test_inference_needs_nothing_of_training():
+    """Not even through another room."""
+    for name in modules():
+        if room(name) == "inference":
+            chains = reachable(name, at_load=False)
+            assert [c for n, c in chains.items() if n.startswith("mmqa_jax.training")] == []
+
+
+def test_only_commands_and_the_cli_import_commands():
+    assert offending(ours() - {"commands", "cli"}, {"commands", "cli"}) == []
+    assert offending({"commands"}, {"cli"}) == []
+
+
+@pytest.mark.parametrize("name", ["models", "weights", "decoding", "bench"])
+def test_what_runs_on_a_bare_accelerator_image(name):
+    for module in modules():
+        if room(module) == name:
+            chains = reachable(module, at_load=True)
+            assert [" -> ".join(chains[heavy]) for heavy in HEAVY & chains.keys()] == []

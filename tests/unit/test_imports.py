@@ -1,0 +1,31 @@
+"""Importing the package computes nothing: hosts can still be joined afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORT_ALL = """
+import importlib, pkgutil
+import mmqa_jax
+from jax._src import xla_bridge
+
+for module in pkgutil.walk_packages(mmqa_jax.__path__, "mmqa_jax."):
+    importlib.import_module(module.name)
+    assert not xla_bridge.backends_are_initialized(), f"importing {module.name} runs JAX"
+"""
+
+
+def test_no_import_initializes_a_jax_backend():
+    """jax.distributed.initialize() must be called before any JAX computation."""
+    subprocess.run([sys.executable, "-c", IMPORT_ALL], check=True, timeout=300)
+
+
+def test_light_modules_do_not_import_jax():
+    code = (
+        "import sys, mmqa_jax.core.config, mmqa_jax.core.progress, mmqa_jax.core.workdir, "
+        "mmqa_jax.core.distributed, mmqa_jax.core.metrics; "
+        "print([m for m in ('jax', 'orbax', 'flax', 'torch', 'tensorboardX') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,105 @@
+"""The pages: every command in them parses, every file they link to exists, the front page is short."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mmqa_jax.cli import VERBS, _split_config_overrides, command, make_parser
+from mmqa_jax.core.config import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *(
+        page
+        for room in ("mmqa_jax", "configs")
+        for page in sorted((ROOT / room).rglob("README.md"))
+    ),
+]
+_OF_ALL = ("--help", "--json", "--traceback")  # flags of every verb
+_SEPARATOR = "\x1f"  # between the arguments of a command
+# In front of a block: `mmqa` prints its arguments, nothing else can be started.
+_RECORDER = f"PATH=; mmqa() {{ printf '%s\\{oct(ord(_SEPARATOR))[2:]}' \"$@\"; printf '\\n'; }}\n"
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _commands(page: Path, folder: Path) -> list[list[str]]:
+    """The arguments of every `mmqa` command in a page's shell blocks, with loops unrolled."""
+    found = []
+    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
+        ended = subprocess.run(
+            [shutil.which("bash"), "-c", _RECORDER + block],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        # What is not found are other programs: without PATH none is.
+        errors = [line for line in ended.stderr.splitlines() if "No such file" not in line]
+        assert not errors, block
+        found += [line.split(_SEPARATOR)[:-1] for line in ended.stdout.splitlines()]
+    return found
+
+
+@pages
+def test_every_command_parses(page, tmp_path):
+    for line in _commands(page, tmp_path):
+        kept, overrides = _split_config_overrides(line)
+        arguments = make_parser().parse_args(kept)
+        if getattr(arguments, "config", None):
+            load_config(arguments.config, overrides)  # the file, its mode and the keys exist
+        else:
+            assert not overrides, line
+
+
+@pages
+def test_every_flag_in_the_text_exists(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    for fragment in re.findall(r"`mmqa ([^`]+)`", text):
+        verb, *rest = fragment.split()
+        if verb in ("VERB", "--help"):
+            continue
+        assert verb in VERBS, fragment
+        parser = argparse.ArgumentParser(description="")
+        command(verb).add_flags(parser)
+        for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
+            assert flag.startswith("--config.") or flag in (*_OF_ALL, *_flags(parser)), fragment
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    return re.findall(r"--[a-z]\w*", parser.format_usage())
+
+
+@pages
+def test_every_link_leads_to_a_file(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@pages
+def test_every_named_file_of_a_table_exists(page):
+    """Files that a page names in the first column of a table are in its folder."""
+    for cell in re.findall(r"^\| (`[^|]+`) \|", page.read_text("utf-8"), re.M):
+        for name in re.findall(r"`([\w/]+\.py|[\w/]+/)`", cell):
+            if name not in ("weights/", "journals/"):  # of a run
+                assert (page.parent / name).exists(), name
+
+
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+def test_commands_are_found(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(
+        '```bash\nls\nfor x in a b; do\n  A=1 mmqa ask --image=$x \\\n  "b c"\ndone\n```\n'
+    )
+    assert _commands(page, tmp_path) == [["ask", "--image=a", "b c"], ["ask", "--image=b", "b c"]]

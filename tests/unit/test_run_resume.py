@@ -1,0 +1,243 @@
+"""`mmqa run` interrupted and started again: only what is missing is computed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import done, mmqa, rows_of, tree
+from row_runs import row_flags
+
+from mmqa_jax.core.files import read_json
+from mmqa_jax.inference.reader import Reader
+from mmqa_jax.inference.reranker import Reranker
+from mmqa_jax.retrieval.dense import DenseRetriever
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+ROW = "webqa:clip20_vlp"  # with a retriever, a reranker and a reader
+RESULTS = ("predictions.jsonl", "per_question.jsonl", "scores.json", "report.html")
+METHODS = {"reader": (Reader, "answer_batches"), "reranker": (Reranker, "score_batches")}
+
+
+@pytest.fixture(scope="module")
+def flags_of(data, models, index):
+    return lambda name, workdir: row_flags(name, workdir, data, models, index)
+
+
+@pytest.fixture(scope="module")
+def whole(flags_of, tmp_path_factory):
+    """The workdir of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done(*flags_of(ROW, folder))
+    return folder
+
+
+def interrupt(patch: pytest.MonkeyPatch, part: str, *, after: int) -> None:
+    """Ctrl-C after so many batches of a part."""
+    owner, name = METHODS[part]
+    original = getattr(owner, name)
+
+    def batches(self, *arguments):
+        for number, batch in enumerate(original(self, *arguments)):
+            if number == after:
+                raise KeyboardInterrupt
+            yield batch
+
+    patch.setattr(owner, name, batches)
+
+
+def count(patch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Part -> how many questions or pairs each of its batches holds from now on."""
+    counted: dict[str, list[int]] = {"retriever": [], "reranker": [], "reader": []}
+    sizes = {"reader": len, "reranker": lambda batch: len(batch.indices)}
+
+    def counting(part, original):
+        def batches(self, *arguments):
+            for batch in original(self, *arguments):
+                counted[part].append(sizes[part](batch))
+                yield batch
+
+        return batches
+
+    for part, (owner, name) in METHODS.items():
+        patch.setattr(owner, name, counting(part, getattr(owner, name)))
+    search = DenseRetriever.search
+
+    def counted_search(self, questions, top_k):
+        counted["retriever"].append(len(questions))
+        return search(self, questions, top_k)
+
+    patch.setattr(DenseRetriever, "search", counted_search)
+    return counted
+
+
+def same_results(folder: Path, whole: Path) -> None:
+    """All but the times."""
+    for name in ("predictions.jsonl", "retrieval/candidates.jsonl", "retrieval/relevance.jsonl"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+    assert read_json(folder / "scores.json") == read_json(whole / "scores.json")
+    rows, others = rows_of(folder / "per_question.jsonl"), rows_of(whole / "per_question.jsonl")
+    for row, other in zip(rows, others, strict=True):
+        assert row.pop("seconds") > 0
+        other.pop("seconds")
+        assert row == other
+
+
+def test_what_a_whole_run_computes(flags_of, whole, tmp_path):
+    """The batches that the tests below count the rest of."""
+    with pytest.MonkeyPatch.context() as patch:
+        counted = count(patch)
+        done(*flags_of(ROW, tmp_path / "run"))
+    # The modality of every question is known: four of text (of 8 snippets), one of 3 pictures.
+    assert sum(counted["retriever"]) == 5
+    assert sum(counted["reranker"]) == 4 * 8 + 3
+    assert max(counted["reranker"]) == 8
+    assert counted["reader"] == [4, 1]
+    same_results(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("part", ["reader", "reranker"])
+def test_a_run_interrupted_between_two_batches(part, flags_of, whole, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, part, after=1)
+        ended = mmqa(*flags_of(ROW, folder))
+    assert ended.code == 130
+    assert ended.err.endswith("interrupted; start the same command again to continue.\n")
+    assert not any((folder / name).exists() for name in RESULTS)
+    (journal,) = (folder / "journals").glob(f"{part}-*.jsonl")
+    kept = rows_of(journal)[1:]
+    assert len(kept) == {"reader": 4, "reranker": 8}[part]  # its first batch
+    with pytest.MonkeyPatch.context() as patch:
+        counted = count(patch)
+        done(*flags_of(ROW, folder))
+    assert counted["retriever"] == []
+    assert sum(counted["reranker"]) == {"reader": 0, "reranker": 35 - 8}[part]
+    assert sum(counted["reader"]) == {"reader": 1, "reranker": 5}[part]
+    same_results(folder, whole)
+    assert rows_of(journal)[1 : len(kept) + 1] == kept
+
+
+def test_the_time_before_the_interrupt_counts(flags_of, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, "reader", after=1)
+        mmqa(*flags_of("atlas:oracle", folder))
+    (journal,) = (folder / "journals").glob("reader-*.jsonl")
+    spent = {row["key"].split()[0]: row["value"]["seconds"] for row in rows_of(journal)[1:]}
+    assert len(spent) == 4
+    done(*flags_of("atlas:oracle", folder))
+    for row in rows_of(folder / "per_question.jsonl"):
+        if row["question_id"] in spent:
+            assert row["seconds"] == round(spent[row["question_id"]], 6)
+
+
+@pytest.mark.parametrize("part", ["reader", "reranker"])
+def test_a_line_cut_by_a_kill(part, flags_of, whole, tmp_path):
+    """The half of a result that was on its way to disk is computed again."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for name in RESULTS:
+        (folder / name).unlink()
+    (journal,) = (folder / "journals").glob(f"{part}-*.jsonl")
+    journal.write_bytes(journal.read_bytes()[:-9])
+    with pytest.MonkeyPatch.context() as patch:
+        counted = count(patch)
+        done(*flags_of(ROW, folder))
+    assert counted == {"retriever": [], "reranker": [], "reader": [], part: [1]}
+    same_results(folder, whole)
+
+
+def test_a_damaged_journal(flags_of, whole, refused, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (journal,) = (folder / "journals").glob("reader-*.jsonl")
+    lines = journal.read_text().splitlines(keepends=True)
+    lines[2] = '{"key": "test1\n'
+    journal.write_text("".join(lines))
+    message = r"journals/reader-\w+\.jsonl: is damaged .*; remove it, and its work is done again"
+    refused(*flags_of(ROW, folder), message=message)
+    journal.unlink()
+    done(*flags_of(ROW, folder))
+    same_results(folder, whole)
+
+
+KILLED = """
+import os, signal, sys
+from mmqa_jax.cli import main
+from mmqa_jax.inference.reader import Reader
+
+original = Reader.answer_batches
+
+def batches(self, *arguments):
+    for number, batch in enumerate(original(self, *arguments)):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+
+Reader.answer_batches = batches
+main(sys.argv[1:])
+"""
+
+
+def test_a_run_killed_with_kill_9(flags_of, whole, cli_cache, tmp_path):
+    """Nothing is cleaned up: no file is half written, and the lock does not stay."""
+    folder = tmp_path / "run"
+    environment = os.environ | {
+        "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-c", KILLED, *flags_of(ROW, folder)]
+    killed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not any((folder / name).exists() for name in RESULTS)
+    journals = tree(folder / "journals")
+    assert sorted(name.partition("-")[0] for name in journals) == [
+        "reader",
+        "reranker",
+        "retriever",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        counted = count(patch)
+        done(*flags_of(ROW, folder))
+    assert counted == {"retriever": [], "reranker": [], "reader": [1]}
+    same_results(folder, whole)
+
+
+def test_a_model_trained_anew_is_asked_again(flags_of, models, tmp_path):
+    """Answers of the weights that were there before do not count."""
+    model, folder = tmp_path / "answer", tmp_path / "run"
+    shutil.copytree(models / "answer", model)
+    flags = (*flags_of("atlas:oracle", folder), f"--config.parts.reader.model={model}")
+    done(*flags)
+    config = (model / "config.json").read_text()
+    assert '"started": "20' in config
+    (model / "config.json").write_text(config.replace('"started": "20', '"started": "21'))
+    with pytest.MonkeyPatch.context() as patch:
+        counted = count(patch)
+        done(*flags)
+    assert counted["reader"] == [4, 1]
+
+
+def test_an_index_built_anew_is_searched_again(flags_of, index, tmp_path):
+    """One of another kind, over the same embeddings."""
+    folder, copied = tmp_path / "run", tmp_path / "index"
+    shutil.copytree(index, copied)
+    flags = (*flags_of("webqa:clip2", folder), f"--config.parts.retriever.index={copied}")
+    flags = (*flags, "--config.parts.retriever.modality=unknown")
+    done(*flags)
+    manifest = read_json(copied / "index" / "manifest.json")
+    assert manifest["kind"] == "exact"
+    done("index", f"--embeddings={copied}", "--kind=scann")
+    with pytest.MonkeyPatch.context() as patch:
+        counted = count(patch)
+        done(*flags)
+    assert counted["retriever"] == [5]

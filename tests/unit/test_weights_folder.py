@@ -1,0 +1,104 @@
+"""The weights folder that `mmqa convert` and training share."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.clip import TextConfig, VisionConfig
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
+from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.weights.convert import convert
+from mmqa_jax.weights.folder import (
+    is_converted,
+    is_weights_folder,
+    load_converted,
+    read_record,
+    save_trained,
+)
+from mmqa_jax.weights.published import load_published
+
+BERT = BertConfig(vocab_size=30, hidden=12, layers=2, heads=3, mlp=16, positions=9, types=6)
+VLP = ExtendedVLPConfig(BERT, 7, 5, (9,))
+VISION = VisionConfig(16, 8, width=8, layers=2, heads=2, mlp_width=12, embed_dim=12)
+TEXT = TextConfig(20, 6, width=10, layers=2, heads=2, mlp_width=12, embed_dim=12)
+
+
+def trained(folder, model):
+    """A training run's final weights, as the loop writes them."""
+    (folder / "config.json").write_text(json.dumps({"config": {"task": "answer"}}))  # the run's
+    params = nnx.state(model, nnx.Param)
+    save_trained(folder, model, params, {"task": "answer", "step": 3})
+    return params
+
+
+def same(one, other):
+    one, other = flatten_named(one), flatten_named(other)
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        VLP,
+        dataclasses.replace(VLP, region_tags=True, copy_head=True, written_words=9),
+        DualEncoderConfig(dataclasses.replace(BERT, types=2), VISION),
+        DualEncoderConfig(TEXT, VISION, fusion="image"),
+    ],
+    ids=["vlp", "extended", "minilm", "clip"],
+)
+def test_one_loader_opens_a_training_run(config, tmp_path):
+    kind = ExtendedVLP if isinstance(config, ExtendedVLPConfig) else DualEncoder
+    params = trained(tmp_path, kind(config, rngs=nnx.Rngs(3)))
+    assert is_weights_folder(tmp_path)
+    assert not is_converted(tmp_path)
+    found = read_record(tmp_path)
+    assert (found.config, found.dtype, found.record["step"]) == (config, "float32", 3)
+    model = load_converted(tmp_path)
+    assert isinstance(model, kind)
+    same(nnx.state(model), params)
+
+
+def test_a_trained_vlp_is_exported(tmp_path):
+    model = TwoSidedVLP(VLP, TwoSides(1), rngs=nnx.Rngs(3))
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    params = trained(run, model)
+    assert read_record(run).architecture.name == "vlp"  # the parameters are VLP's
+    done = convert("vlp", run, out, export="hf")
+    assert done["parameters"] == sum(x.size for x in jax.tree.leaves(params))
+    same(nnx.state(load_published("vlp", out)), params)
+
+
+def test_what_the_original_does_not_have_is_not_exported(tmp_path):
+    (tmp_path / "vlp").mkdir()
+    (tmp_path / "clip").mkdir()
+    copying = dataclasses.replace(VLP, copy_head=True)
+    trained(tmp_path / "vlp", ExtendedVLP(copying, rngs=nnx.Rngs(3)))
+    with pytest.raises(UserError, match=r"layout does not have: copy_head/.*; it cannot be exp"):
+        convert("vlp", tmp_path / "vlp", tmp_path / "out", export="hf")
+    trained(tmp_path / "clip", DualEncoder(DualEncoderConfig(TEXT, VISION), rngs=nnx.Rngs(3)))
+    with pytest.raises(UserError, match=r"holds a dual_encoder; that has no published layout"):
+        convert("clip", tmp_path / "clip", tmp_path / "out", export="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_an_older_convert_is_read(tmp_path):
+    trained(tmp_path, ExtendedVLP(VLP, rngs=nnx.Rngs(3)))
+    record = json.loads((tmp_path / "model.json").read_text())
+    del record["task"]
+    (tmp_path / "model.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert is_converted(tmp_path)
+    assert load_converted(tmp_path).config == VLP
