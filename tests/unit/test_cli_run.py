@@ -170,17 +170,17 @@ STAGES = {
         ["--top_k=20"],
         ["--threshold=0.2", "--select=best"],
     ),
-    "atlas:restricted": (None, ["--similarity_weight=40"], ["--threshold=0.3"]),
+    "atlas:restricted": (None, ["--similarity_weight=40"], ["--threshold=0.15"]),
     "atlas:full": (
         ["--method=dense", "--second_hop", "--top_k=20"],
         ["--top_k=20", "--similarity_weight=40"],
-        ["--threshold=0.3"],
+        ["--threshold=0.15"],
     ),
-    "atlas:restricted_vlp": (None, ["--similarity_weight=0"], ["--threshold=0.3"]),
+    "atlas:restricted_vlp": (None, ["--similarity_weight=0"], ["--threshold=0.4"]),
     "atlas:full_vlp": (
         ["--method=dense", "--second_hop", "--top_k=20"],
         ["--top_k=20", "--similarity_weight=0"],
-        ["--threshold=0.3"],
+        ["--threshold=0.4"],
     ),
 }
 
@@ -383,9 +383,11 @@ def test_the_tables_show_what_was_measured(ran):
         for figure in figures:
             if figure["column"] not in ("source_f1_image", "source_f1_text"):
                 assert figure["measured"] == scores[figure["scorer"]]
-            assert figure["status"] in ("pass", "fail")
+            # WebQA's figures are judged on the row's own split, val, alone.
+            judged = {"webqa": ("needs",), "atlas": ("pass", "fail")}
+            assert figure["status"] in judged[paper]
             near = abs(figure["measured"] - figure["published"]) <= figure["tolerance"]
-            assert (figure["status"] == "pass") == near
+            assert paper == "webqa" or (figure["status"] == "pass") == near
 
 
 def test_runs_compared(ran):
