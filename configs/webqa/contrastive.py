@@ -26,7 +26,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.data = {"dir": "", "split": "train", "negatives": ()}
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     config.init = "weights/clip"  # a folder of `mmqa convert --model=clip`, with its tokenizer
-    config.pictures = {"size": 224, "resize": "crop"}
+    config.pictures = {"size": 224, "resize": "crop", "alpha": "dropped"}
     config.model = {
         "clip": "vit_b_16",
         "changes": {"dtype": "bfloat16", "remat": "full"},

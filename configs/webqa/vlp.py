@@ -25,7 +25,8 @@ def base(frontend: str) -> ConfigDict:
     config.tokenizer = "downloads/bert-base-cased/tokenizer.json"
     # VLP, pretrained on Conceptual Captions (cc_g8_lr1e-4_batch512_s0.75_b0.25).
     config.init = "downloads/vlp/model.30.bin"
-    config.pictures = {"size": 224, "resize": "crop"}  # seen by `clip` alone
+    # Seen by `clip` alone, prepared as CLIP's own preprocessing does.
+    config.pictures = {"size": 224, "resize": "crop", "alpha": "dropped"}
     config.model = {
         "trunk": "bert_base_cased",
         "changes": {"eps": 1e-5, "dtype": "float32", "remat": "none"},
@@ -43,6 +44,7 @@ def base(frontend: str) -> ConfigDict:
         "segments": (4, 5),  # --new_segment_ids
         "attend_empty_slots": True,
         "positions_after_regions": True,
+        "picture_positions": 200,  # max_len_img_cxt
     }
     if frontend == "x101":
         config.features = {
@@ -63,6 +65,7 @@ def base(frontend: str) -> ConfigDict:
         config.model.update({"clip": "vit_b_16", "vision": {}, "vision_layer": -2})
         # 196 patches a picture leave 120 of the 512 positions to the text.
         config.packing.buckets = ((0, 96), (0, 160), (0, 512), (1, 120), (2, 120))
+        config.packing.picture_positions = 392
     else:  # no picture is ever shown, and so no features are needed
         config.model.update({"frontend": "patches", "patch": 16})
         config.packing.buckets = ((0, 96), (0, 160), (0, 512))

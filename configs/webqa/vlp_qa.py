@@ -33,12 +33,15 @@ def get_config(mode: str = "") -> ConfigDict:
     config = vlp.base(frontend)
     config.task = "answer"
     config.data.modality = modality
+    config.data.route_by_category = True  # a data set for picture and one for text questions
+    config.packing.picture_content = row != "q_only"  # --no_img_content
     config.masking = {"mask_prob": 0.5, "max_pred": 50}
     config.batches = {
         "batch_size": 32,
-        "max_sources": 16,  # all gold facts; of the pictures the first two find slots
+        "max_sources": 16,  # all gold facts; of the pictures the first two with their captions
         "shuffle_sources": False,
         "no_source_prob": 1.0 if row == "q_only" else 0.0,
+        "wording": "first",
         "threads": 4,
     }
     # The epoch whose checkpoint the authors took, of 16.
@@ -49,6 +52,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "max_new_tokens": 30,  # max_tgt_len
         "length_penalty": 0.0,
         "only_best": False,
+        "always_truncate_tail": False,
         # [CLS] sources [SEP] question: 400 + 70 + 2 columns, then 30 for the answer.
         "packing": {
             "buckets": _shorter(config.packing.buckets),

@@ -34,7 +34,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     # Epoch 3 of the original's 6.
     config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, batch=1, every=128)
-    config.inference = {"batch_size": 64}
+    config.inference = {"batch_size": 64, "always_truncate_tail": False}
     if row == "cached":
         config.data.negatives = ()
         config.model.joint_layers = 1

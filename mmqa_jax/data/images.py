@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from PIL import Image, ImageFile
 from mmqa_jax.core.errors import RunError, UserError, first_names
 
 Resize = Literal["squash", "crop", "sample"]
+Alpha = Literal["white", "dropped"]
 
 
 class PictureError(UserError):
@@ -61,22 +63,49 @@ class BrokenPictures:
 
 
 def decode(data: bytes, name: str = "picture") -> Image.Image:
-    """Decodes an encoded picture (any format Pillow reads) to RGB.
+    """Decodes an encoded picture (any format Pillow reads) to RGB, alpha composited on white.
 
-    Truncated files are decoded as far as possible, as in the WebQA baseline; alpha is
-    composited on white. Raises PictureError with `name` where the bytes are no picture.
+    Truncated files are decoded as far as possible, as in the WebQA baseline. Raises PictureError
+    with `name` where the bytes are no picture.
     """
+    return _opened(data, name, _to_rgb)
+
+
+def _opened(data: bytes, name: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """The encoded picture after `convert`; PictureError with `name` where that fails."""
     # Pillow has no switch per call; the original systems set the same flag.
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
-            return _to_rgb(image)
+            return convert(image)
     except Exception as error:  # decoders raise errors of many kinds
         raise PictureError(
             f"{name}: not a picture that can be decoded ({_reason(error)}); give a PNG, JPEG, "
             "GIF or WebP file."
         ) from error
+
+
+def decode_to_pixels(
+    data: bytes, size: int, resize: Resize = "squash", *, alpha: Alpha, name: str = "picture"
+) -> UInt8[np.ndarray, "S S 3"]:
+    """Decodes a picture and makes it square (see `to_pixels`).
+
+    Args:
+      alpha: `white` lays the picture on white before it is resized; `dropped` resizes it in its
+        own mode and then forgets its alpha, as CLIP's preprocessing does (openai/CLIP clip.py,
+        _transform: Resize, CenterCrop, convert("RGB")). A palette's colors are then not mixed.
+
+    Raises:
+      PictureError: with `name`, where the bytes are no picture.
+    """
+    if alpha == "white":
+        return to_pixels(decode(data, name), size, resize)
+
+    def convert(image: Image.Image) -> Image.Image:
+        return _square(_scaled_down(image), size, resize).convert("RGB")
+
+    return np.asarray(_opened(data, name, convert))
 
 
 def verify(data: bytes, name: str = "picture") -> None:
@@ -118,10 +147,14 @@ def to_pixels(
         scales as `squash` but takes the nearest pixels, so that no colors are mixed: for
         flat drawings, in questions on colors.
     """
+    return np.asarray(_square(image, size, resize))
+
+
+def _square(image: Image.Image, size: int, resize: Resize) -> Image.Image:
     if resize == "squash":
-        return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
+        return image.resize((size, size), Image.Resampling.BICUBIC)
     if resize == "sample":
-        return np.asarray(image.resize((size, size), Image.Resampling.NEAREST))
+        return image.resize((size, size), Image.Resampling.NEAREST)
     if resize != "crop":
         raise UserError(
             f"resize is {resize!r}: expected `squash`, `crop` or `sample`; change the config."
@@ -132,7 +165,7 @@ def to_pixels(
         (int(size * width / short), int(size * height / short)), Image.Resampling.BICUBIC
     )
     left, top = (scaled.width - size) // 2, (scaled.height - size) // 2
-    return np.asarray(scaled.crop((left, top, left + size, top + size)))
+    return scaled.crop((left, top, left + size, top + size))
 
 
 def patches(pixels: np.ndarray, patch: int) -> Float[np.ndarray, "R D"]:
@@ -165,9 +198,15 @@ def _patches_per_side(size: int, patch: int) -> int:
     return size // patch
 
 
+def _scaled_down(image: Image.Image) -> Image.Image:
+    """16-bit gray as 8-bit: Pillow clips it to 255 instead of scaling it."""
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow clips 16-bit gray to 255 instead of scaling it
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    image = _scaled_down(image)
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))

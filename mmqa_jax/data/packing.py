@@ -75,6 +75,11 @@ class PackingConfig:
         of pictures after those of the largest bucket, as in the baseline. Off (ours): text
         positions ignore the slots, whose position embeddings come from the region positions
         anyway, so that text is at the positions that BERT weights were trained on.
+      picture_positions: positions that region slots take in every sequence of a picture question
+        (the baseline's max_len_img_cxt), also where it shows fewer pictures or none; None: as
+        many as the slots of the largest bucket.
+      picture_content: off (--no_img_content), no row sees the region slots of a picture or of a
+        picture question, nor [CLS] before them (webqa_loader.py l.1192).
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -91,6 +96,8 @@ class PackingConfig:
     per_source: bool = False
     match_types: tuple[int, ...] = ()
     positions_after_regions: bool = True
+    picture_positions: int | None = None
+    picture_content: bool = True
 
     def __post_init__(self):
         if not self.buckets:
@@ -106,6 +113,12 @@ class PackingConfig:
                     f"no room for sources after max_question_tokens and max_answer_tokens; "
                     f"give at least {needed}."
                 )
+        slots = self.max_pictures * self.slots_per_picture
+        if self.picture_positions is not None and self.picture_positions < slots:
+            raise UserError(
+                f"packing.picture_positions={self.picture_positions}: the largest of "
+                f"packing.buckets has {slots} region slots; give at least as many."
+            )
 
     @property
     def max_pictures(self) -> int:
@@ -114,7 +127,9 @@ class PackingConfig:
     @property
     def text_start(self) -> int:
         """Offset of the positions of text that follows region slots."""
-        return self.max_pictures * self.slots_per_picture * self.positions_after_regions
+        slots = self.max_pictures * self.slots_per_picture
+        positions = slots if self.picture_positions is None else self.picture_positions
+        return positions * self.positions_after_regions
 
     @property
     def positions(self) -> int:
@@ -184,6 +199,8 @@ class Example(NamedTuple):
     question: Tokens
     answer: Tokens = ()
     keywords: Tokens = ()  # the answer's keywords
+    # Whether it is laid out as a picture question even if there is no picture to show.
+    about_pictures: bool = False
 
     @property
     def pictures(self) -> int:
@@ -198,8 +215,8 @@ class Packer:
     """Packs tokenized examples into sequences of static length.
 
     Segments over their budget lose each surplus token at the head or the tail with
-    probability 0.5 when an `rng` is given (training), else at the tail (inference). The
-    array `truncated` counts the tokens and regions an example lost.
+    probability 0.5 when an `rng` is given, else at the tail. The array `truncated` counts the
+    tokens and regions an example lost.
     """
 
     def __init__(self, tokenizer: WordPiece, config: PackingConfig):
@@ -220,13 +237,15 @@ class Packer:
         """
         return self._lay_out(example._replace(answer=()), bucket, rng, close=False)[0]
 
-    def pack_for_decoding(self, example: Example, bucket: int) -> Packed:
+    def pack_for_decoding(
+        self, example: Example, bucket: int, rng: np.random.Generator | None = None
+    ) -> Packed:
         """Sources and question for the decoder, and `length`, the columns that are filled.
 
         Padding has position 0; the first generated token has position
         `position_ids[length - 1] + 1` (decode_webqa.py).
         """
-        arrays, _, end = self._lay_out(example._replace(answer=()), bucket, None, close=False)
+        arrays, _, end = self._lay_out(example._replace(answer=()), bucket, rng, close=False)
         arrays["position_ids"][end:] = 0
         arrays["length"] = np.int32(end)
         return arrays
@@ -237,8 +256,8 @@ class Packer:
         """Sources, question and answer, with part of the answer masked for training.
 
         Candidates are the answer's tokens and the final [SEP]. Of these L, n = round(L * p)
-        are predicted, at least one (three with pictures) and at most max_pred; 80 % of them
-        become [MASK], 10 % a random token, 10 % stay (Preprocess4webqa).
+        are predicted, at least one (three for picture questions) and at most max_pred; 80 % of
+        them become [MASK], 10 % a random token, 10 % stay (Preprocess4webqa).
 
         Returns:
           The input arrays and masked_ids int32[P], masked_positions int32[P] and
@@ -249,7 +268,7 @@ class Packer:
             return self._with_probes(example, bucket, masking, rng)
         arrays, start, end = self._lay_out(example, bucket, rng, close=True)
         length = end - start
-        least = min(3, length) if example.pictures else 1
+        least = min(3, length) if _on_pictures(example) else 1
         count = min(masking.max_pred, max(least, round(length * masking.mask_prob)))
         positions = start + np.sort(rng.choice(length, count, replace=False))  # [count]
         ids = arrays["input_ids"]
@@ -296,14 +315,17 @@ class Packer:
         shape = config.buckets[bucket]
         slots = shape.pictures * config.slots_per_picture  # R
         columns = slots + shape.text  # L
+        on_pictures = _on_pictures(example)
+        start = config.text_start if slots or on_pictures else 0  # of the text's positions
+        most = min(shape.text, config.positions - start)  # text columns
         question, answer = example.question, example.answer
         if config.max_pair_tokens is not None:
             question, answer = cut_pair(question, answer, config.max_pair_tokens, rng)
-        answer = cut(answer, min(config.max_answer_tokens, shape.text - 3), rng)
-        room = shape.text - 2 - close - len(answer) - reserve
+        answer = cut(answer, min(config.max_answer_tokens, most - 3), rng)
+        room = most - 2 - close - len(answer) - reserve
         question = cut(question, min(config.max_question_tokens, room), rng)
         limit = config.max_source_tokens
-        if example.pictures and config.max_caption_tokens is not None:
+        if on_pictures and config.max_caption_tokens is not None:
             limit = config.max_caption_tokens
         texts = self._source_texts(example.sources, min(limit, room - len(question)), rng)
         length = sum(map(len, texts))
@@ -332,10 +354,11 @@ class Packer:
         if close:
             ids[end - 1] = tokenizer.sep_id
         positions = np.arange(columns, dtype=np.int32)
-        if slots:
-            positions[1 + slots :] += config.text_start - slots
+        if slots or on_pictures:
+            positions[1 + slots :] += start - slots
+            np.minimum(positions, max(config.positions - 1, slots), out=positions)  # of padding
         context = np.zeros(columns, bool)
-        context[0] = True
+        context[0] = config.picture_content or not on_pictures
         context[1 + slots : answer_start] = True
         answer_mask = np.zeros(columns, bool)
         answer_mask[answer_start:end] = True
@@ -403,7 +426,7 @@ class Packer:
             features[start : start + count] = values[:count]
             positions[start : start + count] = boxes[:count]
             attended = slots if config.attend_empty_slots and used < shape.pictures else count
-            context[1 + start : 1 + start + attended] = True
+            context[1 + start : 1 + start + attended] = config.picture_content
             if config.per_source and count:
                 types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
             if source.tags is not None:
@@ -413,6 +436,11 @@ class Packer:
                 )
             used += 1
         return lost
+
+
+def _on_pictures(example: Example) -> bool:
+    """Whether the baseline lays an example out with region slots."""
+    return example.about_pictures or example.pictures > 0
 
 
 def _add_targets(

@@ -10,7 +10,13 @@ import numpy as np
 from jaxtyping import UInt8
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.images import BrokenPictures, PictureError, Resize, decode, to_pixels
+from mmqa_jax.data.images import (
+    Alpha,
+    BrokenPictures,
+    PictureError,
+    Resize,
+    decode_to_pixels,
+)
 from mmqa_jax.data.schema import Question
 
 
@@ -23,6 +29,7 @@ class PictureStore:
       corpus: where the encoded pictures come from.
       size: side of the pixels.
       resize: see `to_pixels`.
+      alpha: see `decode_to_pixels`.
       cache_bytes: memory for decoded pixels; the least recently used are dropped first.
       max_broken: see BrokenPictures; broken pictures are counted in `.broken`.
     """
@@ -33,10 +40,11 @@ class PictureStore:
         size: int,
         resize: Resize = "crop",
         *,
+        alpha: Alpha = "white",
         cache_bytes: int = 512 * 2**20,
         max_broken: int | None = None,
     ):
-        self.corpus, self.size, self.resize = corpus, size, resize
+        self.corpus, self.size, self.resize, self.alpha = corpus, size, resize, alpha
         shown = sum(source.image is not None for source in corpus.sources)
         self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
         self._capacity = cache_bytes // (size * size * 3)
@@ -69,7 +77,7 @@ class PictureStore:
         if data is None:
             return None
         try:
-            pixels = to_pixels(decode(data, name), self.size, self.resize)
+            pixels = decode_to_pixels(data, self.size, self.resize, alpha=self.alpha, name=name)
         except PictureError as error:
             self.broken.add(name, str(error))
             return None

@@ -100,6 +100,13 @@ class Ranking:
     scores: tuple[float, ...]
 
 
+def category_modality(category: str) -> Modality | None:
+    """The modality of the sources that a WebQA category asks for; None for another category."""
+    if category not in WEBQA_CATEGORIES:
+        return None
+    return "text" if category == "text" else "image"
+
+
 def source_text(source: Source) -> str:
     """The text by which a source is retrieved: its title, then the snippet or caption."""
     return f"{source.title} {source.text}".strip()

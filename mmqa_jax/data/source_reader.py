@@ -15,7 +15,7 @@ from mmqa_jax.data.packing import Example, SourceTokens, clean
 from mmqa_jax.data.patch_regions import PatchRegions, Tags
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.regions import FeatureRegions
-from mmqa_jax.data.schema import Source
+from mmqa_jax.data.schema import Modality, Source
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
 
 _TYPICAL_COLORS = 4  # that a picture shows
@@ -68,6 +68,23 @@ class SourceReader:
             return text
         pictures = (exists & self.is_image[rows]).sum(axis=-1) + own_pictures
         return text + _TYPICAL_COLORS * pictures + self._parts_length * (pictures == 1)
+
+    def readable(
+        self, rows: Sequence[int], max_pictures: int, modality: Modality | None = None
+    ) -> list[int]:
+        """Those of the sources `rows` that VLP reads: all snippets and the first pictures.
+
+        Pictures beyond `max_pictures` are left out with their captions (webqa_loader.py l.913 and
+        l.1153); with `modality`, so are the sources of the other one.
+        """
+        kept, shown = [], 0
+        for row in rows:
+            is_image = bool(self.is_image[row])
+            shown += is_image
+            fits = not is_image or shown <= max_pictures
+            if fits and modality in (None, "image" if is_image else "text"):
+                kept.append(row)
+        return kept
 
     def warn_missing(self) -> None:
         """Warns on stderr of pictures that could not be read; their captions alone were used."""

@@ -17,6 +17,7 @@ from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.packing import Packed, Packer, batch, clean
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
+from mmqa_jax.data.truncation import coins
 
 
 def rerank_pairs(
@@ -26,11 +27,14 @@ def rerank_pairs(
     candidates: Sequence[Sequence[int]],
     *,
     batch_size: int,
+    coin_ids: Sequence[str] | None = None,
 ) -> Iterator[Packed]:
     """(question, candidate) pairs for the source head.
 
     Args:
       candidates: corpus rows of each question's candidates; possibly none.
+      coin_ids: the questions' ids; surplus tokens are then cut from head or tail as in training,
+        by coins that depend on the ids of question and source. None: from the tail.
 
     Yields:
       The arrays of packing.INPUT_FIELDS with `index` into the candidates of all questions,
@@ -47,7 +51,10 @@ def rerank_pairs(
     def make(pair: int, bucket: int) -> Packed:
         raw = RawExample(questions[question[pair]], (reader.raw(int(rows[pair])),))
         example = reader.example(raw, question_tokens[question[pair]], ())
-        return packer.pack_for_selection(example, bucket)
+        rng = None
+        if coin_ids is not None:
+            rng = coins(coin_ids[question[pair]], reader.corpus.sources[rows[pair]].id)
+        return packer.pack_for_selection(example, bucket, rng)
 
     yield from _by_bucket(buckets, make, batch_size)
 
@@ -60,6 +67,8 @@ def answer_inputs(
     *,
     batch_size: int,
     question_pixels: Sequence[np.ndarray | None] | None = None,
+    about_pictures: Sequence[bool] | None = None,
+    coin_ids: Sequence[str] | None = None,
 ) -> Iterator[Packed]:
     """Questions with the sources to answer from, for the decoder.
 
@@ -67,6 +76,9 @@ def answer_inputs(
       sources: corpus rows of each question's sources, best first; none = question only.
       question_pixels: uint8[S, S, 3] of the picture that belongs to a question, or None;
         it is encoded as the first source, without text.
+      about_pictures: which questions are laid out as picture questions whatever their sources;
+        None: none of them.
+      coin_ids: as in `rerank_pairs`, of the questions alone.
 
     Yields:
       The arrays of packing.INPUT_FIELDS and `length` int32[B] (see Packer.pack_for_decoding)
@@ -84,7 +96,9 @@ def answer_inputs(
     def make(i: int, bucket: int) -> Packed:
         shown = (*own[i], *(reader.raw(int(row)) for row in rows[i]))
         example = reader.example(RawExample(questions[i], shown), question_tokens[i], ())
-        return packer.pack_for_decoding(example, bucket)
+        example = example._replace(about_pictures=bool(about_pictures and about_pictures[i]))
+        rng = None if coin_ids is None else coins(coin_ids[i])
+        return packer.pack_for_decoding(example, bucket, rng)
 
     yield from _by_bucket(buckets, make, batch_size)
 

@@ -118,12 +118,17 @@ def make_packer(config: ConfigDict, tokenizer: WordPiece, *, inference: bool = F
     return Packer(tokenizer, make_packing(config, inference=inference))
 
 
+def make_pictures(config: ConfigDict, corpus: Corpus) -> PictureStore:
+    """The corpus's pictures as the config's model takes them."""
+    section = config.pictures
+    alpha = section.get("alpha", "white")
+    return PictureStore(corpus, section.size, section.resize, alpha=alpha)
+
+
 def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> SourceReader:
     """Tokens and pixels of the corpus's sources as the config's model takes them."""
     has_features = config.model.get("frontend") in READERS  # needs no pixels
-    pictures = (
-        None if has_features else PictureStore(corpus, config.pictures.size, config.pictures.resize)
-    )
+    pictures = None if has_features else make_pictures(config, corpus)
     regions = None if config.task == "contrastive" else make_regions(config, corpus)
     tags = regions.tags if regions and config.model.get("tags", False) else None
     return SourceReader(corpus, tokenizer, pictures, regions, text_of(config), tags)

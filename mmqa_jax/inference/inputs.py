@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import first_names
 from mmqa_jax.data.packing import INPUT_FIELDS, Packer
@@ -17,6 +18,17 @@ from mmqa_jax.models.vlp import VLPInputs
 def vlp_inputs(batch: dict[str, np.ndarray]) -> VLPInputs:
     """The packed arrays of a batch on the device."""
     return VLPInputs(**{name: jax.device_put(batch[name]) for name in INPUT_FIELDS})
+
+
+def coin_ids(questions: Sequence[Question], options: ConfigDict) -> list[str] | None:
+    """The ids that seed truncation if the section `inference` asks for it, else None.
+
+    Without --always_truncate_tail the baseline draws its coins at inference too (webqa_loader.py
+    l.49).
+    """
+    if options.get("always_truncate_tail", True):
+        return None
+    return [question.id for question in questions]
 
 
 def warn_truncated(questions: Sequence[Question], packer: Packer) -> None:

@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking
+from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, category_modality
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.inference.batches import answer_inputs
 from mmqa_jax.inference.from_config import make_packer, make_source_reader
-from mmqa_jax.inference.inputs import vlp_inputs, warn_truncated
+from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
 from mmqa_jax.models.vlp import VLP
 
 
@@ -32,6 +32,7 @@ class Reader:
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
         self.corpus, self.tokenizer, self.options = corpus, tokenizer, config.inference
         self.modality: Modality | None = config.data.get("modality")
+        self._by_category: bool = config.data.get("route_by_category", False)
         self._packer = make_packer(config, tokenizer, inference=True)
         self.max_pictures = self._packer.config.max_pictures
         self._reader = make_source_reader(config, corpus, tokenizer)
@@ -60,14 +61,17 @@ class Reader:
             if pictures is not None
             else None
         )
-        readable = [self.readable(ranking) for ranking in cited]
+        wanted = [self._wanted(question) for question in questions]
+        readable = [self.readable(*pair) for pair in zip(questions, cited, strict=True)]
         batches = answer_inputs(
             self._reader,
             self._packer,
             [question.question for question in questions],
-            [[self.corpus.row[name] for name in names] for names in readable],
+            readable,
             batch_size=self.options.batch_size,
             question_pixels=pixels,
+            about_pictures=[modality == "image" for modality in wanted],
+            coin_ids=coin_ids(questions, self.options),
         )
         with Progress("Answering", len(questions), "questions") as progress:
             for batch in batches:
@@ -94,19 +98,20 @@ class Reader:
                 progress.advance(len(real))
         self._reader.warn_missing()
 
-    def readable(self, cited: Ranking) -> tuple[str, ...]:
-        """The cited sources that VLP takes: all snippets, the first `max_pictures` pictures.
+    def readable(self, question: Question, cited: Ranking) -> list[int]:
+        """Rows of the cited sources that VLP takes: see SourceReader.readable.
 
-        Further pictures are left out with their captions (webqa_loader.py,
-        Preprocess4webqaDecoder); so is the other modality if the reader was trained on one only.
+        Sources of a modality that the reader was not trained on, or that the question does not
+        ask for, are left out.
         """
-        kept, shown = [], 0
-        for name in cited.sources:
-            kind = self.corpus.sources[self.corpus.row[name]].modality
-            shown += kind == "image"
-            if (kind == "text" or shown <= self.max_pictures) and self.modality in (None, kind):
-                kept.append(name)
-        return tuple(kept)
+        rows = [self.corpus.row[name] for name in cited.sources]
+        for modality in (self.modality, self._wanted(question)):
+            rows = self._reader.readable(rows, self.max_pictures, modality)
+        return rows
+
+    def _wanted(self, question: Question) -> Modality | None:
+        """The modality that the question is answered from; None: any."""
+        return category_modality(question.category) if self._by_category else None
 
     def check_length(self, question: str) -> None:
         """Raises UserError if the question has more tokens than the model takes."""

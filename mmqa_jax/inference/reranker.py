@@ -16,7 +16,7 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.batches import rerank_pairs
 from mmqa_jax.inference.from_config import make_packer, make_source_reader
-from mmqa_jax.inference.inputs import vlp_inputs, warn_truncated
+from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.rankings import rescored
 
@@ -37,7 +37,7 @@ class Reranker:
     """P(relevant) of given sources, with every pair encoded from scratch."""
 
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
-        self.corpus, self.batch_size = corpus, config.inference.batch_size
+        self.corpus, self.options = corpus, config.inference
         self._packer = make_packer(config, tokenizer, inference=True)
         self._reader = make_source_reader(config, corpus, tokenizer)
         graphdef, self._state = nnx.split(model)
@@ -59,7 +59,14 @@ class Reranker:
         warn_truncated(questions, self._packer)
         texts = [question.question for question in questions]
         rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
-        batches = rerank_pairs(self._reader, self._packer, texts, rows, batch_size=self.batch_size)
+        batches = rerank_pairs(
+            self._reader,
+            self._packer,
+            texts,
+            rows,
+            batch_size=self.options.batch_size,
+            coin_ids=coin_ids(questions, self.options),
+        )
         with Progress("Scoring sources", sum(map(len, rows)), "pairs") as progress:
             for batch in batches:
                 real = batch["weights"] > 0

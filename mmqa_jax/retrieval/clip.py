@@ -24,7 +24,7 @@ _BUCKETS = (16, 32, 48, 77)
 def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Embedder:
     """The embedder of a CLIP converted by `mmqa convert --model=clip`.
 
-    Pictures must be resized as CLIP does (`PictureStore(..., resize="crop")`).
+    Pictures must be resized as CLIP does (`PictureStore(..., resize="crop", alpha="dropped")`).
 
     Raises:
       UserError: a folder of another model, or no tokenizer beside the weights.

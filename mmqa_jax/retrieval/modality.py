@@ -20,7 +20,7 @@ from jaxtyping import Float64
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import WEBQA_CATEGORIES, Modality, Question, Ranking
+from mmqa_jax.data.schema import Modality, Question, Ranking, category_modality
 from mmqa_jax.retrieval.retriever import Retriever
 
 MODALITIES: tuple[Modality, Modality] = ("text", "image")
@@ -35,9 +35,7 @@ def gold_modality(question: Question, corpus: Corpus) -> Modality | None:
     modalities = {corpus.sources[row].modality for row in corpus.positive_rows(question)}
     if len(modalities) == 1:
         return modalities.pop()
-    if not modalities and question.category in WEBQA_CATEGORIES:
-        return "text" if question.category == "text" else "image"
-    return None
+    return None if modalities else category_modality(question.category)
 
 
 def one_modality(corpus: Corpus, modality: Modality) -> Corpus:

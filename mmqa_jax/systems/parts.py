@@ -108,15 +108,16 @@ def open_dense(corpus: Corpus, model: str, index: str) -> Any:
 
 def open_embedder(model: Path, corpus: Corpus) -> tuple[Any, PictureStore]:
     """The embedder of a contrastive run or a converted CLIP, and pictures sized for it."""
+    from mmqa_jax.inference.from_config import make_pictures
     from mmqa_jax.inference.loading import load_embedder
     from mmqa_jax.retrieval.clip import load_clip_embedder
     from mmqa_jax.weights.folder import is_converted
 
     if is_converted(model):
         embedder = load_clip_embedder(model)
-        return embedder, PictureStore(corpus, embedder.image_size, "crop")
+        return embedder, PictureStore(corpus, embedder.image_size, "crop", alpha="dropped")
     embedder, config = load_embedder(model)
-    return embedder, PictureStore(corpus, config.pictures.size, config.pictures.resize)
+    return embedder, make_pictures(config, corpus)
 
 
 def open_reranker(corpus: Corpus, model: str | Path, batch_size: int | None = None) -> Any:

@@ -13,7 +13,7 @@ from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
-from mmqa_jax.data.images import Resize
+from mmqa_jax.data.images import Alpha, Resize
 from mmqa_jax.data.packing import MaskingConfig, PackingConfig
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.inference.from_config import make_packing, region_sizes, two_sides
@@ -26,20 +26,21 @@ from mmqa_jax.training.pretrained import check_clip_frontend, check_clip_init
 from mmqa_jax.training.recipes import FEED_SPEC
 
 _POSITIVE = Key(int, minimum=1)
+_DATA = {
+    "dir": str,
+    "split": str,
+    "negatives": optional(tuple[str, ...]),
+    "titles": optional(bool),
+    "modality": optional(Modality | None),
+}
 _CONFIG: dict[str, Any] = {
     "task": str,
     "seed": int,
     "tokenizer": str,
     "init": str,
-    "data": {
-        "dir": str,
-        "split": str,
-        "negatives": optional(tuple[str, ...]),
-        "titles": optional(bool),
-        "modality": optional(Modality | None),
-    },
+    "data": _DATA,
     "mesh": dict.fromkeys(MESH_AXES, optional(int)),
-    "pictures": {"size": int, "resize": Resize},
+    "pictures": {"size": int, "resize": Resize, "alpha": optional(Alpha)},
     "augment": optional(dict),  # its factory's arguments
     "features": optional(
         {
@@ -55,6 +56,7 @@ _CONFIG: dict[str, Any] = {
 _PACKING = ("slots_per_picture", "region_dim", "position_dim")  # follow from other sections
 _VLP_INFERENCE = {
     "batch_size": _POSITIVE,
+    "always_truncate_tail": optional(bool),
     "packing": optional(spec_of(PackingConfig, *_PACKING, partial=True)),
 }
 _BATCHES = {
@@ -62,6 +64,7 @@ _BATCHES = {
     "rerank": rerank_batches,
     "answer": answer_batches,
 }
+_NOT_IN_BATCHES = ("reader", "questions", "packer", "masking", "feed", "route_by_category")
 _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {
         "tower_parts": optional(int, minimum=1),
@@ -69,6 +72,7 @@ _OF_TASK: dict[str, dict[str, Any]] = {
     },
     "rerank": {"packing": spec_of(PackingConfig, *_PACKING), "inference": _VLP_INFERENCE},
     "answer": {
+        "data": {**_DATA, "route_by_category": optional(bool)},
         "packing": spec_of(PackingConfig, *_PACKING),
         "masking": spec_of(MaskingConfig),
         "inference": {
@@ -108,7 +112,7 @@ def check_config(config: ConfigDict) -> None:
     task = config.get("task")
     if task not in list(_BATCHES):
         raise UserError(f"config key task={task}: unknown; use one of {', '.join(_BATCHES)}.")
-    batches = spec_of(_BATCHES[task], "reader", "questions", "packer", "masking", "feed")
+    batches = spec_of(_BATCHES[task], *_NOT_IN_BATCHES)
     check_section(config, "", {**_CONFIG, **_OF_TASK[task], "batches": {**FEED_SPEC, **batches}})
     if config.get("augment"):
         own = spec_of(augmentation_factory(config.augment))

@@ -177,6 +177,7 @@ def _answer(
         make_packer(config, tokenizer),
         MaskingConfig(**config.masking.to_dict()),
         _feed(config, inputs=VLPInputs),
+        route_by_category=config.data.get("route_by_category", False),
         **_options(config),
     )
     loader = vlp_loader(config, tokenizer)

@@ -91,6 +91,54 @@ def test_alpha_lies_on_white():
     assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (200, 0, 0)]
 
 
+def translucent(width, height, mode="RGBA"):
+    """Noise under an alpha of all values; as a palette, its first color transparent."""
+    image = noise(width, height).convert("RGBA")
+    alpha = np.linspace(0, 255, width * height).reshape(height, width)
+    image.putalpha(Image.fromarray(alpha.astype(np.uint8)))
+    return image.convert("RGB").quantize(16) if mode == "P" else image.convert(mode)
+
+
+def clips_pixels(data, size):
+    """openai/CLIP clip.py, _transform: Resize, CenterCrop, then convert("RGB")."""
+    image = Image.open(io.BytesIO(data))
+    short = min(image.size)
+    wide, high = (int(size * side / short) for side in image.size)
+    image = image.resize((wide, high), Image.Resampling.BICUBIC)
+    left, top = (wide - size) // 2, (high - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)).convert("RGB"))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_dropped_alpha_is_clips(mode):
+    """WebQA's CLIP (CLIP_img_encodings.py) gives preprocess the picture as Pillow opens it."""
+    data = encode(translucent(40, 64, mode), **({"transparency": 0} if mode == "P" else {}))
+    dropped, white = (
+        images.decode_to_pixels(data, 16, "crop", alpha=alpha) for alpha in ("dropped", "white")
+    )
+    np.testing.assert_array_equal(dropped, clips_pixels(data, 16))
+    np.testing.assert_array_equal(white, images.to_pixels(images.decode(data), 16, "crop"))
+    assert np.abs(dropped.astype(int) - white).max() > 50
+    opaque = encode(noise(40, 64))
+    np.testing.assert_array_equal(
+        *(
+            images.decode_to_pixels(opaque, 16, "crop", alpha=alpha)
+            for alpha in ("dropped", "white")
+        )
+    )
+    with pytest.raises(images.PictureError, match=r"a\.png: not a picture"):
+        images.decode_to_pixels(b"rotten", 16, alpha="dropped", name="a.png")
+
+
+def test_stores_take_alpha_as_their_model_does():
+    data = encode(translucent(9, 9))
+    corpus = Corpus([Source("0", "image", "", image="0")], [], lambda name: data)
+    white, dropped = (PictureStore(corpus, 8, alpha=alpha) for alpha in ("white", "dropped"))
+    np.testing.assert_array_equal(dropped.pixels(0), clips_pixels(data, 8))
+    np.testing.assert_array_equal(white.pixels(0), PictureStore(corpus, 8).pixels(0))
+    assert (white.pixels(0) != dropped.pixels(0)).any()
+
+
 def test_other_modes():
     deep = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
     decoded = images.decode(encode(deep))

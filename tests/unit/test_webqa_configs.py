@@ -1,7 +1,6 @@
 """configs/webqa: the rows of the tables, and their sequences against Preprocess4webqa's.
 
-The baseline's preprocessing is restated here in numpy from reference.md 2.2 and 2.4
-(WebQnA/WebQA_Baseline vlp/webqa_loader.py l.509-1320).
+The baseline's preprocessing is restated in baseline_packing.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from baseline_packing import VLP_WEBQA
+from baseline_packing import PAD, VLP_WEBQA, training
 
 from mmqa_jax.core.config import flatten, load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
@@ -27,7 +26,6 @@ from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.optimizer import make_schedule, read_options
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
-CLS, SEP, UNK, MASK, PAD = 101, 102, 100, 103, 0  # minilm's are BERT's
 LONGEST = {0: 512, 1: 312, 2: 312}  # text columns without, with one and two pictures
 
 
@@ -69,7 +67,7 @@ def test_vlp_i_differs_from_vlp_in_its_questions_alone():
     ("row", "changes"),
     [
         ("vlp_t", {"data.modality": "text", "train.steps": 4 * -(-17_812 * 11 // 128)}),
-        ("q_only", {"batches.no_source_prob": 1.0}),
+        ("q_only", {"batches.no_source_prob": 1.0, "packing.picture_content": False}),
     ],
 )
 def test_rows_without_pictures_differ_in_that_alone(row, changes):
@@ -89,6 +87,7 @@ def test_clip_patches_differ_in_their_pictures_alone(name):
     assert {key.split(".")[0] for key in changed} == sections
     assert changed["model.frontend"] == "clip"
     assert {key for key in changed if key.startswith(("packing", "inference"))} <= {
+        "packing.picture_positions",
         "packing.buckets",
         "inference.packing.buckets",
     }
@@ -151,30 +150,6 @@ def test_clip_patches_ask_for_the_converted_clip():
 # Sequences
 
 
-def baseline(sources, pictures, question, answer, *, select):
-    """ids, segments, positions [512] and mask [512, 512] of what fits without truncation.
-
-    `pictures`: None for a text sequence, else how many; `select`: nobody sees the answer.
-    """
-    text = [token for source in sources for token in source]
-    slots = [] if pictures is None else [UNK] * 200
-    a, b = slots + text, question + answer
-    tokens = [CLS, *a, SEP, *b, SEP]
-    segments = [4] * (len(a) + 2) + [5] * (len(b) + 1)
-    mask = np.zeros((512, 512), int)
-    seen_first = 1 + 100 * (pictures or 0)
-    if pictures is None:
-        mask[:, : len(a) + 2 + len(question)] = 1
-    else:
-        mask[:, :seen_first] = 1
-        mask[:, 201 : len(a) + 2 + len(question)] = 1
-    if not select:
-        start, end = len(a) + 2 + len(question), len(tokens)
-        mask[start:end, start:end] = np.tril(np.ones((end - start, end - start), int))
-    padding = [PAD] * (512 - len(tokens))
-    return np.array(tokens + padding), np.array(segments + padding), np.arange(512), mask
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return minilm_tokenizer()
@@ -229,7 +204,7 @@ def test_selection_reads_what_the_baseline_lets_be_seen(tokenizer, pictures):
         longest_bucket(packing, pictures or 0),
         rng,
     )
-    wanted = baseline([source], pictures, question, answer, select=True)
+    wanted = training([source], pictures, question, answer, select=True)
     expect_equal(packed, packed["input_ids"], wanted, pictures, answered=False)
     assert packed["context_mask"].sum() == wanted[3][0].sum()
 
@@ -250,7 +225,7 @@ def test_qa_sequences_are_the_baselines(tokenizer, pictures, found):
     ids, weights = packed["input_ids"].copy(), packed["masked_weights"] > 0
     masked = packed["masked_positions"][weights]
     ids[masked] = packed["masked_ids"][weights]
-    wanted = baseline(sources, pictures, question, answer, select=False)
+    wanted = training(sources, pictures, question, answer)
     expect_equal(packed, ids, wanted, pictures, answered=True)
     # n_pred: half of the answer and its [SEP], with pictures three at least; max_pred 50 columns.
     assert weights.sum() == 5
@@ -352,6 +327,7 @@ def test_the_published_shapes_are_the_configs_longest():
         "slots_per_picture", "region_dim", "position_dim", "max_source_tokens",
         "max_caption_tokens", "max_question_tokens", "max_answer_tokens", "max_pair_tokens",
         "segments", "attend_empty_slots", "per_source", "match_types", "positions_after_regions",
+        "picture_positions", "picture_content",
     ):  # fmt: skip
         assert getattr(packing, field) == getattr(VLP_WEBQA, field), field
     assert set(VLP_WEBQA.buckets) <= set(packing.buckets)

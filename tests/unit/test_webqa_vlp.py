@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from cli_runs import ROOT, done, mmqa, quickly_and_quietly, rows_of
 from flax import nnx
 from test_regions import detections, write_vinvl, write_x101
@@ -26,6 +27,8 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.schema import Question, Ranking, Source
+from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.source_selection import THRESHOLDS
 from mmqa_jax.inference.loading import _load_vlp, load_reader
 from mmqa_jax.inference.reader import Reader
@@ -45,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 PICTURES = range(30_000_000, 30_000_006)
 FEATURES_OF = {number: 40_000_000 + number % 100 for number in PICTURES}
-NO_FEATURES = (30_000_004, 30_000_005)
+NO_FEATURES = NO_FILE, NOT_NUMBERS = 30_000_004, 30_000_005
 VISION = dataclasses.asdict(TINY["clip"].vision)  # 16 pixels, patches of 8
 # One static shape, few regions: compiling is what costs here.
 SMALL = {
@@ -97,6 +100,9 @@ def release(tmp_path_factory):
     for number in PICTURES:
         if number not in NO_FEATURES:
             write_x101(folder / "x101", FEATURES_OF[number])
+    write_x101(
+        folder / "x101", FEATURES_OF[NOT_NUMBERS], fc1_features=torch.full((3, 2048), np.nan)
+    )
     (folder / "map.pkl").write_bytes(pickle.dumps(FEATURES_OF, protocol=3))
     write_vinvl(folder / "vinvl.tsv", {n: detections(4, 1595, seed=n) for n in PICTURES})
     return folder
@@ -209,6 +215,11 @@ def test_pictures_without_features_are_named_at_the_end(selector, reranked):
     assert re.search(said + r"2 \(4000000[45], 4000000[45]\)\.", reranked[1].err)
 
 
+def test_more_pictures_without_features_than_allowed_end_the_run(release, tmp_path):
+    with pytest.raises(AssertionError, match=r"have no region features, more than the 0 allowed"):
+        train(release, tmp_path / "run", "vlp_select.py:runlocal", **{"features.max_missing": 0})
+
+
 def test_predicted_sources_are_all_cited_and_two_pictures_read(release, reader, reranked, tmp_path):
     answers, submission = tmp_path / "predictions.jsonl", tmp_path / "submission.json"
     flags = (f"--data={release / 'data'}", f"--model={reader}", "--split=val")
@@ -264,17 +275,27 @@ def test_what_is_read_of_cited_sources():
         [Source(f"p{n}", "image", "caption", image="x") for n in range(3)]
         + [Source(f"s{n}", "text", "fact") for n in range(3)]
     )
-    cited = [
-        Ranking("q", ("s0", "p2", "p0", "s1", "p1"), (0.9, 0.8, 0.7, 0.6, 0.5)),
-        Ranking("r", (), ()),
-    ]
+    cited = Ranking("q", ("s0", "p2", "p0", "s1", "p1"), (0.9, 0.8, 0.7, 0.6, 0.5))
     reader = Reader.__new__(Reader)  # without a model
-    reader.corpus, reader.max_pictures, reader.modality = corpus, 2, None
-    assert [reader.readable(ranking) for ranking in cited] == [("s0", "p2", "p0", "s1"), ()]
-    reader.modality = "text"
-    assert reader.readable(cited[0]) == ("s0", "s1")
-    reader.modality = "image"
-    assert reader.readable(cited[0]) == ("p2", "p0")
+    reader.corpus, reader.max_pictures = corpus, 2
+    reader._reader = SourceReader(corpus, minilm_tokenizer())
+
+    def read(category):
+        rows = reader.readable(Question("q", "val", "?", category=category), cited)
+        return [corpus.sources[row].id for row in rows]
+
+    for reader._by_category, category, modality, wanted in (
+        (False, "color", None, ["s0", "p2", "p0", "s1"]),
+        (False, "color", "text", ["s0", "s1"]),
+        (False, "text", "image", ["p2", "p0"]),
+        (True, "color", None, ["p2", "p0"]),
+        (True, "text", None, ["s0", "s1"]),
+        (True, "else", None, ["s0", "p2", "p0", "s1"]),
+        (True, "text", "image", []),
+    ):
+        reader.modality = modality
+        assert read(category) == wanted
+    assert reader.readable(Question("r", "val", "?"), Ranking("r", (), ())) == []
 
 
 def test_the_cap_keeps_gold_and_sixteen_of_each_modality():

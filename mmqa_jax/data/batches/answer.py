@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import grain
 import numpy as np
@@ -19,7 +20,7 @@ from mmqa_jax.data.batches.feed import (
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import MaskingConfig, Packed, Packer, batch, clean
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Question, category_modality
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
 
@@ -36,11 +37,14 @@ def answer_batches(
     shuffle_sources: bool = True,
     no_source_prob: float = 0.0,
     shares: dict[str, float] | None = None,
+    wording: Literal["first", "random"] = "random",
+    route_by_category: bool = False,
 ) -> grain.DatasetIterator[Packed]:
     """Questions with their gold sources and partly masked answers, for masked-LM training.
 
     Args:
-      max_sources: gold sources shown at most, the first ones (the baseline: two pictures).
+      max_sources: gold sources shown at most, the first ones. Of the pictures among them, those
+        beyond the largest bucket's are left out with their captions (SourceReader.readable).
       distractor_prob: with this probability a question with fewer gold sources than
         `max_sources` also gets one of its hard negatives (robustness to wrong sources).
       shuffle_sources: random order of the sources; off, the question's order.
@@ -48,10 +52,15 @@ def answer_batches(
         question-only model.
       shares: category -> the share of its questions that an epoch shows, drawn anew for each;
         categories that are not named are shown whole.
+      wording: which of a question's reference answers is learned: the first, as in the baseline
+        (webqa_loader.py l.149, l.322), or in every epoch a random one.
+      route_by_category: WebQA's picture questions are shown pictures alone and laid out with
+        region slots even if none is shown, text questions snippets alone (the baseline has a
+        data set for each, webqa_loader.py l.143 and l.316).
 
     A batch has the arrays of packing.INPUT_FIELDS (see FeedConfig.inputs), masked_ids,
     masked_positions int32 and masked_weights float32 [B, max_pred], index (into `questions`)
-    and truncated int32[B]. The answer is a random one of the reference answers.
+    and truncated int32[B].
     """
     kept = [i for i, q in enumerate(questions) if q.answers]
     if not kept:
@@ -63,7 +72,16 @@ def answer_batches(
     _check_shares(shares, {questions[i].category for i in kept})
     corpus, tokenizer = reader.corpus, reader.tokenizer
     shown = [] if no_source_prob == 1 else kept
-    golds = {i: np.array(corpus.positive_rows(questions[i])[:max_sources]) for i in shown}
+    wanted = [category_modality(q.category) if route_by_category else None for q in questions]
+    most = packer.config.max_pictures
+
+    def readable(i: int, rows: Sequence[int]) -> list[int]:
+        return reader.readable(rows, most, wanted[i])
+
+    golds = {
+        i: np.array(readable(i, corpus.positive_rows(questions[i]))[:max_sources], int)
+        for i in shown
+    }
     negatives = {i: corpus.negative_rows(questions[i]) for i in shown if distractor_prob}
     question_tokens = TokenTable(tokenizer, [clean(q.question) for q in questions])
     keyword_tokens = TokenTable(tokenizer, [clean(q.keywords) for q in questions])
@@ -84,11 +102,11 @@ def answer_batches(
             chosen = golds[i]
             room = len(chosen) < max_sources and distractor_prob and len(negatives[i])
             if room and rng.random() < distractor_prob:
-                chosen = np.append(chosen, rng.choice(negatives[i]))
+                chosen = np.array(readable(i, [*chosen, rng.choice(negatives[i])]), int)
             if shuffle_sources:
                 chosen = rng.permutation(chosen)
             rows[n, : len(chosen)] = chosen
-        choice = rng.integers(num_answers)  # which of the question's answers
+        choice = rng.integers(num_answers if wording == "random" else [1] * len(kept))
         answer_lengths = answer_tokens.lengths[first_answer + choice]
         if masking.probes:  # the answer's tokens and the last [SEP] each have a probe
             answer_lengths = 2 * answer_lengths + 1
@@ -117,6 +135,7 @@ def answer_batches(
                 answer_tokens[table["answer"][b]] if raw.answer == answer else None,
                 keyword_tokens[i] if raw.keywords == record.keywords else None,
             )
+            example = example._replace(about_pictures=wanted[i] == "image")
             rng = example_rng(feed, planned, b, 1)
             packed.append(packer.pack_for_answer(example, planned.bucket, masking, rng))
         arrays = batch(packed)

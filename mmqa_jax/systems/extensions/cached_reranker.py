@@ -24,6 +24,7 @@ from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import Example, Packed, batch, clean
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
+from mmqa_jax.data.truncation import coins
 from mmqa_jax.inference.from_config import make_packer, make_source_reader
 from mmqa_jax.inference.inputs import vlp_inputs, warn_truncated
 from mmqa_jax.inference.reranker import ScoredPairs, gather
@@ -75,6 +76,7 @@ class CachedReranker:
         self._pairs = pairs or (
             _PAIRS_ONE_LAYER if model.sides.joint_layers == 1 else _PAIRS_MORE_LAYERS
         )
+        self._always_truncate_tail = config.inference.get("always_truncate_tail", True)
         self._packer = make_packer(config, tokenizer, inference=True)
         self._reader = make_source_reader(config, corpus, tokenizer)
         graphdef, self._state = nnx.split(model)
@@ -219,7 +221,7 @@ class CachedReranker:
             indices, encoded = np.flatnonzero(columns == longest), []
             for chunk in _chunks(indices, self.batch_size):
                 packed = [
-                    self._packer.pack_for_selection(Example((), tokens[i]), bucket) for i in chunk
+                    self._pack(Example((), tokens[i]), bucket, questions[i].id) for i in chunk
                 ]
                 arrays = batch([_columns(one, slots, longest) for one in packed])
                 encoded.append(self._encode_questions(self._state, vlp_inputs(arrays)))
@@ -249,8 +251,13 @@ class CachedReranker:
                 yield SourceBlock(filled, len(chunk), memory)
 
     def _source(self, row: int, bucket: int) -> Packed:
-        raw = RawExample("", (self._reader.raw(row),))
-        return self._packer.pack_for_selection(self._reader.example(raw, (), ()), bucket)
+        example = self._reader.example(RawExample("", (self._reader.raw(row),)), (), ())
+        return self._pack(example, bucket, self.corpus.sources[row].id)
+
+    def _pack(self, example: Example, bucket: int, name: str) -> Packed:
+        """The question or source called `name`."""
+        rng = None if self._always_truncate_tail else coins(name)
+        return self._packer.pack_for_selection(example, bucket, rng)
 
 
 def _columns(packed: Packed, slots: int, longest: int) -> Packed:
