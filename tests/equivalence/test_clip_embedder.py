@@ -1,5 +1,6 @@
 """CLIP as a retriever against transformers: tokens, and vectors of texts and pictures."""
 
+import io
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import transformers
 from ml_collections import ConfigDict
+from PIL import Image
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
@@ -16,6 +18,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.inference.loading import load_embedder
 from mmqa_jax.retrieval.clip import load_clip_embedder
+from mmqa_jax.retrieval.dense import DenseRetriever
+from mmqa_jax.systems.parts import open_embedder
 from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.convert import convert
 
@@ -153,6 +157,34 @@ def test_vectors(peer, published, converted, tmp_path):
         states = peer.vision_model(pixel_values=pixels).pooler_output
         shown = unit(peer.visual_projection(states).numpy())
     np.testing.assert_allclose(made[len(plain) :], shown, atol=1e-5)
+
+
+class Seen:
+    """An index that keeps the queries."""
+
+    def search(self, queries, top_k):
+        self.queries = queries
+        return np.zeros((len(queries), top_k), np.int32), np.zeros((len(queries), top_k))
+
+
+def test_webqas_retriever_reads_as_its_authors_did(peer, published, converted):
+    """CLIP_img_encodings.py and the notebook: alpha dropped after resizing, raw questions."""
+    drawn = np.random.default_rng(0).integers(0, 256, (3 * SIDE, 2 * SIDE, 4), dtype=np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(drawn).save(encoded, "PNG")
+    corpus = Corpus([Source("0", "image", "", image="0")], [], lambda name: encoded.getvalue())
+    embedder, pictures = open_embedder(converted, corpus)
+    scaled = Image.fromarray(drawn).resize((SIDE, 3 * SIDE // 2), Image.Resampling.BICUBIC)
+    top = SIDE // 4
+    wanted = scaled.crop((0, top, SIDE, top + SIDE)).convert("RGB")
+    np.testing.assert_array_equal(pictures.pixels(0), np.asarray(wanted))
+
+    quoted, index = '"A red flag in the sun?"', Seen()
+    retriever = DenseRetriever(corpus, embedder, index, pictures)
+    retriever.search([Question("q", "val", quoted)], 1)
+    raw, bare = peer_texts(peer, published, [quoted, quoted.strip('"')])
+    np.testing.assert_allclose(index.queries[0], raw, atol=1e-5)
+    assert np.abs(raw - bare).max() > 1e-3
 
 
 def test_fingerprint_and_refusals(published, converted, tmp_path):

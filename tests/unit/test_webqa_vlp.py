@@ -317,21 +317,22 @@ def test_the_cap_keeps_gold_and_sixteen_of_each_modality():
 
 
 def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
-    data, found = f"--data={release / 'data'}", tmp_path / "bm25.jsonl"
-    flags = ("rerank", data, f"--model={selector[0]}", "--split=val", f"--candidates={found}")
+    """A first stage that ranks the sources the other way round, with and without weight."""
+    data, found = f"--data={release / 'data'}", tmp_path / "found.jsonl"
+    plain, turned = tmp_path / "plain.jsonl", tmp_path / "turned.jsonl"
+    flags = ("rerank", data, f"--model={selector[0]}", "--split=val")
     with quickly_and_quietly(cli_cache):
         done("search", data, "--split=val", "--method=bm25", "--top_k=5", f"--out={found}")
-        done(*flags, f"--out={tmp_path / 'plain.jsonl'}")
-        done(*flags, "--similarity_weight=1e6", f"--out={tmp_path / 'weighed.jsonl'}")
-    scores = [dict(zip(row["sources"], row["scores"], strict=True)) for row in rows_of(found)]
-
-    def in_the_retrievers_order(name):
-        rows = [row["sources"] for row in rows_of(tmp_path / f"{name}.jsonl")]
-        ranked = [[given[s] for s in row] for row, given in zip(rows, scores, strict=True)]
-        return [row == sorted(row, reverse=True) for row in ranked]
-
-    assert all(in_the_retrievers_order("weighed"))
-    assert not all(in_the_retrievers_order("plain"))
+        done(*flags, f"--candidates={found}", f"--out={plain}")
+        ranked = rows_of(plain)
+        rows = [
+            {**row, "sources": row["sources"][::-1], "scores": [5, 4, 3, 2, 1]} for row in ranked
+        ]
+        turned.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        for weight, wanted in ((0, ranked), (1e6, rows)):
+            out = tmp_path / f"weighed_{weight}.jsonl"
+            done(*flags, f"--candidates={turned}", f"--similarity_weight={weight}", f"--out={out}")
+            assert [r["sources"] for r in rows_of(out)] == [r["sources"] for r in wanted]
 
 
 @pytest.mark.parametrize(
