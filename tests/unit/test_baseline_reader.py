@@ -28,7 +28,7 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.webqa_formats import read_output_tsv, read_prediction_json
 from mmqa_jax.inference import reader as reader_module
 from mmqa_jax.inference import reranker as reranker_module
-from mmqa_jax.inference.from_config import make_packing
+from mmqa_jax.inference.from_config import make_packing, make_pictures
 from mmqa_jax.inference.inputs import vlp_inputs
 from mmqa_jax.systems.extensions.cached_reranker import CachedReranker
 from mmqa_jax.training import recipes
@@ -135,7 +135,7 @@ P, S = [s.id for s in PICTURES], [s.id for s in FACTS]
 def question(n, category, positives=()):
     return Question(
         f"q{n}", "train", f'"what of {n} in the year?"', None,
-        (f"first wording {n} .", f"another wording {n}", f"third {n}"), "", category,
+        (f"first {n}", f"another wording {n}", f"third {n}"), "", category,
         tuple(positives),
     )  # fmt: skip
 
@@ -267,20 +267,24 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["", "vinvl", "q_only"])
-def test_training_shows_what_the_baseline_shows(monkeypatch, mode):
-    config, shown = read("vlp_qa", mode), set()
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [("", {}), ("vinvl", {}), ("q_only", {}), ("q_only", {"packing.buckets": ((0, 512),)})],
+)
+def test_training_shows_what_the_baseline_shows(monkeypatch, mode, changes):
+    config, shown = read("vlp_qa", mode, **changes), set()
     for asked, packed, count in examples_of(monkeypatch, config, TRAINED, epochs=3):
         shown.add(asked.id)
         pictures, wanted = baseline_training(asked, q_only=mode == "q_only")
         ids, segments, positions, mask = wanted
         assert columns(packed) == wanted_columns(wanted, () if mode == "q_only" else pictures)
+        assert packed["position_ids"].max() < 512  # of padding too
         answer = (np.diag(mask) > mask[0]).nonzero()[0]  # seen by themselves, not by [CLS]
         ours = packed["answer_mask"]
         for field, values in zip(FIELDS, (ids, segments, positions), strict=True):
             assert packed[field][ours].tolist() == values[answer].tolist(), asked.id
-        # Four words, or five with the number: of the five or six with [SEP] half are predicted,
-        # with pictures three at least.
+        # Half of the answer and its [SEP], for picture questions three at least.
+        assert len(answer) == 3
         half = round(len(answer) / 2)
         assert count == (half if asked.category == "text" else max(3, half))
     assert shown == {asked.id for asked in TRAINED}
@@ -437,6 +441,18 @@ def test_sources_that_are_encoded_once_draw_coins_too():
 def test_settings_that_cannot_be(name, change, message):
     with pytest.raises(UserError, match=message):
         check_config(read(name, **change))
+
+
+def test_only_webqas_configs_read_as_the_authors_did():
+    """Atlas reads sources of both modalities and lays its pictures on white."""
+    clip = read("vlp_qa", "clip_patches")
+    assert make_pictures(clip, CORPUS).alpha == "dropped"
+    assert make_pictures(read("contrastive"), CORPUS).alpha == "dropped"
+    for name in ("answer", "rerank", "contrastive"):
+        config = load_config(CONFIGS.parent / "atlas" / f"{name}.py")
+        assert make_pictures(config, CORPUS).alpha == "white"
+        keys = {"route_by_category", "always_truncate_tail", "wording"}
+        assert not keys & {*config.data, *config.inference, *config.batches}
 
 
 def test_selection_is_not_routed():
