@@ -179,8 +179,9 @@ def _answer(
         _feed(config, inputs=VLPInputs),
         **_options(config),
     )
+    task = AnswerTask(model, config.get("questions_per_mean"))
     loader = vlp_loader(config, tokenizer)
-    return Recipe(AnswerTask(model), batches, loader, "Training the reader", reader)
+    return Recipe(task, batches, loader, "Training the reader", reader)
 
 
 def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:
