@@ -42,6 +42,11 @@ def normal_init(stddev: float) -> Initializer:
     return jax.nn.initializers.normal(stddev)
 
 
+def uniform_init(bound: float) -> Initializer:
+    """Uniform within -bound..bound; torch's Linear: 1 / sqrt(in), its LSTM: 1 / sqrt(hidden)."""
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
 default_init = normal_init(0.02)
 
 _MASKED = -1e30  # score of a masked column: exp gives 0, and an entirely masked row stays finite
@@ -69,13 +74,23 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         use_bias: bool = True,
         kernel_init: Initializer = default_init,
+        bias_init: Initializer = zeros_init,
     ):
         self.kernel = param(rngs, kernel_init, (in_features, out_features), names)
-        self.bias = param(rngs, zeros_init, (out_features,), names[1:]) if use_bias else None
+        self.bias = param(rngs, bias_init, (out_features,), names[1:]) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
         y = product(x, self.kernel[...].astype(x.dtype), 0)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+def torch_linear(
+    in_features: int, out_features: int, names: Names, *, rngs: nnx.Rngs, use_bias: bool = True
+) -> Linear:
+    """A Linear that starts as torch's nn.Linear: kernel and bias uniform within 1 / sqrt(in)."""
+    init = uniform_init(in_features**-0.5)
+    inits = {"kernel_init": init, "bias_init": init}
+    return Linear(in_features, out_features, names, rngs=rngs, use_bias=use_bias, **inits)
 
 
 class TransposedLinear(nnx.Module):
@@ -264,12 +279,14 @@ class Attention(nnx.Module):
         *,
         rngs: nnx.Rngs,
         kernel_init: Initializer = default_init,
+        bias_init: Initializer = zeros_init,
         value_bias: bool = True,
         dropout_rate: float = 0.0,
         implementation: str = "xla",
     ):
         """`dropout_rate` and `implementation` are those of the function `attention`."""
-        linear = functools.partial(Linear, size, size, rngs=rngs, kernel_init=kernel_init)
+        inits = {"kernel_init": kernel_init, "bias_init": bias_init}
+        linear = functools.partial(Linear, size, size, rngs=rngs, **inits)
         self.query = linear(("embed", "heads"))
         self.key = linear(("embed", "heads"))
         self.value = linear(("embed", "heads"), use_bias=value_bias)

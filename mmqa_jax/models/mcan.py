@@ -19,8 +19,8 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import Bert, BertConfig, bert_large_uncased
-from mmqa_jax.models.layers import split_key
-from mmqa_jax.models.mcan_layers import Fusion, FusionConfig, grid_rotation, torch_linear
+from mmqa_jax.models.layers import split_key, torch_linear
+from mmqa_jax.models.mcan_layers import Fusion, FusionConfig, grid_rotation
 
 PAD = 0  # BERT's
 

@@ -15,34 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.nn.initializers import Initializer
 
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
 from mmqa_jax.models.layers import (
     Attention,
     LayerNorm,
-    Linear,
-    Names,
     dropout,
     scan_layers,
     split_key,
     stack_layers,
+    torch_linear,
+    uniform_init,
 )
 
 _MASKED = -1e9  # the published score of a masked token
-
-
-def uniform_init(bound: float) -> Initializer:
-    """Uniform within -bound..bound; torch's Linear: 1 / sqrt(in), its LSTM: 1 / sqrt(hidden)."""
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def torch_linear(
-    in_features: int, out_features: int, names: Names, *, rngs: nnx.Rngs, use_bias: bool = True
-) -> Linear:
-    """A Linear whose kernel starts as torch's does (MCAN starts from no checkpoint)."""
-    init = uniform_init(in_features**-0.5)
-    return Linear(in_features, out_features, names, rngs=rngs, use_bias=use_bias, kernel_init=init)
 
 
 class UnbiasedLayerNorm(LayerNorm):
@@ -163,12 +149,14 @@ class MCANLayer(nnx.Module):
 
     def __init__(self, config: FusionConfig, *, guided: bool, rngs: nnx.Rngs):
         norm = functools.partial(NORMS[config.norm], config.hidden, config.eps, rngs=rngs)
+        init = uniform_init(config.hidden**-0.5)  # torch's
         attention = functools.partial(
             Attention,
             config.hidden,
             config.heads,
             rngs=rngs,
-            kernel_init=uniform_init(config.hidden**-0.5),
+            kernel_init=init,
+            bias_init=init,
             value_bias=config.value_bias,
             dropout_rate=config.dropout,
             implementation=config.attention,

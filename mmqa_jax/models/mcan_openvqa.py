@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.layers import Embedding, Linear, normal_init
-from mmqa_jax.models.mcan_layers import Fusion, FusionConfig, torch_linear, uniform_init
+from mmqa_jax.models.layers import Embedding, Linear, normal_init, torch_linear, uniform_init
+from mmqa_jax.models.mcan_layers import Fusion, FusionConfig
 
 PAD = 0
 
@@ -57,7 +57,8 @@ class LSTM(nnx.Module):
     """
 
     def __init__(self, in_features: int, hidden: int, *, rngs: nnx.Rngs):
-        linear = functools.partial(Linear, rngs=rngs, kernel_init=uniform_init(hidden**-0.5))
+        init = uniform_init(hidden**-0.5)
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=init, bias_init=init)
         self.input = linear(in_features, 4 * hidden, ("patch", "mlp"))
         self.recurrent = linear(hidden, 4 * hidden, ("embed", "mlp"))
 

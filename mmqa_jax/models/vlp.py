@@ -8,6 +8,7 @@ BertForWebqaDecoder). Our additions are in vlp_extensions.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -15,13 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.models.bert import Bert, BertConfig, MlmHead
-from mmqa_jax.models.layers import (
-    Initializer,
-    Linear,
-    dropout,
-    normal_init,
-    split_key,
-)
+from mmqa_jax.models.layers import Linear, dropout, normal_init, split_key, torch_linear
 from mmqa_jax.models.mask_appending import (
     Prefix,
     WrittenCache,
@@ -37,13 +32,17 @@ class VLPConfig:
 
     A region's content vector [region_features] goes through one linear per size in
     `visual_hidden` and a last one to the trunk's width, its position vector [region_positions]
-    through one linear; ReLU after each linear, then dropout.
+    through one linear; ReLU after each linear, then dropout. Those linears start as torch's
+    nn.Linear (modeling.py:1011-1050, behind the call of init_bert_weights), or with kernels of
+    the standard deviations `content_stddev` and `place_stddev` and biases 0.
     """
 
     bert: BertConfig
     region_features: int = 2048
     region_positions: int = 1607
     visual_hidden: tuple[int, ...] = (2048,)
+    content_stddev: float | None = None
+    place_stddev: float | None = None
 
 
 def _vlp_trunk(**changes) -> BertConfig:
@@ -98,7 +97,10 @@ def mixed_mask(
 
 
 class RegionEncoder(nnx.Module):
-    """Linear + ReLU, once per size, then dropout: [B, R, in] -> [B, R, sizes[-1]] of `dtype`."""
+    """Linear + ReLU, once per size, then dropout: [B, R, in] -> [B, R, sizes[-1]] of `dtype`.
+
+    The linears start with kernels of standard deviation `stddev`; None: as torch's.
+    """
 
     def __init__(
         self,
@@ -108,14 +110,14 @@ class RegionEncoder(nnx.Module):
         dtype: str,
         *,
         rngs: nnx.Rngs,
-        kernel_init: Initializer,
+        stddev: float | None,
     ):
         widths = (in_features, *sizes)
         names = [("patch", "proj")] * (len(sizes) - 1) + [("patch", "embed")]
-        self.linears = nnx.List(
-            Linear(*widths[i : i + 2], names[i], rngs=rngs, kernel_init=kernel_init)
-            for i in range(len(sizes))
-        )
+        make = functools.partial(torch_linear, rngs=rngs)
+        if stddev is not None:
+            make = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(stddev))
+        self.linears = nnx.List(make(*widths[i : i + 2], names[i]) for i in range(len(sizes)))
         self.rate, self.dtype = rate, dtype
 
     def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
@@ -132,24 +134,22 @@ class VLP(nnx.Module):
         bert = config.bert
         self.config = config
         self.bert = Bert(bert, rngs=rngs)
-        # Small first weights of the content and larger ones of the position, which has few
-        # values, so that neither drowns the other, nor a tag.
-        self.region_content = self._make_region_content(normal_init(0.01), rngs)
+        self.region_content = self._make_region_content(rngs)
         self.region_place = RegionEncoder(
             config.region_positions,
             (bert.hidden,),
             bert.dropout,
             bert.dtype,
             rngs=rngs,
-            kernel_init=normal_init(0.03),
+            stddev=config.place_stddev,
         )
-        self.source_head = Linear(bert.hidden, 2, ("embed", None), rngs=rngs)
+        self.source_head = torch_linear(bert.hidden, 2, ("embed", None), rngs=rngs)
         self.mlm_head = MlmHead(bert, rngs=rngs)
 
-    def _make_region_content(self, kernel_init: Initializer, rngs: nnx.Rngs) -> RegionEncoder:
+    def _make_region_content(self, rngs: nnx.Rngs) -> RegionEncoder:
         config, bert = self.config, self.config.bert
         sizes = (*config.visual_hidden, bert.hidden)
-        options = {"rngs": rngs, "kernel_init": kernel_init}
+        options = {"rngs": rngs, "stddev": config.content_stddev}
         return RegionEncoder(config.region_features, sizes, bert.dropout, bert.dtype, **options)
 
     def _embed_content(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:

@@ -12,10 +12,13 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import BertConfig, minilm_l6
 from mmqa_jax.models.clip import VisionConfig, VisionTower, normalize_pixels
-from mmqa_jax.models.layers import Initializer, Linear
+from mmqa_jax.models.layers import Linear
 from mmqa_jax.models.mask_appending import Prefix, WrittenCache, append_mask
 from mmqa_jax.models.vlp import VLP, RegionEncoder, VLPConfig, VLPInputs
 
+# First weights of patches: small ones of the content and larger ones of the position, which has
+# few values, so that neither drowns the other, nor a tag.
+_PATCH_STDDEVS = {"content_stddev": 0.01, "place_stddev": 0.03}
 # Log-probability of a token that cannot be written; finite, so that gradients stay numbers.
 _NEVER = -1e9
 
@@ -84,6 +87,7 @@ def vlp_patches(
         region_tags=region_tags,
         copy_head=copy_head,
         written_words=written_words,
+        **_PATCH_STDDEVS,
     )
 
 
@@ -98,6 +102,7 @@ def vlp_clip(
         visual_hidden=tuple(visual_hidden),
         vision=vision,
         vision_layer=layer,
+        **_PATCH_STDDEVS,
     )
 
 
@@ -139,13 +144,13 @@ class ExtendedVLP(VLP):
         super().__init__(config, rngs=rngs)
         self.copy_head = CopyHead(config.bert.hidden, rngs=rngs) if config.copy_head else None
 
-    def _make_region_content(self, kernel_init: Initializer, rngs: nnx.Rngs) -> RegionEncoder:
+    def _make_region_content(self, rngs: nnx.Rngs) -> RegionEncoder:
         config, bert = self.config, self.config.bert
         if config.vision is None:
-            return super()._make_region_content(kernel_init, rngs)
+            return super()._make_region_content(rngs)
         sizes = (*config.visual_hidden, bert.hidden)
         vision = config.vision, config.vision_layer
-        options = {"rngs": rngs, "kernel_init": kernel_init}
+        options = {"rngs": rngs, "stddev": config.content_stddev}
         return ClipRegionEncoder(*vision, sizes, bert.dropout, bert.dtype, **options)
 
     def _embed_content(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
@@ -232,9 +237,9 @@ class ClipRegionEncoder(RegionEncoder):
 
     def __init__(
         self, vision: VisionConfig, layer: int, sizes: tuple[int, ...], rate: float, dtype: str,
-        *, rngs: nnx.Rngs, kernel_init: Initializer,
+        *, rngs: nnx.Rngs, stddev: float | None,
     ):  # fmt: skip
-        super().__init__(vision.width, sizes, rate, dtype, rngs=rngs, kernel_init=kernel_init)
+        super().__init__(vision.width, sizes, rate, dtype, rngs=rngs, stddev=stddev)
         self.tower, self.layer = VisionTower(vision, rngs=rngs), layer
 
     def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:

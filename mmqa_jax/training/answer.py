@@ -15,11 +15,16 @@ from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConf
 class AnswerTask:
     """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
 
-    Normalized as in the original: summed over the batch, divided by the number of masked
-    tokens + 1e-5; where tokens have weights (MaskingConfig.keyword_weight), by their sum.
+    Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
+    the number of masked tokens + 1e-5; where tokens have weights (MaskingConfig.keyword_weight),
+    by their sum. Then the mean over the micro-batches of an update.
+
+    Attributes:
+      questions_per_mean: questions of such a micro-batch, a divisor of the batch; None: the batch.
     """
 
     config: ExtendedVLPConfig
+    questions_per_mean: int | None = None
 
     def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialised VLP."""
@@ -30,7 +35,7 @@ class AnswerTask:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean loss per masked token, and the share of them with a probability above one half.
 
-        Both weighted by the tokens' weights.
+        Both weighted by the tokens' weights, the loss within `questions_per_mean` questions.
         """
         inputs = batch["inputs"]
         hidden = model.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
@@ -41,6 +46,11 @@ class AnswerTask:
         log_probs = model.log_probs_of(at_masks, context, said, batch["masked_ids"])  # [B, P]
         # A model that only copies names cannot produce a name that is in no source.
         weights = batch["masked_weights"] * model.sayable(context, batch["masked_ids"])
-        total = weights.sum() + 1e-5
+        rows, masks = weights.shape
+
+        def sums(x: jax.Array) -> jax.Array:  # [B, P] -> [groups of questions]
+            return x.reshape(-1, (self.questions_per_mean or rows) * masks).sum(axis=1)
+
+        loss = -(sums(log_probs * weights) / (sums(weights) + 1e-5)).mean()
         correct = (log_probs > jnp.log(0.5)).astype(jnp.float32)
-        return -(log_probs * weights).sum() / total, {"accuracy": (correct * weights).sum() / total}
+        return loss, {"accuracy": (correct * weights).sum() / (weights.sum() + 1e-5)}

@@ -75,6 +75,7 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         "data": {**_DATA, "route_by_category": optional(bool)},
         "packing": spec_of(PackingConfig, *_PACKING),
         "masking": spec_of(MaskingConfig),
+        "questions_per_mean": optional(int, minimum=1),
         "inference": {
             **_VLP_INFERENCE,
             "num_beams": _POSITIVE,
@@ -132,6 +133,13 @@ def check_config(config: ConfigDict) -> None:
         raise UserError(
             f"config key train.accumulate={accumulate}: the contrastive loss needs its whole "
             f"batch; leave it out and set tower_parts to {accumulate}."
+        )
+    together = config.get("questions_per_mean", 1)
+    if config.batches.batch_size % (accumulate * together):
+        raise UserError(
+            f"config key questions_per_mean={together}: batches.batch_size="
+            f"{config.batches.batch_size} in train.accumulate={accumulate} parts was expected to "
+            "be a multiple of it; change one of them."
         )
     parts = accumulate * config.get("tower_parts", 1)
     check_batch_size(config.batches.batch_size, make_mesh(config.mesh.to_dict()), parts)

@@ -180,8 +180,9 @@ def _answer(
         route_by_category=config.data.get("route_by_category", False),
         **_options(config),
     )
+    task = AnswerTask(model, config.get("questions_per_mean"))
     loader = vlp_loader(config, tokenizer)
-    return Recipe(AnswerTask(model), batches, loader, "Training the reader", reader)
+    return Recipe(task, batches, loader, "Training the reader", reader)
 
 
 def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:

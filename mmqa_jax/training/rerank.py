@@ -19,7 +19,10 @@ class RerankTask:
     """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
     for relevant sources, averaged over a question's choices and then over questions.
 
-    Batches hold (question, source) pairs of one modality; `weights` carries the 1 / choices.
+    Batches hold pairs (question, source) of many questions, which `weights` make count alike. It
+    is 1 in the mean over all pairs, not over those of a batch: the loss is divided by the number
+    of pairs, for dividing by the batch's own weights would let a question with few choices
+    count for more the more of its kind are in the batch.
 
     Attributes:
       sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.
@@ -37,12 +40,12 @@ class RerankTask:
     def loss(
         self, model: VLP, batch: dict, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Weighted mean cross-entropy over the pairs, and the accuracy."""
+        """Mean over the pairs of the weighted cross-entropy, and the weighted accuracy."""
         inputs: VLPInputs = batch["inputs"]
         logits = model.source_logits(inputs, dropout_key=dropout_key)  # [B, 2]
         relevant = batch["labels"]  # [B] 1 = relevant
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, 1 - relevant)
         weights = batch["weights"]
-        total = weights.sum() + 1e-8
         correct = (logits.argmax(axis=1) == 1 - relevant).astype(jnp.float32)
-        return (losses * weights).sum() / total, {"accuracy": (correct * weights).sum() / total}
+        accuracy = (correct * weights).sum() / (weights.sum() + 1e-8)
+        return (losses * weights).mean(), {"accuracy": accuracy}

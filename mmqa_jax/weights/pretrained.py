@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bert import Bert, BertConfig
 from mmqa_jax.models.vlp import VLP
 from mmqa_jax.weights.keymap import KeyMap, Transform, load_model
-from mmqa_jax.weights.layouts import config_file, read_hf_config, shapes_of
+from mmqa_jax.weights.layouts import Shapes, config_file, read_hf_config, shapes_of
 from mmqa_jax.weights.models.bert import (
     BUFFERS,
     OLD_NAMES,
@@ -119,8 +122,10 @@ def init_vlp_from_bert(
 def start_vlp(path: str | os.PathLike, model: VLP) -> None:
     """Fills a VLP from a checkpoint of VLP's pretraining or of WebQA's fine-tuning, in place.
 
-    The source head stays as it is where the checkpoint has none (pretraining), and so do the
-    region embeddings where it has other features' (VinVL's or CLIP's model from VLP's checkpoint).
+    The source head stays as it is where the checkpoint has none (pretraining), and so do those
+    tensors of the region embeddings that have another shape there (VinVL's or CLIP's model from
+    VLP's checkpoint): of VinVL's all but the bias of the positions, for the original takes a
+    checkpoint tensor by tensor (modeling.py l.763-773).
 
     Args:
       path: a file or folder (see `open_source`), e.g. `model.11.bin`.
@@ -135,22 +140,34 @@ def start_vlp(path: str | os.PathLike, model: VLP) -> None:
     key_map = vlp_key_map(config, source_head="context_classifier.weight" in shapes)
     if TYPE_TABLE in shapes:
         key_map = fit_types(key_map, shapes[TYPE_TABLE][0], config.bert.types)
-    content = (config.visual_hidden or (config.bert.hidden,))[0], config.region_features
-    position = config.bert.hidden, config.region_positions
-    same = (shapes.get("vis_embed.0.weight"), shapes.get("vis_pe_embed.0.weight"))
-    if getattr(config, "vision", None) or same != (content, position):
-        key_map = dataclasses.replace(
-            key_map,
-            rules=[rule for rule in key_map.rules if not rule.path.startswith("region_")],
-            ignore=(*key_map.ignore, r"^vis_embed\.", r"^vis_pe_embed\."),
-            fresh=(*key_map.fresh, *_VISUAL),
-        )
-    load_model(model, key_map, source)
+    load_model(model, _fit_regions(key_map, shapes, model), source)
 
 
 def _read_config(folder: str | os.PathLike) -> BertConfig:
     path = Path(folder)
     return bert_config(read_hf_config(path, "bert"), str(config_file(path)))
+
+
+def _fit_regions(key_map: KeyMap, theirs: Shapes, model: VLP) -> KeyMap:
+    """The map without those tensors of the region embeddings whose shapes differ."""
+    ours = {name: value.shape for name, value in flatten_named(nnx.state(model)).items()}
+    unfit = [
+        rule
+        for rule in key_map.rules
+        # torch keeps a kernel as (out, in).
+        if rule.path.startswith("region_") and theirs.get(rule.key) != ours[rule.path][::-1]
+    ]
+    if not unfit:
+        return key_map
+    rules = [rule for rule in key_map.rules if rule not in unfit]
+    taken = {rule.key for rule in rules}
+    left = [key for key in theirs if re.match(r"vis_(pe_)?embed\.", key) and key not in taken]
+    return dataclasses.replace(
+        key_map,
+        rules=rules,
+        ignore=(*key_map.ignore, *(f"^{re.escape(key)}$" for key in left)),
+        fresh=(*key_map.fresh, *(f"^{rule.path}$" for rule in unfit)),
+    )
 
 
 def _fit_trunk(

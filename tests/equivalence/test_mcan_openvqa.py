@@ -26,7 +26,8 @@ from mcan_torch import MLP, AttFlat, MHAtt
 from torch import nn
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.mcan_layers import FusionConfig, UnbiasedLayerNorm, torch_linear
+from mmqa_jax.models.layers import torch_linear
+from mmqa_jax.models.mcan_layers import FusionConfig, UnbiasedLayerNorm
 from mmqa_jax.models.mcan_openvqa import (
     LSTM,
     MCANOpenVQA,
@@ -264,11 +265,12 @@ def test_unbiased_norm_by_hand():
 
 def test_linears_and_lstm_start_as_torchs():
     """torch's Linear: uniform within 1 / sqrt(in); its LSTM: within 1 / sqrt(hidden)."""
-    linear = torch_linear(16, 500, ("embed", "mlp"), rngs=nnx.Rngs(0)).kernel[...]
-    recurrent = LSTM(100, 25, rngs=nnx.Rngs(0)).input.kernel[...]
-    for kernel, bound in ((linear, 0.25), (recurrent, 0.2)):
-        assert np.abs(kernel).max() <= bound
-        np.testing.assert_allclose(np.std(kernel), bound / 3**0.5, rtol=0.03)
+    linear = torch_linear(16, 1500, ("embed", "mlp"), rngs=nnx.Rngs(0))
+    recurrent = LSTM(100, 400, rngs=nnx.Rngs(0)).input
+    for layer, bound in ((linear, 0.25), (recurrent, 0.05)):
+        for values in (layer.kernel[...], layer.bias[...]):
+            assert np.abs(values).max() <= bound
+            np.testing.assert_allclose(np.std(values), bound / 3**0.5, rtol=0.05)
 
 
 def test_export_reloads_in_torch(pair, tmp_path):

@@ -1,14 +1,12 @@
 """The trained stories260K (llama2.c's format) against its published story and transformers.
 
-The weights are no part of the project: the tests skip where they are absent.
+The weights are no part of the project; see tests/shared_data.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import struct
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +16,13 @@ import torch
 import transformers
 from cached import decode
 from compare import WHOLE, compiled, forward
+from shared_data import SHARED, require
 
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.weights.published import load_published
 
-SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[2] / "../shared/data"))
 MODEL, TOKENIZER = (SHARED / "weights" / name for name in ("stories260K.bin", "tok512.bin"))
-pytestmark = pytest.mark.skipif(
-    not (MODEL.exists() and TOKENIZER.exists()),
-    reason="needs ../shared/data/weights/stories260K.bin and tok512.bin (MMQA_SHARED_DATA)",
-)
 
 BOS, LENGTH = 1, 512
 STEPS = 256  # run.c's own
@@ -47,6 +41,7 @@ STORY = (
 
 @pytest.fixture(scope="module")
 def ours():
+    require(MODEL, TOKENIZER)
     return load_published("llama", MODEL, unroll=1)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,66 +16,27 @@ from compare import (
     abstract,
     alone,
     compiled,
-    jit,
     names_its_axes,
     near_in_bfloat16,
-    same_gradients,
     same_parameters,
     with_config,
 )
 from flax import nnx
 from safetensors.torch import load_file
+from vlp_pair import CONFIGS, TRUNK, batch, loaded, loop_mask, make_pair, run_torch
 from vlp_torch import TorchVLP
 
-from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.layers import attention, dropout, prefix_attention
 from mmqa_jax.models.vlp import (
     VLP,
-    VLPConfig,
     VLPInputs,
     mixed_mask,
     vlp_base_vinvl,
     vlp_base_x101,
 )
 from mmqa_jax.models.vlp_extensions import vlp_patches
-from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.models.vlp import open_vlp, publish_vlp, vlp_key_map
-from mmqa_jax.weights.published import load_checkpoint, write_published
-
-# Nothing at its published value.
-TRUNK = BertConfig(
-    vocab_size=61, hidden=24, layers=3, heads=4, mlp=40, positions=48, types=6, eps=1e-3, unroll=1
-)
-CONFIGS = {
-    "x101": VLPConfig(TRUNK, 20, 17, visual_hidden=(22,)),
-    "vinvl": VLPConfig(TRUNK, 20, 11, visual_hidden=()),
-}
-
-
-class Pair(NamedTuple):
-    """A torch model and ours, loaded from its checkpoint, with the config of both."""
-
-    ours: VLP
-    theirs: TorchVLP
-    config: VLPConfig
-
-
-def make_pair(name: str, folder: Path) -> Pair:
-    config = CONFIGS[name]
-    torch.manual_seed(0)
-    theirs = TorchVLP(config).eval()
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            p.copy_(0.25 * torch.randn(p.shape) + name.endswith("LayerNorm.weight"))
-    pooler = {"weight": torch.zeros(24, 24), "bias": torch.zeros(24)}  # there, and used nowhere
-    unused = {f"bert.pooler.dense.{kind}": tensor for kind, tensor in pooler.items()}
-    torch.save(theirs.state_dict() | unused, folder / "model.11.bin")
-    return Pair(loaded(folder / "model.11.bin", config), theirs, config)
-
-
-def loaded(path: Path, config: VLPConfig) -> VLP:
-    """A model that was never initialized, filled from a file."""
-    return load_checkpoint(VLP, open_vlp(path), config)
+from mmqa_jax.weights.models.vlp import publish_vlp
+from mmqa_jax.weights.published import write_published
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -89,44 +48,6 @@ def pair(request, tmp_path_factory):
 def x101(tmp_path_factory):
     """The first pair alone, for what does not depend on the frontend."""
     return make_pair("x101", tmp_path_factory.mktemp("x101"))
-
-
-def batch(config: VLPConfig, regions: int, rows=3, length=30) -> dict[str, np.ndarray]:
-    """Rows of different lengths; in image rows some region slots are closed."""
-    rng = np.random.default_rng(regions)
-    columns = np.arange(length)[None]
-    question_end = np.array([18, 12, 21])[:rows, None]
-    answer_end = np.array([24, 13, 30])[:rows, None]
-    open_regions = np.array([2, regions, 1])[:rows, None]
-    closed_slot = (columns > open_regions) & (columns <= regions)
-    return {
-        "input_ids": rng.integers(0, config.bert.vocab_size, (rows, length)),
-        "token_type_ids": np.where(columns < 9, 4, np.where(columns < answer_end, 5, 0)),
-        "position_ids": np.where(columns < answer_end, columns, 0),
-        "context_mask": (columns < question_end) & ~closed_slot,
-        "answer_mask": (columns >= question_end) & (columns < answer_end),
-        "region_features": rng.normal(size=(rows, regions, config.region_features)).astype("f4"),
-        "region_positions": rng.normal(size=(rows, regions, config.region_positions)).astype("f4"),
-    }
-
-
-def loop_mask(x: dict[str, np.ndarray]) -> np.ndarray:
-    """The published mask, entry by entry: [B, row, column]."""
-    rows, length = x["input_ids"].shape
-    mask = np.zeros((rows, length, length), bool)
-    for b in range(rows):
-        for i in range(length):
-            for j in range(length):
-                both = x["answer_mask"][b, i] and x["answer_mask"][b, j]
-                mask[b, i, j] = x["context_mask"][b, j] or (both and j <= i)
-    return mask
-
-
-def run_torch(theirs: TorchVLP, x: dict[str, np.ndarray], dtype=torch.float32):
-    """Embeddings and each layer's states."""
-    tensors = {name: torch.tensor(array) for name, array in x.items()}
-    tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
-    return theirs(tensors, torch.tensor(loop_mask(x)))
 
 
 @pytest.mark.parametrize("regions", [0, 5])
@@ -163,39 +84,6 @@ def test_region_frontend_alone(pair):
         place = theirs.vis_pe_embed(torch.tensor(positions)).numpy()
     np.testing.assert_allclose(ours.region_content(jnp.asarray(features)), content, **LAYER)
     np.testing.assert_allclose(ours.region_place(jnp.asarray(positions)), place, **LAYER)
-
-
-def test_gradients_of_both_training_losses_equal(x101):
-    """Source selection and masked words (reference.md 2.3), added up."""
-    ours, theirs, config = x101
-    x = batch(config, 5)
-    relevant = np.array([0, 1, 0])  # class 0 = relevant
-    masked = x["answer_mask"] & (np.random.default_rng(1).random(x["answer_mask"].shape) < 0.6)
-    rows, columns = np.nonzero(masked)
-    words = np.random.default_rng(2).integers(0, config.bert.vocab_size, len(rows))
-    theirs.zero_grad()
-    hidden = run_torch(theirs, x)[-1]
-    loss = torch.nn.functional.cross_entropy(theirs.source(hidden), torch.tensor(relevant))
-    asked = theirs.words(hidden[rows, columns])
-    loss = loss + torch.nn.functional.cross_entropy(asked, torch.tensor(words))
-    loss.backward()
-    graphdef, state = nnx.split(ours)
-
-    def mean_loss(logits, labels):
-        log_probs = jax.nn.log_softmax(logits)
-        return -jnp.take_along_axis(log_probs, labels[:, None], axis=-1).mean()
-
-    @jit
-    @jax.value_and_grad
-    def step(state):
-        model, inputs = nnx.merge(graphdef, state), VLPInputs(**x)
-        asked = model.mlm_logits(model.encode(inputs)[rows, columns])
-        return mean_loss(model.source_logits(inputs), relevant) + mean_loss(asked, words)
-
-    value, gradients = step(state)
-    np.testing.assert_allclose(value, loss.item(), **LAYER)
-    once = dataclasses.replace(vlp_key_map(config), tied=())
-    same_gradients(dict(export(gradients, once)), theirs, zero=r"attention\.self\.key\.bias")
 
 
 def test_bfloat16_stays_near_float32(x101):

@@ -28,9 +28,12 @@ class Layer(nn.Module):
         super().__init__()
         linear = lambda a, b: modules(dense=nn.Linear(a, b))  # noqa: E731
         ended = lambda a: modules(  # noqa: E731
-            dense=nn.Linear(a, c.hidden), LayerNorm=nn.LayerNorm(c.hidden, eps=c.eps)
+            dense=nn.Linear(a, c.hidden),
+            LayerNorm=nn.LayerNorm(c.hidden, eps=c.eps),
+            dropout=nn.Dropout(c.dropout),
         )
         parts = {name: nn.Linear(c.hidden, c.hidden) for name in ("query", "key", "value")}
+        parts["dropout"] = nn.Dropout(c.attention_dropout)
         self.attention = nn.ModuleDict({"self": modules(**parts), "output": ended(c.hidden)})
         self.intermediate = linear(c.hidden, c.mlp)
         self.output = ended(c.mlp)
@@ -45,10 +48,11 @@ class Layer(nn.Module):
             for name in ("query", "key", "value")
         )
         scores = q @ k.transpose(-1, -2) / math.sqrt(width) + additive
-        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, size)
-        h = output["LayerNorm"](output["dense"](attended) + h)
-        up = gelu(self.intermediate["dense"](h))
-        return self.output["LayerNorm"](self.output["dense"](up) + h)
+        weights = own["dropout"](scores.softmax(-1))
+        attended = (weights @ v).transpose(1, 2).reshape(b, n, size)
+        h = output["LayerNorm"](output["dropout"](output["dense"](attended)) + h)
+        down = self.output["dense"](gelu(self.intermediate["dense"](h)))
+        return self.output["LayerNorm"](self.output["dropout"](down) + h)
 
 
 class Predictions(nn.Module):
@@ -76,6 +80,7 @@ class TorchVLP(nn.Module):
             position_embeddings=nn.Embedding(c.positions, c.hidden),
             token_type_embeddings=nn.Embedding(c.types, c.hidden),
             LayerNorm=nn.LayerNorm(c.hidden, eps=c.eps),
+            dropout=nn.Dropout(c.dropout),
         )
         encoder = modules(layer=nn.ModuleList(Layer(c) for _ in range(c.layers)))
         self.bert = modules(embeddings=embeddings, encoder=encoder)
@@ -98,7 +103,7 @@ class TorchVLP(nn.Module):
             words[:, 1 : regions + 1] = self.vis_embed(x["region_features"])
             places[:, 1 : regions + 1] = self.vis_pe_embed(x["region_positions"])
         types = parts["token_type_embeddings"](x["token_type_ids"])
-        states = [parts["LayerNorm"](words + places + types)]
+        states = [parts["dropout"](parts["LayerNorm"](words + places + types))]
         additive = (1.0 - mask.to(types.dtype))[:, None] * -10000.0
         for layer in self.bert["encoder"]["layer"]:
             states.append(layer(states[-1], additive))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from cli_runs import TEST, done, mmqa, rows_of, write_rows
-from shared_data import IMAGE_TSV
+from shared_data import IMAGE_TSV, require
 
 from mmqa_jax.evaluation import webqa
 from mmqa_jax.evaluation.webqa_formats import COLUMNS
@@ -130,11 +130,9 @@ def test_broken_submission(data, refused, tmp_path):
 # WebQA's own files
 
 
-@pytest.mark.skipif(
-    not (IMAGE_TSV.exists() and webqa.spacy_is_installed()),
-    reason="needs ../shared/data/webqa_golden (MMQA_SHARED_DATA) and the `lemma` extra",
-)
+@pytest.mark.skipif(not webqa.spacy_is_installed(), reason="needs the `lemma` extra")
 def test_the_official_validation_outputs_from_the_command_line():
+    require(IMAGE_TSV)
     ended = mmqa("evaluate", "webqa", f"--predictions={IMAGE_TSV}", "--json")
     assert ended.code == 0, ended.err
     result = ended.value

@@ -6,7 +6,7 @@ import gzip
 import itertools
 
 import pytest
-from shared_data import SHARED
+from shared_data import SHARED, require
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import OPENAI_MERGES, load_clip_tokenizer
@@ -37,11 +37,8 @@ def test_ids_follow_from_the_merges(tmp_path):
     assert tokenizer.encode("!") == [256]  # "!</w>": the first byte at a word's end
 
 
-@pytest.mark.skipif(
-    not PUBLISHED.is_file(),
-    reason=f"needs ../shared/data/weights/{PUBLISHED.name} (MMQA_SHARED_DATA)",
-)
 def test_published_ids(tmp_path):
+    require(PUBLISHED)
     (tmp_path / OPENAI_MERGES).symlink_to(PUBLISHED)
     tokenizer = load_clip_tokenizer(tmp_path)
     # The ids that the documentation of CLIP and of transformers' CLIPTokenizer shows.

@@ -8,7 +8,7 @@ import tarfile
 
 import pytest
 from PIL import Image
-from shared_data import SHARED
+from shared_data import SHARED, require
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
@@ -183,11 +183,9 @@ def test_bad_json_and_missing_files(tmp_path):
         read_interchange(tmp_path)
 
 
-@pytest.mark.skipif(
-    not (SHARED / "openstax").is_dir(), reason="needs ../shared/data/openstax (MMQA_SHARED_DATA)"
-)
 def test_openstax(tmp_path):
     """200 real textbook sources and their questions, pictures out of the 70 MB tar."""
+    require(SHARED / "openstax")
     folder = tmp_path / "openstax"
     folder.mkdir()
     (folder / "images.tar").symlink_to((SHARED / "openstax" / "images.tar").resolve())

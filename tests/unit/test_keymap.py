@@ -385,14 +385,16 @@ def test_vlp_files_old_names_and_two_token_types(vlp_state, tmp_path):
     )
     assert not model.source_head.kernel[...].any()
 
-    # VinVL: the checkpoint's region embeddings have other sizes and are left out.
-    two["vis_pe_embed.0.weight"] = np.zeros((8, 9), np.float32)
+    # VinVL: tensors of the region embeddings that have other sizes are left out.
+    for key, shape in (("vis_embed.0.weight", (8, 13)), ("vis_pe_embed.0.weight", (8, 9))):
+        two[key] = np.ones(shape, np.float32)
     save_file(two, tmp_path / "vinvl.safetensors")
     model = vlp(zeros)
     start_vlp(tmp_path / "vinvl.safetensors", model)
-    assert not jax.tree.reduce(
-        lambda found, p: found or bool(p.any()), nnx.state(model.region_content), False
-    )
+    for part in ("region_content", "region_place"):
+        (linear,) = getattr(model, part).linears
+        assert not linear.kernel[...].any()
+        np.testing.assert_array_equal(linear.bias[...], vlp_state[part]["linears"][0]["bias"][...])
     np.testing.assert_array_equal(
         model.bert.layers.up.kernel[...], vlp_state["bert"]["layers"]["up"]["kernel"][...]
     )

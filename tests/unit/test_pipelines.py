@@ -207,7 +207,7 @@ def test_rerank_shows_every_gold_source_and_fresh_negatives(reader, packer):
             assert (source.modality == "image") == (slots > 0)
             assert bool(b["labels"][i]) == (source.id in question.positives)
             assert source.id in question.positives + question.negatives
-            assert b["weights"][i] == pytest.approx(1 / 6)
+            assert b["weights"][i] == pytest.approx(1)  # as many choices each
             pairs[place, source.id] += 1
             if slots:
                 gray = CORPUS.row[source.id] / 127.5 - 1
@@ -218,6 +218,29 @@ def test_rerank_shows_every_gold_source_and_fresh_negatives(reader, packer):
         assert len(shown) > 6  # more than one epoch's draw
         alike = [name for name in shown if name[0] == question.positives[0][0]]
         assert 0 < len(alike) < len(shown)  # negatives of both modalities
+
+
+def test_an_epochs_mean_over_pairs_is_the_mean_over_questions(reader, packer):
+    """Of questions with 2 to 8 choices, in batches that mix them."""
+    counts = [2, 8, 3, 8, 6, 5]
+    questions = [
+        dataclasses.replace(q, positives=q.positives[:1], negatives=q.negatives[: count - 1])
+        for q, count in zip(QUESTIONS, counts, strict=False)
+    ]
+    one_shape = Packer(reader.tokenizer, dataclasses.replace(PACKING, buckets=((1, 64),)))
+    iterator = rerank_batches(
+        reader, questions, one_shape, FeedConfig(4, threads=0), alike_share=1.0
+    )
+    batches = epoch_of(iterator, sum(counts), 4)
+    place, labels, weights = (
+        np.concatenate([b[name] for b in batches]) for name in ("index", "labels", "weights")
+    )
+    assert np.bincount(place).tolist() == counts
+    assert max(len(set(b["index"])) for b in batches) > 2
+    losses = np.random.default_rng(0).random(len(place))  # of any model
+    of_questions = [losses[place == n].mean() for n in range(len(counts))]
+    np.testing.assert_allclose((losses * weights).mean(), np.mean(of_questions), rtol=1e-6)
+    assert labels.sum() == len(counts)
 
 
 def test_rerank_halves_its_choices_between_the_modalities(reader, packer):

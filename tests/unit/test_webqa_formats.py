@@ -3,15 +3,11 @@
 import json
 
 import pytest
-from shared_data import GOLDEN
+from shared_data import GOLDEN, require
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.webqa_formats import COLUMNS, read_output_tsv, read_prediction_json
-
-needs_golden = pytest.mark.skipif(
-    not GOLDEN.is_dir(), reason="needs ../shared/data/webqa_golden (MMQA_SHARED_DATA)"
-)
 
 ROWS = [
     {
@@ -101,9 +97,9 @@ def test_the_baselines_end_to_end_json(tmp_path):
             read_prediction_json(path)
 
 
-@needs_golden
 def test_official_files():
     # Counted in the official files: reference.md 1.2.
+    require(GOLDEN)
     submission = read_prediction_json(GOLDEN / "WebQA_evalai_baseline_x101fpn_predictions.json")
     assert len(submission) == 7540
     lengths = [len(p.sources) for p in submission]

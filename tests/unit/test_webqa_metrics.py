@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from shared_data import GOLDEN, IMAGE_TSV
+from shared_data import GOLDEN, IMAGE_TSV, require
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
@@ -26,8 +26,7 @@ PER_SAMPLE = "test_vinvl_txt_per_sample_scores.txt"
 
 def golden_file(name):
     path = GOLDEN / name
-    if not GOLDEN.is_dir():
-        pytest.skip(f"{GOLDEN} is absent (set MMQA_SHARED_DATA)")
+    require(path)
     return path
 
 

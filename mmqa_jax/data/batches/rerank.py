@@ -44,9 +44,10 @@ def rerank_batches(
     reranker's second hop.
 
     A batch has the arrays of packing.INPUT_FIELDS (see FeedConfig.inputs) and, each [B]:
-    labels int32 (1 = relevant), weights float32 (1 / choices of the question: a sum over
-    pairs is the baseline's mean per question), index (into `questions`) and truncated
-    (tokens and regions lost) int32.
+    labels int32 (1 = relevant), weights float32 (proportional to 1 / choices of the question, 1
+    in the mean over an epoch: the mean over the epoch's weighted pairs is the mean over its
+    questions of the mean over their choices), index (into `questions`) and truncated (tokens and
+    regions lost) int32.
     """
     corpus = reader.corpus
     kept = [i for i, q in enumerate(questions) if q.positives]
@@ -81,7 +82,7 @@ def rerank_batches(
             "row": rows,
             "first_hop": first_hop,
             "label": relevant,
-            "weight": np.repeat(1.0 / sizes, sizes),
+            "weight": np.repeat(sizes.mean() / sizes, sizes),
             "bucket": packer.config.bucket_indices(reader.is_image[rows], text, 2),
         }
 

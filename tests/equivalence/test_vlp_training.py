@@ -1,0 +1,310 @@
+"""VLP's training against BertForWebqa's: losses with their gradients, dropout, first weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compare import LAYER, WHOLE, jit, same_gradients, with_config
+from flax import nnx
+from torch import nn
+from vlp_pair import CONFIGS, TRUNK, Pair, batch, make_pair, run_torch
+from vlp_torch import TorchVLP
+
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.models import bert, layers, vlp
+from mmqa_jax.models.layers import dropout
+from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from mmqa_jax.training.answer import AnswerTask
+from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.training.state import Task
+from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.models.vlp import vlp_key_map
+from mmqa_jax.weights.pretrained import start_vlp
+
+NO_GRADIENT = r"attention\.self\.key\.bias"  # nothing but rounding
+
+
+@pytest.fixture(scope="module")
+def x101(tmp_path_factory) -> Pair:
+    return make_pair("x101", tmp_path_factory.mktemp("x101"))
+
+
+def mean_over(task: Task, pair: Pair, batches: list[dict]) -> tuple[float, dict]:
+    """Loss and gradient of an update: the means over its batches (optimizer's `every`)."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.init(jax.random.key(0))))
+
+    @jit
+    def step(state, batches):
+        def loss(state, data):
+            return task.loss(nnx.merge(graphdef, state), data, None)[0]
+
+        found = [jax.value_and_grad(loss)(state, data) for data in batches]
+        return jax.tree.map(lambda *x: sum(x) / len(x), *found)
+
+    value, gradients = step(nnx.state(pair.ours), batches)
+    once = dataclasses.replace(vlp_key_map(pair.config), tied=())
+    return value, dict(export(gradients, once))
+
+
+# Losses
+
+
+def original_selection_loss(logits, labels, logit_mask):
+    """modeling.py l.1088-1105: [questions, choices, 2], labels alike, [questions, choices]."""
+    log_probs = (logits.log_softmax(-1) * labels).sum(-1) * logit_mask
+    return (-log_probs.sum(1) / (logit_mask.sum(1) + 1e-8)).mean()
+
+
+def test_selection_loss_is_the_originals_however_its_pairs_are_mixed(x101):
+    """Three questions of 4, 1 and 3 choices: padded to 4 there, shuffled over two batches here."""
+    x = batch(x101.config, 5, rows=12)
+    relevant = np.array([[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]])
+    valid = np.arange(4) < np.array([4, 1, 3])[:, None]
+    labels = np.stack([relevant, 1 - relevant], axis=-1) * valid[..., None]  # padding: [0, 0]
+    x101.theirs.zero_grad()
+    logits = x101.theirs.source(run_torch(x101.theirs, x)[-1]).view(3, 4, 2)
+    wanted = original_selection_loss(logits, *map(torch.tensor, (labels, valid.astype("f4"))))
+    wanted.backward()
+
+    # 1 in the mean over all pairs.
+    weights = 4 * valid / valid.sum(1, keepdims=True)
+    order = np.random.default_rng(3).permutation(12)
+    task = RerankTask(ExtendedVLPConfig.of(x101.config))
+    batches = [
+        {
+            "inputs": VLPInputs(**{name: array[rows] for name, array in x.items()}),
+            "labels": relevant.reshape(-1)[rows],
+            "weights": weights.reshape(-1)[rows].astype(np.float32),
+        }
+        for rows in (order[:6], order[6:])
+    ]
+    value, gradients = mean_over(task, x101, batches)
+    np.testing.assert_allclose(value, wanted.item(), **LAYER)
+    same_gradients(gradients, x101.theirs, zero=NO_GRADIENT)
+
+
+def original_answer_loss(losses, weights):
+    """mlmloss_mask_and_normalize without dropped questions, modeling.py l.1162-1190: [B, P] each."""
+    return (losses * weights).sum() / (weights.sum() + 1e-5)
+
+
+@pytest.mark.parametrize("together", [2, None])
+def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
+    """Six questions of 0 to 5 masked tokens, in micro-batches of two, or all in one."""
+    rng = np.random.default_rng(4)
+    x, most = batch(x101.config, 5, rows=6), 5
+    counts = np.array([3, 0, 5, 1, 2, 4])
+    weights = (np.arange(most) < counts[:, None]).astype(np.float32)
+    real = weights > 0
+    ends = np.resize([18, 12, 21], 6)[:, None]
+    positions = np.where(real, ends + np.arange(most), 0)
+    words = np.where(real, rng.integers(0, TRUNK.vocab_size, (6, most)), 0)
+    x101.theirs.zero_grad()
+    hidden = run_torch(x101.theirs, x)[-1]
+    asked = x101.theirs.words(hidden[np.arange(6)[:, None], positions])  # [6, most, V]
+    losses = nn.functional.cross_entropy(
+        asked.transpose(1, 2), torch.tensor(words), reduction="none"
+    )
+    groups = [slice(i, i + (together or 6)) for i in range(0, 6, together or 6)]
+    micro = [original_answer_loss(losses[g], torch.tensor(weights[g])) for g in groups]
+    wanted = torch.stack(micro).mean()
+    wanted.backward()
+
+    task = AnswerTask(ExtendedVLPConfig.of(x101.config), together)
+    data = {
+        "inputs": VLPInputs(**x),
+        "masked_positions": positions,
+        "masked_ids": words,
+        "masked_weights": weights,
+    }
+    value, gradients = mean_over(task, x101, [data])
+    np.testing.assert_allclose(value, wanted.item(), **LAYER)
+    same_gradients(gradients, x101.theirs, zero=NO_GRADIENT)
+
+
+# Dropout
+
+
+class DropsAtOneSite:
+    """In the place of layers.dropout: notes the mask of every site, and uses that of one."""
+
+    def __init__(self, site: int | None = None):
+        self.site, self.rates, self.masks = site, [], []
+
+    def __call__(self, x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+        self.rates.append(rate)
+        self.masks.append(np.asarray(dropout(jnp.ones(x.shape), rate, key)))
+        return x * self.masks[-1] if len(self.masks) - 1 == self.site else x
+
+
+class Masked(nn.Module):
+    """Dropout with a given mask, of the first rows where ours computes no others."""
+
+    def __init__(self, mask: np.ndarray):
+        super().__init__()
+        self.mask = torch.tensor(mask)
+
+    def forward(self, x):
+        rows = self.mask.shape[-2]
+        return torch.cat([x[..., :rows, :] * self.mask, x[..., rows:, :]], dim=-2)
+
+
+def encode(model: VLP, x: dict, key: jax.Array) -> jax.Array:
+    return model.encode(VLPInputs(**x), dropout_key=key)
+
+
+def select(model: VLP, x: dict, key: jax.Array) -> jax.Array:
+    return model.source_logits(VLPInputs(**x), dropout_key=key)
+
+
+def trunk_alone(model: VLP, x: dict, key: jax.Array) -> jax.Array:
+    """BERT without regions, whose rows all see the same columns."""
+    ids = (x[name] for name in ("token_type_ids", "position_ids"))
+    return model.bert(x["input_ids"], x["context_mask"], *ids, dropout_key=key)
+
+
+@pytest.mark.parametrize(("run", "regions"), [(encode, 5), (select, 5), (trunk_alone, 0)])
+def test_every_dropout_site_is_the_originals(x101, monkeypatch, run, regions):
+    """Each site by itself, with the same mask on both sides."""
+    trunk = dataclasses.replace(TRUNK, dropout=0.3, attention_dropout=0.4)
+    config = dataclasses.replace(x101.config, bert=trunk)
+    theirs = TorchVLP(config).eval()
+    theirs.load_state_dict(x101.theirs.state_dict())
+    ours, x = with_config(x101.ours, config), batch(config, regions)
+    if run is trunk_alone:
+        x["answer_mask"] = np.zeros_like(x["answer_mask"])
+
+    def run_ours(spy: DropsAtOneSite) -> np.ndarray:
+        for module in (layers, bert, vlp):
+            monkeypatch.setattr(module, "dropout", spy)
+        # Op by op, so that the spy sees values.
+        with jax.disable_jit():
+            return np.asarray(run(ours, x, jax.random.key(5)))
+
+    def run_theirs() -> np.ndarray:
+        with torch.no_grad():
+            last = run_torch(theirs, x)[-1]
+            return (theirs.source(last) if run is select else last).numpy()
+
+    # In the order in which ours meets them.
+    sites = ["vis_embed.4", "vis_pe_embed.2"] if regions else []
+    sites.append("bert.embeddings.dropout")
+    for layer in range(trunk.layers):
+        at = f"bert.encoder.layer.{layer}"
+        sites += [
+            f"{at}.{part}.dropout" for part in ("attention.self", "attention.output", "output")
+        ]
+    modules = dict(theirs.named_modules())
+    named = {name for name, module in modules.items() if isinstance(module, nn.Dropout)}
+    assert set(sites) == named - (set() if regions else {"vis_embed.4", "vis_pe_embed.2"})
+
+    plain = run_theirs()
+    for number, site in enumerate(sites):
+        spy = DropsAtOneSite(number)
+        got = run_ours(spy)
+        assert spy.rates == [modules[name].p for name in sites]
+        parent, _, name = site.rpartition(".")
+        holder = theirs.get_submodule(parent)
+        holder._modules[name] = Masked(spy.masks[number])
+        wanted = run_theirs()
+        holder._modules[name] = modules[site]
+        np.testing.assert_allclose(got, wanted, **WHOLE, err_msg=site)
+        assert np.abs(wanted - plain).max() > 1e-2, site
+    # No two sites share a key.
+    for i, one in enumerate(spy.masks):
+        for other in spy.masks[:i]:
+            assert one.shape != other.shape or (one != other).any()
+
+
+# First weights
+
+
+def torch_bounds(config, names) -> dict[str, float]:
+    """1 / sqrt(fan in), of weight and bias, of the layers that come after init_bert_weights."""
+    fan_in = {
+        "region_content/linears/0": config.region_features,
+        "region_content/linears/1": (config.visual_hidden or (0,))[0],
+        "region_place/linears/0": config.region_positions,
+        "source_head": config.bert.hidden,
+    }
+    found = {}
+    for name in names:
+        layer = name.rpartition("/")[0]
+        if layer in fan_in:
+            found[name] = fan_in[layer] ** -0.5
+    return found
+
+
+@pytest.mark.parametrize("frontend", list(CONFIGS))
+def test_new_linears_start_as_torchs_and_the_trunk_as_berts(frontend):
+    """BertForWebqa makes regions' linears and the source head after it initialized the rest."""
+    wide = {"region_features": 90, "region_positions": 70}
+    trunk = dataclasses.replace(TRUNK, hidden=160, mlp=64, layers=1)
+    config = dataclasses.replace(CONFIGS[frontend], bert=trunk, **wide)
+    if config.visual_hidden:
+        config = dataclasses.replace(config, visual_hidden=(120,))
+    task = RerankTask(ExtendedVLPConfig.of(config))
+    started = flatten_named(nnx.state(task.init(jax.random.key(0))))
+    bounds = torch_bounds(config, started)
+    assert len(bounds) == (8 if frontend == "x101" else 6)
+    drawn = {kind: [] for kind in ("kernel", "bias")}
+    for name, values in started.items():
+        values = np.asarray(values)
+        if name in bounds:
+            assert np.abs(values).max() <= bounds[name], name
+            drawn[name.rpartition("/")[2]].append(values.ravel() / bounds[name])
+        elif name.endswith("bias"):
+            assert not values.any(), name
+        elif name.endswith("scale"):
+            assert (values == 1).all(), name
+        else:
+            np.testing.assert_allclose(values.std(), 0.02, rtol=0.1, err_msg=name)
+    for kind, values in drawn.items():  # uniform in -1..1: variance 1 / 3, mean 0
+        values = np.concatenate(values)
+        np.testing.assert_allclose(np.square(values).mean(), 1 / 3, atol=0.04, err_msg=kind)
+        np.testing.assert_allclose(values.mean(), 0, atol=0.08, err_msg=kind)
+
+
+def load_as_the_original(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """PreTrainedBertModel.from_pretrained (modeling.py l.763-773): what does not fit is skipped."""
+
+    def load(module: nn.Module, prefix: str) -> None:
+        module._load_from_state_dict(state, prefix, {}, True, [], [], [])
+        for name, child in module._modules.items():
+            load(child, f"{prefix}{name}.")
+
+    load(model, "")
+
+
+def test_vinvl_starts_from_vlps_checkpoint_as_the_original(x101, tmp_path):
+    """Its regions have other sizes: all but the bias of the positions stay newly initialized."""
+    pretrained = {
+        name: tensor
+        for name, tensor in x101.theirs.state_dict().items()
+        if not name.startswith("context_classifier")  # VLP's checkpoint has none
+    }
+    torch.save(pretrained, tmp_path / "model.30.bin")
+    config = CONFIGS["vinvl"]
+    theirs = TorchVLP(config)
+    ours = VLP(config, rngs=nnx.Rngs(7))
+    new = {
+        name: torch.tensor(np.array(array))
+        for name, array in export(nnx.state(ours), vlp_key_map(config))
+    }
+    theirs.load_state_dict(new, strict=False)
+    load_as_the_original(theirs, pretrained)
+    start_vlp(tmp_path / "model.30.bin", ours)
+    started = dict(export(nnx.state(ours), vlp_key_map(config)))
+    for name, array in started.items():
+        np.testing.assert_array_equal(array, theirs.state_dict()[name].numpy(), err_msg=name)
+    kept = {name for name, array in started.items() if np.array_equal(array, new[name].numpy())}
+    assert kept == {
+        *("vis_embed.0.weight", "vis_embed.0.bias", "vis_pe_embed.0.weight"),
+        *("context_classifier.weight", "context_classifier.bias"),
+    }
