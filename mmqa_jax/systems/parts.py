@@ -29,6 +29,8 @@ class RetrieverSpec:
       index: folder of `mmqa embed` and `mmqa index` with that model (dense, fused).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;
         `classified` those of the modality predicted by a classifier of the train questions.
+      index_kind: `exact` refuses an index that searches approximately (recall@200 to 2,000 of
+        WebQA's CLIP needs all of the top 2,000); `any` takes both.
       webqa_compat: bm25 with the quirks of WebQA's baseline.
       second_hop: search again with the title of the first result (ours).
     """
@@ -37,6 +39,7 @@ class RetrieverSpec:
     model: str = ""
     index: str = ""
     modality: Literal["unknown", "known", "classified"] = "unknown"
+    index_kind: Literal["any", "exact"] = "any"
     webqa_compat: bool = False
     second_hop: bool = False
 
@@ -80,10 +83,13 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec) -> Retriever:
     """The retriever over a corpus.
 
     Raises:
-      UserError: the index or its embeddings belong to another model or corpus.
+      UserError: the index or its embeddings belong to another model or corpus, or the index is
+        of another kind.
     """
     spec.check()
-    dense = None if spec.method == "bm25" else open_dense(corpus, spec.model, spec.index)
+    dense = None
+    if spec.method != "bm25":
+        dense = open_dense(corpus, spec.model, spec.index, exact=spec.index_kind == "exact")
     if spec.modality == "unknown":
         return _over(corpus, spec, dense, None)
     from mmqa_jax.retrieval.modality import ByModality, modality_predictor
@@ -94,15 +100,25 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec) -> Retriever:
     return ByModality(over, modality_predictor(corpus, known=spec.modality == "known"))
 
 
-def open_dense(corpus: Corpus, model: str, index: str) -> Any:
-    """The dense retriever over the whole corpus; UserError as `open_retriever`."""
+def open_dense(corpus: Corpus, model: str, index: str, *, exact: bool = False) -> Any:
+    """The dense retriever over the whole corpus; UserError as `open_retriever`.
+
+    Args:
+      exact: refuse an index that searches approximately.
+    """
     from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.embeddings import open_embeddings
+    from mmqa_jax.retrieval.exact import ExactIndex
     from mmqa_jax.retrieval.index import load_index
 
     embedder, pictures = open_embedder(Path(model), corpus)
     embeddings = open_embeddings(Path(index) / EMBEDDINGS, embedder.fingerprint, corpus.fingerprint)
     loaded = load_index(Path(index) / INDEX, embeddings, embedder.fingerprint)
+    if exact and not isinstance(loaded, ExactIndex):
+        raise UserError(
+            f"{Path(index) / INDEX}: searches approximately, but parts.retriever.index_kind=exact; "
+            f"run `mmqa index --embeddings={index} --kind=exact`."
+        )
     return DenseRetriever(corpus, embedder, loaded, pictures)
 
 

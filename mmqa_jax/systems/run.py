@@ -118,10 +118,12 @@ def run_row(
     with claim_workdir(folder, recorded, work="journals/*"):
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         questions = row_questions(config, corpus)[:limit]
+        system = SYSTEMS[config.system]
+        system.check_questions(config.setting, questions)
         parts = opened or OpenedParts(corpus, folder / "journals")
         recorded_parts = parts.of_row(config.parts)
         try:
-            predictions = SYSTEMS[config.system].run_setting(
+            predictions = system.run_setting(
                 config.setting, questions, corpus, recorded_parts, config.options
             )
         finally:
@@ -132,6 +134,7 @@ def run_row(
             if part in recorded_parts
         }
         evaluation = _evaluate(config, questions, predictions, rankings)
+        evaluation.notes += system.notes(config.setting, questions, config.options)
         scores = _scores(config, questions, evaluation, limit)
         row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
         _write(folder, row_run, parts.seconds, limit)
