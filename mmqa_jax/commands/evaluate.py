@@ -43,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bart",
         metavar="DIR",
-        help="folder of bart-large-cnn with BARTScore's bart.pth, for fluency (webqa_fl)",
+        help="folder of bart-large-cnn with BARTScore's bart.pth, for fluency: webqa_fl/official, "
+        "or webqa_fl/bart-large-cnn without that file",
     )
     parser.add_argument(
         "--submission",

@@ -163,10 +163,12 @@ def test_a_split_whose_questions_list_no_sources(bare_data, models, refused, tmp
     done("rerank", data, f"--model={models / 'rerank'}", f"--out={restricted}")
     assert [row["sources"] for row in rows_of(restricted)] == [[]] * 8
     found = []
-    for sources in (restricted, "oracle", "none"):
+    for sources in (restricted, "none"):
         done("answer", data, model, f"--sources={sources}", f"--out={answers}")
         found.append(rows_of(answers))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
+    message = r"oracle sources: the gold sources of all 8 questions .* are hidden"
+    refused("answer", data, model, f"--out={answers}", message=message)
     flags = ("evaluate", "corpus", f"--references={bare_data}")
     refused(
         *flags, f"--predictions={restricted}",

@@ -89,6 +89,8 @@ PUBLISHED |= {
     for (notebook, row, kind), values in RECALLS.items()
     for k, value in zip(KS, values, strict=False)
 }
+CLASSIFIER = "clip2_classified"
+PUBLISHED["bert-base-cased.txt", CLASSIFIER, "modality"] = 99.987
 NOT_RUN = {"pica_q_only": "missing", "pica": "missing", "human": "cited only"}
 
 
@@ -140,6 +142,8 @@ def test_scorers_are_official(listed):
             assert row["scorer"] == F1.get(name, "source_f1/official")
         elif column.startswith("recall"):
             assert row["scorer"] == f"recall@{column.split('_')[1]}"
+        elif name == CLASSIFIER:
+            assert row["scorer"] == "modality_accuracy"
         else:
             scorer = {"fl": "webqa_fl", "fl_acc": "webqa_fl_acc"}.get(column, "webqa_acc")
             assert row["scorer"] == f"{scorer}/official"
@@ -215,7 +219,11 @@ def commands_of(paper: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("paper", "rows"), [("webqa", (TABLE_6 | TABLE_7 | TABLE_8).keys() - NOT_RUN), ("atlas", None)]
+    ("paper", "rows"),
+    [
+        ("webqa", {*TABLE_6, *TABLE_7, *TABLE_8, CLASSIFIER} - NOT_RUN.keys()),
+        ("atlas", None),
+    ],
 )
 def test_every_command_is_one(paper, rows):
     """It parses, and its config is a row with the options and parts that its setting takes."""
@@ -247,7 +255,8 @@ def test_every_row_is_listed_or_publishes_nothing(paper):
         # Where every input comes from is known.
         parts = [p.to_dict() for p in config.parts.values()]
         parts += [part["similarity"] for part in parts if part.get("similarity")]
-        paths = {config.data.dir, *(part.get(key) for part in parts for key in ("model", "index"))}
+        keys = ("model", "index", "modality_model")
+        paths = {config.data.dir, *(part.get(key) for part in parts for key in keys)}
         assert {path for path in paths if path} <= dict(config.made_by).keys()
 
 
