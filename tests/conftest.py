@@ -16,7 +16,8 @@ _SLOW = frozenset(
     f"test_{name}.py"
     for name in (
         *("backends", "bench", "bench_llm", "bench_rerank", "bench_retrieval", "cached_reranker"),
-        *("cli_answer", "cli_compare", "cli_convert", "cli_convert_errors", "cli_prompt"),
+        *("cli_answer", "cli_compare", "cli_convert", "cli_convert_errors", "cli_modality"),
+        "cli_prompt",
         *("cli_run", "cli_run_errors", "run_resume"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("keymap", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),

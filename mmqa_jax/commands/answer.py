@@ -22,13 +22,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_split(parser)
     parser.add_argument("--model", required=True, help="workdir of an answer training run")
     parser.add_argument(
-        "--sources", default="oracle", help="`oracle`, `none`, or a file of `mmqa rerank`"
+        "--sources",
+        default="oracle",
+        help="`oracle` (the gold sources, if published), `none`, or a file of `mmqa rerank`",
     )
     parser.add_argument(
         "--threshold",
         type=float,
         default=0.2,
-        help="sources are cited above this probability (0.2); `mmqa rerank` sweeps it",
+        help="probability that a source needs to be cited (0.2); `mmqa rerank` sweeps it",
     )
     flags.add_select(parser)
     parser.add_argument("--out", required=True, help="predictions.jsonl to write")
@@ -57,8 +59,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     check_out(out)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, arguments.split)
+    if arguments.sources == "oracle":  # checked before the model loads, and so is the file
+        webqa.check_gold(questions)
     relevance = None
-    if arguments.sources not in ("oracle", "none"):  # checked before the model loads
+    if arguments.sources not in ("oracle", "none"):
         relevance = read_rankings(arguments.sources, [q.id for q in questions], corpus.row)
     reader = open_reader(corpus, arguments.model)
     if reader.modality is not None:

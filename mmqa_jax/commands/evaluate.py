@@ -43,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bart",
         metavar="DIR",
-        help="folder of bart-large-cnn with BARTScore's bart.pth, for fluency (webqa_fl)",
+        help="folder of bart-large-cnn with BARTScore's bart.pth, for fluency: webqa_fl/official, "
+        "or webqa_fl/bart-large-cnn without that file",
     )
     parser.add_argument(
         "--submission",
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores predictions (answers and cited sources) or rankings; prints the tables."""
     from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation.scores import predictions_by_question
+    from mmqa_jax.evaluation.webqa_formats import unknown_sources
 
     references = flags.optional_path(arguments.references)
     predictions = Path(arguments.predictions)
@@ -92,6 +94,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if missing:
         notes.append(f"{missing:,} of {len(questions):,} questions have no prediction and count 0")
     result: dict[str, Any] = {"dataset": arguments.dataset, "n": 0, "missing": missing}
+    if reference.corpus is not None:
+        unknown = unknown_sources(given, reference.corpus)
+        result["unknown_sources"] = len(unknown)
+        if unknown:
+            name, source = unknown[0]
+            notes.append(
+                f"{len(unknown):,} cited sources of {len({q for q, _ in unknown}):,} questions are "
+                f"not in {references} (such as {source!r} of question {name}): they count as wrong"
+            )
     if arguments.submission:
         result["submission"] = _write_submission(given, reference, Path(arguments.submission))
         if _is_hidden(questions):

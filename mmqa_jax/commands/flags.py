@@ -36,8 +36,8 @@ def add_select(parser: argparse.ArgumentParser) -> None:
         "--select",
         choices=("best", "above"),
         default="best",
-        help="best: always the best source, and the second if above the threshold (WebQA 6.2); "
-        "above: all above it, possibly none (the baseline's restricted setting)",
+        help="best: always the best source, and the second from the threshold on (WebQA's full "
+        "scale, 6.2); above: all above it, possibly none (WebQA's restricted setting)",
     )
 
 

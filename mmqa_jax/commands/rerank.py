@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--cap",
         choices=("none", "webqa"),
         default="none",
-        help="restricted: webqa scores 16 pictures and 16 snippets per question, like the baseline",
+        help="restricted: webqa scores 16 pictures and 16 snippets per question, gold ones among "
+        "them, like the baseline; all where gold sources are hidden",
     )
     parser.add_argument(
         "--retriever",
@@ -71,6 +73,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
     from mmqa_jax.evaluation.source_selection import SELECTIONS, best_threshold
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
+    from mmqa_jax.systems import webqa
     from mmqa_jax.systems.extensions import similarity
     from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
 
@@ -95,8 +98,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     relevance = similarity.combine(evidence, weight)
     write_rankings(out, relevance)
     print(f"Relevance for {len(questions):,} questions: {out}")
-    if not any(question.positives for question in questions):
-        return {"questions": len(questions)}  # as in WebQA's test split
+    if note := webqa.cap_note(questions, arguments.cap):
+        print(note, file=sys.stderr)
+    if not any(question.positives for question in questions):  # as in WebQA's test split
+        print(
+            f"--split={split}: gold sources are hidden, so nothing is scored and no threshold "
+            "swept; sweep it on --split=val",
+            file=sys.stderr,
+        )
+        return {"questions": len(questions)}
     scored = score_retrieval(corpus, questions, relevance)
     show_retrieval(f"{data.name}, {split}: reranked", scored)
     weights = sorted({*similarity.WEIGHTS, weight}) if _has_similarity(arguments) else (0.0,)

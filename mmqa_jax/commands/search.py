@@ -47,7 +47,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("unknown", "known", "classified"),
         default="unknown",
         help="search all sources, those of the gold sources' modality, or those of the modality "
-        "predicted by a classifier of the train questions",
+        "that a classifier predicts; its accuracy is printed",
+    )
+    parser.add_argument(
+        "--modality_model",
+        default="",
+        help="classified: workdir of a modality training run (WebQA's BERT classifier; by default "
+        "logistic regression over the words of the train questions)",
     )
     parser.add_argument(
         "--webqa_compat",
@@ -81,9 +87,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.method,
         arguments.model,
         arguments.index,
-        arguments.modality,
-        arguments.webqa_compat,
-        arguments.second_hop,
+        modality=arguments.modality,
+        modality_model=arguments.modality_model,
+        webqa_compat=arguments.webqa_compat,
+        second_hop=arguments.second_hop,
     )
     spec.check(restricted=restricted)
     corpus = open_corpus(data)
@@ -102,4 +109,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     more = {}
     if spec.modality != "unknown":
         more = modality_report(corpus, questions, retriever, known=spec.modality == "known")
+        for name, value in more.items():
+            if value is not None:
+                print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     return {"questions": len(questions), **scored, **more}

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_text
+from mmqa_jax.data.truncation import Tokens, cut
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _TOKENIZE_ROWS = 4096
@@ -116,6 +117,26 @@ class TokenTable:
     def __getitem__(self, i: int) -> np.ndarray:
         end = self._ends[i]
         return self._flat[end - self.lengths[i] : end]
+
+
+def text_inputs(
+    texts: Sequence[Tokens], length: int, tokenizer: WordPiece
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`[CLS] text [SEP]` for an encoder: ids int32[B, L], mask bool[B, L], lost int32[B].
+
+    Longer texts lose their tail; `lost` counts the tokens.
+    """
+    ids = np.full((len(texts), length), tokenizer.pad_id, np.int32)
+    mask = np.zeros((len(texts), length), bool)
+    lost = np.zeros(len(texts), np.int32)
+    ids[:, 0] = tokenizer.cls_id
+    for row, text in enumerate(texts):
+        kept = cut(text, length - 2, None)
+        ids[row, 1 : 1 + len(kept)] = kept
+        ids[row, 1 + len(kept)] = tokenizer.sep_id
+        mask[row, : len(kept) + 2] = True
+        lost[row] = len(text) - len(kept)
+    return ids, mask, lost
 
 
 def load_tokenizer(path: str | os.PathLike) -> WordPiece:

@@ -187,6 +187,12 @@ def _check_comparable(runs: Sequence[ScoredRun], metric: str | None) -> str:
                     f"{runs[0].scores.get(key)!r}, {run.scores.get(key)!r}); compare runs over "
                     "the same questions."
                 )
+    for run in runs:
+        if not run.scorers:
+            raise UserError(
+                f"{run.name}: holds no scores, since the gold answers of its split "
+                f"({run.scores.get('split')}) are hidden; compare runs over a split that has them."
+            )
     common = [s for s in runs[0].scorers if all(s in run.scorers for run in runs)]
     if metric is None:
         if not common:

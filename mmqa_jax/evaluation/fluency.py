@@ -2,16 +2,18 @@
 
 BARTScore s(x -> y) is the mean log-probability of y's tokens, <s> and </s> among them, given x
 (Yuan et al. 2021; neulab/BARTScore bart_score.py). The official script (WebQA_Baseline
-vlp/eval_1022.py) scores with bart-large-cnn's architecture and BARTScore's ParaBank2 weights,
-`bart.pth`. There is no fallback model: without weights, fluency is not scored.
+vlp/eval_1022.py:27-29) scores with bart-large-cnn's architecture and BARTScore's ParaBank2
+weights, `bart.pth`: only with them is a score named `official`. With bart-large-cnn's own weights
+it is named `bart-large-cnn`, and without weights fluency is not scored.
 """
 
 from __future__ import annotations
 
 import string
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ from mmqa_jax.models.bart import Bart
 from mmqa_jax.weights.published import load_published
 
 PARABANK = "bart.pth"  # BARTScore's file of ParaBank2 weights
+BartWeights = Literal["official", "bart-large-cnn"]  # ParaBank2's, or the folder's own
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024)  # tokens, of source and target alike
 MAX_LENGTH = 1024  # of BARTScore
 
@@ -140,8 +143,16 @@ class BartScorer:
         return padded, np.array([len(ids) for ids in rows], np.int32)
 
 
-def load_bart_scorer(folder: Path, **options) -> tuple[BartScorer, Path]:
-    """BARTScore from a folder, and the path of the weights that it uses.
+class LoadedBart(NamedTuple):
+    """BARTScore, the path of its weights, and the variant that names its scores."""
+
+    scorer: BartScorer
+    path: Path
+    weights: BartWeights
+
+
+def load_bart_scorer(folder: Path, **options) -> LoadedBart:
+    """BARTScore from a folder.
 
     Args:
       folder: bart-large-cnn's config.json and tokenizer (tokenizer.json, or vocab.json and
@@ -149,7 +160,7 @@ def load_bart_scorer(folder: Path, **options) -> tuple[BartScorer, Path]:
       options: of BartScorer.
 
     Raises:
-      UserError: names what is missing or broken.
+      UserError: names what is missing or broken, or a bart.pth of another model.
     """
     if not folder.is_dir():
         raise UserError(
@@ -159,13 +170,29 @@ def load_bart_scorer(folder: Path, **options) -> tuple[BartScorer, Path]:
     tokenizer = load_bart_tokenizer(folder)
     finetuned = folder / PARABANK
     own = not finetuned.exists()
-    model = load_published("bart", folder if own else finetuned)
+    model = load_published("bart", folder) if own else _load_parabank(finetuned)
     if tokenizer.get_vocab_size() > model.config.vocab_size:
         raise UserError(
             f"{folder}: its tokenizer has {tokenizer.get_vocab_size()} tokens, its model "
             f"{model.config.vocab_size}; give the tokenizer and the model of the same checkpoint."
         )
-    return BartScorer(model, tokenizer, **options), folder if own else finetuned
+    scorer = BartScorer(model, tokenizer, **options)
+    if own:
+        return LoadedBart(scorer, folder, "bart-large-cnn")
+    return LoadedBart(scorer, finetuned, "official")
+
+
+def _load_parabank(path: Path) -> Bart:
+    """BARTScore's fine-tuned weights; UserError where they are another model's."""
+    try:
+        return load_published("bart", path)
+    except UserError as error:
+        reason = textwrap.shorten(str(error).removeprefix(f"{path}: "), 200, placeholder=" ...")
+        raise UserError(
+            f"{path}: is not BARTScore's ParaBank2 weights of the model in {path.parent} "
+            f"({reason.rstrip('.')}); download it again, or remove it to score with the folder's "
+            "own weights."
+        ) from error
 
 
 def load_bart_tokenizer(folder: Path) -> Tokenizer:
@@ -215,7 +242,7 @@ def score_fluency(
     predictions: Sequence[Prediction],
     scorer: LikelihoodScorer,
     *,
-    name: str = "webqa_fl",
+    weights: BartWeights = "official",
     progress: Progress | None = None,
 ) -> Scores:
     """Fluency of the answers: `webqa_fl/official` and `webqa_fl/paper_eq1`.
@@ -224,13 +251,15 @@ def score_fluency(
     official script. `paper_eq1`: the paper's equation 1 taken literally, max over r of min(1,
     s(r -> c) / s(r -> r)) with the log-probabilities themselves. Both are negative, so an answer
     less likely than its reference scores 1; it is uninformative and given only for comparison.
+    With other weights than the official script's, the names say so: `webqa_fl/bart-large-cnn` and
+    `webqa_fl/paper_eq1_bart-large-cnn`.
 
     Questions without a reference answer are left out and counted; missing predictions score 0
     and are counted.
 
     Args:
       scorer: usually a BartScorer.
-      name: of the score; another model's must not be called webqa_fl.
+      weights: its weights, as `load_bart_scorer` tells.
 
     Raises:
       UserError: unknown or repeated question ids, or no question has a reference answer.
@@ -246,17 +275,19 @@ def score_fluency(
             pairs.setdefault((reference, reference), len(pairs))
             pairs.setdefault((reference, answer), len(pairs))
     likelihood = scorer.score([s for s, _ in pairs], [t for _, t in pairs], progress)  # [pairs]
-    values = {f"{name}/official": {}, f"{name}/paper_eq1": {}}
+    ratios, literals = {}, {}  # question id -> score
     for question in answered:
         answer = plain(given[question.id].answer)
         references = [plain(reference) for reference in question.answers]
         of_answer = np.array([likelihood[pairs[r, answer]] for r in references])  # [references]
         of_reference = np.array([likelihood[pairs[r, r]] for r in references])
         ratio = np.exp(of_answer) / np.exp(of_reference)
-        values[f"{name}/official"][question.id] = min(1.0, ratio.max())
+        ratios[question.id] = min(1.0, ratio.max())
         # The log-probability is 0 where the model is fully certain.
         literal = of_answer / np.minimum(of_reference, -np.finfo(float).tiny)
-        values[f"{name}/paper_eq1"][question.id] = np.minimum(1.0, literal).max()
+        literals[question.id] = np.minimum(1.0, literal).max()
+    literal_name = "paper_eq1" if weights == "official" else f"paper_eq1_{weights}"
+    values = {f"webqa_fl/{weights}": ratios, f"webqa_fl/{literal_name}": literals}
     per_question = {
         metric: np.array([by_id.get(q.id, 0.0) for q in scored]) for metric, by_id in values.items()
     }
@@ -264,25 +295,31 @@ def score_fluency(
 
 
 def fluency_times_accuracy(
-    fluency: Scores, accuracy: Scores, name: str = "webqa_fl_acc"
+    fluency: Scores, accuracy: Scores, weights: BartWeights = "official"
 ) -> Scores | None:
     """FL * Acc of every question that has both, per variant of the accuracy.
 
     `webqa_fl_acc/official` is the leaderboard's QA score: the mean of products, not the product
-    of means. None if no question has both.
+    of means. With other weights the official accuracy gives `webqa_fl_acc/bart-large-cnn`, another
+    one such as no_lemma `webqa_fl_acc/bart-large-cnn_no_lemma`. None if no question has both.
+
+    Args:
+      weights: those that `fluency` was scored with.
     """
-    (official,) = (v for k, v in fluency.per_question.items() if k.endswith("/official"))
-    fluent = dict(zip(fluency.question_ids, official, strict=True))
+    values_of = fluency.per_question[f"webqa_fl/{weights}"]
+    fluent = dict(zip(fluency.question_ids, values_of, strict=True))
     rows = [row for row, name in enumerate(accuracy.question_ids) if name in fluent]
     if not rows:
         return None
     kept = tuple(accuracy.question_ids[row] for row in rows)
     factor = np.array([fluent[question_id] for question_id in kept])
-    products = {
-        f"{name}/{metric.partition('/')[2]}": factor * values[rows]
-        for metric, values in accuracy.per_question.items()
-        if metric.startswith("webqa_acc/")
-    }
+    products = {}
+    for metric, values in accuracy.per_question.items():
+        scorer, _, variant = metric.partition("/")
+        if scorer == "webqa_acc":
+            deviations = [part for part in (weights, variant) if part != "official"]
+            name = "_".join(deviations) or "official"
+            products[f"webqa_fl_acc/{name}"] = factor * values[rows]
     return Scores(
         question_ids=kept,
         categories=tuple(accuracy.categories[row] for row in rows),

@@ -10,6 +10,7 @@ import numpy as np
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.evaluation.webqa import source_f1
 from mmqa_jax.retrieval.modality import MODALITIES, gold_modality
@@ -35,6 +36,29 @@ def score_retrieval(
     if not scored:
         return {"recall": {}}
     return {**scored.pop(""), "by_modality": scored}
+
+
+def score_modality(
+    questions: Sequence[Question], corpus: Corpus, rankings: Sequence[Ranking]
+) -> Scores:
+    """`modality_accuracy`: whether a question was searched in the modality that it needs.
+
+    Args:
+      rankings: of a retriever that searched one modality per question, that of its first source.
+        An empty one counts as wrong. Questions that need both, or of unknown need, are left out.
+    """
+    gold = [gold_modality(question, corpus) for question in questions]
+    known = [i for i, kind in enumerate(gold) if kind is not None]
+    searched = [
+        corpus.sources[corpus.row[ranking.sources[0]]].modality if ranking.sources else None
+        for ranking in rankings
+    ]
+    return Scores(
+        tuple(questions[i].id for i in known),
+        tuple(questions[i].category for i in known),
+        {"modality_accuracy": np.array([float(searched[i] == gold[i]) for i in known])},
+        unscored=len(questions) - len(known),
+    )
 
 
 def show_retrieval(title: str, scored: Mapping[str, Any], *, markdown: bool = False) -> None:

@@ -164,14 +164,18 @@ def _score_fluency(
         score_fluency,
     )
 
-    scorer, weights = load_bart_scorer(bart)
-    evaluation.bart = str(weights)
-    if weights == bart:
+    scorer, path, weights = load_bart_scorer(bart)
+    evaluation.bart = str(path)
+    if weights != "official":
         evaluation.notes.append(
-            f"{bart}: holds no {PARABANK}, so fluency is scored with the folder's own weights; the "
-            "official scores use BARTScore's ParaBank2 weights"
+            f"{bart}: holds no {PARABANK}, so fluency is scored with the folder's own weights and "
+            f"named webqa_fl/{weights}; the official scores use BARTScore's ParaBank2 weights"
         )
     with Progress("Scoring fluency", None, "pairs") as progress:
-        fluency = score_fluency(questions, predictions, scorer, progress=progress.reach)
-    products = [fluency_times_accuracy(fluency, accuracy) for accuracy in evaluation.scored]
+        fluency = score_fluency(
+            questions, predictions, scorer, weights=weights, progress=progress.reach
+        )
+    products = [
+        fluency_times_accuracy(fluency, accuracy, weights) for accuracy in evaluation.scored
+    ]
     evaluation.scored += [fluency, *(product for product in products if product is not None)]

@@ -21,17 +21,26 @@ class Selection(NamedTuple):
     Attributes:
       fewest: this many of the best are always cited.
       most: no more than this many are cited; None: no limit.
+      inclusive: a source whose probability equals the threshold is cited too.
     """
 
     fewest: int
     most: int | None
+    inclusive: bool = False
+
+    def cites(self, rank: int, relevance: float, threshold: float) -> bool:
+        """Whether the source at `rank` (0 is the best) is cited."""
+        if rank < self.fewest or (self.inclusive and relevance == threshold):
+            return True
+        return relevance > threshold
 
 
-# `best`: always the best source, two at most (WebQA 6.2). `above`: every source above the
-# threshold, possibly none (the baseline's restricted setting, modeling.py l.1106-1123).
-# `two_above`: two at most, possibly none, for a question with a picture of its own.
+# `best`: always the best source, and the second from the threshold on (WebQA 6.2: `>=` in
+# CLIP_encodings.ipynb, cell 43). `above`: every source above the threshold, possibly none (the
+# restricted setting: `>` in modeling.py:1106-1123). `two_above`: two at most, possibly none, for a
+# question with a picture of its own.
 SELECTIONS = {
-    "best": Selection(1, 2),
+    "best": Selection(1, 2, inclusive=True),
     "above": Selection(0, None),
     "two_above": Selection(0, 2),
 }
@@ -48,13 +57,13 @@ def check_threshold(threshold: float, name: str) -> None:
 def select_sources(
     relevance: Sequence[Ranking], threshold: float, selection: Selection = SELECTIONS["best"]
 ) -> list[Ranking]:
-    """The sources to cite: those with P(relevant) > threshold, within the selection's limits."""
+    """The sources to cite: those more relevant than the threshold, as the selection says."""
     selected = []
     for ranking in relevance:
         kept = [
             i
             for i, score in enumerate(ranking.scores[: selection.most])
-            if i < selection.fewest or score > threshold
+            if selection.cites(i, score, threshold)
         ]
         names, scores = (
             tuple(values[i] for i in kept) for values in (ranking.sources, ranking.scores)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
@@ -121,6 +122,19 @@ def read_prediction_json(path: str | os.PathLike, corpus: Corpus | None = None) 
             for p in predictions
         ]
     return parse_submission(data, path, corpus)
+
+
+def unknown_sources(predictions: Sequence[Prediction], corpus: Corpus) -> list[tuple[str, str]]:
+    """Citations of sources that a corpus lacks: (question id, source id), in order.
+
+    The authors' own submissions hold such ids ("dummy", CLIP_encodings.ipynb, cell 40).
+    """
+    return [
+        (prediction.question_id, name)
+        for prediction in predictions
+        for name in prediction.sources
+        if name not in corpus.row
+    ]
 
 
 def _beams(answers: list[str], confidence: Any) -> tuple[tuple[str, float], ...]:

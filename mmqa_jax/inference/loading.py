@@ -15,12 +15,15 @@ from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.from_config import make_packing, make_vlp_config, text_of, two_sides
+from mmqa_jax.inference.question_classifier import QuestionClassifier
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.dual_encoder import DualEncoder
-from mmqa_jax.models.presets import dual_encoder_from_config
+from mmqa_jax.models.presets import dual_encoder_from_config, text_classifier_from_config
+from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.models.two_sided_vlp import TwoSides
 from mmqa_jax.models.vlp_extensions import ExtendedVLP
 from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.modality import MODALITIES
 from mmqa_jax.weights.folder import load_weights, read_metadata
 
 
@@ -66,6 +69,15 @@ def load_reader(folder: str | os.PathLike, corpus: Corpus, batch_size: int | Non
     """The trained reader of an answer run; `batch_size` overrides its config's."""
     config, tokenizer, vlp = _load_vlp(folder, "answer", batch_size)
     return Reader(config, corpus, tokenizer, vlp)
+
+
+def load_question_classifier(folder: str | os.PathLike) -> QuestionClassifier:
+    """The trained modality classifier of a modality run."""
+    config, tokenizer = _read_run(folder, ("modality",))
+    model_config = text_classifier_from_config(config.model, tokenizer.vocab_size, len(MODALITIES))
+    model = _load(folder, lambda: TextClassifier(model_config, rngs=nnx.Rngs(0)))
+    length, batch_size = config.batches.length, config.inference.batch_size
+    return QuestionClassifier(model, tokenizer, length, batch_size)
 
 
 def _load_vlp(

@@ -9,6 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import bert, clip, vlp
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.text_classifier import TextClassifierConfig
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig, vlp_clip, vlp_patches
 
 TRUNKS: dict[str, Callable[..., bert.BertConfig]] = {
@@ -91,6 +92,22 @@ def dual_encoder_from_config(section: Mapping[str, Any], vocab_size: int) -> Dua
     return DualEncoderConfig(
         text, vision, fusion=section["fusion"], picture_gate=section["picture_gate"]
     )
+
+
+def text_classifier_from_config(
+    section: Mapping[str, Any], vocab_size: int, classes: int
+) -> TextClassifierConfig:
+    """The text classifier as the config describes it.
+
+    Args:
+      section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ), `pooling`.
+      vocab_size: of the tokenizer.
+
+    Raises:
+      UserError: an unknown name or field.
+    """
+    trunk = _trunk(section, vocab_size, types=2)
+    return TextClassifierConfig(trunk, classes, section["pooling"])
 
 
 def clip_vision(section: Mapping[str, Any]) -> clip.VisionConfig:

@@ -1,8 +1,9 @@
 """Which modality a question needs, and retrieval if that is known, unknown or predicted.
 
 WebQA's questions need either snippets or pictures (section 4); section 6.2 searches with known and
-with unknown modality. The baseline predicts it with a linear layer on a frozen or fine-tuned BERT;
-here logistic regression over words and word pairs suffices, since the wording reveals it.
+with unknown modality. The baseline predicts it with a linear layer over BERT, which `mmqa train
+--config=configs/webqa/modality.py` trains (models.text_classifier); ours is logistic regression
+over words and word pairs, which needs no BERT and is fitted when it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import scipy.optimize
@@ -97,17 +98,23 @@ class ByModality:
         return [rankings[i] for i in range(len(questions))]
 
 
+class Classifier(Protocol):
+    """Tells from a question's words which modality it needs."""
+
+    def predict(self, texts: Sequence[str]) -> list[Modality]:
+        """The more likely modality of every question."""
+
+
 def modality_predictor(
-    corpus: Corpus, *, known: bool
+    corpus: Corpus, classifier: Classifier | None
 ) -> Callable[[Sequence[Question]], list[Modality | None]]:
     """A function from questions to their modalities.
 
     Args:
-      known: taken from the gold sources; otherwise predicted by a classifier of the train split.
+      classifier: predicts them; None: they are taken from the gold sources.
     """
-    if known:
+    if classifier is None:
         return lambda questions: [gold_modality(question, corpus) for question in questions]
-    classifier = fit_classifier(corpus.questions("train"), corpus)
     return lambda questions: list(classifier.predict([q.question for q in questions]))
 
 
@@ -159,13 +166,7 @@ class ModalityClassifier:
         Raises:
           UserError: one of the modalities is missing.
         """
-        missing = [name for name in MODALITIES if name not in modalities]
-        if missing:
-            raise UserError(
-                f"modality classifier: none of the {len(texts)} training questions needs "
-                f"{missing[0]} sources; train it on a split with both kinds, or use "
-                "--modality=unknown."
-            )
+        _check_both(modalities)
         counts: dict[str, int] = {}
         rows = [_features(text) for text in texts]
         for row in rows:
@@ -208,20 +209,48 @@ class ModalityClassifier:
 
 def fit_classifier(questions: Sequence[Question], corpus: Corpus) -> ModalityClassifier:
     """A classifier trained on the questions of known modality (of the train split)."""
-    needed = [gold_modality(question, corpus) for question in questions]
-    known = [i for i, modality in enumerate(needed) if modality is not None]
-    return ModalityClassifier.fit(
-        [questions[i].question for i in known], [needed[i] for i in known]
-    )
+    return ModalityClassifier.fit(*labeled_questions(questions, corpus))
+
+
+def labeled_questions(
+    questions: Sequence[Question], corpus: Corpus
+) -> tuple[list[str], list[Modality]]:
+    """The questions of known modality, without the quotes around them, and their modalities.
+
+    Raises:
+      UserError: one of the modalities is missing.
+    """
+    needed = [(question, gold_modality(question, corpus)) for question in questions]
+    known = [(without_quotes(q.question), modality) for q, modality in needed if modality]
+    texts, modalities = [text for text, _ in known], [modality for _, modality in known]
+    _check_both(modalities)
+    return texts, modalities
+
+
+def without_quotes(text: str) -> str:
+    """A question without quotes at its ends.
+
+    WebQA wraps its image questions in quotes, which would give away the label.
+    """
+    return text.strip(' "')
+
+
+def _check_both(modalities: Sequence[Modality]) -> None:
+    missing = [name for name in MODALITIES if name not in modalities]
+    if missing:
+        raise UserError(
+            f"modality classifier: none of the {len(modalities)} training questions needs "
+            f"{missing[0]} sources; train it on a split with both kinds, or use "
+            "--modality=unknown."
+        )
 
 
 def _features(text: str) -> list[str]:
     """Distinct lowercase words and word bigrams; the ends of the text count as words in bigrams.
 
-    `?` and `"` are words too, but quotes at the ends are dropped: WebQA wraps its image questions
-    in quotes, which would give away the label.
+    `?` and `"` are words too, but quotes at the ends are dropped.
     """
-    words = ["<", *_WORD.findall(text.lower().strip(' "')), ">"]
+    words = ["<", *_WORD.findall(without_quotes(text.lower())), ">"]
     pairs = [f"{a} {b}" for a, b in itertools.pairwise(words)]
     return list(dict.fromkeys(words[1:-1] + pairs))
 

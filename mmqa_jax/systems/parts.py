@@ -28,7 +28,11 @@ class RetrieverSpec:
       model: workdir of a contrastive run, or a converted CLIP (dense, fused).
       index: folder of `mmqa embed` and `mmqa index` with that model (dense, fused).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;
-        `classified` those of the modality predicted by a classifier of the train questions.
+        `classified` those of the modality that a classifier predicts.
+      modality_model: workdir of a modality run, the paper's BERT classifier (classified); by
+        default logistic regression over the words of the train questions (ours).
+      index_kind: `exact` refuses an index that searches approximately (recall@200 to 2,000 of
+        WebQA's CLIP needs all of the top 2,000); `any` takes both.
       webqa_compat: bm25 with the quirks of WebQA's baseline.
       second_hop: search again with the title of the first result (ours).
     """
@@ -37,6 +41,8 @@ class RetrieverSpec:
     model: str = ""
     index: str = ""
     modality: Literal["unknown", "known", "classified"] = "unknown"
+    modality_model: str = ""
+    index_kind: Literal["any", "exact"] = "any"
     webqa_compat: bool = False
     second_hop: bool = False
 
@@ -48,6 +54,11 @@ class RetrieverSpec:
             raise UserError(
                 "--candidates=restricted: works with --method=bm25 or dense and without "
                 "--modality; change one."
+            )
+        if self.modality_model and self.modality != "classified":
+            raise UserError(
+                f"--modality_model={self.modality_model}: classifies questions, but --modality="
+                f"{self.modality}; set it to classified or leave the model out."
             )
         if self.method != "bm25" and not (self.model and self.index):
             raise UserError(f"--method={self.method} needs --model and --index; give both.")
@@ -80,29 +91,44 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec) -> Retriever:
     """The retriever over a corpus.
 
     Raises:
-      UserError: the index or its embeddings belong to another model or corpus.
+      UserError: the index or its embeddings belong to another model or corpus, or the index is
+        of another kind.
     """
     spec.check()
-    dense = None if spec.method == "bm25" else open_dense(corpus, spec.model, spec.index)
+    dense = None
+    if spec.method != "bm25":
+        dense = open_dense(corpus, spec.model, spec.index, exact=spec.index_kind == "exact")
     if spec.modality == "unknown":
         return _over(corpus, spec, dense, None)
     from mmqa_jax.retrieval.modality import ByModality, modality_predictor
 
+    classifier = None if spec.modality == "known" else _open_classifier(corpus, spec)
+
     def over(modality: Any) -> Retriever:
         return _over(corpus, spec, dense, modality)
 
-    return ByModality(over, modality_predictor(corpus, known=spec.modality == "known"))
+    return ByModality(over, modality_predictor(corpus, classifier))
 
 
-def open_dense(corpus: Corpus, model: str, index: str) -> Any:
-    """The dense retriever over the whole corpus; UserError as `open_retriever`."""
+def open_dense(corpus: Corpus, model: str, index: str, *, exact: bool = False) -> Any:
+    """The dense retriever over the whole corpus; UserError as `open_retriever`.
+
+    Args:
+      exact: refuse an index that searches approximately.
+    """
     from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.embeddings import open_embeddings
+    from mmqa_jax.retrieval.exact import ExactIndex
     from mmqa_jax.retrieval.index import load_index
 
     embedder, pictures = open_embedder(Path(model), corpus)
     embeddings = open_embeddings(Path(index) / EMBEDDINGS, embedder.fingerprint, corpus.fingerprint)
     loaded = load_index(Path(index) / INDEX, embeddings, embedder.fingerprint)
+    if exact and not isinstance(loaded, ExactIndex):
+        raise UserError(
+            f"{Path(index) / INDEX}: searches approximately, but parts.retriever.index_kind=exact; "
+            f"run `mmqa index --embeddings={index} --kind=exact`."
+        )
     return DenseRetriever(corpus, embedder, loaded, pictures)
 
 
@@ -146,6 +172,16 @@ def open_reader(corpus: Corpus, model: str | Path, batch_size: int | None = None
     from mmqa_jax.inference.loading import load_reader
 
     return load_reader(model, corpus, batch_size)
+
+
+def _open_classifier(corpus: Corpus, spec: RetrieverSpec) -> Any:
+    if spec.modality_model:
+        from mmqa_jax.inference.loading import load_question_classifier
+
+        return load_question_classifier(spec.modality_model)
+    from mmqa_jax.retrieval.modality import fit_classifier
+
+    return fit_classifier(corpus.questions("train"), corpus)
 
 
 def _over(corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any) -> Retriever:

@@ -25,6 +25,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.splits import evenly, split_questions
 from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.evaluation.retrieval_tables import score_modality
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation, score_predictions
 from mmqa_jax.evaluation.source_selection import check_threshold
@@ -118,10 +119,12 @@ def run_row(
     with claim_workdir(folder, recorded, work="journals/*"):
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         questions = row_questions(config, corpus)[:limit]
+        system = SYSTEMS[config.system]
+        system.check_questions(config.setting, questions)
         parts = opened or OpenedParts(corpus, folder / "journals")
         recorded_parts = parts.of_row(config.parts)
         try:
-            predictions = SYSTEMS[config.system].run_setting(
+            predictions = system.run_setting(
                 config.setting, questions, corpus, recorded_parts, config.options
             )
         finally:
@@ -131,7 +134,8 @@ def run_row(
             for name, part in (("candidates", "retriever"), ("relevance", "reranker"))
             if part in recorded_parts
         }
-        evaluation = _evaluate(config, questions, predictions, rankings)
+        evaluation = _evaluate(config, corpus, questions, predictions, rankings)
+        evaluation.notes += system.notes(config.setting, questions, config.options)
         scores = _scores(config, questions, evaluation, limit)
         row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
         _write(folder, row_run, parts.seconds, limit)
@@ -178,7 +182,7 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
     """Missing paths of data, parts and weights -> how to get each."""
     paths = [config.data.dir, config.scoring.bart]
     for part in config.parts.values():
-        paths += [part.get("model"), part.get("index")]
+        paths += [part.get("model"), part.get("index"), part.get("modality_model")]
         paths += [(part.get("similarity") or {}).get(key) for key in ("model", "index")]
     made_by = dict(config.made_by)
     return {
@@ -227,9 +231,10 @@ class OpenedParts:
             return ResumableRetriever(open_retriever(self.corpus, spec), journal, self.seconds)
 
         # Folders are identified by content, not by path.
-        settings = dataclasses.replace(spec, model="", index="")
+        settings = dataclasses.replace(spec, model="", index="", modality_model="")
         index = spec.index and f"{spec.index}/{INDEX}"
-        return self._once("retriever", settings, (spec.model, index), make)
+        folders = (spec.model, index, spec.modality_model)
+        return self._once("retriever", settings, folders, make)
 
     def _reranker(self, section: Mapping[str, Any]) -> Any:
         def make(journal: Journal) -> Any:
@@ -286,6 +291,7 @@ class _Recorded:
 
 def _evaluate(
     config: ConfigDict,
+    corpus: Corpus,
     questions: Sequence[Question],
     predictions: Sequence[Prediction],
     rankings: Mapping[str, Sequence[Ranking]],
@@ -304,6 +310,9 @@ def _evaluate(
     )
     if "reader" in config.parts and config.dataset == "webqa" and not config.scoring.bart:
         evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
+    if config.parts.get("retriever", {}).get("modality") == "classified":
+        modality = score_modality(questions, corpus, rankings["candidates"])
+        evaluation.scored += [modality] if modality.n else []
     ranked = rankings.get("relevance") or rankings.get("candidates")
     if ranked and any(question.positives for question in questions):
         retrieval = score_rankings(

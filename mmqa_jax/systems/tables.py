@@ -63,7 +63,8 @@ def rows_tables(paper: str, listed: list[dict[str, Any]]) -> list[Table]:
             for figure in listed
             if figure["table"] == number
         ]
-        tables.append(Table(f"{paper}, table {number}", columns, rows))
+        title = f"table {number}" if number.isdigit() else number
+        tables.append(Table(f"{paper}, {title}", columns, rows))
     return tables
 
 

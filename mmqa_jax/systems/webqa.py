@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.source_selection import SELECTIONS, select_sources
@@ -22,7 +23,8 @@ from mmqa_jax.retrieval.rankings import without_own_source
 from mmqa_jax.retrieval.retriever import Retriever
 
 # Candidates of each modality that are scored in the restricted setting; `webqa` is the baseline's
-# limit (run_webqa.py, --txt_filter_max_choices and --img_filter_max_choices).
+# limit (run_webqa.py:208-209, --txt_filter_max_choices and --img_filter_max_choices), which keeps
+# the gold sources first (webqa_loader.py:484,489) and so cannot be had where they are hidden.
 CAPS: dict[str, int | None] = {"none": None, "webqa": 16}
 Cap = Literal["none", "webqa"]
 Select = Literal["best", "above", "two_above"]  # of SELECTIONS
@@ -48,7 +50,12 @@ def answer_question_only(questions: Sequence[Question], reader: Reader) -> list[
 
 
 def answer_oracle(questions: Sequence[Question], reader: Reader) -> list[Prediction]:
-    """Table 6, oracle sources: the reader sees the gold sources."""
+    """Table 6, oracle sources: the reader sees the gold sources.
+
+    Raises:
+      UserError: they are hidden, as in WebQA's test split.
+    """
+    check_gold(questions)
     return reader.answer(questions, [gold_ranking(question) for question in questions])
 
 
@@ -128,7 +135,7 @@ def select_full_scale(
     threshold: float = 0.2,
     select: Select = "best",
 ) -> list[Ranking]:
-    """Table 7, CLIP(20) + VLP: always the best source, and the second if above the threshold."""
+    """Table 7, CLIP(20) + VLP: always the best source, and the second from the threshold on."""
     candidates = find_candidates(questions, retriever, top_k)  # top_k sources by similarity
     relevance = reranker.score(questions, candidates)  # the same, by P(relevant) in [0, 1]
     return select_sources(relevance, threshold, SELECTIONS[select])
@@ -172,6 +179,21 @@ PARTS = ("retriever", "reranker", "reader")
 def parts_of(setting: str) -> tuple[str, ...]:
     """The names of the parts that a setting needs."""
     return tuple(name for name in inspect.signature(SETTINGS[setting]).parameters if name in PARTS)
+
+
+def check_questions(setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError for questions that a setting cannot answer; called before parts open."""
+    if setting == "oracle":
+        check_gold(questions)
+
+
+def notes(setting: str, questions: Sequence[Question], options: Mapping[str, Any]) -> list[str]:
+    """What a reader of the results has to know about how a setting treated its questions."""
+    taken = inspect.signature(SETTINGS[setting]).parameters
+    if "cap" not in taken:
+        return []
+    note = cap_note(questions, options.get("cap", taken["cap"].default))
+    return [note] if note else []
 
 
 def run_setting(
@@ -219,18 +241,40 @@ def restricted_candidates(
 
     Args:
       cap: at most this many of each modality: gold sources first, then negatives in the file's
-        order (the baseline shuffles these once); if gold sources are hidden, the first ones.
+        order (the baseline shuffles these once). Questions whose gold sources are hidden keep all
+        candidates: a cap could drop the gold ones.
     """
     rankings = []
     for question in questions:
         sources = [corpus.sources[row] for row in corpus.candidates(question)]
+        most = cap if question.positives else None
         kept = [
             source.id
             for modality in ("text", "image")
-            for source in [source for source in sources if source.modality == modality][:cap]
+            for source in [source for source in sources if source.modality == modality][:most]
         ]
         rankings.append(Ranking(question.id, tuple(sorted(kept)), (0.0,) * len(kept)))
     return rankings
+
+
+def cap_note(questions: Sequence[Question], cap: Cap) -> str | None:
+    """That a cap was not applied to questions with hidden gold sources; None if there are none."""
+    hidden = sum(not question.positives for question in questions)
+    if CAPS[cap] is None or not hidden:
+        return None
+    return (
+        f"cap={cap}: {hidden:,} of {len(questions):,} questions hide their gold sources, so all of "
+        f"their candidates are scored; the cap of {CAPS[cap]} + {CAPS[cap]} keeps the gold ones"
+    )
+
+
+def check_gold(questions: Sequence[Question]) -> None:
+    """Raises UserError if the gold sources of all questions are hidden."""
+    if not any(question.positives for question in questions):
+        raise UserError(
+            f"oracle sources: the gold sources of all {len(questions):,} questions of this split "
+            "are hidden; choose a split that has them, such as val, or let `mmqa rerank` select."
+        )
 
 
 def gold_ranking(question: Question) -> Ranking:

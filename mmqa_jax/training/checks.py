@@ -12,6 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.images import Alpha, Resize
 from mmqa_jax.data.packing import MaskingConfig, PackingConfig
@@ -19,7 +20,11 @@ from mmqa_jax.data.schema import Modality
 from mmqa_jax.inference.from_config import make_packing, region_sizes, two_sides
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
-from mmqa_jax.models.presets import dual_encoder_from_config, vlp_from_config
+from mmqa_jax.models.presets import (
+    dual_encoder_from_config,
+    text_classifier_from_config,
+    vlp_from_config,
+)
 from mmqa_jax.training.augmentation import augmentation_factory
 from mmqa_jax.training.loop import check_batch_size, read_section
 from mmqa_jax.training.pretrained import check_clip_frontend, check_clip_init
@@ -40,6 +45,10 @@ _CONFIG: dict[str, Any] = {
     "init": str,
     "data": _DATA,
     "mesh": dict.fromkeys(MESH_AXES, optional(int)),
+    "model": dict,  # depends on the task, the frontend and whether there is a CLIP
+    "train": dict,  # see training.loop.read_section
+}
+_SOURCES: dict[str, Any] = {  # of the tasks that read sources
     "pictures": {"size": int, "resize": Resize, "alpha": optional(Alpha)},
     "augment": optional(dict),  # its factory's arguments
     "features": optional(
@@ -50,8 +59,6 @@ _CONFIG: dict[str, Any] = {
         }
     ),
     "new_types": optional(tuple[int, ...]),
-    "model": dict,  # depends on the task, the frontend and whether there is a CLIP
-    "train": dict,  # see training.loop.read_section
 }
 _PACKING = ("slots_per_picture", "region_dim", "position_dim")  # follow from other sections
 _VLP_INFERENCE = {
@@ -63,15 +70,26 @@ _BATCHES = {
     "contrastive": contrastive_batches,
     "rerank": rerank_batches,
     "answer": answer_batches,
+    "modality": modality_batches,
 }
-_NOT_IN_BATCHES = ("reader", "questions", "packer", "masking", "feed", "route_by_category")
+_NOT_IN_BATCHES = (
+    *("reader", "questions", "packer", "masking", "feed", "route_by_category"),
+    *("tokenizer", "texts", "labels"),
+)
 _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {
+        **_SOURCES,
         "tower_parts": optional(int, minimum=1),
         "inference": {"batch_size": _POSITIVE, "buckets": tuple[int, ...]},
     },
-    "rerank": {"packing": spec_of(PackingConfig, *_PACKING), "inference": _VLP_INFERENCE},
+    "rerank": {
+        **_SOURCES,
+        "packing": spec_of(PackingConfig, *_PACKING),
+        "inference": _VLP_INFERENCE,
+    },
+    "modality": {"inference": {"batch_size": _POSITIVE}},
     "answer": {
+        **_SOURCES,
         "data": {**_DATA, "route_by_category": optional(bool)},
         "packing": spec_of(PackingConfig, *_PACKING),
         "masking": spec_of(MaskingConfig),
@@ -97,6 +115,12 @@ _VLP = {
     "vision": _VISION,
     "vision_layer": optional(int),
     "written_words": optional(int | None),
+}
+_CLASSIFIER = {
+    "trunk": str,
+    "changes": optional(spec_of(BertConfig, minimum=1, partial=True)),
+    "pooling": str,
+    "frozen": bool,
 }
 _TWO_SIDES = {"joint_layers": optional(int), "match_type": optional(int | None)}
 _FEATURES_KEY = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> what it needs
@@ -126,6 +150,8 @@ def check_config(config: ConfigDict) -> None:
         )
     if task == "contrastive":
         _check_dual_encoder(config)
+    elif task == "modality":
+        _check_classifier(config)
     else:
         _check_vlp(config)
     accumulate = read_section(config.train).accumulate
@@ -171,6 +197,22 @@ def _check_dual_encoder(config: ConfigDict) -> None:
         raise UserError(
             f"config key pictures.size={config.pictures.size}: the vision tower takes {side}; set "
             "pictures.size and model.vision.image_size to the same number."
+        )
+
+
+def _check_classifier(config: ConfigDict) -> None:
+    check_section(config.model, "model", _CLASSIFIER)
+    bert = text_classifier_from_config(config.model, _ANY_VOCABULARY, classes=2).bert
+    if not 3 <= config.batches.length <= bert.positions:
+        raise UserError(
+            f"config key batches.length={config.batches.length}: 3 to {bert.positions} tokens were "
+            "expected, which the model reads; change it."
+        )
+    optimizer = read_section(config.train).optimizer
+    if config.model.frozen and optimizer.name != "adam" and optimizer.weight_decay != 0:
+        raise UserError(
+            "config key model.frozen=True: weight decay would change the frozen BERT; set "
+            "train.optimizer.weight_decay to 0.0."
         )
 
 

@@ -19,6 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import WordPiece, minilm_tokenizer, vocabulary_rows
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.presets import clip_vision
+from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import is_converted, load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert, start_vlp
@@ -78,6 +79,18 @@ def dual_encoder_loader(config: ConfigDict, tokenizer: Any) -> Loader | None:
             return
         rows, layers = _bert_rows(config, tokenizer), model.text.config.layers
         fill_bert(model.text, _bert_folder(config), num_layers=layers, rows=rows)
+
+    return load
+
+
+def classifier_loader(config: ConfigDict, tokenizer: WordPiece) -> Loader | None:
+    """Loads a BERT into a text classifier."""
+    if config.init == "scratch":
+        return None
+
+    def load(model: TextClassifier) -> None:
+        rows, layers = _bert_rows(config, tokenizer), model.bert.config.layers
+        fill_bert(model.bert, _bert_folder(config), num_layers=layers, rows=rows)
 
     return load
 

@@ -17,6 +17,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig
+from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
@@ -36,14 +37,20 @@ from mmqa_jax.inference.from_config import (
     make_vlp_config,
     two_sides,
 )
-from mmqa_jax.models.presets import dual_encoder_from_config
+from mmqa_jax.models.presets import dual_encoder_from_config, text_classifier_from_config
 from mmqa_jax.models.vlp import VLPInputs
-from mmqa_jax.retrieval.modality import of_modality
+from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
 from mmqa_jax.training.answer import AnswerTask
 from mmqa_jax.training.augmentation import make_augmentation
 from mmqa_jax.training.contrastive import ContrastiveTask
-from mmqa_jax.training.pretrained import Loader, dual_encoder_loader, vlp_loader
+from mmqa_jax.training.modality import ModalityTask
+from mmqa_jax.training.pretrained import (
+    Loader,
+    classifier_loader,
+    dual_encoder_loader,
+    vlp_loader,
+)
 from mmqa_jax.training.rerank import RerankTask
 from mmqa_jax.training.state import Task
 
@@ -61,14 +68,14 @@ class Recipe:
       load_pretrained: puts pretrained weights into a freshly initialized model, in place; None
         to train from scratch.
       title: for the progress line.
-      reader: of the sources; it counts those that could not be read.
+      reader: of the sources; it counts those that could not be read. None: none are read.
     """
 
     task: Task
     batches: Any
     load_pretrained: Loader | None
     title: str
-    reader: SourceReader
+    reader: SourceReader | None
 
 
 def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipTokenizer) -> Recipe:
@@ -77,7 +84,12 @@ def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipT
     Raises:
       UserError: no questions, or a tokenizer or config section that does not fit.
     """
-    recipes = {"contrastive": _contrastive, "rerank": _rerank, "answer": _answer}
+    recipes = {
+        "contrastive": _contrastive,
+        "rerank": _rerank,
+        "answer": _answer,
+        "modality": _modality,
+    }
     is_clip = config.task == "contrastive" and bool(config.model.get("clip"))
     if isinstance(tokenizer, ClipTokenizer) != is_clip:
         wanted = "the folder of a converted CLIP" if is_clip else "a WordPiece tokenizer"
@@ -183,6 +195,18 @@ def _answer(
     task = AnswerTask(model, config.get("questions_per_mean"))
     loader = vlp_loader(config, tokenizer)
     return Recipe(task, batches, loader, "Training the reader", reader)
+
+
+def _modality(
+    config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
+) -> Recipe:
+    model = text_classifier_from_config(config.model, tokenizer.vocab_size, len(MODALITIES))
+    texts, modalities = labeled_questions(questions, corpus)
+    labels = [MODALITIES.index(modality) for modality in modalities]
+    batches = modality_batches(tokenizer, texts, labels, _feed(config), **_options(config))
+    loader = classifier_loader(config, tokenizer)
+    task = ModalityTask(model, config.model.frozen)
+    return Recipe(task, batches, loader, "Training the modality classifier", None)
 
 
 def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:

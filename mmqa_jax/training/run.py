@@ -66,7 +66,8 @@ def run_training(
                 metadata={"task": config.task, "corpus": corpus.fingerprint},
                 only_start=only_start,
             )
-            recipe.reader.warn_missing()
+            if recipe.reader is not None:
+                recipe.reader.warn_missing()
     return {"task": config.task, "steps": steps, "workdir": str(folder)}
 
 

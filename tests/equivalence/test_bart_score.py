@@ -156,18 +156,43 @@ def test_parabank_weights_take_the_place_of_the_folders_own(published, tmp_path)
     for name in ("config.json", "vocab.json", "merges.txt", "model.safetensors"):
         (tmp_path / name).write_bytes((published.folder / name).read_bytes())
     pair = [TEXTS[2]], [TEXTS[3]]
-    own, path = load_bart_scorer(tmp_path, buckets=(16,))
-    assert path == tmp_path
+    own, path, weights = load_bart_scorer(tmp_path, buckets=(16,))
+    assert (path, weights) == (tmp_path, "bart-large-cnn")
     assert own.score(*pair) == pytest.approx(published.score(*pair), abs=1e-4)
     other = randomize(
         transformers.BartForConditionalGeneration.from_pretrained(published.folder), 1, 0.1
     )
     torch.save(other.state_dict(), tmp_path / "bart.pth")
-    finetuned, path = load_bart_scorer(tmp_path, buckets=(16,))
-    assert path == tmp_path / "bart.pth"
+    finetuned, path, weights = load_bart_scorer(tmp_path, buckets=(16,))
+    assert (path, weights) == (tmp_path / "bart.pth", "official")
     wanted = published._replace(model=other).score(*pair)
     assert finetuned.score(*pair) == pytest.approx(wanted, abs=1e-4)
     assert abs(wanted[0] - published.score(*pair)[0]) > 1e-2
+
+
+def test_a_bart_pth_of_another_model_is_one_sentence(published, tmp_path, capsys):
+    folder = tmp_path / "bart"
+    folder.mkdir()
+    for name in ("config.json", "vocab.json", "merges.txt", "model.safetensors"):
+        (folder / name).write_bytes((published.folder / name).read_bytes())
+    path = tmp_path / "out.tsv"
+    path.write_text("\t".join(COLUMNS) + '\ng\ttext\t?\t["x"]\tx\t[0]\t["x"]\n')
+    weights = published.model.state_dict()
+    wrong = {
+        "shapes": {**weights, "model.shared.weight": weights["model.shared.weight"][:, :8]},
+        "keys": {"bert.embeddings.word_embeddings.weight": torch.zeros(4, 4)},
+        "kind": [1, 2],
+    }
+    for content in wrong.values():
+        torch.save(content, folder / "bart.pth")
+        flags = [f"--predictions={path}", f"--bart={folder}", "--lemmatizer=none", "--json"]
+        assert main(["evaluate", "webqa", *flags]) == 2
+        said = capsys.readouterr()
+        assert not said.out
+        (sentence,) = said.err.strip().splitlines()
+        assert f"{folder / 'bart.pth'}: is not BARTScore's ParaBank2 weights" in sentence
+        assert sentence.endswith("or remove it to score with the folder's own weights.")
+        assert len(sentence) < 600
 
 
 def test_fluency_from_the_command_line(published, tmp_path, capsys):
@@ -183,9 +208,32 @@ def test_fluency_from_the_command_line(published, tmp_path, capsys):
     assert main(["evaluate", "webqa", *flags]) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
-    wanted = score_fluency(*read_output_tsv(path), load_bart_scorer(published.folder)[0])
+    wanted = score_fluency(*read_output_tsv(path), load_bart_scorer(published.folder).scorer)
     own = wanted.per_question["webqa_fl/official"]
     assert result["scores"] == pytest.approx(
+        {
+            "webqa_acc/no_lemma": 0.5,
+            "exact_match/no_lemma": 0.5,
+            # Not the official weights, so not the official names.
+            "webqa_fl/bart-large-cnn": own.mean(),
+            "webqa_fl/paper_eq1_bart-large-cnn": wanted.scores["webqa_fl/paper_eq1"],
+            "webqa_fl_acc/bart-large-cnn_no_lemma": own[0] / 2,
+        },
+        abs=1e-5,
+    )
+    assert result["bart"] == str(published.folder)
+    assert "holds no bart.pth, so fluency is scored with the folder's own weights" in said.err
+    assert "named webqa_fl/bart-large-cnn" in said.err
+    # The same weights as bart.pth carry the official names.
+    with_parabank = tmp_path / "with_parabank"
+    with_parabank.mkdir()
+    for name in ("config.json", "vocab.json", "merges.txt"):
+        (with_parabank / name).write_bytes((published.folder / name).read_bytes())
+    torch.save(published.model.state_dict(), with_parabank / "bart.pth")
+    flags[1] = f"--bart={with_parabank}"
+    assert main(["evaluate", "webqa", *flags]) == 0
+    official = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert official["scores"] == pytest.approx(
         {
             "webqa_acc/no_lemma": 0.5,
             "exact_match/no_lemma": 0.5,
@@ -195,8 +243,6 @@ def test_fluency_from_the_command_line(published, tmp_path, capsys):
         },
         abs=1e-5,
     )
-    assert result["bart"] == str(published.folder)
-    assert "holds no bart.pth, so fluency is scored with the folder's own weights" in said.err
 
 
 def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):

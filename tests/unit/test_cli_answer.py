@@ -111,6 +111,24 @@ def test_hidden_gold_sources_stop_neither_search_nor_evaluate(data, models, tmp_
     assert not [name for name in scores if name.startswith("source_f1")]
 
 
+def test_gold_sources_that_are_hidden_are_asked_for(data, models, refused, tmp_path):
+    """The oracle needs them; a cap would drop some of them, so that it is not applied."""
+    reader = f"--model={models / 'answer'}"
+    flags = (f"--data={data}", "--split=val", f"--out={tmp_path / 'out.jsonl'}")
+    message = (
+        r"oracle sources: the gold sources of all 3 questions .* hidden; choose .* such as val"
+    )
+    refused("answer", *flags, reader, "--sources=oracle", message=message)
+    refused("answer", *flags, "--model=nowhere", message=message)  # before the model is opened
+    ended = mmqa("rerank", *flags, f"--model={models / 'rerank'}", "--cap=webqa", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.value == {"questions": 3}
+    assert "cap=webqa: 3 of 3 questions hide their gold sources, so all of their" in ended.err
+    assert (
+        "--split=val: gold sources are hidden, so nothing is scored and no threshold" in ended.err
+    )
+
+
 def test_threshold_printed_by_rerank_is_the_best_on_its_questions(data, models, tmp_path):
     path = tmp_path / "restricted.jsonl"
     result = done(
@@ -145,10 +163,12 @@ def test_a_split_whose_questions_list_no_sources(bare_data, models, refused, tmp
     done("rerank", data, f"--model={models / 'rerank'}", f"--out={restricted}")
     assert [row["sources"] for row in rows_of(restricted)] == [[]] * 8
     found = []
-    for sources in (restricted, "oracle", "none"):
+    for sources in (restricted, "none"):
         done("answer", data, model, f"--sources={sources}", f"--out={answers}")
         found.append(rows_of(answers))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
+    message = r"oracle sources: the gold sources of all 8 questions .* are hidden"
+    refused("answer", data, model, f"--out={answers}", message=message)
     flags = ("evaluate", "corpus", f"--references={bare_data}")
     refused(
         *flags, f"--predictions={restricted}",

@@ -189,6 +189,19 @@ def test_a_metric_that_one_lacks(runs, refused, tmp_path):
     refused("compare", only_f1, other, f"--metric={F1}", message=message)
 
 
+def test_runs_over_a_split_whose_gold_is_hidden(runs, refused, tmp_path):
+    hidden = [write_run(tmp_path / name, {ACC: [1.0]}) for name in ("x", "y")]
+    for folder in hidden:
+        scores = json.loads((folder / "scores.json").read_text())
+        (folder / "scores.json").write_text(json.dumps({**scores, "scores": {}}))
+    message = (
+        r"x: holds no scores, since the gold answers of its split \(test\) are hidden; compare"
+    )
+    refused("compare", *hidden, message=message)
+    refused("compare", *hidden, f"--metric={ACC}", message=message)
+    refused("compare", runs[0], hidden[0], message=message)
+
+
 @pytest.mark.parametrize("name", ["scores.json", "per_question.jsonl"])
 def test_a_run_that_did_not_end(name, runs, refused):
     (runs[1] / name).unlink()

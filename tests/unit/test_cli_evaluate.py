@@ -216,6 +216,42 @@ def test_a_submission_goes_by_the_questions_own_snippet_ids(webqa_files, tmp_pat
     assert again["scores"] == result["scores"]
 
 
+def test_unknown_sources_of_a_submission_count_as_wrong_and_are_counted(webqa_files, tmp_path):
+    """As the authors' own submissions have them ("dummy"): CLIP_encodings.ipynb, cell 40."""
+    flags = (
+        *("evaluate", "webqa", f"--references={webqa_files / 'val.json'}"),
+        *("--split=val", "--lemmatizer=none"),
+    )
+    known = {"g2": {"sources": ["g2_0"], "answer": "Red."}}
+    path = tmp_path / "EvalAI.json"
+    path.write_text(json.dumps(known))
+    right = done(*flags, f"--predictions={path}")
+    assert right["unknown_sources"] == 0
+    assert not [note for note in right["notes"] if "cited sources" in note]
+    known["g2"]["sources"] += ["dummy", 30999999]
+    known["g3"] = {"sources": ["dummy"], "answer": "Ann"}
+    path.write_text(json.dumps(known))
+    result = done(*flags, f"--predictions={path}")
+    assert result["unknown_sources"] == 3
+    (note,) = [note for note in result["notes"] if "cited sources" in note]
+    assert note.startswith("3 cited sources of 2 questions are not in ")
+    assert note.endswith("(such as 'dummy' of question g2): they count as wrong")
+    # P of g2 falls from 1 to 1/3, R stays.
+    one, third = (f1(precision) for precision in (1, 1 / 3))
+    count = right["n_by_scorer"]["source_f1/notebook"]
+    assert right["scores"]["source_f1/notebook"] == pytest.approx(one / count, abs=1e-5)
+    assert result["scores"]["source_f1/notebook"] == pytest.approx(third / count, abs=1e-5)
+    # The leaderboard would not know them either.
+    out = f"--submission={tmp_path / 'out.json'}"
+    ended = mmqa(*flags, f"--predictions={path}", out)
+    assert ended.code == 2
+    assert "prediction for g2: cites 'dummy', which is not in the corpus" in ended.err
+
+
+def f1(precision: float) -> float:
+    return 2 * precision / (precision + 1 + 1e-5)
+
+
 def test_a_submission_of_the_hidden_split(tmp_path):
     hidden = {
         "h1": {

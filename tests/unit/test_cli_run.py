@@ -283,6 +283,24 @@ def test_a_split_whose_gold_is_hidden(flags_of, tmp_path):
     assert result["scores"].keys() == {"webqa_acc/no_lemma", "exact_match/no_lemma"}
     rows = rows_of(tmp_path / "run" / "predictions.jsonl")
     assert [row["question_id"] for row in rows] == ["val0", "val1", "val2"]
+    (note,) = [note for note in result["notes"] if note.startswith("cap=webqa: 3 of 3 questions")]
+    assert html.escape(note) in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["webqa:vlp", "webqa:clip20_vlp", "webqa:bm25_full"])
+def test_rows_on_the_hidden_test_split(name, bare_data, models, index, tmp_path):
+    """Predictions for the leaderboard, from the row as it is; bare_data hides all that is gold."""
+    flags = row_flags(name, tmp_path / "run", bare_data, models, index)
+    if "clip20" in name:  # an index of this corpus, and no gold sources to tell the modality
+        done("embed", f"--data={bare_data}", f"--model={models / 'contrastive'}",
+             f"--out={tmp_path / 'index'}")  # fmt: skip
+        done("index", f"--embeddings={tmp_path / 'index'}", "--kind=exact")
+        flags.append(f"--config.parts.retriever.index={tmp_path / 'index'}")
+    result = done(*flags)
+    assert (result["scores"], result["split"]) == ({}, "test")
+    assert result["notes"][0] == "gold answers and sources of this split are not published"
+    assert len(result["notes"]) == 1 + (name == "webqa:vlp")  # of the cap
+    assert len(rows_of(tmp_path / "run" / "predictions.jsonl")) == 8
 
 
 def test_questions_evenly_over_the_split(flags_of, tmp_path):

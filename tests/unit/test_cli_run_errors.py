@@ -8,6 +8,8 @@ import pytest
 from cli_runs import ROOT, done
 from row_runs import row_flags
 
+from mmqa_jax.retrieval.index import scann_available
+
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 WEBQA = f"{ROOT}/configs/webqa/tables.py"
@@ -209,6 +211,26 @@ def test_an_index_of_another_corpus(data, bare_data, models, index, refused, tmp
     flags = row_flags("webqa:clip2", tmp_path / "run", data, models, index)
     other = f"--config.data.dir={bare_data}"
     refused(*flags, "--config.parts.retriever.modality=unknown", other, message=r"corpus")
+
+
+def test_oracle_sources_of_a_hidden_split(data, models, index, refused, tmp_path):
+    flags = row_flags("atlas:oracle", tmp_path / "run", data, models, index)
+    refused(
+        *flags, "--split=val",
+        message=r"oracle sources: the gold sources of all 3 questions of this split are hidden",
+    )  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not scann_available(), reason="ScaNN is not installed")
+def test_an_index_that_searches_approximately(data, models, index, refused, tmp_path):
+    other = tmp_path / "index"
+    shutil.copytree(index / "embeddings", other / "embeddings")
+    done("index", f"--embeddings={other}", "--kind=scann")
+    flags = row_flags("webqa:clip2", tmp_path / "run", data, models, other)
+    message = r"index: searches approximately, but .*index_kind=exact; run `mmqa index .*=exact`"
+    refused(*flags, message=message)
+    assert done(*flags, "--config.parts.retriever.index_kind=any")["questions"] == 5
 
 
 def test_the_workdir_of_another_row(flags, data, models, index, refused, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.fluency import fluency_times_accuracy, plain, score_fluency
+from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.webqa import score_answers
 
 
@@ -81,6 +82,25 @@ def test_the_product_is_of_single_questions():
     )
     others = score_answers([asked[3]], [])
     assert fluency_times_accuracy(fluency, others) is None
+
+
+def test_other_weights_give_other_names():
+    """Only BARTScore's bart.pth is `official`; the products name both deviations."""
+    asked = [question("a", "It is red.", category="text", keywords="red")]
+    given = [Prediction("a", "Red")]
+    weights = "bart-large-cnn"
+    fluency = score_fluency(asked, given, Given(TABLE), weights=weights)
+    assert list(fluency.per_question) == [
+        "webqa_fl/bart-large-cnn",
+        "webqa_fl/paper_eq1_bart-large-cnn",
+    ]
+    official = Scores(("a",), ("text",), {"webqa_acc/official": np.array([0.5])})
+    product = fluency_times_accuracy(fluency, official, weights)
+    assert product.scores == pytest.approx({"webqa_fl_acc/bart-large-cnn": np.exp(-2) / 2})
+    product = fluency_times_accuracy(fluency, score_answers(asked, given), weights)
+    assert list(product.per_question) == ["webqa_fl_acc/bart-large-cnn_no_lemma"]
+    fluency = score_fluency(asked, given, Given(TABLE))
+    assert list(fluency_times_accuracy(fluency, official).per_question) == ["webqa_fl_acc/official"]
 
 
 def test_questions_without_references_and_unknown_ids_are_refused():

@@ -231,7 +231,9 @@ def test_an_index_built_anew_is_searched_again(flags_of, index, tmp_path):
     """One of another kind, over the same embeddings."""
     folder, copied = tmp_path / "run", tmp_path / "index"
     shutil.copytree(index, copied)
-    flags = (*flags_of("webqa:clip2", folder), f"--config.parts.retriever.index={copied}")
+    retriever = "--config.parts.retriever."
+    of_copy = (f"{retriever}index={copied}", f"{retriever}index_kind=any")
+    flags = (*flags_of("webqa:clip2", folder), *of_copy)
     flags = (*flags, "--config.parts.retriever.modality=unknown")
     done(*flags)
     manifest = read_json(copied / "index" / "manifest.json")

@@ -297,6 +297,13 @@ def test_source_f1_by_hand():
     notebook = [2 / (2 + 1e-5), 0.5 / (1 + 1e-5), 0]
     np.testing.assert_allclose(scores.per_question["source_f1/official"], official, atol=1e-12)
     np.testing.assert_allclose(scores.per_question["source_f1/notebook"], notebook, atol=1e-12)
+    # Two sources each, so the notebook's two slots are full.
+    clip = scores.per_question["source_f1/clip_notebook"]
+    np.testing.assert_allclose(clip, notebook, atol=1e-12)
+    one = score_sources([question("one", positives=("s1",))], [Prediction("one", sources=("s1",))])
+    p, r = 1 / 2, 1  # the unused slot counts
+    assert one.scores["source_f1/clip_notebook"] == pytest.approx(2 * p * r / (p + r + 1e-5))
+    assert one.scores["source_f1/notebook"] == pytest.approx(2 / (2 + 1e-5))
     assert (scores.n, scores.unscored, scores.missing) == (3, 1, 0)
 
 

@@ -69,7 +69,7 @@ class Parts:
         return [Prediction(q.id, "so", c.sources) for q, c in zip(questions, cited, strict=True)]
 
 
-def test_the_best_source_always_and_a_second_one_above_the_threshold():
+def test_the_best_source_always_and_a_second_one_from_the_threshold_on():
     relevance = [
         ranking("low", a=0.1, b=0.09),
         ranking("two", a=0.9, b=0.31),
@@ -81,7 +81,7 @@ def test_the_best_source_always_and_a_second_one_above_the_threshold():
     assert select_sources(relevance, 0.3) == [
         ranking("low", a=0.1),
         ranking("two", a=0.9, b=0.31),
-        ranking("equal", a=0.9),
+        ranking("equal", a=0.9, b=0.3),
         ranking("three", a=0.9, b=0.8),
         ranking("one", a=0.0),
         ranking("none"),

@@ -14,7 +14,7 @@ from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
-from mmqa_jax.data.tokenizers import TokenTable, WordPiece
+from mmqa_jax.data.tokenizers import TokenTable, text_inputs
 from mmqa_jax.data.truncation import Tokens, cut
 
 
@@ -101,8 +101,8 @@ def contrastive_batches(
                     pixels[b * group + k] = source.pixels
                     has_image[b * group + k] = True
             gold_rows[b, : len(golds[i])] = golds[i]
-        query_ids, query_mask, query_lost = _text_inputs(queries, query_length, tokenizer)
-        source_ids, source_mask, source_lost = _text_inputs(
+        query_ids, query_mask, query_lost = text_inputs(queries, query_length, tokenizer)
+        source_ids, source_mask, source_lost = text_inputs(
             texts, shapes[planned.bucket].text, tokenizer
         )
         return {
@@ -120,26 +120,6 @@ def contrastive_batches(
         }
 
     return feed_batches(sample, shapes, make, feed)
-
-
-def _text_inputs(
-    texts: Sequence[Tokens], length: int, tokenizer: WordPiece
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`[CLS] text [SEP]` for the dual encoder: ids int32[B, L], mask bool[B, L], lost int32[B].
-
-    Longer texts lose their tail; `lost` counts the tokens.
-    """
-    ids = np.full((len(texts), length), tokenizer.pad_id, np.int32)
-    mask = np.zeros((len(texts), length), bool)
-    lost = np.zeros(len(texts), np.int32)
-    ids[:, 0] = tokenizer.cls_id
-    for row, text in enumerate(texts):
-        kept = cut(text, length - 2, None)
-        ids[row, 1 : 1 + len(kept)] = kept
-        ids[row, 1 + len(kept)] = tokenizer.sep_id
-        mask[row, : len(kept) + 2] = True
-        lost[row] = len(text) - len(kept)
-    return ids, mask, lost
 
 
 def _second_hop_query(question: Tokens, title: Tokens, length: int) -> np.ndarray:

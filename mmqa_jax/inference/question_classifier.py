@@ -1,0 +1,49 @@
+"""The trained modality classifier in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float32
+
+from mmqa_jax.data.schema import Modality
+from mmqa_jax.data.tokenizers import WordPiece, text_inputs
+from mmqa_jax.models.text_classifier import TextClassifier
+from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
+
+
+class QuestionClassifier:
+    """Predicts the modality of the sources that a question needs.
+
+    Args:
+      model: with the classes of MODALITIES.
+      tokenizer: of the run.
+      length: tokens per question, as in training.
+      batch_size: questions at a time; all batches have this size, so that one program is compiled.
+    """
+
+    def __init__(self, model: TextClassifier, tokenizer: WordPiece, length: int, batch_size: int):
+        self._tokenizer, self._length, self._batch_size = tokenizer, length, batch_size
+        graphdef, self._state = nnx.split(model)
+        self._probabilities = jax.jit(
+            lambda state, ids, mask: jax.nn.softmax(nnx.merge(graphdef, state)(ids, mask))
+        )
+
+    def probabilities(self, texts: Sequence[str]) -> Float32[np.ndarray, "n 2"]:
+        """The probability of each of MODALITIES."""
+        tokens = self._tokenizer.encode_batch([without_quotes(text) for text in texts])
+        found = np.zeros((len(tokens), len(MODALITIES)), np.float32)
+        for start in range(0, len(tokens), self._batch_size):
+            chunk = tokens[start : start + self._batch_size]
+            padding = [[]] * (self._batch_size - len(chunk))
+            ids, mask, _ = text_inputs([*chunk, *padding], self._length, self._tokenizer)
+            batch = self._probabilities(self._state, *jax.device_put((ids, mask)))
+            found[start : start + len(chunk)] = jax.device_get(batch)[: len(chunk)]
+        return found
+
+    def predict(self, texts: Sequence[str]) -> list[Modality]:
+        """The more likely modality of every question."""
+        return [MODALITIES[best] for best in self.probabilities(texts).argmax(axis=1)]

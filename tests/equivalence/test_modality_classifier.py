@@ -1,0 +1,122 @@
+"""WebQA's BERT modality classifier against the published layers on a tiny random BERT."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+from compare import randomize
+from flax import nnx
+
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
+from mmqa_jax.training.modality import ModalityTask
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
+from mmqa_jax.weights.pretrained import fill_bert
+
+SIZES = BertConfig(vocab_size=50, hidden=32, layers=2, heads=4, mlp=48, positions=20)
+RATE = 2e-5
+
+
+class Published(torch.nn.Module):
+    """bert_classifier.py:28-47, without dropout; `pooling` cls is reference.md's `[CLS]`."""
+
+    def __init__(self, bert, pooling):
+        super().__init__()
+        self.bert, self.fc, self.pooling = bert, torch.nn.Linear(32, 2), pooling
+
+    def forward(self, ids, mask):
+        output = self.bert(ids, attention_mask=mask)
+        pooled = output[1] if self.pooling == "pooler" else output[0][:, 0]
+        return torch.log_softmax(self.fc(pooled), dim=1)
+
+
+@pytest.fixture(params=["pooler", "cls"])
+def pair(request, tmp_path):
+    """The published module, and ours with its weights."""
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=20, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    bert = randomize(transformers.BertModel(config), 0, 0.2)
+    bert.save_pretrained(tmp_path / "bert")
+    published = Published(bert, request.param).eval()
+    ours = TextClassifier(TextClassifierConfig(SIZES, 2, request.param), rngs=nnx.Rngs(0))
+    fill_bert(ours.bert, tmp_path / "bert")
+    ours.head.kernel[...] = jnp.asarray(published.fc.weight.detach().numpy().T)
+    ours.head.bias[...] = jnp.asarray(published.fc.bias.detach().numpy())
+    return published, ours
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(0)
+    mask = np.arange(12) < np.array([12, 3, 7, 9, 5])[:, None]
+    ids = np.where(mask, rng.integers(5, 50, mask.shape), 0).astype(np.int32)
+    return {"input_ids": ids, "mask": mask, "label": np.array([0, 1, 1, 0, 1], np.int32)}
+
+
+def test_log_probabilities_loss_and_one_step_of_adamw(pair, batch):
+    """bert_classifier.py:119-124, 273-277: NLL, the gradient clipped to 1, AdamW at 2e-5."""
+    published, ours = pair
+    ids, mask = (torch.tensor(batch[name].astype(np.int64)) for name in ("input_ids", "mask"))
+    wanted = published(ids, mask)
+    with jax.default_matmul_precision("highest"):
+        found = jax.nn.log_softmax(ours(batch["input_ids"], batch["mask"]))
+    np.testing.assert_allclose(found, wanted.detach(), rtol=0, atol=1e-5)
+
+    optimizer = torch.optim.AdamW(published.parameters(), lr=RATE, eps=1e-6, weight_decay=0.0)
+    loss = torch.nn.functional.nll_loss(wanted, torch.tensor(batch["label"]).long())
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(published.parameters(), 1.0)
+    optimizer.step()
+
+    task = ModalityTask(dataclasses.replace(ours.config, bert=without_dropout(SIZES)))
+    options = OptimizerOptions(
+        "adamw", RATE, "constant", 0.0, eps=1e-6, weight_decay=0.0, clip_norm=1.0
+    )
+    update, _ = make_optimizer(options, 1)
+    graphdef, params = nnx.split(ours)
+
+    def loss_of(params):
+        return task.loss(nnx.merge(graphdef, params), batch, None)[0]
+
+    with jax.default_matmul_precision("highest"):
+        value, grads = jax.value_and_grad(loss_of)(params)
+    assert float(value) == pytest.approx(loss.item(), abs=1e-5)
+    assert float(optax.tree.norm(grads)) == pytest.approx(norm.item(), rel=1e-4)
+    changes, _ = update.update(grads, update.init(params), params)
+    trained = nnx.merge(graphdef, optax.apply_updates(params, changes))
+    for mine, theirs in (
+        (trained.head.kernel[...].T, published.fc.weight),
+        (trained.bert.embeddings.token_type.table[0], bert_types(published)[0]),
+    ):
+        np.testing.assert_allclose(mine, theirs.detach(), rtol=0, atol=RATE / 20)
+    assert np.abs(np.asarray(changes["head"]["kernel"][...])).max() == pytest.approx(RATE, rel=1e-2)
+
+
+def test_a_frozen_bert_has_no_gradient(batch):
+    model = TextClassifier(TextClassifierConfig(without_dropout(SIZES)), rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model)
+    for frozen in (True, False):
+        task = ModalityTask(model.config, frozen)
+        grads = jax.grad(lambda p, task=task: task.loss(nnx.merge(graphdef, p), batch, None)[0])(
+            params
+        )
+        assert float(optax.tree.norm(grads["head"])) > 0
+        assert (float(optax.tree.norm(grads["bert"])) == 0) == frozen
+
+
+def without_dropout(config):
+    return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
+
+
+def bert_types(published):
+    return published.bert.embeddings.token_type_embeddings.weight
