@@ -32,7 +32,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     distributed.start()
     from mmqa_jax.core.config import load_config
+    from mmqa_jax.systems.validation import make_validation
     from mmqa_jax.training.run import run_training
 
     config = load_config(arguments.config, arguments.overrides)
-    return run_training(config, Path(arguments.workdir), only_start=arguments.only_start)
+    return run_training(
+        config,
+        Path(arguments.workdir),
+        make_validation=make_validation,
+        only_start=arguments.only_start,
+    )

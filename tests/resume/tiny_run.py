@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.training.loop import train
+from mmqa_jax.training.validation import Validation
 
 FEATURES, HIDDEN, BATCH, EXAMPLES = 5, 16, 8, 96
 
@@ -103,9 +104,9 @@ class Regression:
         return jnp.mean(error**2), {"absolute": jnp.mean(jnp.abs(error))}
 
 
-def evaluate(model, step):
+def evaluate(model):
     x = jnp.stack([example(1000 + i)["x"] for i in range(16)])
-    return {"mean": model(x).mean(), "step": step}
+    return {"mean": model(x).mean()}
 
 
 class Watched:
@@ -126,7 +127,10 @@ def raise_signal(number):
     return lambda batch: os.kill(os.getpid(), number)
 
 
-def run(workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None, **changes):
+def run(
+    workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None,
+    validation=None, **changes,
+):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
         train_config(**changes),
@@ -135,7 +139,7 @@ def run(workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=N
         mesh=mesh or make_mesh(devices=jax.devices()[:1]),
         workdir=workdir,
         seed=7,
-        evaluate=evaluate,
+        validation=validation or Validation(evaluate),
         metadata=metadata,
         load_pretrained=load_pretrained,
     )
