@@ -47,7 +47,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "split": "val",
         "questions": 500,
         "metric": "webqa_acc/no_lemma",
-        "num_beams": 1,  # greedy: five times cheaper, and ranks the steps alike
+        "num_beams": 1,  # greedy
         "sources": "none" if row == "q_only" else "oracle",
     }
     config.inference = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict

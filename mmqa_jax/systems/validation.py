@@ -20,7 +20,6 @@ from mmqa_jax.data.splits import evenly
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.source_selection import (
     SELECTIONS,
-    mean_source_f1,
     tune_threshold,
 )
 from mmqa_jax.evaluation.webqa import Normalizer, has_keywords, score_answers

@@ -16,7 +16,7 @@ from mmqa_jax.core import distributed
 from mmqa_jax.core.checkpoint import Best, Checkpoints
 from mmqa_jax.evaluation.source_selection import Cap, Select
 from mmqa_jax.training.state import Model
-from mmqa_jax.weights.folder import RECORD, is_weights_folder, read_metadata, replace_trained
+from mmqa_jax.weights.folder import RECORD, read_metadata, replace_trained
 
 BEST = "best"  # in a run's workdir
 RECALL_AT = (1, 2, 5, 10, 20, 100)
@@ -149,7 +149,8 @@ class BestWeights:
         best = self._checkpoints.best()
         if best is None:
             return
-        current = is_weights_folder(self._folder) and read_metadata(self._folder)["step"]
+        written = (self._folder / RECORD).exists()
+        current = read_metadata(self._folder).get("step") if written else None
         distributed.barrier("the best step is read")
         if current != best.step:
             self._write(self._checkpoints.restore_params(best.step, params), best)
