@@ -69,6 +69,7 @@ def curves_plot(task: str, curves: Mapping[str, Points], best_step: float | None
             mark.set_gid(f"best-{slug}-{index}")
         axes.set_title(_plain(name), fontsize=9, color=_INK, loc="left")
         axes.set_xlabel("step")
+        axes.locator_params(axis="x", integer=True)
         _style(axes)
     return _svg(figure, slug)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.evaluation.plots import Points
 from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
@@ -29,8 +30,18 @@ def run_curves(folder: Path) -> dict[str, Points]:
 
 
 def write_training_report(folder: Path) -> dict[str, Any]:
-    """Prints the validation of a finished or running training run and writes its report.html."""
-    config, curves, best = read_config(folder), run_curves(folder), read_best(folder)
+    """Prints the validation of a finished or running training run and writes its report.html.
+
+    Raises:
+      UserError: `folder` has no config.json of a training run.
+    """
+    config = read_config(folder)
+    if config.get("task") not in TASKS:
+        raise UserError(
+            f"{folder}: holds no training run (config key task is {config.get('task')!r}); name "
+            "the workdir of `mmqa train` or of `mmqa demo`."
+        )
+    curves, best = run_curves(folder), read_best(folder)
     title = f"Training of the {TASKS[config.task]}"
     tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
     headline = {} if best is None else {f"best {best['metric']}": best["value"]}
@@ -41,7 +52,9 @@ def write_training_report(folder: Path) -> dict[str, Any]:
         show(table)
     data = ReportData(
         title=title,
-        description=f"{config.train.steps:,} steps on {config.data.dir}, {config.data.split}.",
+        description=(
+            f"{config.train.steps:,} steps on split {config.data.split} of {config.data.dir}."
+        ),
         facts=facts,
         headline=headline,
         tables=tables,

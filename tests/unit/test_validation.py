@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from cli_runs import ROOT, TINY_OF, done, quickly_and_quietly, rows_of, train_flags, tree
+from cli_runs import ROOT, TINY_OF, done, mmqa, quickly_and_quietly, rows_of, train_flags, tree
 from flax import nnx
 
 from mmqa_jax.core.config import load_config
@@ -48,13 +48,12 @@ def runs(data, cli_cache, tmp_path_factory):
 
 def evaluations(workdir):
     """Step -> its values."""
-    rows = rows_of(workdir / "metrics.jsonl")
-    named = {row["step"]: {k: v for k, v in row.items() if k.startswith("eval/")} for row in rows}
-    return {
-        row["step"]: {k.removeprefix("eval/"): v for k, v in row.items() if k.startswith("eval/")}
-        for row in rows
-        if named and any(key.startswith("eval/") for key in row)
-    }
+    found = {}
+    for row in rows_of(workdir / "metrics.jsonl"):
+        values = {k.removeprefix("eval/"): v for k, v in row.items() if k.startswith("eval/")}
+        if values:
+            found[row["step"]] = values
+    return found
 
 
 @pytest.fixture(params=["last", "best"])
@@ -82,10 +81,6 @@ def test_recall_is_that_of_search(weights, data, tmp_path):
     assert {name: values[name] for name in found} == pytest.approx(found)
     assert values["recall@20"] == 1.0
     assert 0 < values["mrr"] < 1
-    # Over a pool: as the whole ranking without the sources that are not in it.
-    corpus = open_corpus(data)
-    pool = {name for q in corpus.questions("test")[1:3] for name in (*q.positives, *q.negatives)}
-    assert len(pool) == 8
 
 
 def test_source_f1_is_that_of_rerank(weights, data, tmp_path):
@@ -132,6 +127,30 @@ def test_a_run_says_which_step_was_best(task, runs):
     assert kept == {"config.json", "model.json", "tokenizer.json", "weights"}
 
 
+def test_the_report_of_a_run_shows_its_validation(runs):
+    run = runs[0] / "rerank"
+    ended = mmqa("report", f"--workdir={run}", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.value == {
+        "task": "rerank", "report": str(run / "report.html"), "best": read_best(run)
+    }  # fmt: skip
+    for step, values in evaluations(run).items():
+        (line,) = (line for line in ended.out.splitlines() if line.startswith(f"│    {step} │"))
+        assert f"{values['source_f1']:.3f}" in line
+    page = (run / "report.html").read_text()
+    for name in ("loss", "eval/source_f1", "eval/source_f1@0.2", "eval/threshold"):
+        assert name in page
+    assert page.count('id="best-source-selector-') == page.count('id="curve-source-selector-')
+    assert "best step" in page
+
+
+def test_the_report_of_something_else_is_refused(refused, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.json").write_text('{"config": {"row": "vlp"}}')
+    message = r"holds no training run .*; name the workdir of `mmqa train` or of `mmqa demo`"
+    refused("report", f"--workdir={tmp_path}", message=message)
+
+
 # Without a run
 
 
@@ -142,7 +161,8 @@ def judge(data, tmp_path_factory):
 
     def make(name, **changes):
         task = name.partition("_")[0]
-        flags = train_flags(task, data, "unused", **EVERY_STEP, **WHOLE[task], **changes)
+        values = {**EVERY_STEP, **WHOLE[task], **changes}
+        flags = train_flags(task, data, "unused", **values)
         overrides = [flag.removeprefix("--config.") for flag in flags[2:]]
         config = load_config(f"{ROOT}/configs/atlas/{name}.py:runlocal", overrides)
         check_config(config)
