@@ -226,7 +226,7 @@ def test_retrieval_is_judged_on_a_fixed_pool(judge, data):
         (
             "rerank",
             {"validate.split": "val"},
-            r"validate\.split=val: .*no such questions with gold sources; .* evaluate_every to 0",
+            r"validate\.split=val: .*no such questions with gold sources; .*evaluate_every to 0",
         ),
         ("answer", {"validate.split": "dev"}, r"validate\.split=dev: .* questions with keywords"),
         (
