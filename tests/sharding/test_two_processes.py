@@ -31,10 +31,11 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def data(tmp_path):
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
     """A prepared corpus of eight snippets and a question about each."""
-    raw, folder = tmp_path / "raw", tmp_path / "data"
+    place = tmp_path_factory.mktemp("corpus")
+    raw, folder = place / "raw", place / "data"
     raw.mkdir()
     write_rows(
         raw / "sources.jsonl",
@@ -109,9 +110,16 @@ def best_step(workdir: Path) -> int:
     return json.loads((workdir / "best" / "model.json").read_text())["step"]
 
 
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """The workdir of a run on one process."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    finish(start("train", *train_flags(data, workdir)))
+    return workdir
+
+
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_two_processes_train_as_one_does(data, tmp_path, axis):
-    finish(start("train", *train_flags(data, tmp_path / "one")))
+def test_two_processes_train_as_one_does(data, alone, tmp_path, axis):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -131,6 +139,6 @@ def test_two_processes_train_as_one_does(data, tmp_path, axis):
     record = json.loads((tmp_path / "two" / "config.json").read_text())
     assert record["devices"]["processes"] == 2
     # With the parameters split over the processes, what is fetched is gathered.
-    for two, one in zip(curve(tmp_path / "two"), curve(tmp_path / "one"), strict=True):
+    for two, one in zip(curve(tmp_path / "two"), curve(alone), strict=True):
         assert two == pytest.approx(one, rel=1e-5)
-    assert best_step(tmp_path / "two") == best_step(tmp_path / "one")
+    assert best_step(tmp_path / "two") == best_step(alone)

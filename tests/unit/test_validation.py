@@ -220,6 +220,12 @@ def test_retrieval_is_judged_on_a_fixed_pool(judge, data):
     assert values["mrr"] >= 1 / len(names)
 
 
+def test_answers_may_be_searched_with_other_beams_than_at_inference(judge):
+    beams = [judge("answer", **{"validate.num_beams": n})[0].evaluate._reader for n in (1, 3)]
+    assert [reader.options.num_beams for reader in beams] == [1, 3]
+    assert TINY_OF["answer"]["inference.num_beams"] == 2
+
+
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
