@@ -60,12 +60,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "accumulate": 1,
         "keep": 2,
     }
-    config.validate = {
-        "split": "val",
-        "questions": 1000,
-        "sources": 20_000,
-        "metric": "recall@20",
-    }
+    config.validate = {"split": "val", "questions": 250, "sources": 5000, "metric": "recall@20"}
     config.inference = {"batch_size": 256, "buckets": (16, 32, 48, 77)}
 
     if mode == "runlocal":

@@ -17,7 +17,12 @@ EXAMPLE = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_config(parser)
-    parser.add_argument("--workdir", required=True, help="checkpoints, metrics and weights go here")
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        help="checkpoints, metrics and weights go here, and the weights of the best step in its "
+        "folder best, if the config validates",
+    )
     parser.add_argument(
         "--only_start",
         action="store_true",

@@ -1,7 +1,8 @@
 """What a training run is validated by: the settings of systems/webqa.py with its current weights.
 
 Each validation holds one inference part, built before the first step, and the few sources that it
-reads. The part compiles at the first evaluation; after that only its parameters change.
+reads. The part compiles at the first evaluation; after that only its parameters change. Parameters
+stay on the run's mesh; its devices and processes all compute the same.
 """
 
 from __future__ import annotations

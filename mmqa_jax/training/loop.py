@@ -230,7 +230,7 @@ class _Run:
         self._sums, self._count = {}, 0
 
     def evaluate(self, step: int, model: nnx.Module, validation: Validation) -> float | None:
-        """Writes a row of the validation's values; returns that of its metric."""
+        """Writes a row of the validation's values; returns that of its metric, if it is finite."""
         self.check_finite()
         with self._progress.paused():
             found = _same_on_all(validation.evaluate(model))
@@ -239,7 +239,7 @@ class _Run:
             return None
         score = found[validation.metric]
         self._progress.advance(0, **{validation.metric: score})
-        return score
+        return score if math.isfinite(score) else None
 
     def save(self, step: int, state: TrainState, score: float | None) -> None:
         """Starts a checkpoint, after checking that all values so far are finite."""

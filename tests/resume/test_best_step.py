@@ -64,6 +64,17 @@ def test_of_equal_steps_the_first_is_the_best(tmp_path):
     assert checkpoints(tmp_path) == [5, 30]
 
 
+def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
+    values = iter([float("nan"), 0.25, float("inf")])
+    run(
+        tmp_path, steps=30, evaluate_every=10,
+        validation=Validation(lambda model: {"odd": next(values)}, "odd"),
+    )  # fmt: skip
+    assert read_best(tmp_path)["step"] == 20
+    rows = [row for row in curve(tmp_path) if "eval/odd" in row]
+    assert [row["eval/odd"] for row in rows] == [None, 0.25, None]
+
+
 def test_nothing_is_evaluated_where_evaluate_every_is_0(tmp_path):
     def evaluate(model):
         raise AssertionError("evaluated")
