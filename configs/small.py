@@ -15,3 +15,4 @@ def make_small(config: ConfigDict) -> None:
     config.batches.batch_size = 8
     config.train.steps, config.train.checkpoint_every = 4, 2
     config.train.log_every = 2
+    config.train.evaluate_every = 0

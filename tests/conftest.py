@@ -22,7 +22,7 @@ _SLOW = frozenset(
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("keymap", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
-        *("weights_folder", "wheel"),
+        *("validation", "weights_folder", "wheel"),
     )
 )
 

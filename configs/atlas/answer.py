@@ -77,6 +77,13 @@ def get_config(mode: str = "") -> ConfigDict:
         "accumulate": 1,
         "keep": 1,
     }
+    # With train.evaluate_every above 0: logged as eval/..., the best step's weights kept.
+    config.validate = {
+        "split": "val",
+        "questions": 200,
+        "metric": "webqa_acc/no_lemma",
+        "num_beams": 1,  # greedy
+    }
     config.inference = {
         "batch_size": 64,
         "num_beams": 5,

@@ -65,6 +65,8 @@ def get_config(mode: str = "") -> ConfigDict:
         "accumulate": 1,
         "keep": 1,
     }
+    # With train.evaluate_every above 0: logged as eval/..., the best step's weights kept.
+    config.validate = {"split": "val", "questions": 200, "sources": 1000, "metric": "recall@10"}
     config.inference = {"batch_size": 64, "buckets": (16, 24, 32, 48, 64)}
 
     if mode == "runlocal":

@@ -66,6 +66,8 @@ def get_config(mode: str = "") -> ConfigDict:
         "accumulate": 1,
         "keep": 1,
     }
+    # With train.evaluate_every above 0: logged as eval/..., the best step's weights kept.
+    config.validate = {"split": "val", "questions": 100, "metric": "source_f1"}
     config.inference = {"batch_size": 32}
 
     if mode == "runlocal":

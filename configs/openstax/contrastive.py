@@ -66,6 +66,8 @@ def get_config(mode: str = "") -> ConfigDict:
         "accumulate": 1,
         "keep": 1,
     }
+    # With train.evaluate_every above 0: logged as eval/..., the best step's weights kept.
+    config.validate = {"split": "val", "questions": 200, "sources": 2000, "metric": "recall@10"}
     config.inference = {"batch_size": 64, "buckets": (32, 64, 96, 128, 192, 256)}
 
     if mode == "zero_shot":

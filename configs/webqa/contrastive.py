@@ -56,10 +56,11 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 10,
         "checkpoint_every": 100,
-        "evaluate_every": 0,
+        "evaluate_every": 50,
         "accumulate": 1,
         "keep": 2,
     }
+    config.validate = {"split": "val", "questions": 250, "sources": 5000, "metric": "recall@20"}
     config.inference = {"batch_size": 256, "buckets": (16, 32, 48, 77)}
 
     if mode == "runlocal":

@@ -93,7 +93,7 @@ def train(questions: int, epochs: int, rate: float, *, batch: int, every: int) -
         },
         "log_every": 10 * every,
         "checkpoint_every": 250 * every,
-        "evaluate_every": 0,
+        "evaluate_every": 250 * every,
         "accumulate": 1,
         "keep": 2,
     }

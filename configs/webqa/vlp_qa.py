@@ -48,6 +48,13 @@ def get_config(mode: str = "") -> ConfigDict:
     config.questions_per_mean = 2
     # The epoch whose checkpoint the authors took, of 16.
     config.train = vlp.train(vlp.QUESTIONS[modality], epochs, 1e-4, batch=32, every=4)
+    config.validate = {
+        "split": "val",
+        "questions": 500,
+        "metric": "webqa_acc/no_lemma",
+        "num_beams": 1,  # greedy
+        "sources": "none" if row == "q_only" else "oracle",
+    }
     config.inference = {
         "batch_size": 32,
         "num_beams": 5,

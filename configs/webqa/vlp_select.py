@@ -34,6 +34,13 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     # Epoch 3 of the original's 6.
     config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, batch=1, every=128)
+    config.validate = {
+        "split": "val",
+        "questions": 500,
+        "metric": "source_f1",
+        "cap": "webqa",
+        "select": "above",
+    }
     config.inference = {"batch_size": 64, "always_truncate_tail": False}
     if row == "cached":
         config.data.negatives = ()

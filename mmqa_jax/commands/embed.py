@@ -17,7 +17,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_data(parser)
     parser.add_argument(
-        "--model", required=True, help="workdir of a contrastive run, or a converted CLIP"
+        "--model",
+        required=True,
+        help="workdir of a contrastive run, its folder best, or a converted CLIP",
     )
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     parser.add_argument(

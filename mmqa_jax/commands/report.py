@@ -1,4 +1,4 @@
-"""`mmqa report`: rewrites the report.html of a finished demo."""
+"""`mmqa report`: report.html of a finished demo, or of a training run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-SUMMARY = "write report.html from a demo's workdir."
+SUMMARY = "write report.html from the workdir of a demo or of a training run."
 EXAMPLE = "mmqa report --workdir=workdir-demo"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
-    parser.add_argument("--workdir", default="workdir-demo", help="a finished demo's workdir")
+    parser.add_argument(
+        "--workdir",
+        default="workdir-demo",
+        help="of a finished demo, or of a training run, finished or not: its curves and validation",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the report."""
     from mmqa_jax.systems.demo import write_demo_report
+    from mmqa_jax.systems.training_report import METRICS, write_training_report
 
-    return write_demo_report(Path(arguments.workdir))
+    folder = Path(arguments.workdir)
+    is_training = (folder / METRICS).exists()
+    return write_training_report(folder) if is_training else write_demo_report(folder)

@@ -23,7 +23,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_data(parser)
     flags.add_split(parser)
-    parser.add_argument("--model", required=True, help="workdir of a rerank training run")
+    parser.add_argument(
+        "--model", required=True, help="workdir of a rerank training run, or its folder best"
+    )
     parser.add_argument(
         "--candidates",
         default="restricted",

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="",
-        help="workdir of a contrastive run, or a converted CLIP (dense, fused)",
+        help="workdir of a contrastive run, its folder best, or a converted CLIP (dense, fused)",
     )
     parser.add_argument("--index", default="", help="folder written by `mmqa index` (dense, fused)")
     parser.add_argument(

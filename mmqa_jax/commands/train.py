@@ -17,7 +17,12 @@ EXAMPLE = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_config(parser)
-    parser.add_argument("--workdir", required=True, help="checkpoints, metrics and weights go here")
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        help="checkpoints, metrics and weights go here, and the weights of the best step in its "
+        "folder best, if the config validates",
+    )
     parser.add_argument(
         "--only_start",
         action="store_true",
@@ -32,7 +37,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     distributed.start()
     from mmqa_jax.core.config import load_config
+    from mmqa_jax.systems.validation import make_validation
     from mmqa_jax.training.run import run_training
 
     config = load_config(arguments.config, arguments.overrides)
-    return run_training(config, Path(arguments.workdir), only_start=arguments.only_start)
+    return run_training(
+        config,
+        Path(arguments.workdir),
+        make_validation=make_validation,
+        only_start=arguments.only_start,
+    )

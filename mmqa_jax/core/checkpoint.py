@@ -1,15 +1,17 @@
-"""Checkpoints of a training run, with Orbax.
+"""Checkpoints of a training run, with Orbax: the latest ones, and the best one.
 
 A checkpoint holds four items that are committed together or not at all: `params`, `train`
 (step and optimizer state), `iterator` (the data iterator's state, per process) and `meta`
 (config fingerprint, seed, what else the loop needs). Arrays are stored under plain names
-(`encoder/layers/query/kernel`).
+(`encoder/layers/query/kernel`). The score of a checkpoint that was evaluated is Orbax's `metrics`
+of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,13 +33,20 @@ class Restored(NamedTuple):
     step: int
 
 
+class Best(NamedTuple):
+    """The checkpoint with the highest score; of equal ones the first."""
+
+    step: int
+    score: float
+
+
 class Checkpoints:
     """The checkpoints of one run, in the folder `checkpoints` of its workdir.
 
     Args:
       folder: where they are; made if absent.
       fingerprint: of the run's config; a checkpoint of another config is refused.
-      keep: how many to keep, the latest ones.
+      keep: how many of the latest ones to keep. The best one is kept besides.
     """
 
     def __init__(self, folder: str | os.PathLike, *, fingerprint: str, keep: int = 2):
@@ -49,7 +58,15 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+                preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
+                    [
+                        ocp.checkpoint_managers.LatestN(keep),
+                        ocp.checkpoint_managers.BestN(
+                            get_metric_fn=_rank, n=1, keep_checkpoints_without_metrics=False
+                        ),
+                    ]
+                ),
+                best_fn=_rank,
                 # The loop decides when; Orbax would also skip some at its own discretion.
                 save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
                 cleanup_tmp_directories=True,  # what a kill in the middle of a save left
@@ -61,12 +78,30 @@ class Checkpoints:
         """Step of the newest complete checkpoint, None if there is none."""
         return self._manager.latest_step()
 
+    def best(self) -> Best | None:
+        """The best checkpoint of those with a score, None if there is none.
+
+        Right after `save` it may be one that is not committed yet; see `wait`.
+        """
+        step = self._manager.best_step()
+        metrics = None if step is None else self._manager.metrics(step)
+        if not metrics or metrics["score"] is None:
+            return None
+        return Best(metrics["step"], metrics["score"])
+
     def reached_preemption(self, step: int) -> bool:
         """Whether all hosts agreed to stop at this step, since one of them got SIGTERM."""
         return self._manager.reached_preemption(step)
 
     def save(
-        self, step: int, *, params: Any, train: Any, iterator: Any, meta: Mapping[str, Any]
+        self,
+        step: int,
+        *,
+        params: Any,
+        train: Any,
+        iterator: Any,
+        meta: Mapping[str, Any],
+        score: float | None = None,
     ) -> None:
         """Starts to save; returns once the arrays are copied, so that they may be donated.
 
@@ -75,6 +110,7 @@ class Checkpoints:
           params, train: pytrees of arrays.
           iterator: Grain iterator; its state is taken now, that is, after the batch of `step`.
           meta: JSON values.
+          score: of an evaluation at this step, the higher the better; None: not evaluated.
         """
         args = self._ocp.args
         self._manager.save(
@@ -85,6 +121,7 @@ class Checkpoints:
                 iterator=args.JsonSave(_iterator_states(iterator)),
                 meta=args.JsonSave({**meta, "fingerprint": self._fingerprint}),
             ),
+            metrics={"step": step, "score": score},
             force=True,
         )
 
@@ -129,6 +166,25 @@ class Checkpoints:
             step,
         )
 
+    def restore_params(self, step: int, params: Any) -> Any:
+        """The parameters of one checkpoint.
+
+        Args:
+          step: of a checkpoint that is there.
+          params: the abstract pytree, as `restore_latest` takes it.
+
+        Raises:
+          UserError: a damaged checkpoint.
+        """
+        args, target = self._ocp.args, flatten_named(params)
+        folder = self.folder / str(step)
+        with _report_damage(folder, "delete that folder to continue without it"):
+            _check_same_arrays(folder / "params", target)
+            restored = self._manager.restore(
+                step, args=args.Composite(params=args.StandardRestore(nest(target)))
+            )
+        return unflatten_named(params, unnest(restored["params"], target))
+
     def wait(self) -> None:
         """Waits until the last save is committed; raises what went wrong with it."""
         self._manager.wait_until_finished()
@@ -142,6 +198,12 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _rank(metrics: Mapping[str, Any]) -> tuple[float, int]:
+    """Orders checkpoints by score; without one, the latest is the best."""
+    step, score = metrics["step"], metrics["score"]
+    return (-math.inf, step) if score is None else (score, -step)
 
 
 def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:

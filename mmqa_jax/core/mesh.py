@@ -170,6 +170,18 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
+def fetch(tree: Any) -> Any:
+    """The arrays of a pytree on the host, whole, on every process.
+
+    Arrays that are split over several processes are gathered: all must call this together.
+    """
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Sharding of a value of which every device holds a full copy."""
     return NamedSharding(mesh, PartitionSpec())

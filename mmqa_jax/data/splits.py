@@ -1,13 +1,16 @@
-"""The questions of a split, and parts of them."""
+"""The questions of a split, and even samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
+
+T = TypeVar("T")
 
 
 def split_questions(corpus: Corpus, data: Path, split: str) -> list[Question]:
@@ -26,8 +29,8 @@ def split_questions(corpus: Corpus, data: Path, split: str) -> list[Question]:
     return questions
 
 
-def evenly(questions: Sequence[Question], count: int) -> list[Question]:
-    """`count` of the questions, evenly spaced; all for 0 or where there are fewer."""
-    if not 0 < count < len(questions):
-        return list(questions)
-    return [questions[i * len(questions) // count] for i in range(count)]
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """`count` of the items, evenly spaced; all for 0 or where there are fewer."""
+    if not 0 < count < len(items):
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]

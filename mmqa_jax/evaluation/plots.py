@@ -45,10 +45,10 @@ def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
     return _svg(figure, "recall")
 
 
-def curves_plot(task: str, curves: Mapping[str, Points]) -> str:
+def curves_plot(task: str, curves: Mapping[str, Points], best_step: float | None = None) -> str:
     """Training curves of one task, one panel per metric, as an `<svg>` element.
 
-    Long curves are drawn thin, with a running mean on top.
+    Long curves are drawn thin, with a running mean on top; a dashed line marks `best_step`.
     """
     rows = math.ceil(len(curves) / _COLUMNS)
     columns = min(len(curves), _COLUMNS)
@@ -64,8 +64,12 @@ def curves_plot(task: str, curves: Mapping[str, Points]) -> str:
         marker = "o" if len(x) < 10 else None
         (line,) = axes.plot(x, smooth, color=color, linewidth=1.6, marker=marker, markersize=3)
         line.set_gid(f"curve-{slug}-{index}")
+        if best_step is not None:
+            mark = axes.axvline(best_step, color=_INK, linewidth=0.8, linestyle="--", alpha=0.6)
+            mark.set_gid(f"best-{slug}-{index}")
         axes.set_title(_plain(name), fontsize=9, color=_INK, loc="left")
         axes.set_xlabel("step")
+        axes.locator_params(axis="x", integer=True)
         _style(axes)
     return _svg(figure, slug)
 

@@ -84,6 +84,7 @@ class ReportData:
       headline: the few most important numbers, name -> value, shown large.
       tables: result tables, in order.
       curves: task -> metric -> [(step, value)].
+      best_steps: task -> the step of its best validation, which its curves mark.
       recall: retriever -> k -> recall@k.
       stages: (name, seconds) of the stages, in order.
       examples: questions with sources and answers.
@@ -97,6 +98,7 @@ class ReportData:
     headline: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tables: Sequence[Table] = ()
     curves: Mapping[str, Mapping[str, Points]] = dataclasses.field(default_factory=dict)
+    best_steps: Mapping[str, float] = dataclasses.field(default_factory=dict)
     recall: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
     stages: Sequence[tuple[str, float]] = ()
     examples: Sequence[Example] = ()
@@ -131,7 +133,9 @@ def render_report(data: ReportData) -> str:
     return environment.get_template("report.html.jinja").render(
         data=data,
         curve_plots={
-            task: curves_plot(task, metrics) for task, metrics in curves.items() if metrics
+            task: curves_plot(task, metrics, data.best_steps.get(task))
+            for task, metrics in curves.items()
+            if metrics
         },
         recall_plot=recall_plot(recall) if recall else "",
         categories=list(dict.fromkeys(example.category for example in data.examples)),

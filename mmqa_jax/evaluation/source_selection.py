@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,11 @@ from mmqa_jax.evaluation.webqa import source_f1
 
 # Thresholds tried on val; the paper settles on 0.2 (section 6.1).
 THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Candidates of each modality that are scored in the restricted setting; `webqa` is the baseline's
+# limit (run_webqa.py:208-209, --txt_filter_max_choices and --img_filter_max_choices), which keeps
+# the gold sources first (webqa_loader.py:484,489) and so cannot be had where they are hidden.
+CAPS: dict[str, int | None] = {"none": None, "webqa": 16}
+Cap = Literal["none", "webqa"]
 
 
 class Selection(NamedTuple):
@@ -44,6 +49,7 @@ SELECTIONS = {
     "above": Selection(0, None),
     "two_above": Selection(0, 2),
 }
+Select = Literal["best", "above", "two_above"]
 
 
 def check_threshold(threshold: float, name: str) -> None:

@@ -32,8 +32,15 @@ def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
     config, tokenizer = _read_run(folder, ("contrastive",))
     model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
     model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs(0)))
+    return make_embedder(config, tokenizer, model), config
+
+
+def make_embedder(
+    config: ConfigDict, tokenizer: WordPiece | ClipTokenizer, model: DualEncoder
+) -> Embedder:
+    """The embedder of a contrastive run's model, which may be abstract (see Embedder.use)."""
     graphdef, state = nnx.split(model)
-    embedder = Embedder(
+    return Embedder(
         graphdef,
         state,
         tokenizer,
@@ -42,7 +49,6 @@ def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
         batch_size=config.inference.batch_size,
         text_of=text_of(config),
     )
-    return embedder, config
 
 
 class SourceHead(NamedTuple):

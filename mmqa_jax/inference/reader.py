@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, category_modality
@@ -24,6 +24,8 @@ from mmqa_jax.models.vlp import VLP
 class Reader:
     """Answers questions in words from cited sources.
 
+    `model` may be abstract (nnx.eval_shape) if `use` gives the parameters.
+
     Attributes:
       modality: of the sources it was trained on, if only one (VLP_I, VLP_T), else None.
       max_pictures: the most pictures that it takes at once.
@@ -37,6 +39,10 @@ class Reader:
         self.max_pictures = self._packer.config.max_pictures
         self._reader = make_source_reader(config, corpus, tokenizer)
         self._graphdef, self._state = nnx.split(model)
+
+    def use(self, model: VLP) -> None:
+        """Continues with the parameters of another model of the same config; compiles nothing."""
+        _, self._state = nnx.split(model)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """Answers every question from its cited sources, or from the question alone if none.
@@ -88,7 +94,7 @@ class Reader:
                     no_repeat_ngram=self.options.get("no_repeat_ngram", 0),
                     only_best=self.options.get("only_best", False),
                 )
-                tokens, scores = jax.device_get((result.tokens, result.scores))
+                tokens, scores = fetch((result.tokens, result.scores))
                 real = np.flatnonzero(batch["weights"] > 0)
                 indices = batch["index"][real].tolist()
                 yield [

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
@@ -34,7 +35,10 @@ class ScoredPairs(NamedTuple):
 
 
 class Reranker:
-    """P(relevant) of given sources, with every pair encoded from scratch."""
+    """P(relevant) of given sources, with every pair encoded from scratch.
+
+    `model` may be abstract (nnx.eval_shape) if `use` gives the parameters.
+    """
 
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
         self.corpus, self.options = corpus, config.inference
@@ -47,6 +51,10 @@ class Reranker:
             return jax.nn.softmax(vlp.source_logits(inputs))[:, 0]
 
         self._relevance = jax.jit(relevance)
+
+    def use(self, model: VLP) -> None:
+        """Continues with the parameters of another model of the same config; compiles nothing."""
+        _, self._state = nnx.split(model)
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The same sources by P(relevant), best first; ties keep their order."""
@@ -70,7 +78,7 @@ class Reranker:
         with Progress("Scoring sources", sum(map(len, rows)), "pairs") as progress:
             for batch in batches:
                 real = batch["weights"] > 0
-                scores = jax.device_get(self._relevance(self._state, vlp_inputs(batch)))
+                scores = fetch(self._relevance(self._state, vlp_inputs(batch)))
                 yield ScoredPairs(batch["index"][real], scores[real])
                 progress.advance(int(real.sum()))
         self._reader.warn_missing()

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
@@ -36,13 +37,13 @@ class Embedder:
 
     Args:
       graphdef, state: `nnx.split` of a dual encoder (models/dual_encoder.py), which takes
-        pictures as uint8.
+        pictures as uint8. The state may be abstract if `use` gives the parameters.
       tokenizer: texts are encoded as [CLS] tokens [SEP].
       image_size: side of the pictures in pixels.
       buckets: lengths in tokens, including special tokens, increasing.
       batch_size: texts or pictures per call.
       text_of: the text of a source, as the encoder was trained on it.
-      fingerprint: of the encoder; computed from all of the above if None.
+      fingerprint: of the encoder; None: computed from all of the above when it is asked for.
     """
 
     def __init__(
@@ -81,7 +82,19 @@ class Embedder:
         token = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
         mask = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.bool_)
         self.dim = jax.eval_shape(self._encode_text, state, token, mask).shape[-1]
-        self.fingerprint = fingerprint or self._fingerprint()
+        self._fingerprint = fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that determines an embedding: parameters, tokenizer, sizes."""
+        if self._fingerprint is None:
+            self._fingerprint = self._hash()
+        return self._fingerprint
+
+    def use(self, model: nnx.Module) -> None:
+        """Continues with the parameters of another model of the same config; compiles nothing."""
+        _, self._state = nnx.split(model)
+        self._fingerprint = None
 
     def embed_questions(
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
@@ -158,11 +171,18 @@ class Embedder:
                 on_progress=on_progress,
             )
 
+    def embed_rows(
+        self, corpus: Corpus, pictures: PictureStore | None, rows: Sequence[int]
+    ) -> Float32[np.ndarray, "n D"]:
+        """Unit vectors of the sources in these rows, as `embed_sources` computes them."""
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return self._embed_rows(corpus, pictures, rows, pool)
+
     def _embed_rows(
         self,
         corpus: Corpus,
         pictures: PictureStore | None,
-        rows: range,
+        rows: Sequence[int],
         pool: concurrent.futures.Executor,
     ) -> Float32[np.ndarray, "n D"]:
         sources = [corpus.sources[row] for row in rows]
@@ -249,7 +269,7 @@ class Embedder:
 
         def write() -> None:
             indices, batch = waiting.popleft()
-            vectors[indices] = jax.device_get(batch)[: len(indices)]
+            vectors[indices] = fetch(batch)[: len(indices)]
 
         for item in encoded:
             waiting.append(item)
@@ -258,8 +278,7 @@ class Embedder:
         while waiting:
             write()
 
-    def _fingerprint(self) -> str:
-        """Hash of everything that determines an embedding: parameters, tokenizer, sizes."""
+    def _hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.tokenizer.fingerprint} {self.image_size} {self.buckets[-1]}".encode())
         for name, leaf in sorted(flatten_named(self._state).items()):

@@ -28,6 +28,7 @@ from mmqa_jax.systems.indexing import embed, index
 from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
 from mmqa_jax.systems.prepare import prepare_atlas
 from mmqa_jax.systems.run import OpenedParts, run_row
+from mmqa_jax.systems.validation import make_validation
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.run import run_training
 
@@ -123,7 +124,9 @@ class _Demo:
         }
 
     def _train(self, task: str) -> None:
-        run_training(self.config[task], self.folder / task, self.corpus)
+        run_training(
+            self.config[task], self.folder / task, self.corpus, make_validation=make_validation
+        )
 
     def _embed(self) -> None:
         embed(self.folder / DATA, self.folder / "contrastive", self.folder / INDEX)

@@ -16,7 +16,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.predictions import read_predictions
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.examples import evenly_by_category, example
-from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
+from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
 from mmqa_jax.evaluation.webqa import (
@@ -27,6 +27,8 @@ from mmqa_jax.evaluation.webqa import (
 )
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems.run_report import run_facts
+from mmqa_jax.systems.training_report import TASKS, run_curves
+from mmqa_jax.training.validation import read_best
 
 SETTINGS = ("question_only", "oracle", "restricted", "full")
 RETRIEVERS = (
@@ -50,7 +52,6 @@ NOTICE = (
     "scores are not comparable with WebQA's or with any other benchmark's."
 )
 _KS = (1, 2, 5, 10, 20, 50, 100)
-_TASKS = {"contrastive": "retriever", "rerank": "source selector", "answer": "reader"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +219,7 @@ def write_html(
     stages: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Writes report.html."""
-    curves = {
-        title: read_curves(results.folder / task / "metrics.jsonl", ("loss", "accuracy"))
-        for task, title in _TASKS.items()
-    }
+    best = {title: read_best(results.folder / task) for task, title in TASKS.items()}
     data = ReportData(
         title="Atlas: cited answers from pictures and prose",
         description=(
@@ -239,7 +237,8 @@ def write_html(
             "source F1, restricted": scores["scores"]["source_f1/reranked"],
         },
         tables=result_tables(results, scores),
-        curves=curves,
+        curves={title: run_curves(results.folder / task) for task, title in TASKS.items()},
+        best_steps={title: found["step"] for title, found in best.items() if found is not None},
         recall={
             name: {int(k): v for k, v in values.items()}
             for name, values in scores["recall"].items()

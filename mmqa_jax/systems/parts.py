@@ -149,15 +149,21 @@ def open_embedder(model: Path, corpus: Corpus) -> tuple[Any, PictureStore]:
 def open_reranker(corpus: Corpus, model: str | Path, batch_size: int | None = None) -> Any:
     """The reranker of a rerank run: over pairs or, with `joint_layers`, over cached sources."""
     from mmqa_jax.inference.loading import load_source_head
+    from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
+
+    head = load_source_head(model, batch_size)
+    vlp = head.model if head.sides is None else TwoSidedVLP.of(head.model, head.sides)
+    return make_reranker(head.config, corpus, head.tokenizer, vlp)
+
+
+def make_reranker(config: Any, corpus: Corpus, tokenizer: Any, model: Any) -> Any:
+    """The reranker of a rerank run's model, which may be abstract (see Reranker)."""
     from mmqa_jax.inference.reranker import Reranker
     from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
     from mmqa_jax.systems.extensions.cached_reranker import CachedReranker
 
-    head = load_source_head(model, batch_size)
-    if head.sides is None:
-        return Reranker(head.config, corpus, head.tokenizer, head.model)
-    vlp = TwoSidedVLP.of(head.model, head.sides)
-    return CachedReranker(head.config, corpus, head.tokenizer, vlp)
+    kind = CachedReranker if isinstance(model, TwoSidedVLP) else Reranker
+    return kind(config, corpus, tokenizer, model)
 
 
 def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float) -> Any:

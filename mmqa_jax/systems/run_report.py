@@ -71,8 +71,8 @@ def write_row_report(
     return tables
 
 
-def run_facts(folder: Path, corpus: Corpus) -> dict[str, str]:
-    """When, where and with which code the run in `folder` was made."""
+def run_facts(folder: Path, corpus: Corpus | None = None) -> dict[str, str]:
+    """When, where and with which code (and on which corpus) the run in `folder` was made."""
     run = read_json(folder / "config.json")
     device = run.get("devices", {})
     return {
@@ -81,7 +81,7 @@ def run_facts(folder: Path, corpus: Corpus) -> dict[str, str]:
         "host": f"{run['host']['cpus']} CPU cores, Python {run['host']['python']}",
         "jax": run["versions"].get("jax", "?"),
         "commit": run["git"]["commit"][:10] if run.get("git") else "not from a checkout",
-        "corpus": corpus.fingerprint[:16],
+        **({} if corpus is None else {"corpus": corpus.fingerprint[:16]}),
     }
 
 

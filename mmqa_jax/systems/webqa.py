@@ -13,21 +13,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.source_selection import SELECTIONS, select_sources
+from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, select_sources
 from mmqa_jax.retrieval.rankings import without_own_source
 from mmqa_jax.retrieval.retriever import Retriever
-
-# Candidates of each modality that are scored in the restricted setting; `webqa` is the baseline's
-# limit (run_webqa.py:208-209, --txt_filter_max_choices and --img_filter_max_choices), which keeps
-# the gold sources first (webqa_loader.py:484,489) and so cannot be had where they are hidden.
-CAPS: dict[str, int | None] = {"none": None, "webqa": 16}
-Cap = Literal["none", "webqa"]
-Select = Literal["best", "above", "two_above"]  # of SELECTIONS
 
 
 class Reranker(Protocol):

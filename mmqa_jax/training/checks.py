@@ -29,6 +29,7 @@ from mmqa_jax.training.augmentation import augmentation_factory
 from mmqa_jax.training.loop import check_batch_size, read_section
 from mmqa_jax.training.pretrained import check_clip_frontend, check_clip_init
 from mmqa_jax.training.recipes import FEED_SPEC
+from mmqa_jax.training.validation import SECTIONS
 
 _POSITIVE = Key(int, minimum=1)
 _DATA = {
@@ -59,6 +60,7 @@ _SOURCES: dict[str, Any] = {  # of the tasks that read sources
         }
     ),
     "new_types": optional(tuple[int, ...]),
+    "validate": optional(dict),  # see training.validation
 }
 _PACKING = ("slots_per_picture", "region_dim", "position_dim")  # follow from other sections
 _VLP_INFERENCE = {
@@ -142,6 +144,7 @@ def check_config(config: ConfigDict) -> None:
     if config.get("augment"):
         own = spec_of(augmentation_factory(config.augment))
         check_section(config.augment, "augment", {"factory": str, **own})
+    _check_validation(config)
     ngram, most = config.inference.get("no_repeat_ngram", 0), config.inference.get("max_new_tokens")
     if ngram and not 2 <= ngram <= most:
         raise UserError(
@@ -169,6 +172,27 @@ def check_config(config: ConfigDict) -> None:
         )
     parts = accumulate * config.get("tower_parts", 1)
     check_batch_size(config.batches.batch_size, make_mesh(config.mesh.to_dict()), parts)
+
+
+def _check_validation(config: ConfigDict) -> None:
+    every = config.train.get("evaluate_every", 0)
+    if config.task not in SECTIONS:
+        if "validate" in config or every:
+            raise UserError(
+                f"config task={config.task}: training of this task does not validate; leave out "
+                "`validate` and set train.evaluate_every to 0."
+            )
+        return
+    if "validate" in config:
+        spec = spec_of(SECTIONS[config.task], minimum=0)
+        if "num_beams" in spec:
+            spec["num_beams"] = optional(int | None, minimum=1)
+        check_section(config.validate, "validate", spec)
+    elif every:
+        raise UserError(
+            f"config key validate is missing, but train.evaluate_every is {every}; add it, or set "
+            "that to 0."
+        )
 
 
 def _check_dual_encoder(config: ConfigDict) -> None:

@@ -2,7 +2,8 @@
 
 Order within a step, which is what makes a killed and resumed run equal to an uninterrupted one:
 batch, update, log, evaluate, save. A checkpoint's step therefore has all its rows in
-metrics.jsonl, and rows after it are dropped when the run resumes.
+metrics.jsonl, and rows after it are dropped when the run resumes. A step that is the best so far
+is always saved.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ from mmqa_jax.training.state import (
     split_model,
     with_pretrained,
 )
+from mmqa_jax.training.validation import BestWeights, Validation
 from mmqa_jax.weights.folder import save_trained
 
 # Entries of a batch that stay on the host, to name the examples of a bad step.
 _ID_KEYS = ("ids", "index")
-
-Evaluate = Callable[[nnx.Module, int], Mapping[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,10 @@ class LoopOptions:
       steps: of the whole run.
       optimizer: see OptimizerOptions.
       rules: logical axis -> mesh axes.
-      log_every, checkpoint_every, evaluate_every: in steps; with 0 for the latter two, only at
-        the end.
+      log_every, checkpoint_every, evaluate_every: in steps, and at the end; with 0 checkpoints
+        are only saved at the end, and nothing is evaluated.
       accumulate: parts of a batch, one after another (see make_step).
-      keep: how many checkpoints.
+      keep: how many of the latest checkpoints; the best one is kept besides.
     """
 
     steps: int
@@ -78,7 +78,7 @@ def train(
     mesh: Mesh,
     workdir: Any,
     seed: int,
-    evaluate: Evaluate | None = None,
+    validation: Validation | None = None,
     load_pretrained: Callable[[nnx.Module], None] | None = None,
     title: str = "Training",
     metadata: Mapping[str, Any] | None = None,
@@ -94,10 +94,10 @@ def train(
         of a dict batch stay on the host and name the examples if the loss is not finite.
       mesh: of core.mesh.make_mesh.
       workdir: folder of this training run: checkpoints/, metrics.jsonl, events, weights/,
-        model.json.
+        model.json, and best/ if `validation` has a metric.
       seed: of the initial weights and of dropout.
-      evaluate: called as `evaluate(model, step)` every `evaluate_every` steps and at the end;
-        its results are logged as `eval/NAME`. It must not keep the model.
+      validation: judges the parameters every `evaluate_every` steps and at the end; the values
+        are logged as `eval/NAME`. All processes call it.
       load_pretrained: puts pretrained weights into the freshly initialized model, in place,
         before the first step of a run (not when it resumes).
       title: shown in front of the progress.
@@ -136,6 +136,12 @@ def train(
         state, first, window = _restore_or_start(
             checkpoints, task, optimizer, seed, abstract, batches
         )
+        best = None
+        if validation is not None and validation.metric is not None:
+            best = BestWeights(
+                folder, checkpoints, model, {**(metadata or {}), "seed": seed}, validation.metric
+            )
+            best.repair(abstract.params)
         if load_pretrained is not None and first == 0:
             state = with_pretrained(state, model, load_pretrained)
         with (
@@ -151,14 +157,16 @@ def train(
                 run.dispatched(step, ids, values)
                 if step % options.log_every == 0 or step == options.steps:
                     run.log(step)
-                if evaluate and _due(step, options.evaluate_every, options.steps):
-                    run.check_finite()
-                    with progress.paused():
-                        found = evaluate(model.merge(state.params), step)
-                    metrics.write(step, {f"eval/{name}": x for name, x in found.items()})
+                score = None
+                every = options.evaluate_every
+                if validation is not None and every and _due(step, every, options.steps):
+                    score = run.evaluate(step, model.merge(state.params), validation)
+                is_best = best is not None and best.beats(score)
                 stopped = stop.received(checkpoints, step)
-                if stopped or _due(step, options.checkpoint_every, options.steps):
-                    run.save(step, state)
+                if stopped or is_best or _due(step, options.checkpoint_every, options.steps):
+                    run.save(step, state, score)
+                if best is not None and is_best:
+                    best.write(state.params)
                 if stopped:
                     checkpoints.wait()
                     stop.leave(title, step, folder)
@@ -221,7 +229,19 @@ class _Run:
         self._progress.advance(0, loss=means["loss"])
         self._sums, self._count = {}, 0
 
-    def save(self, step: int, state: TrainState) -> None:
+    def evaluate(self, step: int, model: nnx.Module, validation: Validation) -> float | None:
+        """Writes a row of the validation's values; returns that of its metric, if it is finite."""
+        self.check_finite()
+        with self._progress.paused():
+            found = _same_on_all(validation.evaluate(model))
+        self._metrics.write(step, {f"eval/{name}": value for name, value in found.items()})
+        if validation.metric is None:
+            return None
+        score = found[validation.metric]
+        self._progress.advance(0, **{validation.metric: score})
+        return score if math.isfinite(score) else None
+
+    def save(self, step: int, state: TrainState, score: float | None) -> None:
         """Starts a checkpoint, after checking that all values so far are finite."""
         self.check_finite()
         self._checkpoints.save(
@@ -231,6 +251,7 @@ class _Run:
             iterator=self._batches,
             # A log window may span a checkpoint: keep its first part.
             meta={"seed": self._seed, "window": {"sums": self._sums, "count": self._count}},
+            score=score,
         )
 
 
@@ -334,6 +355,17 @@ def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
             f"batch of {size}: must be a multiple of {parts} (train.accumulate x mesh axes "
             "data and fsdp); change batches.batch_size or the mesh."
         )
+
+
+def _same_on_all(values: Mapping[str, float]) -> dict[str, float]:
+    """Process 0's values: what is decided by them must not differ between processes."""
+    numbers = np.array([float(value) for value in values.values()], np.float64)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        # As bytes: arrays of float64 would be rounded.
+        numbers = multihost_utils.broadcast_one_to_all(numbers.view(np.uint8)).view(np.float64)
+    return dict(zip(values, numbers.tolist(), strict=True))
 
 
 def _quiet() -> bool | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core import distributed
@@ -16,11 +19,20 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.loop import train
 from mmqa_jax.training.recipes import make_recipe, make_tokenizer
+from mmqa_jax.training.validation import Validation, read_best
 from mmqa_jax.weights.folder import RECORD, read_metadata
+
+# (config, corpus, tokenizer, abstract model) -> what the run is validated by.
+MakeValidation = Callable[[ConfigDict, Corpus, Any, nnx.Module], Validation]
 
 
 def run_training(
-    config: ConfigDict, folder: Path, corpus: Corpus | None = None, *, only_start: bool = False
+    config: ConfigDict,
+    folder: Path,
+    corpus: Corpus | None = None,
+    *,
+    make_validation: MakeValidation | None = None,
+    only_start: bool = False,
 ) -> dict[str, Any]:
     """Trains what the config describes, or resumes it.
 
@@ -28,11 +40,12 @@ def run_training(
       config: an experiment (see configs/); `config.data.dir` is a prepared corpus.
       folder: the run's workdir.
       corpus: the opened corpus, if the caller has it.
+      make_validation: systems.validation.make_validation; needed if the config evaluates.
       only_start: saves the initial weights, without training: published weights, or those of
         another run, for the other verbs.
 
     Returns:
-      What `--json` prints: the task, the step and the folder.
+      What `--json` prints: the task, the step and the folder, and the best step if one is kept.
 
     Raises:
       UserError: a config that cannot be trained (it leaves no trace in `folder`), or a folder of
@@ -53,7 +66,13 @@ def run_training(
         if is_trained(folder, steps):
             open_tokenizer(folder / "tokenizer.json")  # raises if it is damaged
         else:
-            recipe = make_recipe(config, corpus, make_tokenizer(config.tokenizer, corpus, folder))
+            tokenizer = make_tokenizer(config.tokenizer, corpus, folder)
+            recipe = make_recipe(config, corpus, tokenizer)
+            validation = None
+            if config.train.get("evaluate_every", 0) and not only_start:
+                assert make_validation is not None, "this caller cannot evaluate"
+                model = nnx.eval_shape(lambda: recipe.task.init(jax.random.key(0)))
+                validation = make_validation(config, corpus, tokenizer, model)
             train(
                 config.train.to_dict(),
                 task=recipe.task,
@@ -61,6 +80,7 @@ def run_training(
                 mesh=make_mesh(config.mesh.to_dict()),
                 workdir=folder,
                 seed=config.seed,
+                validation=validation,
                 load_pretrained=recipe.load_pretrained,
                 title=recipe.title,
                 metadata={"task": config.task, "corpus": corpus.fingerprint},
@@ -68,7 +88,9 @@ def run_training(
             )
             if recipe.reader is not None:
                 recipe.reader.warn_missing()
-    return {"task": config.task, "steps": steps, "workdir": str(folder)}
+    result = {"task": config.task, "steps": steps, "workdir": str(folder)}
+    best = read_best(folder)
+    return result if best is None else {**result, "best": best}
 
 
 def is_trained(folder: Path, steps: int) -> bool:

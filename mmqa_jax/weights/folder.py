@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core.distributed import barrier
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.progress import Progress
@@ -196,6 +198,39 @@ def save_trained(
         dtype = next(iter(named.values())).dtype.name
         described = describe_model(entry, model.config, dtype) if entry else {}
         write_json(folder / RECORD, {**described, **metadata})
+
+
+def replace_trained(
+    folder: str | os.PathLike,
+    model: nnx.Module | None,
+    params: Any,
+    metadata: Mapping[str, Any],
+    companions: Iterable[Path] = (),
+) -> None:
+    """As `save_trained`, but the folder holds nothing else and is written whole or not at all.
+
+    A kill leaves the old folder or the new one; between two renames neither, for a moment. All
+    processes call it; one writer at a time.
+
+    Args:
+      companions: files to copy into it, such as config.json and tokenizer.json.
+    """
+    folder = Path(folder).absolute()
+    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+    primary = jax.process_index() == 0
+    if primary:
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+    barrier("a folder for weights")
+    save_trained(new, model, params, metadata)
+    if primary:
+        for file in companions:
+            shutil.copyfile(file, new / file.name)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    barrier("weights in their folder")
 
 
 def in_mebibytes(progress: Progress) -> Callable[[int], None]:

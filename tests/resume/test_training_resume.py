@@ -40,6 +40,7 @@ def abstract_params():
 
 
 def weights(workdir):
+    """The arrays of a weights folder by name."""
     params = load_weights(workdir, abstract_params())
     return {name: np.asarray(leaf) for name, leaf in flatten_named(params).items()}
 
@@ -56,22 +57,6 @@ def assert_same_run(workdir, reference):
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
     assert curve(workdir) == curve(reference)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet(tmp_path_factory):
-    """No progress lines, and one compile cache for all attempts, as real runs have."""
-    cache = str(tmp_path_factory.mktemp("xla"))
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MMQA_PROGRESS", "off")
-        for name, value in zip(names, (cache, 0), strict=True):
-            patch.setenv(name.upper(), str(value))  # of the processes to be killed
-            jax.config.update(name, value)
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,16 @@
 python tiny_run.py WORKDIR at_batch N    kill -9 at the N-th batch of this attempt
 python tiny_run.py WORKDIR in_save STEP  kill -9 while checkpoint STEP is being written
 python tiny_run.py WORKDIR on_mesh 0     run to the end on four (fake) devices
+
+With the best step kept (KEEP_BEST), kill -9:
+python tiny_run.py WORKDIR in_evaluation N   at the N-th evaluation of this attempt
+python tiny_run.py WORKDIR before_best N     before the N-th writing of best/, its checkpoint saved
+python tiny_run.py WORKDIR between_renames N while the N-th writing of best/ replaces an older one
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import signal
@@ -22,7 +28,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.training import validation
 from mmqa_jax.training.loop import train
+from mmqa_jax.training.validation import Validation
+from mmqa_jax.weights import folder
 
 FEATURES, HIDDEN, BATCH, EXAMPLES = 5, 16, 8, 96
 
@@ -103,9 +112,13 @@ class Regression:
         return jnp.mean(error**2), {"absolute": jnp.mean(jnp.abs(error))}
 
 
-def evaluate(model, step):
+def evaluate(model):
     x = jnp.stack([example(1000 + i)["x"] for i in range(16)])
-    return {"mean": model(x).mean(), "step": step}
+    return {"mean": model(x).mean()}
+
+
+# The mean rises to step 30 and falls after it: the best step is not the last.
+KEEP_BEST = Validation(evaluate, "mean")
 
 
 class Watched:
@@ -126,7 +139,10 @@ def raise_signal(number):
     return lambda batch: os.kill(os.getpid(), number)
 
 
-def run(workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None, **changes):
+def run(
+    workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None,
+    validation=None, **changes,
+):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
         train_config(**changes),
@@ -135,7 +151,7 @@ def run(workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=N
         mesh=mesh or make_mesh(devices=jax.devices()[:1]),
         workdir=workdir,
         seed=7,
-        evaluate=evaluate,
+        validation=validation or Validation(evaluate),
         metadata=metadata,
         load_pretrained=load_pretrained,
     )
@@ -147,11 +163,32 @@ def main():
         mesh = make_mesh({"data": 2, "tensor": 2})
         params = run(workdir, pipeline(), mesh=mesh)
         print(params["first"]["kernel"][...].sharding.spec)
+    elif when == "in_evaluation":
+        run(workdir, pipeline(), validation=Validation(killed_at(step, evaluate), "mean"))
+    elif when == "before_best":
+        written = killed_at(step, validation.replace_trained)
+        validation.replace_trained = written
+        run(workdir, pipeline(), validation=KEEP_BEST)
+    elif when == "between_renames":
+        folder.Path.rename = killed_at(2 * step, folder.Path.rename)  # two for every writing
+        run(workdir, pipeline(), validation=KEEP_BEST)
     elif when == "in_save":
         threading.Thread(target=kill_during_save, args=(workdir, step), daemon=True).start()
         run(workdir, pipeline())
     else:
         run(workdir, Watched(pipeline(), step, raise_signal(signal.SIGKILL)))
+
+
+def killed_at(number, function):
+    """The function; its call of that number kills the process instead."""
+    calls = itertools.count(1)
+
+    def call(*arguments, **named):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+
+    return call
 
 
 def kill_during_save(workdir, step):

@@ -1,4 +1,4 @@
-"""`mmqa train` on two processes against one: the same batches, the same losses."""
+"""`mmqa train` on two processes against one: the same batches, losses and validation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TINY = {
     "model.changes": {"hidden": 32, "layers": 1, "heads": 2, "mlp": 32},
     "model.vision": {"width": 32, "layers": 1, "heads": 2, "mlp_width": 32, "embed_dim": 32},
     "batches": {"batch_size": 4, "query_length": 24, "source_lengths": "(24,)"},
-    "train": {"steps": 4, "log_every": 1, "checkpoint_every": 2},
+    "train": {"steps": 4, "log_every": 1, "checkpoint_every": 2, "evaluate_every": 2},
+    "validate": {"split": "train", "questions": 0, "sources": 0, "metric": "mrr"},
 }
 
 
@@ -30,10 +31,11 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def data(tmp_path):
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
     """A prepared corpus of eight snippets and a question about each."""
-    raw, folder = tmp_path / "raw", tmp_path / "data"
+    place = tmp_path_factory.mktemp("corpus")
+    raw, folder = place / "raw", place / "data"
     raw.mkdir()
     write_rows(
         raw / "sources.jsonl",
@@ -91,14 +93,33 @@ def train_flags(data: Path, workdir: Path) -> list[str]:
     return flags
 
 
-def losses(workdir: Path) -> list[float]:
+def split_over(axis: str) -> list[str]:
+    """Flags of a mesh of two devices: batches, or batches and parameters, are split."""
+    sizes = {"data": 1, "fsdp": 1, axis: 2}
+    return [f"--config.mesh.{name}={size}" for name, size in sizes.items()]
+
+
+def curve(workdir: Path) -> list[dict[str, float]]:
+    """What was logged of losses and validation."""
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    return [row["loss"] for row in rows]
+    assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
+    return [{k: v for k, v in row.items() if k == "loss" or "eval/" in k} for row in rows]
 
 
-def test_two_processes_train_as_one_does(data, tmp_path):
-    finish(start("train", *train_flags(data, tmp_path / "one")))
+def best_step(workdir: Path) -> int:
+    return json.loads((workdir / "best" / "model.json").read_text())["step"]
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """The workdir of a run on one process."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    finish(start("train", *train_flags(data, workdir)))
+    return workdir
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_two_processes_train_as_one_does(data, alone, tmp_path, axis):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -107,6 +128,7 @@ def test_two_processes_train_as_one_does(data, tmp_path):
             start(
                 "train",
                 *train_flags(data, tmp_path / "two"),
+                *split_over(axis),
                 JAX_COORDINATOR_ADDRESS=address,
                 JAX_NUM_PROCESSES="2",
                 JAX_PROCESS_ID=str(process),
@@ -116,4 +138,7 @@ def test_two_processes_train_as_one_does(data, tmp_path):
     )
     record = json.loads((tmp_path / "two" / "config.json").read_text())
     assert record["devices"]["processes"] == 2
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    # With the parameters split over the processes, what is fetched is gathered.
+    for two, one in zip(curve(tmp_path / "two"), curve(alone), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
+    assert best_step(tmp_path / "two") == best_step(alone)

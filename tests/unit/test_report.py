@@ -207,6 +207,18 @@ def test_the_recall_line_goes_where_the_numbers_say(page_source):
     assert (float(low) - y0) * 2 == pytest.approx(y0 - y1, rel=1e-3)
 
 
+def test_the_best_step_is_marked_where_it_is():
+    points = [(0, 1.0), (10, 0.2), (30, 0.7)]
+    data = ReportData("Run", curves={"answer": {"loss": points}}, best_steps={"answer": 10})
+    source = render_report(data)
+    (path,) = re.findall(r'<g id="curve-answer-0">\s*<path d="([^"]*)"', source)
+    (mark,) = re.findall(r'<g id="best-answer-0">\s*<path d="([^"]*)"', source)
+    of_points = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", path)]
+    of_mark = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", mark)]
+    assert of_mark == pytest.approx([of_points[1]] * 2)  # upright, at step 10
+    assert "best-answer" not in render_report(ReportData("Run", curves=data.curves))
+
+
 def test_tables_show_values_intervals_and_baselines(page):
     text = page.text
     assert "0.700 [" in text  # oracle, all categories

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.examples import RawExample
@@ -60,6 +61,7 @@ class CachedReranker:
 
     Args:
       config: of the rerank run; `inference.batch_size` sources are encoded at a time.
+      model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
       pairs: number of pairs scored at a time in `search`; by default chosen for the model.
     """
 
@@ -130,6 +132,10 @@ class CachedReranker:
             jax.jit, (encode_sources, encode_questions)
         )
 
+    def use(self, model: TwoSidedVLP) -> None:
+        """Continues with the parameters of another model of the same config; compiles nothing."""
+        _, self._state = nnx.split(model)
+
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The same sources by P(relevant), best first; ties keep their order.
 
@@ -165,7 +171,7 @@ class CachedReranker:
                             index_in_block[rows[pairs]],
                             np.searchsorted(group.indices, question[pairs]),
                         )
-                        scores[pairs] = np.asarray(relevance)  # repeated pairs get equal scores
+                        scores[pairs] = fetch(relevance)  # repeated pairs get equal scores
                 yield ScoredPairs(np.flatnonzero(in_block), scores[in_block])
                 progress.advance(int(in_block.sum()))
         self._reader.warn_missing()
@@ -198,7 +204,7 @@ class CachedReranker:
                 progress.advance(len(questions) * block.count)
         self._reader.warn_missing()
         odds, rows = np.zeros((len(questions), top_k)), np.zeros((len(questions), top_k), int)
-        for part, (best_odds, best_rows) in zip(parts, jax.device_get(kept), strict=True):
+        for part, (best_odds, best_rows) in zip(parts, fetch(kept), strict=True):
             odds[part.indices], rows[part.indices] = best_odds, best_rows
         order = np.lexsort((rows, -odds))  # ties in corpus order
         odds, rows = (np.take_along_axis(x, order, axis=1) for x in (odds, rows))

@@ -1,0 +1,78 @@
+"""`mmqa report` of one training run: its curves, and the table of its validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.evaluation.plots import Points
+from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
+from mmqa_jax.evaluation.tables import Table, show
+from mmqa_jax.systems.run_report import run_facts
+from mmqa_jax.training.validation import read_best
+
+TASKS = {"contrastive": "retriever", "rerank": "source selector", "answer": "reader"}
+METRICS = "metrics.jsonl"
+_VALIDATION = "eval/"
+
+
+def run_curves(folder: Path) -> dict[str, Points]:
+    """Loss, accuracy and validation of the run in `folder`: name -> [(step, value)]."""
+    return {
+        name: points
+        for name, points in read_curves(folder / METRICS).items()
+        if name in ("loss", "accuracy") or name.startswith(_VALIDATION)
+    }
+
+
+def write_training_report(folder: Path) -> dict[str, Any]:
+    """Prints the validation of a finished or running training run and writes its report.html.
+
+    Raises:
+      UserError: `folder` has no config.json of a training run.
+    """
+    config = read_config(folder)
+    if config.get("task") not in TASKS:
+        raise UserError(
+            f"{folder}: holds no training run (config key task is {config.get('task')!r}); name "
+            "the workdir of `mmqa train` or of `mmqa demo`."
+        )
+    curves, best = run_curves(folder), read_best(folder)
+    title = f"Training of the {TASKS[config.task]}"
+    tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
+    headline = {} if best is None else {f"best {best['metric']}": best["value"]}
+    facts = run_facts(folder)
+    if best is not None:
+        facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
+    for table in tables:
+        show(table)
+    data = ReportData(
+        title=title,
+        description=(
+            f"{config.train.steps:,} steps on split {config.data.split} of {config.data.dir}."
+        ),
+        facts=facts,
+        headline=headline,
+        tables=tables,
+        curves={TASKS[config.task]: curves},
+        best_steps={} if best is None else {TASKS[config.task]: best["step"]},
+    )
+    write_report(folder / "report.html", data)
+    Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    return {"task": config.task, "report": str(folder / "report.html"), "best": best}
+
+
+def _validation_table(curves: dict[str, Points]) -> Table:
+    """One row per evaluation, one column per value."""
+    values = {
+        name.removeprefix(_VALIDATION): dict(points)
+        for name, points in curves.items()
+        if name.startswith(_VALIDATION)
+    }
+    steps = sorted({step for points in values.values() for step in points})
+    rows = [[int(step), *(points.get(step) for points in values.values())] for step in steps]
+    return Table("Validation", ["step", *values], rows)

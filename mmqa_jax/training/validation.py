@@ -1,0 +1,176 @@
+"""Validation during training: what the section `validate` of a config says, and the best weights.
+
+How a model is judged is a setting of systems/, which a caller hands to the loop as a Validation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from flax import nnx
+
+from mmqa_jax.core import distributed
+from mmqa_jax.core.checkpoint import Best, Checkpoints
+from mmqa_jax.evaluation.source_selection import Cap, Select
+from mmqa_jax.training.state import Model
+from mmqa_jax.weights.folder import RECORD, read_metadata, replace_trained
+
+BEST = "best"  # in a run's workdir
+RECALL_AT = (1, 2, 5, 10, 20, 100)
+RetrievalMetric = Literal[
+    "recall@1", "recall@2", "recall@5", "recall@10", "recall@20", "recall@100", "mrr"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """A judgement of the current parameters.
+
+    Attributes:
+      evaluate: model -> values by name. It must not keep the model's arrays for longer than the
+        call: the next step donates them.
+      metric: the value that the best step has the highest of; None: no best step is kept.
+    """
+
+    evaluate: Callable[[nnx.Module], Mapping[str, float]]
+    metric: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidateRetrieval:
+    """The section `validate` of a contrastive run.
+
+    Attributes:
+      split: the questions', of those with gold sources.
+      questions: how many, evenly over the split; 0: all.
+      sources: further sources, evenly over the corpus, beside the questions' own gold sources and
+        negatives; 0: the whole collection.
+      metric: decides on the best step.
+    """
+
+    split: str
+    questions: int
+    sources: int
+    metric: RetrievalMetric
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidateSelection:
+    """The section `validate` of a rerank run: each question's own candidates.
+
+    Attributes:
+      split, questions: as in ValidateRetrieval.
+      metric: decides on the best step; `source_f1` is that of the best threshold.
+      cap: on the number of candidates (evaluation.source_selection.CAPS).
+      select: limits on the number of cited sources (evaluation.source_selection.SELECTIONS).
+    """
+
+    split: str
+    questions: int
+    metric: Literal["source_f1", "source_f1@0.2"]
+    cap: Cap = "none"
+    select: Select = "best"
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidateAnswers:
+    """The section `validate` of an answer run.
+
+    Attributes:
+      split, questions: as in ValidateRetrieval, of those with keywords.
+      metric: decides on the best step.
+      num_beams: 1 is greedy decoding; None: as `inference.num_beams`.
+      sources: `oracle` answers from the gold sources, `none` from the question alone.
+    """
+
+    split: str
+    questions: int
+    metric: Literal["webqa_acc/no_lemma"]
+    num_beams: int | None = None
+    sources: Literal["oracle", "none"] = "oracle"
+
+
+SECTIONS: Mapping[str, type] = {
+    "contrastive": ValidateRetrieval,
+    "rerank": ValidateSelection,
+    "answer": ValidateAnswers,
+}
+
+
+class BestWeights:
+    """The folder `best` of a workdir: a weights folder of the run's best step so far.
+
+    It is derived from the committed checkpoints, of which the best one is kept, and so it is never
+    ahead of them: a killed run that resumes has the same best step as an uninterrupted one.
+
+    Args:
+      workdir: of the run; its config.json and tokenizer.json are copied, so that the folder is all
+        that other verbs need.
+      model: the run's.
+      metadata: for model.json.
+      metric: what the checkpoints' scores are.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        checkpoints: Checkpoints,
+        model: Model,
+        metadata: Mapping[str, Any],
+        metric: str,
+    ):
+        self._workdir, self._folder = workdir, workdir / BEST
+        self._checkpoints, self._model = checkpoints, model
+        self._metadata, self._metric = metadata, metric
+
+    def beats(self, score: float | None) -> bool:
+        """Whether a score is higher than the best so far."""
+        if score is None:
+            return False
+        best = self._checkpoints.best()
+        return best is None or score > best.score
+
+    def write(self, params: Any) -> None:
+        """Writes the parameters of the step that was saved last, which is the best."""
+        self._checkpoints.wait()
+        best = self._checkpoints.best()
+        assert best is not None
+        self._write(params, best)
+
+    def repair(self, params: Any) -> None:
+        """On resuming: writes the folder if a kill came between checkpoint and folder.
+
+        Args:
+          params: abstract, with the shardings that the parameters shall have.
+        """
+        best = self._checkpoints.best()
+        if best is None:
+            return
+        written = (self._folder / RECORD).exists()
+        current = read_metadata(self._folder).get("step") if written else None
+        distributed.barrier("the best step is read")
+        if current != best.step:
+            self._write(self._checkpoints.restore_params(best.step, params), best)
+
+    def _write(self, params: Any, best: Best) -> None:
+        kept = [self._workdir / name for name in ("config.json", "tokenizer.json")]
+        replace_trained(
+            self._folder,
+            self._model.merge(params),
+            params,
+            {**self._metadata, "step": best.step, "metric": self._metric, "value": best.score},
+            [file for file in kept if file.exists()],
+        )
+
+
+def read_best(workdir: Path) -> dict[str, Any] | None:
+    """Step, metric, value and weights folder of the best step; None if none is kept."""
+    if not (workdir / BEST / RECORD).exists():
+        return None
+    record = read_metadata(workdir / BEST)
+    return {name: record[name] for name in ("step", "metric", "value")} | {
+        "weights": str(workdir / BEST)
+    }

@@ -1,0 +1,111 @@
+"""The best step of a run: its checkpoint is kept, its weights are in the folder `best`."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from test_training_resume import assert_same_run, curve, killed_run, run, weights
+
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.training.validation import Validation, read_best
+from mmqa_jax.weights.folder import read_metadata
+
+
+def checkpoints(workdir):
+    names = [folder.name for folder in (workdir / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())  # others are unfinished
+
+
+def best_arrays(workdir):
+    return {name: np.asarray(x) for name, x in weights(workdir / "best").items()}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """An uninterrupted run, and the parameters that its validation saw, by step."""
+    workdir, seen = tmp_path_factory.mktemp("judged"), []
+
+    def evaluate(model):
+        named = flatten_named(tiny_run.nnx.state(model, tiny_run.nnx.Param))
+        seen.append({name: np.array(leaf) for name, leaf in named.items()})
+        return tiny_run.evaluate(model)
+
+    run(workdir, validation=Validation(evaluate, "mean"))
+    return workdir, dict(zip((15, 30, 45, 60), seen, strict=True))
+
+
+def test_the_best_step_is_kept_beside_the_last(judged):
+    workdir, seen = judged
+    means = {row["step"]: row["eval/mean"] for row in curve(workdir) if "eval/mean" in row}
+    assert max(means, key=means.get) == 30
+    assert checkpoints(workdir) == [30, 50, 60]  # the best and the latest two
+    for name, value in best_arrays(workdir).items():
+        np.testing.assert_array_equal(value, seen[30][name])
+        np.testing.assert_array_equal(weights(workdir)[name], seen[60][name])
+    found = read_best(workdir)
+    assert found == {
+        "step": 30, "metric": "mean", "value": means[30], "weights": str(workdir / "best")
+    }  # fmt: skip
+
+
+def test_only_validation_without_a_metric_keeps_no_best(tmp_path):
+    run(tmp_path, steps=30)
+    assert read_best(tmp_path) is None
+    assert not (tmp_path / "best").exists()
+    assert checkpoints(tmp_path) == [20, 30]
+
+
+def test_of_equal_steps_the_first_is_the_best(tmp_path):
+    constant = Validation(lambda model: {"same": 0.5}, "same")
+    run(tmp_path, steps=30, evaluate_every=5, keep=1, validation=constant)
+    assert read_best(tmp_path)["step"] == 5
+    assert checkpoints(tmp_path) == [5, 30]
+
+
+def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
+    values = iter([float("nan"), 0.25, float("inf")])
+    run(
+        tmp_path, steps=30, evaluate_every=10,
+        validation=Validation(lambda model: {"odd": next(values)}, "odd"),
+    )  # fmt: skip
+    assert read_best(tmp_path)["step"] == 20
+    rows = [row for row in curve(tmp_path) if "eval/odd" in row]
+    assert [row["eval/odd"] for row in rows] == [None, 0.25, None]
+
+
+def test_nothing_is_evaluated_where_evaluate_every_is_0(tmp_path):
+    def evaluate(model):
+        raise AssertionError("evaluated")
+
+    run(tmp_path, steps=4, evaluate_every=0, validation=Validation(evaluate, "mean"))
+    assert not any("eval/mean" in row for row in curve(tmp_path))
+
+
+def test_killed_runs_have_the_best_step_of_an_uninterrupted_one(tmp_path, judged):
+    reference, _ = judged
+    killed_run(tmp_path, "in_evaluation", 1)  # step 15: no row is written, nothing is saved
+    assert 15 not in checkpoints(tmp_path)
+    assert not any("eval/mean" in row for row in curve(tmp_path))
+    killed_run(tmp_path, "before_best", 2)  # step 30 is saved, the folder is still step 15's
+    assert checkpoints(tmp_path) == [20, 30]
+    assert read_metadata(tmp_path / "best")["step"] == 15
+    # The next attempt begins with writing step 30's weights; this one dies where none are there.
+    killed_run(tmp_path, "between_renames", 1)
+    assert not (tmp_path / "best").exists()
+    run(tmp_path, validation=tiny_run.KEEP_BEST)
+    assert_same_run(tmp_path, reference)
+    assert read_metadata(tmp_path / "best") == read_metadata(reference / "best")
+    jax.tree.map(np.testing.assert_array_equal, best_arrays(tmp_path), best_arrays(reference))
+    assert checkpoints(tmp_path) == checkpoints(reference)
+    assert not list(tmp_path.glob(".best*"))
+
+
+def test_the_best_weights_are_there_before_the_run_ends(tmp_path):
+    """A run that is stopped because its validation falls leaves what it was stopped for."""
+    stop = tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        run(tmp_path, stop, validation=tiny_run.KEEP_BEST)
+    assert not (tmp_path / "model.json").exists()
+    assert read_best(tmp_path)["step"] == 30

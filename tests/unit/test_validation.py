@@ -1,0 +1,293 @@
+"""Validation during training: its values are those of the verbs with the weights of that step."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from cli_runs import ROOT, TINY_OF, done, mmqa, quickly_and_quietly, rows_of, train_flags, tree
+from flax import nnx
+
+from mmqa_jax.core.config import load_config
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.predictions import read_predictions
+from mmqa_jax.evaluation.webqa import score_answers
+from mmqa_jax.systems import validation
+from mmqa_jax.training.checks import check_config
+from mmqa_jax.training.recipes import make_recipe, make_tokenizer
+from mmqa_jax.training.validation import SECTIONS, read_best
+from mmqa_jax.weights.folder import read_metadata
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+EVERY_STEP = {"train.evaluate_every": 1, "validate.split": "test", "validate.questions": 0}
+WHOLE = {
+    "contrastive": {"validate.sources": 0},
+    "rerank": {},
+    "answer": {"validate.num_beams": 2},  # as inference.num_beams
+}
+
+
+@pytest.fixture(scope="module")
+def runs(data, cli_cache, tmp_path_factory):
+    """A validated run of each task; the answers of each evaluation under `answers`."""
+    folder, answers = tmp_path_factory.mktemp("validated"), []
+
+    def noted(questions, predictions, **options):
+        answers.append(predictions)
+        return score_answers(questions, predictions, **options)
+
+    with quickly_and_quietly(cli_cache), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "score_answers", noted)
+        results = {
+            task: done("train", *train_flags(task, data, folder / task, **EVERY_STEP, **own))
+            for task, own in WHOLE.items()
+        }
+    return folder, results, answers
+
+
+def evaluations(workdir):
+    """Step -> its values."""
+    found = {}
+    for row in rows_of(workdir / "metrics.jsonl"):
+        values = {k.removeprefix("eval/"): v for k, v in row.items() if k.startswith("eval/")}
+        if values:
+            found[row["step"]] = values
+    return found
+
+
+@pytest.fixture(params=["last", "best"])
+def weights(request, runs):
+    """Task -> a folder of weights and the values of the evaluation at its step."""
+
+    def of(task):
+        run = runs[0] / task
+        folder = run if request.param == "last" else run / "best"
+        return folder, evaluations(run)[read_metadata(folder)["step"]]
+
+    return of
+
+
+def test_recall_is_that_of_search(weights, data, tmp_path):
+    folder, values = weights("contrastive")
+    flags = (f"--data={data}", f"--model={folder}")
+    done("embed", *flags, f"--out={tmp_path / 'index'}")
+    done("index", f"--embeddings={tmp_path / 'index'}", "--kind=exact")
+    found = done(
+        "search", *flags, "--method=dense", f"--index={tmp_path / 'index'}",
+        f"--out={tmp_path / 'found.jsonl'}",
+    )["recall"]  # fmt: skip
+    assert found.keys() == {"recall@1", "recall@2", "recall@5", "recall@10"}  # of 11 sources
+    assert {name: values[name] for name in found} == pytest.approx(found)
+    assert values["recall@20"] == 1.0
+    assert 0 < values["mrr"] < 1
+
+
+def test_source_f1_is_that_of_rerank(weights, data, tmp_path):
+    folder, values = weights("rerank")
+    flags = (f"--data={data}", f"--model={folder}", f"--out={tmp_path / 'ranked.jsonl'}")
+    found = done("rerank", *flags)
+    sweep = {row["threshold"]: row["source_f1"] for row in found["sweep"]}
+    assert values == pytest.approx(
+        {
+            "source_f1": found["source_f1"],
+            "source_f1@0.2": sweep[0.2],
+            "threshold": found["best_threshold"],
+        }
+    )
+    assert values["source_f1"] > 0
+
+
+def test_answers_are_those_of_answer(weights, runs, data, tmp_path):
+    folder, values = weights("answer")
+    out, corpus = tmp_path / "predictions.jsonl", f"--data={data}"
+    done("answer", corpus, f"--model={folder}", "--sources=oracle", f"--out={out}")
+    step = read_metadata(folder)["step"]
+    for ours, given in zip(runs[2][step - 1], read_predictions(out), strict=True):
+        assert (ours.question_id, ours.answer) == (given.question_id, given.answer)
+        assert ours.beams[0][1] == pytest.approx(given.beams[0][1], abs=1e-5)
+    scores = done(
+        "evaluate", "corpus", f"--references={data}", f"--predictions={out}", "--lemmatizer=none"
+    )["scores"]
+    assert values["webqa_acc/no_lemma"] == pytest.approx(scores["webqa_acc/no_lemma"])
+
+
+@pytest.mark.parametrize("task", WHOLE)
+def test_a_run_says_which_step_was_best(task, runs):
+    folder, results, _ = runs
+    values, metric = evaluations(folder / task), "webqa_acc/no_lemma"
+    assert list(values) == [1, 2]
+    metric = {"contrastive": "recall@10", "rerank": "source_f1"}.get(task, metric)
+    best = results[task]["best"]
+    assert best == read_best(folder / task)
+    assert (best["metric"], best["weights"]) == (metric, str(folder / task / "best"))
+    assert best["value"] == max(row[metric] for row in values.values())
+    assert best["value"] == values[best["step"]][metric]
+    kept = {path.name for path in (folder / task / "best").iterdir()}
+    assert kept == {"config.json", "model.json", "tokenizer.json", "weights"}
+
+
+def test_the_report_of_a_run_shows_its_validation(runs):
+    run = runs[0] / "rerank"
+    ended = mmqa("report", f"--workdir={run}", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.value == {
+        "task": "rerank", "report": str(run / "report.html"), "best": read_best(run)
+    }  # fmt: skip
+    for step, values in evaluations(run).items():
+        (line,) = (line for line in ended.out.splitlines() if line.startswith(f"│    {step} │"))
+        assert f"{values['source_f1']:.3f}" in line
+    page = (run / "report.html").read_text()
+    for name in ("loss", "eval/source_f1", "eval/source_f1@0.2", "eval/threshold"):
+        assert name in page
+    assert page.count('id="best-source-selector-') == page.count('id="curve-source-selector-')
+    assert "best step" in page
+
+
+def test_the_report_of_something_else_is_refused(refused, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.json").write_text('{"config": {"row": "vlp"}}')
+    message = r"holds no training run .*; name the workdir of `mmqa train` or of `mmqa demo`"
+    refused("report", f"--workdir={tmp_path}", message=message)
+
+
+# Without a run
+
+
+@pytest.fixture(scope="module")
+def judge(data, tmp_path_factory):
+    """A validation of fresh models: (config name, changes) -> validation, seed -> model."""
+    corpus = open_corpus(data)
+
+    def make(name, **changes):
+        task = name.partition("_")[0]
+        values = {**EVERY_STEP, **WHOLE[task], **changes}
+        flags = train_flags(task, data, "unused", **values)
+        overrides = [flag.removeprefix("--config.") for flag in flags[2:]]
+        config = load_config(f"{ROOT}/configs/atlas/{name}.py:runlocal", overrides)
+        check_config(config)
+        tokenizer = make_tokenizer(config.tokenizer, corpus, tmp_path_factory.mktemp("tokenizer"))
+        init = make_recipe(config, corpus, tokenizer).task.init
+        abstract = nnx.eval_shape(lambda: init(jax.random.key(0)))
+        made = validation.make_validation(config, corpus, tokenizer, abstract)
+        return made, lambda seed: init(jax.random.key(seed))
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["contrastive", "rerank", "rerank_cached", "answer"])
+def test_the_second_evaluation_compiles_and_writes_nothing(
+    name, judge, data, tmp_path, monkeypatch
+):
+    made, model = judge(name)
+    one, other = model(1), model(2)
+    first = made.evaluate(one)
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    monkeypatch.chdir(tmp_path)
+    before = tree(data)
+    made.evaluate(other)
+    assert made.evaluate(one) == first
+    assert compiled == []
+    assert tree(data) == before
+    assert not list(tmp_path.iterdir())
+    jax.jit(lambda x: x * 3 + 1)(np.ones(7)).block_until_ready()
+    assert compiled  # the listener does hear of compilations
+
+
+def test_the_values_are_of_the_given_parameters(judge):
+    made, model = judge("contrastive")
+    values = [made.evaluate(model(seed))["mrr"] for seed in range(4)]
+    assert len(set(values)) > 1
+
+
+def test_retrieval_is_judged_on_a_fixed_pool(judge, data):
+    """The questions' own sources, and an even sample of the others."""
+    made, model = judge("contrastive", **{"validate.questions": 1, "validate.sources": 2})
+    corpus = open_corpus(data)
+    (question,) = made.evaluate._questions
+    names = [source.id for source in made.evaluate._pool.sources]
+    own = {*question.positives, *question.negatives}
+    sampled = {corpus.sources[0].id, corpus.sources[5].id}
+    assert set(names) == own | sampled
+    values = made.evaluate(model(1))
+    assert values["recall@20"] == 1.0
+    assert values["mrr"] >= 1 / len(names)
+
+
+def test_answers_may_be_searched_with_other_beams_than_at_inference(judge):
+    beams = [judge("answer", **{"validate.num_beams": n})[0].evaluate._reader for n in (1, 3)]
+    assert [reader.options.num_beams for reader in beams] == [1, 3]
+    assert TINY_OF["answer"]["inference.num_beams"] == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        (
+            "rerank",
+            {"validate.split": "val"},
+            r"validate\.split=val: .*no such questions with gold sources; .*evaluate_every to 0",
+        ),
+        ("answer", {"validate.split": "dev"}, r"validate\.split=dev: .* questions with keywords"),
+        (
+            "contrastive",
+            {"validate.metric": "recall@3"},
+            r"validate\.metric='recall@3': one of recall@1, .* was expected; did you mean",
+        ),
+        ("rerank", {"validate.questions": -1}, r"validate\.questions=-1: at least 0 was"),
+        ("contrastive", {"validate.sources": -1}, r"validate\.sources=-1: at least 0 was"),
+        ("answer", {"validate.num_beams": 0}, r"validate\.num_beams=0: at least 1 was"),
+    ],
+)
+def test_validations_that_cannot_be(task, changes, message, data, refused, tmp_path):
+    flags = train_flags(task, data, tmp_path / "run", **{"train.evaluate_every": 1, **changes})
+    refused("train", *flags, message=message)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("del c.validate", r"key validate is missing, but train\.evaluate_every is 5; add it, or"),
+        ("c.validate.splt = 'val'", r"key validate\.splt: unknown; did you mean 'split'"),
+        ("del c.validate.split", r"key validate\.split is missing; add it"),
+        ("c.validate.sources = 9", r"key validate\.sources: unknown"),
+        ("c.validate.select = 'bst'", r"validate\.select='bst': one of .*did you mean 'best'"),
+        ("c.validate.cap = 16", r"validate\.cap=16: one of none, webqa was expected"),
+    ],
+)
+def test_sections_with_a_mistake(line, message, data, refused, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import runpy\n"
+        "def get_config(mode=''):\n"
+        f"    c = runpy.run_path({f'{ROOT}/configs/atlas/rerank.py'!r})['get_config']('runlocal')\n"
+        "    c.train.evaluate_every = 5\n"
+        f"    {line}\n"
+        "    return c\n"
+    )
+    flags = (f"--config={tmp_path / 'own.py'}", f"--config.data.dir={data}")
+    refused("train", *flags, f"--workdir={tmp_path / 'run'}", message=message)
+
+
+@pytest.mark.parametrize("folder", ["atlas", "openstax", "webqa"])
+def test_every_training_config_can_be_validated(folder):
+    """Atlas's and OpenStax's, whose figures are of the last step, only when asked to."""
+    seen = set()
+    for file in sorted((ROOT / "configs" / folder).glob("*.py")):
+        if file.stem in ("tables", "demo", "vlp"):
+            continue
+        config = load_config(file)
+        if folder != "webqa":
+            assert config.train.evaluate_every == 0
+            config.train.evaluate_every = 10
+        assert config.train.evaluate_every > 0
+        assert SECTIONS[config.task](**config.validate).split == "val"
+        seen.add(config.task)
+    assert seen >= {"contrastive", "rerank"}
+    assert TINY_OF.keys() >= seen
