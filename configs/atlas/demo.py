@@ -15,7 +15,8 @@ def get_config(mode: str = "") -> ConfigDict:
     config.countries = 0
     for task in ("contrastive", "rerank", "answer"):
         config[task] = config_beside(__file__, f"{task}.py").get_config(mode)
-    config.search = {"index": "auto"}
+    # dev_questions: on which the weight of the fused retrievers is chosen; 0 = all of val.
+    config.search = {"index": "auto", "dev_questions": 300}
     # top_k: candidates of the whole collection; dev_questions: on which the threshold is chosen.
     config.select = {"top_k": 20, "dev_questions": 60}
     # Questions of the test split that are answered, evenly over it; 0 = all.
@@ -23,4 +24,5 @@ def get_config(mode: str = "") -> ConfigDict:
     if mode == "runlocal":
         config.countries = 40
         config.evaluate.questions, config.select.dev_questions = 40, 20
+        config.search.dev_questions = 20
     return config

@@ -28,7 +28,8 @@ MADE_BY = {
 
 def _retriever(method: str, *, second_hop: bool = False) -> dict:
     dense = {} if method == "bm25" else {"model": CONTRASTIVE, "index": INDEX}
-    return {"method": method, **dense, "second_hop": second_hop}
+    weight = {"fusion_weight": 0.9} if method == "fused" else {}  # chosen on val
+    return {"method": method, **dense, "second_hop": second_hop, **weight}
 
 
 def _reranker(weight: float) -> dict:
@@ -59,6 +60,7 @@ def _restricted(method: str, second_hop: bool, source_f1: float) -> dict:
 
 _READER = {"reader": {"model": ANSWER}}
 _OURS, _ALONE = {"reranker": _reranker(40.0)}, {"reranker": _reranker(0.0)}
+_ONE_HOP = {"retriever": _retriever("dense")}
 _SECOND_HOP = {"retriever": _retriever("dense", second_hop=True)}
 _OWN = {"cap": "none", "select": "best"}
 _ACC, _F1 = "webqa_acc/no_lemma", "source_f1/official"
@@ -91,13 +93,22 @@ ROWS = {
         "options": {"threshold": 0.4, "top_k": 20},
         "published": {},
     },
+    # Candidates of a single pass of the retriever; the full rows' have those of its second hop.
+    "full_one_hop": {
+        "setting": "select_full_scale",
+        "parts": {**_ONE_HOP, **_OURS},
+        "options": {"threshold": 0.15, "top_k": 20},
+        "published": {},
+    },
     "restricted_bm25": _restricted("bm25", False, 0.386),
     "restricted_dense": _restricted("dense", True, 0.709),
     "bm25": _retrieval("bm25", False, 0.892),
     "dense": _retrieval("dense", False, 0.952),
+    "rrf": _retrieval("rrf", False, 0.935),
     "fused": _retrieval("fused", False, 0.935),
     "bm25_second_hop": _retrieval("bm25", True, 0.908),
     "dense_second_hop": _retrieval("dense", True, 0.993),
+    "rrf_second_hop": _retrieval("rrf", True, 0.967),
     "fused_second_hop": _retrieval("fused", True, 0.967),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+
+if TYPE_CHECKING:
+    from mmqa_jax.systems.extensions.similarity import Tuned
 
 SUMMARY = "score candidate sources with a trained VLP source head."
 EXAMPLE = (
@@ -113,7 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     show_retrieval(f"{data.name}, {split}: reranked", scored)
     weights = sorted({*similarity.WEIGHTS, weight}) if _has_similarity(arguments) else (0.0,)
     tuned = similarity.tune_selection(questions, evidence, SELECTIONS[arguments.select], weights)
-    _show_sweep(f"{data.name}, {split}: source F1 by --select={arguments.select}", tuned.sweep)
+    _show_sweep(f"{data.name}, {split}: source F1 by --select={arguments.select}", tuned, split)
     at_weight = {threshold: f1 for (w, threshold), f1 in tuned.sweep.items() if w == weight}
     threshold = best_threshold(at_weight)
     return {
@@ -124,6 +127,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "similarity_weight": tuned.weight,
             "threshold": tuned.threshold,
             "source_f1": tuned.sweep[tuned.weight, tuned.threshold],
+            "at_edge": tuned.at_edge,
         },
         "sweep": [
             {"similarity_weight": w, "threshold": t, "source_f1": f1}
@@ -165,17 +169,25 @@ def _has_similarity(arguments: argparse.Namespace) -> bool:
     return arguments.retriever is not None or arguments.candidates not in ("restricted", "all")
 
 
-def _show_sweep(title: str, sweep: Mapping[tuple[float, float], float]) -> None:
+def _show_sweep(title: str, tuned: Tuned, split: str) -> None:
     """Prints source F1: one row per threshold, one column per similarity weight."""
     from mmqa_jax.evaluation.tables import Table, show
 
-    weights = sorted({weight for weight, _ in sweep})
+    weights, sweep = tuned.weights, tuned.sweep
     thresholds = sorted({threshold for _, threshold in sweep})
     rows: list[Sequence[Any]] = [
         [f"{t:g}", *(float(sweep[weight, t]) for weight in weights)] for t in thresholds
     ]
+    notes = []
+    if len(weights) > 1:
+        notes.append("One row per threshold, one column per --similarity_weight.")
+    if tuned.at_edge:
+        notes.append(
+            f"The best weight, {tuned.weight:g}, is the largest: larger ones may be better."
+        )
+    if split == "test":
+        notes.append("Choose threshold and weight with --split=val, not by this table.")
+    columns = ["", *(f"{weight:g}" for weight in weights)]
     if len(weights) == 1:
-        show(Table(title, ["threshold", "source F1"], rows))
-        return
-    note = "One row per threshold, one column per --similarity_weight."
-    show(Table(title, ["", *(f"{weight:g}" for weight in weights)], rows, note))
+        columns = ["threshold", "source F1"]
+    show(Table(title, columns, rows, " ".join(notes)))

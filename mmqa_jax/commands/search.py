@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import UserError
+
+if TYPE_CHECKING:
+    from mmqa_jax.systems.extensions.fusion_tuning import TunedFusion
 
 SUMMARY = "rank sources for every question."
 EXAMPLE = (
@@ -21,16 +25,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_split(parser)
     parser.add_argument(
         "--method",
-        choices=("bm25", "dense", "fused"),
+        choices=("bm25", "dense", "fused", "rrf"),
         required=True,
-        help="fused: reciprocal-rank fusion of the other two",
+        help="fused: bm25 and dense by a convex combination of their scores; rrf: by reciprocal "
+        "ranks",
     )
     parser.add_argument(
         "--model",
         default="",
-        help="workdir of a contrastive run, its folder best, or a converted CLIP (dense, fused)",
+        help="workdir of a contrastive run, its folder best, or a converted CLIP (not for bm25)",
     )
-    parser.add_argument("--index", default="", help="folder written by `mmqa index` (dense, fused)")
+    parser.add_argument("--index", default="", help="folder written by `mmqa index` (not for bm25)")
+    parser.add_argument(
+        "--fusion_weight",
+        type=float,
+        metavar="A",
+        help="fused: weight of the dense scores, from 0 (bm25) to 1 (dense); 0.8 if not given",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="fused: search at every weight from 0 to 1, in steps of 0.05, and keep the one with "
+        "the best nDCG; with --split=val",
+    )
     parser.add_argument(
         "--second_hop",
         action="store_true",
@@ -78,7 +95,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.modality import modality_report
     from mmqa_jax.retrieval.rankings import write_rankings
     from mmqa_jax.systems import webqa
-    from mmqa_jax.systems.parts import RetrieverSpec, open_retriever
+    from mmqa_jax.systems.extensions.fusion_tuning import check_gold, tune_fusion
+    from mmqa_jax.systems.parts import RetrieverSpec, open_fusions, open_retriever
 
     data, out, split = Path(arguments.data), Path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"
@@ -91,12 +109,25 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         modality_model=arguments.modality_model,
         webqa_compat=arguments.webqa_compat,
         second_hop=arguments.second_hop,
+        fusion_weight=arguments.fusion_weight,
     )
+    _check_tune(arguments)
     spec.check(restricted=restricted)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
-    retriever = open_retriever(corpus, spec)
-    top_k = arguments.top_k
+    top_k, more = arguments.top_k, {}
+    if arguments.tune:
+        check_gold(questions, "--tune", "the fusion weight")  # before the model loads
+        at_weight = open_fusions(corpus, spec)
+        tuned = tune_fusion(questions, at_weight, top_k)
+        _show_sweep(f"{data.name}, {split}: fused", tuned, top_k)
+        retriever = at_weight(tuned.weight)
+        more = {
+            "fusion_weight": tuned.weight,
+            "sweep": [{"fusion_weight": w, **scores} for w, scores in tuned.sweep.items()],
+        }
+    else:
+        retriever = open_retriever(corpus, spec)
     if restricted:
         rankings = webqa.retrieve_restricted(questions, corpus, retriever, cited=top_k)
     else:
@@ -106,10 +137,41 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     searched = "own candidates" if restricted else f"modality {spec.modality}"
     show_retrieval(f"{data.name}, {split}: {spec.method}, {searched}", scored)
     print(f"Rankings of {len(questions):,} questions: {out}")
-    more = {}
     if spec.modality != "unknown":
-        more = modality_report(corpus, questions, retriever, known=spec.modality == "known")
-        for name, value in more.items():
+        report = modality_report(corpus, questions, retriever, known=spec.modality == "known")
+        for name, value in report.items():
             if value is not None:
                 print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+        more |= report
     return {"questions": len(questions), **scored, **more}
+
+
+def _check_tune(arguments: argparse.Namespace) -> None:
+    """Raises UserError if --tune contradicts another flag."""
+    if not arguments.tune:
+        return
+    if arguments.method != "fused" or arguments.candidates != "all":
+        raise UserError(
+            "--tune: chooses the weight of --method=fused with --candidates=all; leave it out."
+        )
+    if arguments.fusion_weight is not None:
+        raise UserError("--tune and --fusion_weight: the one chooses the other; give one of them.")
+    if arguments.split == "test":
+        raise UserError(
+            "--tune: a weight chosen on the test split would flatter the figures measured on it; "
+            "give --split=val."
+        )
+
+
+def _show_sweep(title: str, tuned: TunedFusion, top_k: int) -> None:
+    """Prints one row per weight; the chosen one is marked."""
+    from mmqa_jax.evaluation.tables import Table, show
+
+    metrics = [f"recall@{k}" for k in (2, 10, 20, 100) if f"recall@{k}" in tuned.sweep[0.0]]
+    rows = [
+        [f"{weight:g}{' *' * (weight == tuned.weight)}", scores["ndcg"], scores["mrr"]]
+        + [scores[name] for name in metrics]
+        for weight, scores in tuned.sweep.items()
+    ]
+    note = "0: bm25 alone, 1: dense alone. * --fusion_weight with the best nDCG."
+    show(Table(title, ["weight", f"ndcg@{top_k}", "mrr", *metrics], rows, note))

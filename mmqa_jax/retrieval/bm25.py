@@ -19,7 +19,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, source_text
-from mmqa_jax.retrieval.rankings import to_rankings
+from mmqa_jax.retrieval.rankings import by_score, to_rankings
 
 _WORD = re.compile(r"\w+")
 _BLOCK = 64  # scores per block when bounding the top k; any size is correct
@@ -160,6 +160,10 @@ class BM25:
         order = np.argsort(-scores, kind="stable")[:top_k]
         return candidates[order], scores[order]
 
+    def scores(self, query: str, rows: Sequence[int]) -> np.ndarray:
+        """The scores that `search` gives the rows, float32[rows]."""
+        return self._scores(query)[np.asarray(rows, np.int32)]
+
     def _query_ids(self, query: str) -> list[int]:
         vocabulary = self._index.vocab_dict
         return [vocabulary[word] for word in words(query, self.stop_words) if word in vocabulary]
@@ -196,6 +200,18 @@ class BM25Retriever:
             found, scores = self.bm25.search_within(question.question, rows, len(rows))
             names = tuple(self.corpus.sources[int(row)].id for row in found)
             rankings.append(Ranking(question.id, names, tuple(map(float, scores))))
+        return rankings
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        """The same sources with the scores that `search` gives them, best first.
+
+        Unlike `search_within`, whose statistics are those of the candidates.
+        """
+        rankings = []
+        for question, given in zip(questions, candidates, strict=True):
+            rows = [self.corpus.row[name] for name in given.sources]
+            scores = self.bm25.scores(question.question, rows).tolist()
+            rankings.append(by_score(question.id, dict(zip(given.sources, scores, strict=True))))
         return rankings
 
 

@@ -29,18 +29,36 @@ class DenseRetriever:
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of the whole collection for every question, best first."""
-        found = self.index.search(self._embed(questions), min(top_k, len(self.corpus)))
-        return self._rankings(questions, found)
+        return self._nearest(questions, self._embed(questions), top_k)
 
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> list[Ranking]:
         """Each question's own candidates, best first (the restricted setting)."""
-        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
-        most = max(map(len, rows), default=0)
-        return self._rankings(
-            questions, self.index.search_within(self._embed(questions), rows, most)
+        return self._within(questions, self._embed(questions), candidates)
+
+    def search_and_score(
+        self, questions: Sequence[Question], top_k: int, others: Sequence[Ranking]
+    ) -> tuple[list[Ranking], list[Ranking]]:
+        """`search`, and `search_within` of each question's `others`, embedding it once."""
+        vectors = self._embed(questions)
+        return (
+            self._nearest(questions, vectors, top_k),
+            self._within(questions, vectors, others),
         )
+
+    def _nearest(
+        self, questions: Sequence[Question], vectors: np.ndarray, top_k: int
+    ) -> list[Ranking]:
+        found = self.index.search(vectors, min(top_k, len(self.corpus)))
+        return self._rankings(questions, found)
+
+    def _within(
+        self, questions: Sequence[Question], vectors: np.ndarray, candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        most = max([1, *map(len, rows)])
+        return self._rankings(questions, self.index.search_within(vectors, rows, most))
 
     def _embed(self, questions: Sequence[Question]) -> np.ndarray:  # -> float32[n, dim]
         pixels = [self.pictures.question_pixels(question) for question in questions]

@@ -70,6 +70,15 @@ class ModalityIndex:
         rows, scores = self._index.search(queries, top_k, self._allowed)
         return np.searchsorted(self._rows, rows).astype(np.int32), scores
 
+    def search_within(
+        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As the index's `search_within`; padding stays -1."""
+        of_index = [self._rows[np.asarray(own, np.int32)] for own in rows]
+        found, scores = self._index.search_within(queries, of_index, top_k)
+        own = np.where(found < 0, -1, np.searchsorted(self._rows, found))
+        return own.astype(np.int32), scores
+
 
 class ByModality:
     """A Retriever that sends every question to the sources of the modality that it needs.

@@ -22,10 +22,18 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.atlas.build import LEAST_COUNTRIES
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
+from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.systems.demo_results import read_results, score_demo, show_tables, write_html
 from mmqa_jax.systems.extensions import similarity
+from mmqa_jax.systems.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.systems.indexing import embed, index
-from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
+from mmqa_jax.systems.parts import (
+    RetrieverSpec,
+    open_dense,
+    open_fusions,
+    open_reranker,
+    with_similarity,
+)
 from mmqa_jax.systems.prepare import prepare_atlas
 from mmqa_jax.systems.run import OpenedParts, run_row
 from mmqa_jax.systems.validation import make_validation
@@ -34,7 +42,7 @@ from mmqa_jax.training.run import run_training
 
 TASKS = ("contrastive", "rerank", "answer")
 DATA, INDEX, ROWS = "data", "index", "rows"
-SELECTION = "retrieval/selection.json"
+SELECTION, FUSION = "retrieval/selection.json", "retrieval/fusion.json"
 
 
 def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
@@ -83,7 +91,7 @@ def _check(config: ConfigDict) -> None:
     spec = {
         "seed": int,
         "countries": count,
-        "search": {"index": Literal["auto", "scann", "exact"]},
+        "search": {"index": Literal["auto", "scann", "exact"], "dev_questions": count},
         "select": {"top_k": Key(int, minimum=1), "dev_questions": count},
         "evaluate": {"questions": count, "examples": count},
         **dict.fromkeys(TASKS, dict),
@@ -114,7 +122,7 @@ class _Demo:
         return {
             "contrastive": lambda: self._train("contrastive"),
             "embed": self._embed,
-            "search": lambda: self._run_rows("retrieve"),
+            "search": self._search,
             "rerank": lambda: self._train("rerank"),
             "tune": self._tune,
             "select": lambda: self._run_rows("select"),
@@ -132,6 +140,20 @@ class _Demo:
         embed(self.folder / DATA, self.folder / "contrastive", self.folder / INDEX)
         index(self.folder / INDEX, self.config.search.index)
 
+    def _search(self) -> None:
+        """Chooses the fusion weight on the validation split, then runs the retrievers' rows."""
+        dev = evenly(self.corpus.questions("val"), self.config.search.dev_questions)
+        fused = RetrieverSpec("fused", str(self.folder / "contrastive"), str(self.folder / INDEX))
+        tuned = tune_fusion(dev, open_fusions(self.corpus, fused), DEPTH)
+        write_json(
+            self.folder / FUSION,
+            {
+                "weight": tuned.weight,
+                "dev_scores": [{"weight": w, **scores} for w, scores in tuned.sweep.items()],
+            },
+        )
+        self._run_rows("retrieve")
+
     def _tune(self) -> None:
         """Chooses the similarity weight and the thresholds on the validation split."""
         dev = evenly(self.corpus.questions("val"), self.config.select.dev_questions)
@@ -147,6 +169,7 @@ class _Demo:
             self.folder / SELECTION,
             {
                 "weight": tuned.weight,
+                "weight_at_edge": tuned.at_edge,
                 "threshold": tuned.threshold,
                 "vlp_threshold": vlp_threshold,
                 "dev_source_f1": [
@@ -178,6 +201,9 @@ class _Demo:
                 for key in ("model", "index"):
                     if section.get(key):
                         section[key] = str(self.folder / folders[section[key]])
+        retriever = config.parts.get("retriever", {})
+        if "fusion_weight" in retriever:
+            retriever.fusion_weight = read_json(self.folder / FUSION)["weight"]
         if "threshold" in config.options:
             tuned = read_json(self.folder / SELECTION)
             ours = config.parts.reranker.similarity_weight > 0

@@ -32,8 +32,8 @@ from mmqa_jax.training.validation import read_best
 
 SETTINGS = ("question_only", "oracle", "restricted", "full")
 RETRIEVERS = (
-    *("bm25", "dense", "fused"),
-    *("bm25_second_hop", "dense_second_hop", "fused_second_hop"),
+    *("bm25", "dense", "rrf", "fused"),
+    *("bm25_second_hop", "dense_second_hop", "rrf_second_hop", "fused_second_hop"),
 )
 # Source F1 in the JSON: name -> row. The first four choose among each question's own candidates.
 SOURCE_F1 = {
@@ -44,6 +44,7 @@ SOURCE_F1 = {
     "full_bm25": "bm25",
     "full_dense": "dense",
     "full_vlp": "full_vlp",
+    "full_reranked_one_hop": "full_one_hop",
     "full_reranked": "full",
 }
 METRICS = ("webqa_acc", "exact_match")
@@ -51,6 +52,7 @@ NOTICE = (
     "Atlas is mmqa_jax's own benchmark, made from OpenMoji pictures and World Factbook text. Its "
     "scores are not comparable with WebQA's or with any other benchmark's."
 )
+_TUNED = ("weight", "weight_at_edge", "threshold", "vlp_threshold")
 _KS = (1, 2, 5, 10, 20, 50, 100)
 
 
@@ -140,7 +142,7 @@ def score_demo(results: Results) -> dict[str, Any]:
         "dataset": "atlas",
         "n": len(results.questions),
         "scorer": "webqa_acc/no_lemma",
-        "selection": {k: results.selection[k] for k in ("weight", "threshold", "vlp_threshold")},
+        "selection": {k: results.selection[k] for k in _TUNED},
         "scores": {name: interval.mean for name, interval in intervals.items()}
         | {f"recall_at_20/{row}": values["20"] for row, values in recall.items()},
         "intervals": {name: [x.low, x.high] for name, x in intervals.items()},
@@ -196,6 +198,8 @@ def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
         f"bm25, dense: top two. vlp: above {tuned['vlp_threshold']}. reranked: above "
         f"{tuned['threshold']}, VLP with {tuned['weight']:g} x similarity. Tuned on val."
     )
+    if tuned["weight_at_edge"]:
+        note += " That weight is the largest one tried: a larger one may be better."
     cited = [[name, _interval(scores, f"source_f1/{name}")] for name in SOURCE_F1]
     title = "Source F1 (restricted; full_: whole collection)"
     return [*tables, Table(title, ["system", "F1"], cited, note)]

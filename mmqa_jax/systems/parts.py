@@ -7,16 +7,18 @@ flags of `mmqa search`, `rerank` and `answer`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.retriever import Retriever
 
 EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa embed` writes
-_FUSED_DEPTH = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +26,10 @@ class RetrieverSpec:
     """How sources are retrieved.
 
     Attributes:
-      method: `bm25`, `dense` or `fused` (both, by reciprocal-rank fusion).
-      model: workdir of a contrastive run, or a converted CLIP (dense, fused).
-      index: folder of `mmqa embed` and `mmqa index` with that model (dense, fused).
+      method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
+        reciprocal-rank fusion.
+      model: workdir of a contrastive run, or a converted CLIP (not for bm25).
+      index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;
         `classified` those of the modality that a classifier predicts.
       modality_model: workdir of a modality run, the paper's BERT classifier (classified); by
@@ -35,9 +38,10 @@ class RetrieverSpec:
         WebQA's CLIP needs all of the top 2,000); `any` takes both.
       webqa_compat: bm25 with the quirks of WebQA's baseline.
       second_hop: search again with the title of the first result (ours).
+      fusion_weight: of the dense scores, from 0 (BM25 alone) to 1 (fused); None: the default.
     """
 
-    method: Literal["bm25", "dense", "fused"]
+    method: Literal["bm25", "dense", "fused", "rrf"]
     model: str = ""
     index: str = ""
     modality: Literal["unknown", "known", "classified"] = "unknown"
@@ -45,12 +49,17 @@ class RetrieverSpec:
     index_kind: Literal["any", "exact"] = "any"
     webqa_compat: bool = False
     second_hop: bool = False
+    fusion_weight: float | None = None
 
     def check(self, *, restricted: bool = False) -> None:
         """Raises UserError if the values contradict each other."""
         if self.webqa_compat and (self.method != "bm25" or self.second_hop):
             raise UserError("--webqa_compat: works only with plain --method=bm25; leave it out.")
-        if restricted and (self.method == "fused" or self.modality != "unknown"):
+        if self.fusion_weight is not None:
+            check_weight(self.fusion_weight, "--fusion_weight")
+            if self.method != "fused":
+                raise UserError("--fusion_weight: works only with --method=fused; leave it out.")
+        if restricted and (self.method in ("fused", "rrf") or self.modality != "unknown"):
             raise UserError(
                 "--candidates=restricted: works with --method=bm25 or dense and without "
                 "--modality; change one."
@@ -94,20 +103,36 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec) -> Retriever:
       UserError: the index or its embeddings belong to another model or corpus, or the index is
         of another kind.
     """
+    weight = DEFAULT_WEIGHT if spec.fusion_weight is None else spec.fusion_weight
+    return _open(corpus, spec, remember=False)(weight)
+
+
+def open_fusions(corpus: Corpus, spec: RetrieverSpec) -> Callable[[float], Retriever]:
+    """`fused` at any weight: the retrievers of all weights search the same questions once.
+
+    Raises:
+      UserError: as `open_retriever`.
+    """
+    return _open(corpus, spec, remember=True)
+
+
+def _open(corpus: Corpus, spec: RetrieverSpec, *, remember: bool) -> Callable[[float], Retriever]:
     spec.check()
     dense = None
     if spec.method != "bm25":
         dense = open_dense(corpus, spec.model, spec.index, exact=spec.index_kind == "exact")
+
+    @functools.cache
+    def over(modality: Any) -> Callable[[float], Retriever]:
+        return _over(corpus, spec, dense, modality, remember)
+
     if spec.modality == "unknown":
-        return _over(corpus, spec, dense, None)
+        return over(None)
     from mmqa_jax.retrieval.modality import ByModality, modality_predictor
 
     classifier = None if spec.modality == "known" else _open_classifier(corpus, spec)
-
-    def over(modality: Any) -> Retriever:
-        return _over(corpus, spec, dense, modality)
-
-    return ByModality(over, modality_predictor(corpus, classifier))
+    choose = modality_predictor(corpus, classifier)
+    return lambda weight: ByModality(lambda modality: over(modality)(weight), choose)
 
 
 def open_dense(corpus: Corpus, model: str, index: str, *, exact: bool = False) -> Any:
@@ -190,12 +215,14 @@ def _open_classifier(corpus: Corpus, spec: RetrieverSpec) -> Any:
     return fit_classifier(corpus.questions("train"), corpus)
 
 
-def _over(corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any) -> Retriever:
-    """The retriever over the sources of one modality; None: over all."""
+def _over(
+    corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any, remember: bool
+) -> Callable[[float], Retriever]:
+    """Retrievers over the sources of one modality (None: over all), by their fusion weight."""
     from mmqa_jax.retrieval.bm25 import BM25Retriever
     from mmqa_jax.retrieval.bm25_webqa import WebQABM25Retriever
     from mmqa_jax.retrieval.dense import DenseRetriever
-    from mmqa_jax.retrieval.fusion import FusedRetriever
+    from mmqa_jax.retrieval.fusion import HybridSearch, RankFusion, ScoreFusion
     from mmqa_jax.retrieval.modality import ModalityIndex, one_modality
 
     subset = corpus if modality is None else one_modality(corpus, modality)
@@ -208,8 +235,16 @@ def _over(corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any) -> Ret
         dense = DenseRetriever(subset, dense.embedder, view, dense.pictures)
     if dense is not None:
         retrievers.append(dense)
-    if spec.second_hop:
+
+    def hops(retriever: Any) -> Any:
+        if not spec.second_hop:
+            return retriever
         from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
 
-        retrievers = [SecondHopRetriever(retriever, subset) for retriever in retrievers]
-    return retrievers[0] if len(retrievers) == 1 else FusedRetriever(retrievers, _FUSED_DEPTH)
+        return SecondHopRetriever(retriever, subset)
+
+    if spec.method == "fused":  # scores are combined in each hop, which ends with ranks
+        hybrid = HybridSearch(dense, retrievers[0], remember=remember)
+        return lambda weight: hops(ScoreFusion(hybrid, weight))
+    found = [hops(retriever) for retriever in retrievers]
+    return lambda _: found[0] if len(found) == 1 else RankFusion(found)

@@ -29,6 +29,7 @@ from mmqa_jax.evaluation.retrieval_tables import score_modality
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation, score_predictions
 from mmqa_jax.evaluation.source_selection import check_threshold
+from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.systems import webqa
@@ -161,12 +162,25 @@ def check_row(config: ConfigDict) -> None:
     check_section(config, "", {**_SPEC, "parts": parts, "options": options})
     if "threshold" in config.options:
         check_threshold(config.options.threshold, "config key options.threshold")
-    retriever = config.parts.get("retriever", {"method": "bm25"})
-    if retriever["method"] != "bm25" and not (retriever.get("model") and retriever.get("index")):
+    for name in ("retriever", "reranker.similarity"):
+        part, _, inner = name.partition(".")
+        section = config.parts.get(part) or {}
+        _check_retriever(f"parts.{name}", (section.get(inner) if inner else section) or {})
+
+
+def _check_retriever(name: str, section: Mapping[str, Any]) -> None:
+    """Raises UserError if the values of a retriever's config section contradict each other."""
+    method, weight = section.get("method", "bm25"), section.get("fusion_weight")
+    if method != "bm25" and not (section.get("model") and section.get("index")):
         raise UserError(
-            f"config key parts.retriever.method={retriever['method']}: needs parts.retriever.model "
-            "and parts.retriever.index; give both."
+            f"config key {name}.method={method}: needs {name}.model and {name}.index; give both."
         )
+    if weight is not None:
+        check_weight(weight, f"config key {name}.fusion_weight")
+        if method != "fused":
+            raise UserError(
+                f"config key {name}.fusion_weight: works only with method=fused; leave it out."
+            )
 
 
 def _check_folder(folder: Path, row: str) -> None:

@@ -125,7 +125,7 @@ def test_it_prints_every_score_as_one_json_object(demo):
     scores = demo.result["scores"]
     wanted = {
         *(f"source_f1/{name}" for name in ("bm25", "dense", "reranked")),
-        *(f"recall_at_20/{name}" for name in ("bm25", "dense", "fused")),
+        *(f"recall_at_20/{name}" for name in ("bm25", "dense", "rrf", "fused")),
         *(f"webqa_acc/{setting}" for setting in SETTINGS),
     }
     assert wanted <= scores.keys()

@@ -16,10 +16,13 @@ ROWS = {
     "atlas:full": "full_scale",  # the same
     "atlas:restricted_vlp": "select_restricted",
     "atlas:full_vlp": "select_full_scale",
+    "atlas:full_one_hop": "select_full_scale",  # with the similarity, one pass of the retriever
     "atlas:restricted_bm25": "retrieve_restricted",
     "atlas:restricted_dense": "retrieve_restricted",  # with a second hop
     "atlas:bm25": "retrieve_full_scale",
+    "atlas:rrf": "retrieve_full_scale",
     "atlas:fused": "retrieve_full_scale",
+    "atlas:fused_second_hop": "retrieve_full_scale",
     "webqa:vlp": "restricted",
     "webqa:clip2_vlp": "retrieved",
     "webqa:clip20_vlp": "full_scale",

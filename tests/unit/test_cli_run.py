@@ -177,6 +177,11 @@ STAGES = {
         ["--threshold=0.15"],
     ),
     "atlas:restricted_vlp": (None, ["--similarity_weight=0"], ["--threshold=0.4"]),
+    "atlas:full_one_hop": (
+        ["--method=dense", "--top_k=20"],
+        ["--top_k=20", "--similarity_weight=40"],
+        ["--threshold=0.15"],
+    ),
     "atlas:full_vlp": (
         ["--method=dense", "--second_hop", "--top_k=20"],
         ["--top_k=20", "--similarity_weight=0"],
@@ -220,7 +225,9 @@ def test_a_row_as_its_stages(name, ran, data, models, index, tmp_path):
         ("webqa:clip2", ["--method=dense", "--modality=known"]),
         ("webqa:bm25_full", ["--method=bm25", "--webqa_compat"]),
         ("atlas:bm25", ["--method=bm25"]),
-        ("atlas:fused", ["--method=fused"]),
+        ("atlas:rrf", ["--method=rrf"]),
+        ("atlas:fused", ["--method=fused", "--fusion_weight=0.9"]),
+        ("atlas:fused_second_hop", ["--method=fused", "--fusion_weight=0.9", "--second_hop"]),
         ("atlas:restricted_bm25", ["--method=bm25", "--candidates=restricted"]),
         ("atlas:restricted_dense", ["--method=dense", "--second_hop", "--candidates=restricted"]),
     ],

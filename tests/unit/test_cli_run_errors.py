@@ -167,6 +167,10 @@ def test_wrong_values(override, message, flags, refused, tmp_path):
         ("config.parts.reader = {'model': 'x'}", r"config key parts\.reader: unknown"),
         ("config.parts.retriever.metod = 'bm25'", r"config key parts\.retriever\.metod: unknown"),
         ("config.parts.retriever.method = 'bm52'", r"method='bm52': .*did you mean 'bm25'"),
+        (
+            "config.parts.retriever.fusion_weight = 0.5",
+            r"config key parts\.retriever\.fusion_weight: works only with method=fused",
+        ),
         ("del config.row", r"the file does not define a row of a table \(no key `row`\)"),
         ("del config.data.split", r"config key data\.split is missing"),
         ("config.note = 'x'", r"config key note: unknown"),
@@ -231,6 +235,13 @@ def test_an_index_that_searches_approximately(data, models, index, refused, tmp_
     message = r"index: searches approximately, but .*index_kind=exact; run `mmqa index .*=exact`"
     refused(*flags, message=message)
     assert done(*flags, "--config.parts.retriever.index_kind=any")["questions"] == 5
+
+
+@pytest.mark.parametrize("weight", ["1.5", "-0.1"])
+def test_a_fusion_weight_out_of_range(weight, data, models, index, refused, tmp_path):
+    flags = row_flags("atlas:fused", tmp_path / "run", data, models, index)
+    message = rf"config key parts\.retriever\.fusion_weight={weight}: a weight from 0 .* to 1"
+    refused(*flags, f"--config.parts.retriever.fusion_weight={weight}", message=message)
 
 
 def test_the_workdir_of_another_row(flags, data, models, index, refused, tmp_path):

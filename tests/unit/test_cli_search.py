@@ -13,7 +13,13 @@ from mmqa_jax.data.corpus import open_corpus
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 
-@pytest.mark.parametrize("flags", [["dense"], ["dense", "--second_hop"], ["fused"]])
+FOUND_BY = [
+    *(["dense"], ["dense", "--second_hop"], ["rrf"], ["fused"], ["fused", "--fusion_weight=0.3"]),
+    ["fused", "--second_hop"],
+]
+
+
+@pytest.mark.parametrize("flags", FOUND_BY)
 def test_dense_search_ranks_every_question(data, models, index, tmp_path, flags):
     path = tmp_path / "found.jsonl"
     result = done(
@@ -61,7 +67,7 @@ def _cells(shown, start):
 
 def test_dense_search_needs_a_model_and_an_index(data, refused, tmp_path):
     flags = ["search", f"--data={data}", f"--out={tmp_path / 'out'}"]
-    for method in ("dense", "fused"):
+    for method in ("dense", "fused", "rrf"):
         message = rf"--method={method} needs --model and --index"
         refused(*flags, f"--method={method}", message=message)
         refused(*flags, f"--method={method}", "--index=somewhere", message=message)
@@ -137,7 +143,7 @@ def test_an_index_of_another_model_is_refused(part, wrong, index, refused, tmp_p
     refused(*wrong["search"], f"--index={tmp_path / 'other'}", message=message)
 
 
-@pytest.mark.parametrize("method", ["bm25", "dense", "fused"])
+@pytest.mark.parametrize("method", ["bm25", "dense", "fused", "rrf"])
 def test_known_modality_finds_no_other(method, data, models, index, tmp_path):
     path = tmp_path / "found.jsonl"
     flags = (f"--model={models / 'contrastive'}", f"--index={index}", f"--out={path}")
@@ -198,6 +204,20 @@ def test_restricted_and_compatible_bm25(data, tmp_path):
         (("--method=dense", "--webqa_compat"), r"--webqa_compat: .*--method=bm25"),
         (("--method=bm25", "--webqa_compat", "--second_hop"), r"--webqa_compat: .*plain"),
         (("--method=fused", "--candidates=restricted"), r"--candidates=restricted: works with"),
+        (("--method=rrf", "--candidates=restricted"), r"--candidates=restricted: works with"),
+        (("--method=fused", "--fusion_weight=1.5"), r"--fusion_weight=1\.5: .*from 0 .* to 1"),
+        (("--method=fused", "--fusion_weight=nan"), r"--fusion_weight=nan: .*from 0 .* to 1"),
+        (("--method=rrf", "--fusion_weight=0.5"), r"--fusion_weight: .*only with --method=fused"),
+        (("--method=dense", "--tune", "--split=train"), r"--tune: .*--method=fused"),
+        (("--method=fused", "--tune"), r"--tune: .*test split.*--split=val"),
+        (
+            ("--method=fused", "--tune", "--split=train", "--fusion_weight=0.5"),
+            r"--tune and --fusion_weight: .*give one",
+        ),
+        (
+            ("--method=fused", "--tune", "--split=val"),  # whose gold sources are hidden
+            r"--tune: none of the 3 questions has gold sources",
+        ),
         (
             ("--method=bm25", "--candidates=restricted", "--modality=known"),
             r"--candidates=restricted: .*without --modality",
@@ -206,3 +226,28 @@ def test_restricted_and_compatible_bm25(data, tmp_path):
 )
 def test_flags_that_do_not_go_together(flags, message, wrong, refused):
     refused(*wrong["search"], *flags, message=message)
+
+
+@pytest.mark.parametrize("flags", [[], ["--second_hop"], ["--modality=known"]])
+def test_the_weight_of_the_fusion_is_chosen_on_a_split(flags, data, models, index, tmp_path):
+    search = (
+        "search", f"--data={data}", "--method=fused", "--split=train", "--top_k=4", *flags,
+        f"--model={models / 'contrastive'}", f"--index={index}",
+    )  # fmt: skip
+    ended = mmqa(*search, "--tune", f"--out={tmp_path / 'tuned.jsonl'}", "--json")
+    assert ended.code == 0, ended.err
+    tuned = ended.value
+    sweep = {row["fusion_weight"]: row for row in tuned["sweep"]}
+    assert (min(sweep), max(sweep), len(sweep)) == (0.0, 1.0, 21)
+    best = sweep[tuned["fusion_weight"]]
+    assert best["ndcg"] == max(row["ndcg"] for row in sweep.values())
+    assert f"{tuned['fusion_weight']:g} *" in ended.out
+    # It finds what a search at that weight finds, and each end is one of the two retrievers.
+    again = done(
+        *search, f"--fusion_weight={tuned['fusion_weight']}", f"--out={tmp_path / 'again.jsonl'}"
+    )
+    assert rows_of(tmp_path / "tuned.jsonl") == rows_of(tmp_path / "again.jsonl")
+    assert again["recall"]["recall@2"] == tuned["recall"]["recall@2"] == best["recall@2"]
+    for method, weight in (("bm25", 0.0), ("dense", 1.0)):
+        alone = done(*search, f"--method={method}", f"--out={tmp_path / 'alone.jsonl'}")
+        assert alone["recall"]["recall@2"] == sweep[weight]["recall@2"]

@@ -63,6 +63,20 @@ def test_the_weight_is_tuned_on_source_f1(gold, weight):
     assert set(sweep) == {(w, t) for w in WEIGHTS for t in THRESHOLDS}
 
 
+@pytest.mark.parametrize(("best", "largest"), [(80.0, 160.0), (320.0, 640.0), (1280.0, 1280.0)])
+def test_larger_weights_are_tried_until_the_best_lies_inside(best, largest):
+    """Of each question VLP is wrong, until a weight of its own outweighs it."""
+    needed = [weight for weight in (40, 80, 160, 320, 640, 1280) if weight <= best]
+    questions = [Question(str(w), "val", "what?", positives=("b",)) for w in needed]
+    # 5.3 apart in log-odds, and never both above a threshold.
+    relevance = [Ranking(q.id, ("a", "b"), (0.75, 0.015)) for q in questions]
+    similarity = [Ranking(str(w), ("b", "a"), (0.5 + 5.5 / w, 0.5)) for w in needed]
+    tuned = tune_selection(questions, [Evidence(relevance, similarity)], SELECTIONS["best"])
+    assert tuned.weights == [*WEIGHTS, *(w for w in (80, 160, 320, 640, 1280) if w <= largest)]
+    assert tuned.weight == best
+    assert tuned.at_edge == (best == largest)
+
+
 def test_hops_are_combined_by_the_higher_probability():
     """Each hop is measured against its own most similar source."""
     first = Evidence([ranking(a=0.6, b=0.3)], [ranking(a=0.9, b=0.5)])
