@@ -34,7 +34,7 @@ class Reader:
         self.modality: Modality | None = config.data.get("modality")
         self._packer = make_packer(config, tokenizer, inference=True)
         self.max_pictures = self._packer.config.max_pictures
-        self._reader = make_source_reader(config, corpus, tokenizer)
+        self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
         self._graphdef, self._state = nnx.split(model)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:

@@ -39,7 +39,7 @@ class Reranker:
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
         self.corpus, self.batch_size = corpus, config.inference.batch_size
         self._packer = make_packer(config, tokenizer, inference=True)
-        self._reader = make_source_reader(config, corpus, tokenizer)
+        self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
         graphdef, self._state = nnx.split(model)
 
         def relevance(state: Any, inputs: VLPInputs) -> jax.Array:  # -> [B] P(relevant)

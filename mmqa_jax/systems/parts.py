@@ -94,19 +94,24 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec) -> Retriever:
     return ByModality(over, modality_predictor(corpus, known=spec.modality == "known"))
 
 
-def open_dense(corpus: Corpus, model: str, index: str) -> Any:
-    """The dense retriever over the whole corpus; UserError as `open_retriever`."""
+def open_dense(corpus: Corpus, model: str, index: str, *, one_shape: bool = False) -> Any:
+    """The dense retriever over the whole corpus; UserError as `open_retriever`.
+
+    `one_shape`, here and below, is for a few questions: see inference/loading.py.
+    """
     from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.embeddings import open_embeddings
     from mmqa_jax.retrieval.index import load_index
 
-    embedder, pictures = open_embedder(Path(model), corpus)
+    embedder, pictures = open_embedder(Path(model), corpus, one_shape=one_shape)
     embeddings = open_embeddings(Path(index) / EMBEDDINGS, embedder.fingerprint, corpus.fingerprint)
     loaded = load_index(Path(index) / INDEX, embeddings, embedder.fingerprint)
     return DenseRetriever(corpus, embedder, loaded, pictures)
 
 
-def open_embedder(model: Path, corpus: Corpus) -> tuple[Any, PictureStore]:
+def open_embedder(
+    model: Path, corpus: Corpus, *, one_shape: bool = False
+) -> tuple[Any, PictureStore]:
     """The embedder of a contrastive run or a converted CLIP, and pictures sized for it."""
     from mmqa_jax.inference.loading import load_embedder
     from mmqa_jax.retrieval.clip import load_clip_embedder
@@ -115,18 +120,24 @@ def open_embedder(model: Path, corpus: Corpus) -> tuple[Any, PictureStore]:
     if is_converted(model):
         embedder = load_clip_embedder(model)
         return embedder, PictureStore(corpus, embedder.image_size, "crop")
-    embedder, config = load_embedder(model)
+    embedder, config = load_embedder(model, one_shape=one_shape)
     return embedder, PictureStore(corpus, config.pictures.size, config.pictures.resize)
 
 
-def open_reranker(corpus: Corpus, model: str | Path, batch_size: int | None = None) -> Any:
+def open_reranker(
+    corpus: Corpus,
+    model: str | Path,
+    batch_size: int | None = None,
+    *,
+    one_shape: bool = False,
+) -> Any:
     """The reranker of a rerank run: over pairs or, with `joint_layers`, over cached sources."""
     from mmqa_jax.inference.loading import load_source_head
     from mmqa_jax.inference.reranker import Reranker
     from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
     from mmqa_jax.systems.extensions.cached_reranker import CachedReranker
 
-    head = load_source_head(model, batch_size)
+    head = load_source_head(model, batch_size, one_shape=one_shape)
     if head.sides is None:
         return Reranker(head.config, corpus, head.tokenizer, head.model)
     vlp = TwoSidedVLP.of(head.model, head.sides)
@@ -140,11 +151,17 @@ def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float
     return SecondHopReranker(SecondHopRetriever(retriever, corpus), reranker, weight)
 
 
-def open_reader(corpus: Corpus, model: str | Path, batch_size: int | None = None) -> Any:
+def open_reader(
+    corpus: Corpus,
+    model: str | Path,
+    batch_size: int | None = None,
+    *,
+    one_shape: bool = False,
+) -> Any:
     """The reader of an answer run."""
     from mmqa_jax.inference.loading import load_reader
 
-    return load_reader(model, corpus, batch_size)
+    return load_reader(model, corpus, batch_size, one_shape=one_shape)
 
 
 def _over(corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any) -> Retriever:
