@@ -13,6 +13,8 @@ def get_config(mode: str = "") -> ConfigDict:
     config.seed = 0
     # Countries to build Atlas from; 0 = all.
     config.countries = 0
+    # auto: bfloat16 products where the CPU has fast ones, measured once; float32, bfloat16.
+    config.precision = "auto"
     for task in ("contrastive", "rerank", "answer"):
         config[task] = config_beside(__file__, f"{task}.py").get_config(mode)
     # dev_questions: on which the weight of the fused retrievers is chosen; 0 = all of val.
@@ -23,6 +25,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.evaluate = {"questions": 300, "examples": 60}
     if mode == "runlocal":
         config.countries = 40
+        config.precision = "float32"  # the same scores on every machine
         config.evaluate.questions, config.select.dev_questions = 40, 20
         config.search.dev_questions = 20
     return config

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 
-SUMMARY = "answer one question from a demo's workdir, with its sources."
+SUMMARY = "answer a question from a demo's workdir with its sources, or say that none has it."
 EXAMPLE = 'mmqa ask --workdir=workdir-demo "What is the capital of Kenya?"'
 
 
@@ -39,17 +39,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     answers = []
     for text in arguments.question:
         began = time.perf_counter()
-        prediction = answerer.answer(text, picture)
+        answer = answerer.answer(text, picture)
         seconds = time.perf_counter() - began
         sources = [
             (answerer.corpus.sources[answerer.corpus.row[name]], score)
-            for name, score in zip(prediction.sources, prediction.source_scores, strict=True)
+            for name, score in zip(answer.cited.sources, answer.cited.scores, strict=True)
         ]
-        _show(text, prediction.answer, sources, seconds)
+        _show(answer, sources, seconds)
         answers.append(
             {
                 "question": text,
-                "answer": prediction.answer,
+                "answer": answer.text,
+                "raw_answer": answer.raw,
+                "found": answer.found,
                 "sources": [
                     {"id": s.id, "score": score, "title": s.title, "text": s.text}
                     for s, score in sources
@@ -60,14 +62,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"answers": answers}
 
 
-def _show(question: str, answer: str, sources: list[tuple[Any, float]], seconds: float) -> None:
+def _show(answer: Any, sources: list[tuple[Any, float]], seconds: float) -> None:
     """Prints an answer on stderr, because stdout is reserved for the JSON."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(stderr=True)
-    console.print(f"\n[bold]{escape(question)}[/bold]")
-    console.print(f"{escape(answer)}  [dim]({seconds:.1f} s)[/dim]")
+    console.print(f"\n[bold]{escape(answer.question)}[/bold]")
+    console.print(f"{escape(answer.text)}  [dim]({seconds:.1f} s)[/dim]")
+    if not answer.found:
+        console.print("The nearest source:")
     for source, score in sources:
         kind = "picture" if source.modality == "image" else "snippet"
         console.print(

@@ -7,6 +7,7 @@ seconds. The environment variable MMQA_PROGRESS=off turns it off.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,32 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 _SECONDS_BETWEEN_LINES = 15.0
+
+# What is shown of a larger work that the current one belongs to, see `within`.
+_whole: contextvars.ContextVar[Callable[[float | None], str] | None] = contextvars.ContextVar(
+    "whole", default=None
+)
+
+
+@contextlib.contextmanager
+def within(whole: Callable[[float | None], str]) -> Iterator[None]:
+    """Shows the state of a larger work behind every progress in the block.
+
+    Args:
+      whole: from the seconds left of the work that is shown (None: unknown) to a text, such as
+        `about 12 min left of the demo`.
+    """
+    token = _whole.set(whole)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def announce(text: str) -> None:
+    """Prints a line on stderr, where progress is shown."""
+    if os.environ.get("MMQA_PROGRESS") != "off":
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Progress:
@@ -147,7 +174,10 @@ class Progress:
             parts.append(_speed(rate, self._unit))
         if (left := self.seconds_left()) is not None:
             parts.append(f"{duration(left)} left")
-        return ", ".join(parts + self._shown_values())
+        parts += self._shown_values()
+        if (whole := _whole.get()) is not None:
+            parts.append(whole(left))
+        return ", ".join(parts)
 
     def summary(self) -> str:
         """What is shown at the end: `500 steps in 2:36, 3.2 steps/s, loss 0.7`."""

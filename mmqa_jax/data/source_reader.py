@@ -16,13 +16,13 @@ from mmqa_jax.data.patch_regions import PatchRegions, Tags
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.regions import FeatureRegions
 from mmqa_jax.data.schema import Modality, Source
-from mmqa_jax.data.tokenizers import TokenTable, WordPiece
+from mmqa_jax.data.tokenizers import TokensOnDemand, TokenTable, WordPiece
 
 _TYPICAL_COLORS = 4  # that a picture shows
 
 
 class SourceReader:
-    """The sources of a corpus, tokenized once, for all batches of a run.
+    """The sources of a corpus, each tokenized once, for all batches of a run.
 
     Args:
       corpus: the sources.
@@ -32,6 +32,7 @@ class SourceReader:
       source_text: the text that the model reads of a source; default: its own (WebQA's baseline).
       tags: from the positions of a picture's regions to its tags: the picture's tags then
         follow its caption, and each region's tag is in its slot. None: no tags.
+      on_demand: sources are tokenized when they are first read, for a reader of a few of them.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class SourceReader:
         regions: PatchRegions | FeatureRegions | None = None,
         source_text: Callable[[Source], str] | None = None,
         tags: Callable[[np.ndarray], Tags] | None = None,
+        *,
+        on_demand: bool = False,
     ):
         self.corpus, self.tokenizer = corpus, tokenizer
         self.pictures, self.regions, self._tags = pictures, regions, tags
@@ -51,7 +54,7 @@ class SourceReader:
             parts = tags(np.zeros((regions.slots, regions.position_dim), np.float32)).parts
             self._parts_length = sum(len(self._tag(tag)) for tag in parts)
         self._texts = [source_text(s) if source_text else s.text for s in corpus.sources]
-        self.table = TokenTable(tokenizer, self._texts)
+        self.table = (TokensOnDemand if on_demand else TokenTable)(tokenizer, self._texts)
         self.is_image = np.array([s.modality == "image" for s in corpus.sources], bool)
 
     def text_length(
@@ -63,7 +66,8 @@ class SourceReader:
         number of pictures that come with the question.
         """
         exists = rows >= 0
-        text = np.where(exists, self.table.lengths[rows], 0).sum(axis=-1)
+        lengths = self.table.lengths_of(np.where(exists, rows, 0))
+        text = np.where(exists, lengths, 0).sum(axis=-1)
         if self._tags is None:
             return text
         pictures = (exists & self.is_image[rows]).sum(axis=-1) + own_pictures

@@ -114,9 +114,38 @@ class TokenTable:
         """How often every token of the vocabulary occurs in the texts."""
         return np.bincount(self._flat, minlength=vocab_size)
 
+    def lengths_of(self, rows: np.ndarray) -> Int[np.ndarray, "*N"]:
+        """Tokens of the texts `rows` [*N]."""
+        return self.lengths[rows]
+
     def __getitem__(self, i: int) -> np.ndarray:
         end = self._ends[i]
         return self._flat[end - self.lengths[i] : end]
+
+
+class TokensOnDemand:
+    """As TokenTable, but a text is tokenized when it is first asked for: a few of many texts."""
+
+    def __init__(self, tokenizer: WordPiece, texts: Sequence[str]):
+        self._tokenizer, self._texts = tokenizer, texts
+        self._tokens: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def lengths_of(self, rows: np.ndarray) -> Int[np.ndarray, "*N"]:
+        """Tokens of the texts `rows` [*N]."""
+        distinct, where = np.unique(rows, return_inverse=True)
+        missing = [row for row in distinct.tolist() if row not in self._tokens]
+        table = TokenTable(self._tokenizer, [self._texts[row] for row in missing])
+        self._tokens |= {row: table[i] for i, row in enumerate(missing)}
+        lengths = np.array([len(self._tokens[row]) for row in distinct.tolist()], np.int64)
+        return lengths[where].reshape(np.shape(rows))
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        if i not in self._tokens:
+            self._tokens[i] = np.array(self._tokenizer.encode(self._texts[i]), np.int32)
+        return self._tokens[i]
 
 
 def text_inputs(

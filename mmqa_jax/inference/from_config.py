@@ -125,13 +125,19 @@ def make_pictures(config: ConfigDict, corpus: Corpus) -> PictureStore:
     return PictureStore(corpus, section.size, section.resize, alpha=alpha)
 
 
-def make_source_reader(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece) -> SourceReader:
-    """Tokens and pixels of the corpus's sources as the config's model takes them."""
+def make_source_reader(
+    config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, *, on_demand: bool = False
+) -> SourceReader:
+    """Tokens and pixels of the corpus's sources as the config's model takes them.
+
+    `on_demand` tokenizes each source when it is first read (see SourceReader).
+    """
     has_features = config.model.get("frontend") in READERS  # needs no pixels
     pictures = None if has_features else make_pictures(config, corpus)
     regions = None if config.task == "contrastive" else make_regions(config, corpus)
     tags = regions.tags if regions and config.model.get("tags", False) else None
-    return SourceReader(corpus, tokenizer, pictures, regions, text_of(config), tags)
+    parts = (pictures, regions, text_of(config), tags)
+    return SourceReader(corpus, tokenizer, *parts, on_demand=on_demand)
 
 
 def text_of(config: ConfigDict) -> Callable[[Source], str]:

@@ -27,9 +27,16 @@ from mmqa_jax.retrieval.modality import MODALITIES
 from mmqa_jax.weights.folder import load_weights, read_metadata
 
 
-def load_embedder(folder: str | os.PathLike) -> tuple[Embedder, ConfigDict]:
-    """The trained dual encoder of a contrastive run, and the run's config."""
+def load_embedder(
+    folder: str | os.PathLike, *, one_shape: bool = False
+) -> tuple[Embedder, ConfigDict]:
+    """The trained dual encoder of a contrastive run, and the run's config.
+
+    `one_shape`: for a few texts, see `_one_shape`.
+    """
     config, tokenizer = _read_run(folder, ("contrastive",))
+    if one_shape:
+        _one_shape(config)
     model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
     model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs(0)))
     return make_embedder(config, tokenizer, model), config
@@ -64,16 +71,29 @@ class SourceHead(NamedTuple):
     sides: TwoSides | None
 
 
-def load_source_head(folder: str | os.PathLike, batch_size: int | None = None) -> SourceHead:
-    """The source selector of a rerank run; `batch_size` overrides its config's."""
-    config, tokenizer, vlp = _load_vlp(folder, "rerank", batch_size)
+def load_source_head(
+    folder: str | os.PathLike, batch_size: int | None = None, *, one_shape: bool = False
+) -> SourceHead:
+    """The source selector of a rerank run.
+
+    Args:
+      batch_size: overrides its config's.
+      one_shape: for a few pairs, see `_one_shape`.
+    """
+    config, tokenizer, vlp = _load_vlp(folder, "rerank", batch_size, one_shape)
     sides = two_sides(config.model, make_packing(config), vlp.config)
     return SourceHead(config, tokenizer, vlp, sides)
 
 
-def load_reader(folder: str | os.PathLike, corpus: Corpus, batch_size: int | None = None) -> Reader:
-    """The trained reader of an answer run; `batch_size` overrides its config's."""
-    config, tokenizer, vlp = _load_vlp(folder, "answer", batch_size)
+def load_reader(
+    folder: str | os.PathLike,
+    corpus: Corpus,
+    batch_size: int | None = None,
+    *,
+    one_shape: bool = False,
+) -> Reader:
+    """The trained reader of an answer run; the arguments are those of `load_source_head`."""
+    config, tokenizer, vlp = _load_vlp(folder, "answer", batch_size, one_shape)
     return Reader(config, corpus, tokenizer, vlp)
 
 
@@ -87,11 +107,13 @@ def load_question_classifier(folder: str | os.PathLike) -> QuestionClassifier:
 
 
 def _load_vlp(
-    folder: str | os.PathLike, task: str, batch_size: int | None
+    folder: str | os.PathLike, task: str, batch_size: int | None, one_shape: bool = False
 ) -> tuple[ConfigDict, WordPiece, ExtendedVLP]:
     config, tokenizer = _read_run(folder, (task,))
     if batch_size is not None:
         config.inference.batch_size = batch_size
+    if one_shape:
+        _one_shape(config)
     model_config = make_vlp_config(config, tokenizer)
     model = _load(folder, lambda: ExtendedVLP(model_config, rngs=nnx.Rngs(0)))
     return config, tokenizer, model
@@ -114,6 +136,24 @@ def _read_run(
             "again, or train it again in a new --workdir."
         )
     return config, open_tokenizer(folder / "tokenizer.json")
+
+
+def _one_shape(config: ConfigDict) -> None:
+    """Changes a run's config so that each of its functions is traced and compiled once, quickly.
+
+    All inputs have the longest bucket's shape, texts of an encoder are encoded one by one, and the
+    layers run in a loop. That suits a process that answers a few questions, most of whose time
+    would go into tracing.
+    """
+    config.model.changes = {**config.model.get("changes", {}), "unroll": 1}
+    if config.task == "contrastive":
+        config.inference.buckets = (max(config.inference.buckets),)
+        config.inference.batch_size = 1
+        return
+    changes = config.inference.get("packing", {})
+    buckets = changes.get("buckets", config.packing.buckets)
+    longest = max(pictures for pictures, _ in buckets), max(text for _, text in buckets)
+    config.inference.packing = {**changes, "buckets": (longest,)}
 
 
 def _load(folder: str | os.PathLike, build: Any) -> Any:

@@ -37,7 +37,7 @@ class Reader:
         self._by_category: bool = config.data.get("route_by_category", False)
         self._packer = make_packer(config, tokenizer, inference=True)
         self.max_pictures = self._packer.config.max_pictures
-        self._reader = make_source_reader(config, corpus, tokenizer)
+        self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
         self._graphdef, self._state = nnx.split(model)
 
     def use(self, model: VLP) -> None:

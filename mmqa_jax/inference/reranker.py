@@ -43,7 +43,7 @@ class Reranker:
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
         self.corpus, self.options = corpus, config.inference
         self._packer = make_packer(config, tokenizer, inference=True)
-        self._reader = make_source_reader(config, corpus, tokenizer)
+        self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
         graphdef, self._state = nnx.split(model)
 
         def relevance(state: Any, inputs: VLPInputs) -> jax.Array:  # -> [B] P(relevant)

