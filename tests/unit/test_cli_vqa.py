@@ -13,6 +13,8 @@ from mmqa_jax.commands import flags as shared_flags
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.readers import READERS
+from mmqa_jax.data.predictions import read_predictions, write_predictions
+from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
@@ -222,6 +224,12 @@ def test_bad_predictions_of_aokvqa(text, message, refused, tmp_path):
     (tmp_path / "bad.json").write_text(text)
     flags = (f"--references={raw}", f"--predictions={tmp_path / 'bad.json'}")
     refused("evaluate", "aokvqa", *flags, message=message)
+
+
+def test_choices_come_back_from_predictions_jsonl(tmp_path):
+    rows = [Prediction("q1", choice=2), Prediction("q2", "moon"), Prediction("q3", choice=0)]
+    write_predictions(tmp_path / "predictions.jsonl", rows)
+    assert read_predictions(tmp_path / "predictions.jsonl") == rows
 
 
 @pytest.mark.parametrize(
