@@ -18,7 +18,7 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
 
 
 def read_predictions(path: Path, source_ids: Container[str] | None = None) -> list[Prediction]:
-    """Reads predictions; `question_id` is required, `answer` and `sources` may be absent.
+    """Reads predictions; `question_id` is required, all else may be absent.
 
     Args:
       source_ids: the corpus's source ids; None: cited sources are not checked.
@@ -36,6 +36,12 @@ def read_predictions(path: Path, source_ids: Container[str] | None = None) -> li
             )
         if not isinstance(row.get("answer", ""), str):
             raise UserError(f'{path}, line {number}: "answer" must be text; correct that line.')
+        choice = row.get("choice")
+        if choice is not None and type(choice) is not int:
+            raise UserError(
+                f'{path}, line {number}: "choice" must be the number of an option, counted from 0, '
+                "or null; correct that line."
+            )
         sources = row.get("sources", [])
         if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
             raise UserError(

@@ -82,6 +82,7 @@ class Prediction:
       sources: ids of the cited sources, best first.
       source_scores: one score per cited source (probability or similarity).
       beams: all answers of the beam with their log-probabilities, best first.
+      choice: index of the chosen option among Question.choices; None: none was chosen.
     """
 
     question_id: str
@@ -89,6 +90,7 @@ class Prediction:
     sources: tuple[str, ...] = ()
     source_scores: tuple[float, ...] = ()
     beams: tuple[tuple[str, float], ...] = ()
+    choice: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
