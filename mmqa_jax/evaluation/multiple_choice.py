@@ -13,7 +13,6 @@ import string
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float
 
 LETTERS = string.ascii_uppercase
 
@@ -98,6 +97,6 @@ def exact_letter_choice(text: str, choices: int) -> int | None:
     return letter_index(text, choices)
 
 
-def likeliest_choice(losses: Float[np.ndarray, "C"] | Sequence[float]) -> int:
-    """The choice of least loss, the first of equals (SEED-Bench eval.py:70-73)."""
-    return int(np.argmin(np.asarray(losses, dtype=np.float64)))
+def likeliest_choice(losses: Sequence[float]) -> int:
+    """The choice of least loss [choice], the first of equals (SEED-Bench eval.py:70-73)."""
+    return int(np.argmin(losses))

@@ -6,7 +6,7 @@
 
 A pass k shows the choices rotated by k. Where a file holds no passes above 0, they are made here:
 N choices, N passes, and choice j stands at place (j + k) mod N, as VLMEvalKit's
-`vlmutil circular` does for choices that may be rotated.
+`vlmutil circular` does for choices that may be rotated. A table of predictions is taken as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmqa_jax.data.table_files import SUFFIXES, read_table
 PASS_STEP = 1_000_000
 # Keys of Question.extra: the question's index without the pass, the pass, and the ability.
 BASE, PASS, L2 = "base_index", "pass", "l2-category"
-HINT = "hint"
+PREDICTION = "prediction"  # a column of tables that hold a system's answers
 
 # The repository's list of downloads; the paper (table 2) counts 2,974 in all.
 PUBLISHED_COUNTS = {"val questions": 1_164, "test questions": 1_784}
@@ -40,7 +40,7 @@ ATTRIBUTION = "MMBench (Liu et al., ECCV 2024), Apache-2.0."
 _LETTERS = "ABCDEFGH"
 _NEEDED = ("index", "question", "A", "B")
 _SPLITS = {"dev": "val", "val": "val", "test": "test", "train": "train"}
-_READ = {*_NEEDED, *_LETTERS, "image", "answer", "category", "split"}
+_READ = {*_NEEDED, *_LETTERS, "image", "answer", "category", "split", PREDICTION}
 # An index has fewer characters, a picture more (VLMEvalKit image_base.py uses the same bound).
 _LONGEST_REFERENCE = 64
 
@@ -88,14 +88,14 @@ def read_mmbench(path: Path) -> Benchmark:
     files = OfficialFiles(path.parent if alone else path)
     tables = [path] if alone else _tables(files.folder)
     files.found += tables
-    rows = [row for table in tables for row in table_rows(table)]
+    rows = [row for table in tables for row in mmbench_rows(table)]
     _require_unique(rows)
     shown, texts = _pictures(rows)
     pictures = TablePictures(texts)
     if not texts:
         files.missing["image"] = "no table has this column; questions stand without pictures"
     questions = [_question(row, shown.get(row.index)) for row in rows]
-    if all(row.index < PASS_STEP for row in rows):
+    if all(row.index < PASS_STEP and PREDICTION not in row.cells for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
     return Benchmark(
         name="mmbench",
@@ -129,7 +129,7 @@ def circular_passes(question: Question) -> list[Question]:
     return passes
 
 
-def table_rows(path: Path, needed: Sequence[str] = _NEEDED) -> list[_Row]:
+def mmbench_rows(path: Path, needed: Sequence[str] = _NEEDED) -> list[_Row]:
     """The rows of a table with their indices as numbers."""
     rows = []
     for where, cells in read_table(path, needed):

@@ -16,19 +16,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text
 from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
-from mmqa_jax.data.datasets.parquet import (
-    ParquetPictures,
-    hub_tables,
-    parquet_rows,
-    parquet_signature,
-)
+from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows, row_name
 from mmqa_jax.data.datasets.picture_files import PictureFiles
 from mmqa_jax.data.datasets.webqa import read_unique_json
 from mmqa_jax.data.schema import SPLITS, Question
@@ -37,7 +32,7 @@ from mmqa_jax.data.schema import SPLITS, Question
 PUBLISHED_COUNTS = {"train questions": 12_726, "val questions": 4_241, "test questions": 4_241}
 ATTRIBUTION = "ScienceQA (Lu et al., NeurIPS 2022), CC BY-NC-SA 4.0."
 # Keys of Question.extra: whether the benchmark shows a picture with the question, which may be
-# absent from the disk, and whether it has a hint, which LLaVA's conversations put into the question.
+# absent from the disk, and whether it has a hint (part of the question in LLaVA's conversations).
 HAS_PICTURE, HAS_HINT = "has_picture", "has_hint"
 
 _CONVERSATIONS = "test_questions_all.json"
@@ -45,6 +40,7 @@ _COLUMNS = ("question", "choices", "answer")
 _OPTIONAL_COLUMNS = (
     *("hint", "task", "grade", "subject", "topic", "category", "skill", "lecture", "solution"),
 )
+_HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
 _OPTION = re.compile(r"^([A-Z])\. ", re.MULTILINE)
 
 
@@ -69,34 +65,31 @@ def read_scienceqa(path: Path) -> Benchmark:
     """
     alone = one_file(path, (".json", ".parquet"))
     files = OfficialFiles(path.parent if alone else path)
-    tables = [path] if alone and path.suffix == ".parquet" else []
-    if not alone:
-        tables = [] if _problems_file(files.folder) else hub_tables(files)
-    elif not tables:
+    if alone:
         files.found.append(path)
-    pictures, inputs = None, None
-    if tables:
-        rows = _parquet_rows(tables)
-        pictures = ParquetPictures(tables)
-        inputs = parquet_signature(tables)
-        captions = {}
+        tables = [path] if path.suffix == ".parquet" else []
     else:
-        rows, captions = _json_rows(files, path if alone else None)
-        found = PictureFiles(
-            files.folder,
-            {row.picture: _picture_places(row) for row in rows if row.picture is not None},
-        )
-        if found:
-            pictures, inputs = found, found.signature()
-    present = (lambda row: row.picture in pictures) if pictures else (lambda row: False)
-    questions = [_question(row, captions, present(row)) for row in rows]
+        tables = [] if _problems_file(path) else _hub_tables(path)
+        files.found += tables
+    pictures: ParquetPictures | PictureFiles
+    captions: dict[str, str] = {}
+    if tables:
+        pictures = ParquetPictures(tables, key=None)
+        rows = _parquet_rows(tables, pictures)
+    else:
+        rows = _one_json_file(path) if alone else _folder_rows(files)
+        captions = {} if alone else _captions(files)
+        places = {row.picture: _picture_places(row.picture) for row in rows if row.picture}
+        pictures = PictureFiles(files.folder, places)
+    questions = [_question(row, captions, pictures) for row in rows]
     shown = [question for question in questions if question.extra[HAS_PICTURE]]
-    absent = sum(question.image is None for question in shown)
-    if absent:
-        files.missing["images/{split}/{pid}/image.png"] = (
-            f"{absent:,} of {len(shown):,} questions with a picture have no file; captions stand "
-            "for them where known"
+    names = [question.image for question in shown if question.image is not None]
+    if len(names) < len(shown):
+        files.missing["images/SPLIT/PID/image.png"] = (
+            f"{len(shown) - len(names):,} of {len(shown):,} questions with a picture have no file "
+            "of it; captions stand for them where known"
         )
+    signature = pictures.signature() if tables else pictures.signature(names)
     return Benchmark(
         name="scienceqa",
         questions=questions,
@@ -105,8 +98,8 @@ def read_scienceqa(path: Path) -> Benchmark:
         files=files.found,
         missing=files.missing,
         attribution=ATTRIBUTION,
-        read_picture=pictures,
-        inputs=inputs,
+        read_picture=pictures if names else None,
+        inputs=signature if names else None,
     )
 
 
@@ -133,35 +126,45 @@ def parse_conversation(text: str) -> tuple[str, tuple[str, ...]]:
     return text[: options[0].start()].removesuffix("\n"), choices
 
 
-def _json_rows(files: OfficialFiles, alone: Path | None) -> tuple[list[_Row], dict[str, str]]:
-    """The rows of the JSON files, and captions by pid."""
-    if alone is not None:
-        data = read_unique_json(alone)
-        if isinstance(data, list):
-            return _conversation_rows(data, alone), {}
-        return _problem_rows(data, alone, {}, None), {}
+def _one_json_file(path: Path) -> list[_Row]:
+    """The rows of a problems file or of LLaVA's conversations."""
+    data = read_unique_json(path)
+    if isinstance(data, list):
+        return _conversation_rows(data, path)
+    return _problem_rows(data, path, None)
+
+
+def _folder_rows(files: OfficialFiles) -> list[_Row]:
+    """The rows of the JSON files in a folder."""
     rows: list[_Row] = []
     problems = _problems_file(files.folder)
     if problems is not None:
-        splits_file = files.optional(
+        files.found.append(problems)
+        splits = files.optional(
             "pid_splits.json", without="the splits are those that the problems name"
         )
-        files.found.append(problems)
-        splits = {} if splits_file is None else _splits(splits_file)
-        rows = _problem_rows(read_unique_json(problems), problems, splits, splits_file)
+        rows = _problem_rows(read_unique_json(problems), problems, splits)
     conversations = files.folder / _CONVERSATIONS
     if conversations.is_file():
         files.found.append(conversations)
         known = {row.id for row in rows}
-        more = _conversation_rows(read_unique_json(conversations), conversations)
-        rows += [row for row in more if row.id not in known]
+        rows += [row for row in _one_json_file(conversations) if row.id not in known]
     if not rows:
         raise UserError(
             f"{files.folder}: holds none of ScienceQA's questions; put problems.json, the hub's "
             f"Parquet files or {_CONVERSATIONS} there."
         )
-    path = files.optional("captions.json", without="no captions, which stand for absent pictures")
-    return rows, {} if path is None else _captions(path)
+    return rows
+
+
+def _hub_tables(folder: Path) -> list[Path]:
+    """The hub's Parquet files, in the order of the splits."""
+    return [
+        path
+        for prefix in _HUB_PREFIX.values()
+        for path in sorted(folder.glob(f"{prefix}*.parquet"))
+        or sorted(folder.glob(f"data/{prefix}*.parquet"))
+    ]
 
 
 def _problems_file(folder: Path) -> Path | None:
@@ -178,14 +181,13 @@ def _problems_file(folder: Path) -> Path | None:
     return parts[0] if parts else None
 
 
-def _problem_rows(
-    data: Any, path: Path, splits: Mapping[str, str], splits_file: Path | None
-) -> list[_Row]:
+def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]:
     if not isinstance(data, dict) or not data:
         raise UserError(
             f"{path}: {{pid: problem}} was expected, with a problem at least; fetch ScienceQA's "
             "problems.json again."
         )
+    splits = {} if splits_file is None else _splits(splits_file)
     rows = []
     for pid, problem in data.items():
         where = f"{path}, problem {pid}"
@@ -238,16 +240,26 @@ def _conversation_rows(data: Any, path: Path) -> list[_Row]:
     return rows
 
 
-def _parquet_rows(tables: list[Path]) -> list[_Row]:
-    """The hub's rows; they have no pid, so the id is split and number, as in `test-17`."""
-    rows, counts = [], Counter()
-    for split, where, problem, picture in parquet_rows(tables, _COLUMNS, _OPTIONAL_COLUMNS):
-        rows.append(_Row(where, f"{split}-{counts[split]}", split, problem, picture))
-        counts[split] += 1
+def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Row]:
+    """The hub's rows; they have no pid, so their id is split and number, as in `test-17`."""
+    rows: list[_Row] = []
+    counts: Counter[str] = Counter()
+    for path in tables:
+        split = next((s for s, prefix in _HUB_PREFIX.items() if path.name.startswith(prefix)), None)
+        if split is None:
+            raise UserError(
+                f"{path}: its name says no split; call it {'*, '.join(_HUB_PREFIX.values())}*."
+            )
+        for number, problem in parquet_rows(path, _COLUMNS, _OPTIONAL_COLUMNS):
+            picture = row_name(path, number)
+            pid = f"{split}-{counts[split]}"
+            shown = picture if picture in pictures else None
+            rows.append(_Row(f"{path}, row {number}", pid, split, problem, shown))
+            counts[split] += 1
     return rows
 
 
-def _question(row: _Row, captions: Mapping[str, str], picture_found: bool) -> Question:
+def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) -> Question:
     where, pid, split, problem, picture = row
     check_text(dict(problem), where)
     extra = {k: v for k, v in problem.items() if k not in ("split", "image", *_COLUMNS)}
@@ -273,7 +285,7 @@ def _question(row: _Row, captions: Mapping[str, str], picture_found: bool) -> Qu
         id=pid,
         split=split,
         question=problem["question"],
-        image=picture if picture_found else None,
+        image=picture if picture in pictures else None,
         answers=() if answer is None else (choices[answer],),
         category=problem.get("subject") or "",
         choices=tuple(choices),
@@ -283,11 +295,11 @@ def _question(row: _Row, captions: Mapping[str, str], picture_found: bool) -> Qu
     )
 
 
-def _picture_places(row: _Row) -> tuple[str, ...]:
+def _picture_places(picture: str) -> tuple[str, ...]:
     """Where a picture may lie: ScienceQA's own folders, or LLaVA's, which have no split."""
-    without_split = row.picture.split("/", 1)[1]
+    without_split = picture.split("/", 1)[1]
     return (
-        *(f"images/{row.picture}", row.picture),
+        *(f"images/{picture}", picture),
         *(f"images/{without_split}", without_split),
     )
 
@@ -306,7 +318,10 @@ def _splits(path: Path) -> dict[str, str]:
     return found
 
 
-def _captions(path: Path) -> dict[str, str]:
+def _captions(files: OfficialFiles) -> dict[str, str]:
+    path = files.optional("captions.json", without="no captions, which stand for absent pictures")
+    if path is None:
+        return {}
     data = read_unique_json(path)
     captions = data.get("captions") if isinstance(data, dict) else None
     if not isinstance(captions, dict) or not all(isinstance(x, str) for x in captions.values()):
