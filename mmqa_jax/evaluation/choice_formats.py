@@ -13,7 +13,7 @@ All readers also read our predictions.jsonl.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,17 @@ from mmqa_jax.evaluation import multiple_choice as rules
 _SPREADSHEET = ("index", "question", "hint", *"ABCDEFGH", "answer", "category", L2, "split")
 
 
-def read_scienceqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
     """Reads results and outputs, LLaVA's lines or predictions.jsonl.
 
-    A negative index, LLaVA's mark of a failed extraction, is no choice.
+    An index that is none of the question's choices is no choice, such as -1, LLaVA's mark of an
+    answer without a letter.
 
     Raises:
       UserError: names the file and the problem or line that is malformed.
     """
     if path.suffix == ".jsonl":
-        return read_choice_lines(path)
+        return read_choice_lines(path, questions)
     data = read_unique_json(path)
     parts = ("results", "outputs")
     if not isinstance(data, dict) or not any(isinstance(data.get(p), dict) for p in parts):
@@ -56,14 +57,13 @@ def read_scienceqa_predictions(path: Path, questions: Sequence[Question] = ()) -
                     "correct it."
                 )
     check_text(outputs, str(path))
-    return [
-        Prediction(
-            pid,
-            outputs.get(pid, ""),
-            choice=results[pid] if results.get(pid, -1) >= 0 else None,
-        )
-        for pid in dict.fromkeys((*results, *outputs))
-    ]
+    counts = {question.id: len(question.choices) for question in questions}
+    predictions = []
+    for pid in dict.fromkeys((*results, *outputs)):
+        index = results.get(pid, -1)
+        choice = index if 0 <= index < counts.get(pid, 0) else None
+        predictions.append(Prediction(pid, outputs.get(pid, ""), choice=choice))
+    return predictions
 
 
 def write_scienceqa_submission(
@@ -89,14 +89,14 @@ def write_scienceqa_submission(
     write_json(path, {"results": results})
 
 
-def read_mmbench_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
     """Reads a table with a prediction per pass, LLaVA's lines or predictions.jsonl.
 
     Raises:
       UserError: names the file and the row that is malformed, or a column that is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
-        return read_choice_lines(path)
+        return read_choice_lines(path, questions)
     rows = mmbench_rows(path, ("index", PREDICTION))
     return [Prediction(str(row.index), row.cells[PREDICTION]) for row in rows]
 
@@ -135,13 +135,13 @@ def write_mmbench_submission(
     write_spreadsheet(path, [*columns, PREDICTION], rows)
 
 
-def read_seed_bench_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+def read_seed_bench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
     """Reads the leaderboard's or eval.py's lines, LLaVA's lines or predictions.jsonl.
 
     Raises:
       UserError: names the file and the line that is malformed.
     """
-    return read_choice_lines(path)
+    return read_choice_lines(path, questions)
 
 
 def write_seed_bench_submission(
@@ -163,12 +163,13 @@ def write_seed_bench_submission(
     write_jsonl(path, rows)
 
 
-def read_choice_lines(path: Path) -> list[Prediction]:
+def read_choice_lines(path: Path, questions: Sequence[Question]) -> list[Prediction]:
     """Reads JSON lines with a text, a letter or losses; or predictions.jsonl.
 
     Raises:
       UserError: names the file and line of a malformed row.
     """
+    counts = {question.id: len(question.choices) for question in questions}
     predictions = []
     for number, row in read_jsonl(path):
         where = f"{path}, line {number}"
@@ -177,24 +178,32 @@ def read_choice_lines(path: Path) -> list[Prediction]:
         kinds = [key for key in ("text", PREDICTION, "losses") if key in row]
         if not kinds:
             return read_predictions(path)
-        predictions.append(_line(where, row, kinds[0]))
+        predictions.append(_line(where, row, kinds[0], counts))
     return predictions
 
 
-def _line(where: str, row: dict[str, Any], kind: str) -> Prediction:
+def _line(where: str, row: dict[str, Any], kind: str, counts: Mapping[str, int]) -> Prediction:
+    """The prediction of a row; `counts` is question id -> number of choices."""
     name = row.get("question_id", row.get("q_id"))
     if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
         raise UserError(f"{where}: question_id is {name!r}; text or a number was expected.")
     value = row[kind]
     if kind == "losses":
-        if not isinstance(value, list) or not value or not all(map(_is_number, value)):
-            raise UserError(f"{where}: losses is {value!r:.60}; a list of numbers was expected.")
+        expected = counts.get(str(name), len(value) if isinstance(value, list) else 0)
+        if (
+            not isinstance(value, list)
+            or not all(map(_is_number, value))
+            or not 0 < len(value) == expected
+        ):
+            raise UserError(
+                f"{where}: losses is {value!r:.60}; a number for each choice was expected."
+            )
         return Prediction(str(name), choice=rules.likeliest_choice(value))
     if not isinstance(value, str):
         raise UserError(f"{where}: {kind} is {value!r:.60}; text was expected.")
     check_text(value, where)
     if "q_id" in row:  # the official eval.py ranks by loss
-        return Prediction(str(name), choice=rules.letter_index(value, len(rules.LETTERS)))
+        return Prediction(str(name), choice=rules.letter_index(value, counts.get(str(name), 0)))
     return Prediction(str(name), value)
 
 

@@ -186,8 +186,7 @@ def _chosen(questions: Sequence[Question], given: Given, rule: Rule) -> list[int
         if prediction is None:
             choices.append(None)
         elif prediction.choice is not None and not prediction.answer:
-            in_range = 0 <= prediction.choice < len(question.choices)
-            choices.append(prediction.choice if in_range else None)
+            choices.append(prediction.choice)
         else:
             choices.append(rule(prediction.answer, question))
     return choices
@@ -209,7 +208,7 @@ def _unparsed(
     """How many predictions name none of their question's choices."""
     return sum(
         question.id in given
-        and (choice is None or not 0 <= choice < len(question.choices))
+        and choice is None
         and not (firsts_alone and question.extra.get(PASS, 0))
         for question, choice in zip(questions, choices, strict=True)
     )

@@ -72,6 +72,9 @@ def vlmeval_choice(text: str, choices: Sequence[str]) -> int | None:
     One option letter among the words, in one of the last four; else one choice whose text the
     answer contains, if the answer is at most twice as long as all choices. A refusal, or the word
     `Z` without an option letter, names none.
+
+    This is the rule of August 2025 (commit c3371551). Before, the letter could stand anywhere and
+    the answer be of any length; since June 2026 (a67ace50) `answer is X` is also taken.
     """
     if _API_FAILURE not in text:
         if any(refusal in text for refusal in _REFUSALS):

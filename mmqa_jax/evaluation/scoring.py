@@ -50,14 +50,17 @@ class Evaluation:
                 by_category.setdefault(category, {}).update(values)
             for kind, values in self._by_modality(scores).by_category.items():
                 by_modality.setdefault(kind, {}).update(values)
-        unparsed = {"unparsed": self.unparsed} if self.unparsed else {}
+        more: dict[str, Any] = {"unparsed": self.unparsed} if self.unparsed else {}
+        grouped = [scores for scores in self.all if scores.groups]
+        if grouped:
+            more["n_by_category"] = {k: n for scores in grouped for k, n in scores.counts.items()}
         return {
             "n": self.all[0].n if self.all else 0,
             "scores": {k: v for scores in self.all for k, v in scores.scores.items()},
             "by_category": by_category,
             "by_modality": by_modality,
             "n_by_scorer": {k: scores.n for scores in self.all for k in scores.per_question},
-            **unparsed,
+            **more,
         }
 
     def intervals(self, resamples: int = 10_000) -> dict[str, list[float]]:

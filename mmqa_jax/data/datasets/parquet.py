@@ -91,8 +91,8 @@ def row_name(path: Path, number: int) -> str:
 
 def _rows_with_picture(path: Path, file: Any, group: int) -> dict[int, str]:
     """Row in the group -> its id, where `image` is not null; reads no pictures for that."""
-    kind = file.schema_arrow.field("image").type
-    column = "image.path" if "path" in [field.name for field in kind] else "image"
+    leaves = [file.schema.column(n).path for n in range(len(file.schema))]
+    column = "image.path" if "image.path" in leaves else "image"
     before = sum(file.metadata.row_group(n).num_rows for n in range(group))
     images = _read(path, file, group, [column]).column(0).is_valid().to_pylist()
     return {row: row_name(path, before + row) for row, there in enumerate(images) if there}
