@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.scienceqa import parse_conversation, read_scienceqa
 from mmqa_jax.data.schema import Prediction
-from mmqa_jax.evaluation.choice_scores import score_scienceqa, scienceqa_columns
+from mmqa_jax.evaluation.choice_scores import scienceqa_columns, score_scienceqa
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -50,7 +50,9 @@ def raw(tmp_path):
         (folder / "images" / split / pid).mkdir(parents=True)
         (folder / "images" / split / pid / "image.png").write_bytes(png((0, 90, int(pid))))
     (folder / "problems.json").write_text(json.dumps(PROBLEMS))
-    splits = {s: [k for k, p in PROBLEMS.items() if p["split"] == s] for s in ("train", "val", "test")}
+    splits = {
+        s: [k for k, p in PROBLEMS.items() if p["split"] == s] for s in ("train", "val", "test")
+    }
     (folder / "pid_splits.json").write_text(json.dumps({**splits, "minitest": ["3"]}))
     captions = {"1": "a tall tree", "3": "an oak", "4": "a map"}
     (folder / "captions.json").write_text(json.dumps({"model": "m", "captions": captions}))
@@ -117,7 +119,9 @@ def test_the_hubs_parquet_holds_the_same_questions(raw, tmp_path):
 
 
 def test_conversations_are_taken_apart():
-    text = "<image>\nContext: A. Smith says:\nA. no option\nWhich?\nA. one\nB. two\nof them\nC. three"
+    text = (
+        "<image>\nContext: A. Smith says:\nA. no option\nWhich?\nA. one\nB. two\nof them\nC. three"
+    )
     assert parse_conversation(text) == (
         "Context: A. Smith says:\nA. no option\nWhich?",
         ("one", "two\nof them", "three"),
@@ -302,7 +306,9 @@ def test_submissions_are_read_back_with_the_same_choices(raw, tmp_path):
 def test_broken_predictions(data, message, raw, tmp_path, refused):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(data))
-    refused("evaluate", "scienceqa", f"--references={raw}", f"--predictions={path}", message=message)
+    refused(
+        "evaluate", "scienceqa", f"--references={raw}", f"--predictions={path}", message=message
+    )
 
 
 def test_an_index_out_of_range_is_no_choice(raw, tmp_path):
