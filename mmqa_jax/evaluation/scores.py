@@ -111,8 +111,8 @@ def predictions_by_question(
         options = len(known[name].choices)
         if prediction.choice is not None and not 0 <= prediction.choice < options:
             raise UserError(
-                f"prediction {number}: question {name!r} has {options} options, counted from 0, and "
-                f"{prediction.choice} is none of them; correct that choice."
+                f"prediction {number}: question {name!r} has {options} options, counted from 0, "
+                f"and {prediction.choice} is none of them; correct that choice."
             )
         found[name] = prediction
     return found
