@@ -129,7 +129,8 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     scoring = benchmarks.BENCHMARKS[dataset]
     _refuse_flags(arguments, dataset, scoring)
     split = arguments.split or scoring.split
-    questions = benchmarks.read_questions(dataset, Path(arguments.references), split)
+    references = Path(arguments.references or path)
+    questions = benchmarks.read_questions(dataset, references, split)
     given = benchmarks.read_predictions(dataset, path, questions)
     if arguments.only_given:
         questions = _among(questions, given, path)
@@ -159,7 +160,7 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _refuse_flags(arguments: argparse.Namespace, dataset: str, scoring: Any) -> None:
     """UserError for a missing flag, and for flags that mean nothing to this benchmark."""
-    if not arguments.references:
+    if not arguments.references and not scoring.holds_references(Path(arguments.predictions)):
         raise UserError(
             f"--references: name the folder of `mmqa prepare {dataset}`, or of its official files."
         )
