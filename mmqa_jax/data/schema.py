@@ -82,6 +82,8 @@ class Prediction:
       sources: ids of the cited sources, best first.
       source_scores: one score per cited source (probability or similarity).
       beams: all answers of the beam with their log-probabilities, best first.
+      trace: how a prompted system came to its answer (prompts, shots, raw output), a line of
+        trace.jsonl; empty for others.
     """
 
     question_id: str
@@ -89,6 +91,7 @@ class Prediction:
     sources: tuple[str, ...] = ()
     source_scores: tuple[float, ...] = ()
     beams: tuple[tuple[str, float], ...] = ()
+    trace: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
