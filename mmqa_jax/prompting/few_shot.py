@@ -19,12 +19,14 @@ class FewShot(NamedTuple):
 
     Attributes:
       query: None where even the prompt without shots is too long.
+      text: of the prompt.
       shots: those in the prompt, most similar first.
       dropped: how many more were chosen.
       reason: why there is no query.
     """
 
     query: Query | None
+    text: str
     shots: Sequence[Shot]
     dropped: int
     reason: str = ""
@@ -51,20 +53,21 @@ def few_shot(
     solved, reason = [fields(shot.question) for shot in shots], ""
     for count in range(len(shots), -1, -1):
         shown = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
-        query = make(template.render(shown, fields(question)))
+        text = template.render(shown, fields(question))
+        query = make(text)
         try:
             check(query)
         except TooLong as error:
             reason = str(error)
             continue
-        return FewShot(query, shots[:count], len(shots) - count)
-    return FewShot(None, (), len(shots), reason)
+        return FewShot(query, text, shots[:count], len(shots) - count)
+    return FewShot(None, "", (), len(shots), reason)
 
 
 def prompts_record(prompts: Sequence[FewShot]) -> dict[str, Any]:
     """What trace.jsonl keeps of a question's prompts."""
     return {
-        "prompts": [p.query.prompt if p.query is not None else "" for p in prompts],
+        "prompts": [p.text for p in prompts],
         "shots": [shots_record(p.shots) for p in prompts],
         "dropped_shots": sum(p.dropped for p in prompts),
         "too_long": [p.reason for p in prompts if p.query is None],

@@ -25,9 +25,10 @@ from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
 from mmqa_jax.systems.demo_results import read_results, score_demo, show_tables, write_html
 from mmqa_jax.systems.extensions import similarity
 from mmqa_jax.systems.indexing import embed, index
+from mmqa_jax.systems.opened_parts import OpenedParts
 from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
 from mmqa_jax.systems.prepare import prepare_atlas
-from mmqa_jax.systems.run import OpenedParts, run_row
+from mmqa_jax.systems.run import run_row
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.run import run_training
 

@@ -13,9 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_of
-from mmqa_jax.prompting.backends import Choices, Completion, Decoding, Picture
+from mmqa_jax.prompting.backends import (
+    Chat,
+    Choices,
+    Completion,
+    Decoding,
+    Message,
+    Picture,
+    Query,
+)
 from mmqa_jax.prompting.few_shot import FewShot, Order, few_shot, prompts_record
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_option, option_prior
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
@@ -25,6 +34,7 @@ from mmqa_jax.prompting.templates import load_template
 
 def answer_rmr(
     questions: Sequence[Question],
+    corpus: Corpus,
     llm: Any,
     library: ExampleLibrary,
     *,
@@ -32,7 +42,8 @@ def answer_rmr(
     similarity: Similarity = "bimodal",
     order: Order = "most_similar_first",
     template: str = "rmr.rationale",
-    pictures: Callable[[Question], Picture | None] | None = None,
+    chat: bool = False,
+    pictures: bool = False,
     max_new_tokens: int = 256,
     seed: int = 0,
 ) -> list[Prediction]:
@@ -41,15 +52,17 @@ def answer_rmr(
     Args:
       shots: k; 0 is the model without retrieval.
       template: `rmr.rationale`, or `rmr.answer` for the letter alone.
-      pictures: the query's picture, for a model that sees; triplets are shown as text. None: the
-        caption stands for the picture.
+      chat: the prompt is a user's message to a chat model.
+      pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
     """
     prompt = load_template(template)
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n\n", "\nQuestion:"), logprobs=True)
 
-    def asking(question: Question) -> Callable[[str], Completion]:
-        picture = pictures(question) if pictures else None
-        shown = (picture,) if picture else ()
+    def asking(question: Question) -> Callable[[str], Query]:
+        data = corpus.question_picture(question) if pictures else None
+        shown = () if data is None else (Picture(data, question.image or ""),)
+        if chat:
+            return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
         return lambda text: Completion(question.id, text, decoding, shown)
 
     chosen = library.select(questions, shots, similarity, seed=seed)

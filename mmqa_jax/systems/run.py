@@ -8,9 +8,7 @@ scores.json and report.html to its workdir; journals/ keeps what an interrupted 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +17,6 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.config import Key, check_section, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json, write_jsonl
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -30,21 +27,10 @@ from mmqa_jax.evaluation.scoring import Evaluation, score_predictions
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
-from mmqa_jax.systems import webqa
-from mmqa_jax.systems.parts import (
-    INDEX,
-    ReaderSpec,
-    RerankerSpec,
-    RetrieverSpec,
-    open_reader,
-    open_reranker,
-    open_retriever,
-    with_similarity,
-)
-from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
 from mmqa_jax.systems.run_report import write_row_report
+from mmqa_jax.systems.settings import SYSTEMS, parts_of, run_setting
 
-SYSTEMS = {"webqa": webqa}
 _SPEC: dict[str, Any] = {
     "row": str,
     "system": str,
@@ -60,11 +46,7 @@ _SPEC: dict[str, Any] = {
     "published": tuple[dict, ...],
     "made_by": tuple[tuple[str, str], ...],
 }
-_PARTS: dict[str, Any] = {
-    "retriever": spec_of(RetrieverSpec),
-    "reranker": spec_of(RerankerSpec) | {"similarity": Key(spec_of(RetrieverSpec), False)},
-    "reader": spec_of(ReaderSpec),
-}
+_MAY_BE_ZERO = {"shots", "seed"}  # of the options that are whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +103,13 @@ def run_row(
         parts = opened or OpenedParts(corpus, folder / "journals")
         recorded_parts = parts.of_row(config.parts)
         try:
-            predictions = SYSTEMS[config.system].run_setting(
-                config.setting, questions, corpus, recorded_parts, config.options
+            predictions = run_setting(
+                SYSTEMS[config.system],
+                config.setting,
+                questions,
+                corpus,
+                recorded_parts,
+                config.options,
             )
         finally:
             parts.close()
@@ -151,9 +138,11 @@ def check_row(config: ConfigDict) -> None:
     if config.get("setting") not in system.SETTINGS:
         known = ", ".join(system.SETTINGS)
         raise UserError(f"config key setting={config.get('setting')}: use one of {known}.")
-    parts = {name: _PARTS[name] for name in system.parts_of(config.setting)}
+    parts = {name: PART_SPECS[name] for name in parts_of(system, config.setting)}
     given = ("questions", "corpus", *system.PARTS)
     options = spec_of(system.SETTINGS[config.setting], *given, minimum=1)
+    for name in _MAY_BE_ZERO & options.keys():
+        options[name] = dataclasses.replace(options[name], minimum=0)
     check_section(config, "", {**_SPEC, "parts": parts, "options": options})
     if "threshold" in config.options:
         check_threshold(config.options.threshold, "config key options.threshold")
@@ -193,95 +182,6 @@ def row_questions(config: ConfigDict, corpus: Corpus) -> list[Question]:
     questions = split_questions(corpus, Path(config.data.dir), config.data.split)
     questions = of_modality(questions, corpus, config.data.modality or None)
     return evenly(questions, config.data.questions)
-
-
-class OpenedParts:
-    """Opens the parts that rows name, each once, with journals in one folder.
-
-    Attributes:
-      seconds: question id -> seconds that the parts of the last row spent on it.
-    """
-
-    def __init__(self, corpus: Corpus, journals: Path):
-        self.corpus, self._journals = corpus, journals
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._open: dict[str, Any] = {}
-
-    def close(self) -> None:
-        """Closes the journals; the parts can still be used."""
-        for part in self._open.values():
-            part.journal.close()
-
-    def of_row(self, section: Mapping[str, Any]) -> dict[str, _Recorded]:
-        """The parts of a row's config section `parts`."""
-        self.seconds.clear()
-        openers = {
-            "retriever": lambda spec: self._retriever(RetrieverSpec(**spec)),
-            "reranker": self._reranker,
-            "reader": lambda spec: self._reader(ReaderSpec(**spec)),
-        }
-        return {name: _Recorded(openers[name](dict(spec))) for name, spec in section.items()}
-
-    def _retriever(self, spec: RetrieverSpec) -> Any:
-        def make(journal: Journal) -> Any:
-            return ResumableRetriever(open_retriever(self.corpus, spec), journal, self.seconds)
-
-        # Folders are identified by content, not by path.
-        settings = dataclasses.replace(spec, model="", index="")
-        index = spec.index and f"{spec.index}/{INDEX}"
-        return self._once("retriever", settings, (spec.model, index), make)
-
-    def _reranker(self, section: Mapping[str, Any]) -> Any:
-        def make(journal: Journal) -> Any:
-            return ResumableReranker(open_reranker(self.corpus, model), journal, self.seconds)
-
-        model, similarity = section["model"], section.get("similarity")
-        reranker = self._once("reranker", "", (model,), make)
-        if not similarity:
-            return reranker
-        retriever = self._retriever(RetrieverSpec(**similarity))
-        weight = section.get("similarity_weight", 0.0)
-        return with_similarity(reranker, retriever, self.corpus, weight)
-
-    def _reader(self, spec: ReaderSpec) -> Any:
-        def make(journal: Journal) -> Any:
-            return ResumableReader(open_reader(self.corpus, spec.model), journal, self.seconds)
-
-        return self._once("reader", "", (spec.model,), make)
-
-    def _once(
-        self, kind: str, settings: Any, folders: Sequence[str], make: Callable[[Journal], Any]
-    ) -> Any:
-        fingerprint = _fingerprint(f"{kind} {settings} {self.corpus.fingerprint}", folders)
-        if fingerprint not in self._open:
-            journal = Journal(self._journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
-            self._open[fingerprint] = make(journal)
-        return self._open[fingerprint]
-
-
-class _Recorded:
-    """A part that keeps the last rankings it returned, for retrieval scores."""
-
-    def __init__(self, part: Any):
-        self._part = part
-        self.rankings: list[Ranking] = []
-
-    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
-        self.rankings = self._part.search(questions, top_k)
-        return self.rankings
-
-    def search_within(
-        self, questions: Sequence[Question], candidates: Sequence[Ranking]
-    ) -> list[Ranking]:
-        self.rankings = self._part.search_within(questions, candidates)
-        return self.rankings
-
-    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        self.rankings = self._part.score(questions, candidates)
-        return self.rankings
-
-    def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
-        return self._part.answer(questions, cited)
 
 
 def _evaluate(
@@ -369,15 +269,3 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
         run.predictions,
         run.rankings,
     )
-
-
-def _fingerprint(text: str, folders: Sequence[str]) -> str:
-    """16 hex digits of a part's description, of its JSON files and of its weights' manifest.
-
-    The manifest differs for every writing of weights, even of the same size to the same folder.
-    """
-    digest = hashlib.sha256(text.encode())
-    for folder in map(Path, filter(None, folders)):
-        for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:16]

@@ -11,9 +11,8 @@ The settings of tables 6, 7 and 8, each a function of the same three parts:
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -167,38 +166,6 @@ SETTINGS: dict[str, Callable[..., Sequence[Prediction | Ranking]]] = {
     "retrieve_full_scale": retrieve_full_scale,
 }
 PARTS = ("retriever", "reranker", "reader")
-
-
-def parts_of(setting: str) -> tuple[str, ...]:
-    """The names of the parts that a setting needs."""
-    return tuple(name for name in inspect.signature(SETTINGS[setting]).parameters if name in PARTS)
-
-
-def run_setting(
-    setting: str,
-    questions: Sequence[Question],
-    corpus: Corpus,
-    parts: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> list[Prediction]:
-    """Executes one setting of the paper.
-
-    Args:
-      setting: a name of SETTINGS.
-      parts: at least those of `parts_of(setting)`.
-      options: keyword-only parameters of the setting.
-
-    Returns:
-      One Prediction per question; its answer is "" if the setting only retrieves sources.
-    """
-    function = SETTINGS[setting]
-    available = {"questions": questions, "corpus": corpus, **parts}
-    taken = inspect.signature(function).parameters
-    results = function(**{k: v for k, v in available.items() if k in taken}, **options)
-    return [
-        Prediction(x.question_id, "", x.sources, x.scores) if isinstance(x, Ranking) else x
-        for x in results
-    ]
 
 
 def find_candidates(
