@@ -17,19 +17,24 @@ EXAMPLE = "mmqa evaluate atlas --references=data/atlas --predictions=runs/predic
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
-    parser.add_argument("dataset", choices=("atlas", "webqa", "corpus"), help="the benchmark")
+    parser.add_argument(
+        "dataset",
+        choices=("atlas", "webqa", *flags.BENCHMARKS, "corpus"),
+        help="the benchmark",
+    )
     parser.add_argument(
         "--references",
-        help="folder written by `mmqa prepare`, WebQA's own JSON, or an official output TSV "
-        "(default: the predictions, if they are such a TSV)",
+        help="folder written by `mmqa prepare`, a benchmark's official files, or WebQA's official "
+        "output TSV (default: the predictions, if they are such a TSV)",
     )
     parser.add_argument(
         "--predictions",
         required=True,
-        help="predictions.jsonl, WebQA's submission or end-to-end JSON, official output TSV, or a "
-        "rankings file",
+        help="predictions.jsonl, the benchmark's own formats, or a rankings file",
     )
-    flags.add_split(parser)
+    parser.add_argument(
+        "--split", help="train, val or test (the one of the benchmark whose answers are public)"
+    )
     parser.add_argument(
         "--only_given",
         action="store_true",
@@ -48,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--submission",
         metavar="FILE",
-        help="also write the predictions in the format of WebQA's leaderboard",
+        help="also write the predictions in the format of the benchmark's leaderboard",
     )
     parser.add_argument(
         "--against",
@@ -70,6 +75,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation.scores import predictions_by_question
 
+    if arguments.dataset in flags.BENCHMARKS:
+        return _evaluate_benchmark(arguments)
+    arguments.split = arguments.split or "test"
     references = flags.optional_path(arguments.references)
     predictions = Path(arguments.predictions)
     if arguments.submission:
@@ -98,6 +106,64 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             _warn(notes)
             return {**result, "notes": notes, "scores": {}, "by_category": {}, "by_modality": {}}
     return {**result, **_evaluate_answers(arguments, reference, questions, given, notes)}
+
+
+def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Scores a question-answering benchmark as its BenchmarkScoring says."""
+    from mmqa_jax.core.files import check_out
+    from mmqa_jax.evaluation import benchmarks
+    from mmqa_jax.evaluation.compare import compare_scores, comparison_table
+    from mmqa_jax.evaluation.scores import predictions_by_question
+    from mmqa_jax.evaluation.tables import show
+
+    dataset, path = arguments.dataset, Path(arguments.predictions)
+    scoring = benchmarks.BENCHMARKS[dataset]
+    _refuse_flags(arguments, dataset, scoring)
+    split = arguments.split or scoring.split
+    questions = benchmarks.read_questions(dataset, Path(arguments.references), split)
+    given = benchmarks.read_predictions(dataset, path, questions)
+    if arguments.only_given:
+        questions = _among(questions, given, path)
+    missing = len(questions) - len(predictions_by_question(questions, given))
+    notes: list[str] = []
+    if missing:
+        notes.append(f"{missing:,} of {len(questions):,} questions have no prediction and count 0")
+    result: dict[str, Any] = {"dataset": dataset, "split": split, "n": 0, "missing": missing}
+    if arguments.submission:
+        result["submission"] = arguments.submission
+        check_out(Path(arguments.submission))
+        if not any(map(scoring.has_reference, questions)):
+            scoring.write_submission(questions, given, Path(arguments.submission))
+            _warn(notes)
+            return {**result, "notes": notes, "scores": {}, "by_category": {}}
+    evaluation = scoring.score(questions, given)
+    title = f"{dataset}, {split}"
+    tables = evaluation.tables(title)
+    if arguments.against:
+        against = Path(arguments.against)
+        others = scoring.score(questions, benchmarks.read_predictions(dataset, against, questions))
+        result["against"] = compare_scores(evaluation.scored, others.scored)
+        tables.append(comparison_table(f"{title}, against {against}", result["against"]))
+    if arguments.submission:
+        scoring.write_submission(questions, given, Path(arguments.submission))
+    notes += evaluation.notes
+    _warn(notes)
+    for table in tables:
+        show(table, markdown=arguments.markdown)
+    return {**result, "notes": notes, **evaluation.summary()}
+
+
+def _refuse_flags(arguments: argparse.Namespace, dataset: str, scoring: Any) -> None:
+    """UserError for a missing flag, and for flags that mean nothing to this benchmark."""
+    if not arguments.references:
+        raise UserError(
+            f"--references: name the folder of `mmqa prepare {dataset}`, or of its official files."
+        )
+    for flag in ("lemmatizer", "bart"):
+        if getattr(arguments, flag):
+            raise UserError(f"--{flag}: is part of WebQA's scores; leave it out for {dataset}.")
+    if arguments.submission and scoring.write_submission is None:
+        raise UserError(f"--submission: {dataset} has no leaderboard format; leave it out.")
 
 
 def read_references(references: Path | None, predictions: Path, split: str) -> References:

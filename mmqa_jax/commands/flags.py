@@ -7,6 +7,9 @@ from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
 
+# The question-answering benchmarks whose official files `prepare` and `evaluate` read.
+BENCHMARKS = ("okvqa", "aokvqa")
+
 
 def add_config(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """`--config=FILE[:MODE]`; cli.py handles `--config.KEY=VALUE`."""

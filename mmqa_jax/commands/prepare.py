@@ -16,10 +16,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", "corpus"),
+        choices=("atlas", "webqa", *flags.BENCHMARKS, "corpus"),
         help="atlas is built from installed packages; corpus reads your own documents",
     )
-    parser.add_argument("--raw", help="folder with the official files (webqa, corpus)")
+    parser.add_argument("--raw", help="folder with the official files, or with your documents")
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument(
         "--overwrite",

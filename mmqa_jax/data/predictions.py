@@ -14,11 +14,18 @@ from mmqa_jax.data.schema import Prediction
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     """Writes one prediction a line, the file whole or not at all."""
-    write_jsonl(path, map(dataclasses.asdict, predictions))
+    write_jsonl(path, map(prediction_row, predictions))
+
+
+def prediction_row(prediction: Prediction) -> dict[str, Any]:
+    """A line of predictions.jsonl: all but the trace, which has a file of its own."""
+    row = dataclasses.asdict(prediction)
+    del row["trace"]
+    return row
 
 
 def read_predictions(path: Path, source_ids: Container[str] | None = None) -> list[Prediction]:
-    """Reads predictions; `question_id` is required, `answer` and `sources` may be absent.
+    """Reads predictions; `question_id` is required, all else may be absent.
 
     Args:
       source_ids: the corpus's source ids; None: cited sources are not checked.
@@ -26,7 +33,7 @@ def read_predictions(path: Path, source_ids: Container[str] | None = None) -> li
     Raises:
       UserError: names file and line of a malformed row or an unknown source.
     """
-    names = {field.name for field in dataclasses.fields(Prediction)}
+    names = {field.name for field in dataclasses.fields(Prediction)} - {"trace"}
     predictions = []
     for number, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
@@ -36,6 +43,12 @@ def read_predictions(path: Path, source_ids: Container[str] | None = None) -> li
             )
         if not isinstance(row.get("answer", ""), str):
             raise UserError(f'{path}, line {number}: "answer" must be text; correct that line.')
+        choice = row.get("choice")
+        if choice is not None and type(choice) is not int:
+            raise UserError(
+                f'{path}, line {number}: "choice" must be the number of an option, counted from 0, '
+                "or null; correct that line."
+            )
         sources = row.get("sources", [])
         if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
             raise UserError(

@@ -13,6 +13,7 @@ from mmqa_jax.core.files import check_out, no_empty_folders, read_text
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
 from mmqa_jax.data.datasets import webqa
+from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.interchange import read_interchange
 
 # Datasets in WebQA's official formats -> prefix of their file names.
@@ -30,7 +31,7 @@ def prepare(
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
 
     Args:
-      dataset: `webqa`, `atlas`, or `corpus` for an interchange folder.
+      dataset: `webqa`, `atlas`, `corpus` for an interchange folder, or a benchmark of READERS.
       raw: folder with the files; None for Atlas.
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
@@ -57,6 +58,8 @@ def prepare(
             options["progress"] = progress.reach
             if dataset == "corpus":
                 return prepare_interchange(raw, out, **options)
+            if dataset in READERS:
+                return prepare_benchmark(dataset, raw, out, **options)
             return prepare_release(raw, out, **options)
 
 
@@ -128,6 +131,28 @@ def prepare_release(raw: Path, out: Path, name: str = "webqa", **options: Any) -
         attribution=attribution,
         origin=origin,
         inputs=pictures.signature,
+        **options,
+    )
+
+
+def prepare_benchmark(name: str, raw: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """The official files of a question-answering benchmark to ArrayRecord in `out`.
+
+    Args:
+      name: of READERS.
+      options: of records.write_records.
+    """
+    found = READERS[name](raw)
+    return records.write_records(
+        out,
+        [],
+        found.questions,
+        found.read_picture,
+        name=name,
+        attribution=found.attribution,
+        origin=found.origin(),
+        inputs=found.inputs,
+        sourceless=True,
         **options,
     )
 

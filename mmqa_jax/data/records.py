@@ -65,6 +65,7 @@ def write_records(
     progress: Callable[[int, int], None] | None = None,
     inputs: str | None = None,
     workers: int | None = None,
+    sourceless: bool = False,
 ) -> dict[str, Any]:
     """Writes a corpus below `out`, whole or not at all, and returns its manifest.
 
@@ -88,13 +89,14 @@ def write_records(
       inputs: identifies the files behind `read_picture`; an interrupted attempt with the same
         inputs and pictures is continued. None: every attempt starts over.
       workers: threads; None: one per processor.
+      sourceless: whether there may be no sources at all, as in a benchmark of questions alone.
 
     Raises:
       UserError: empty corpus, `out` holds a corpus already, or another process writes there.
       RunError: too many broken pictures.
     """
     out = Path(out)
-    if not sources:
+    if not sources and not (sourceless and questions):
         raise UserError(f"{name}: the corpus is empty; it needs at least one source.")
     if not overwrite:
         refuse_corpus(out)
@@ -152,13 +154,16 @@ def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
     )
     if not valid or manifest["format"] != FORMAT:
         raise UserError(f"{path}: not a manifest of format {FORMAT}; {advice}.")
-    if not (data_dir / manifest["records"] / "sources").is_dir():
+    dataset = "sources" if manifest.get("modalities", True) else "questions"
+    if not (data_dir / manifest["records"] / dataset).is_dir():
         raise UserError(f"{path}: its records are incomplete; {advice} again.")
     return manifest
 
 
 def read_sources(records: Path) -> list[Source]:
-    """All sources of a records folder, in corpus order."""
+    """All sources of a records folder, in corpus order; [] where the corpus has none."""
+    if not (records / "sources").is_dir():
+        return []
     return [Source(**row) for row in _read_rows(records / "sources", "corpus")]
 
 
@@ -231,7 +236,8 @@ class _CorpusWriter:
         """Writes everything; returns the manifest's facts."""
         broken = self._write_pictures(read_picture, max_broken, workers)
         lost = set(broken.names)
-        self._write_rows("sources", {"corpus": self.sources}, lost)
+        if self.sources:
+            self._write_rows("sources", {"corpus": self.sources}, lost)
         if self.splits:
             self._write_rows("questions", self.splits, lost)
         return {

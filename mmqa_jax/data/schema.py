@@ -82,6 +82,7 @@ class Prediction:
       sources: ids of the cited sources, best first.
       source_scores: one score per cited source (probability or similarity).
       beams: all answers of the beam with their log-probabilities, best first.
+      choice: index of the chosen option among Question.choices; None: none was chosen.
       trace: how a prompted system came to its answer (prompts, shots, raw output), a line of
         trace.jsonl; empty for others.
     """
@@ -91,6 +92,7 @@ class Prediction:
     sources: tuple[str, ...] = ()
     source_scores: tuple[float, ...] = ()
     beams: tuple[tuple[str, float], ...] = ()
+    choice: int | None = None
     trace: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -18,6 +18,8 @@ class Scores:
     Attributes:
       question_ids: the scored questions, in the given order.
       categories: the category of each of them.
+      groups: group -> bool array aligned with `question_ids`, whether a question belongs to it;
+        groups may overlap and stand in for the categories. None: the categories are the groups.
       per_question: scorer -> float64 array aligned with `question_ids`, values in 0..1.
       missing: number of scored questions without a prediction; they score 0.
       unscored: number of questions left out because their reference is hidden or empty.
@@ -28,6 +30,7 @@ class Scores:
     per_question: Mapping[str, np.ndarray]
     missing: int = 0
     unscored: int = 0
+    groups: Mapping[str, np.ndarray] | None = None
 
     @property
     def n(self) -> int:
@@ -41,7 +44,12 @@ class Scores:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Category -> number of questions, in order of first appearance."""
+        """Category -> number of questions, in order of first appearance.
+
+        Of groups those that have questions, in their order.
+        """
+        if self.groups is not None:
+            return {name: n for name, rows in self.groups.items() if (n := int(rows.sum()))}
         counts: dict[str, int] = {}
         for category in self.categories:
             counts[category] = counts.get(category, 0) + 1
@@ -60,7 +68,10 @@ class Scores:
 
     def of_category(self, scorer: str, category: str) -> np.ndarray:
         """The per-question values [n_category] of one scorer on one category."""
-        rows = np.array([c == category for c in self.categories], dtype=bool)
+        if self.groups is not None:
+            rows = self.groups[category]
+        else:
+            rows = np.array([c == category for c in self.categories], dtype=bool)
         return self.per_question[scorer][rows]
 
 
@@ -114,6 +125,7 @@ def scores_of(
     scored: Sequence[Question],
     given: Mapping[str, Prediction],
     per_question: Mapping[str, np.ndarray],
+    groups: Mapping[str, np.ndarray] | None = None,
 ) -> Scores:
     """Scores of the `scored` questions; `given` is question id -> prediction."""
     return Scores(
@@ -122,4 +134,5 @@ def scores_of(
         per_question=per_question,
         missing=sum(question.id not in given for question in scored),
         unscored=len(questions) - len(scored),
+        groups=groups,
     )

@@ -24,12 +24,15 @@ class Evaluation:
       retrieval: recall@k and MRR of the rankings that the cited sources were chosen from.
       notes: what a reader of the scores has to know.
       bart: path of the weights of the fluency score, if it was computed.
+      has_modalities: whether questions are asked of snippets or of pictures, as in WebQA; their
+        scores are then given by modality too.
     """
 
     scored: list[Scores] = dataclasses.field(default_factory=list)
     retrieval: Scores | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     bart: str | None = None
+    has_modalities: bool = True
 
     @property
     def all(self) -> list[Scores]:
@@ -43,7 +46,7 @@ class Evaluation:
         for scores in self.all:
             for category, values in scores.by_category.items():
                 by_category.setdefault(category, {}).update(values)
-            for kind, values in webqa.by_modality(scores).by_category.items():
+            for kind, values in self._by_modality(scores).by_category.items():
                 by_modality.setdefault(kind, {}).update(values)
         return {
             "n": self.all[0].n if self.all else 0,
@@ -76,7 +79,7 @@ class Evaluation:
         tables = []
         for scores in merged_scores(self.scored):
             tables.append(answer_table(title, scores))
-            modalities = webqa.by_modality(scores)
+            modalities = self._by_modality(scores)
             if len(modalities.counts) > 1:
                 tables.append(answer_table(f"{title}, by modality", modalities))
         if self.retrieval is not None:
@@ -85,6 +88,11 @@ class Evaluation:
             rows = [[group, *values.values()] for group, values in groups.items()]
             tables.append(Table(f"{title}: retrieval", columns, rows))
         return tables
+
+    def _by_modality(self, scores: Scores) -> Scores:
+        if self.has_modalities:
+            return webqa.by_modality(scores)
+        return dataclasses.replace(scores, groups={})
 
 
 def score_predictions(

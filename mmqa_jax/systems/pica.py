@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.vqa import majority_answer, processed_by_pica
+from mmqa_jax.evaluation.answer_text import pica_answer
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
-from mmqa_jax.prompting.few_shot import FewShot, Order, few_shot, prompts_record
+from mmqa_jax.prompting.few_shot import FewShot, Order, few_shot, majority_answer, prompts_record
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_option, option_prior
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
@@ -189,4 +189,4 @@ def _most_probable(
     if not found:
         return Prediction(question.id, trace=trace)
     best = max(found, key=lambda candidate: candidate.total)
-    return Prediction(question.id, processed_by_pica(best.text or ""), trace=trace)
+    return Prediction(question.id, pica_answer(best.text or ""), trace=trace)

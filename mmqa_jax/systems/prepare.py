@@ -27,11 +27,13 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     if attribution := manifest["attribution"].strip():
         print(attribution)
     counts, origin = manifest["counts"], manifest["origin"]
+    missing_files = origin.get("missing_files", {})
     warnings = []
     if broken := manifest["broken_pictures"]:
         subject = "picture is" if len(broken) == 1 else "pictures are"
         warnings.append(f"{len(broken)} {subject} broken and left out: {first_names(broken)}")
-    if sourceless := counts["questions_without_sources"]:
+    sourceless = counts["questions_without_sources"]
+    if sourceless and counts["sources"]:  # in a corpus without sources it needs no words
         warnings.append(
             f"{sourceless} of {counts['questions']} questions list no sources at all; kept"
         )
@@ -39,6 +41,7 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
         warnings.append(
             f"{reused} snippet ids are used for two facts; a number is appended to the later id"
         )
+    warnings += [f"{file}: not found; {lack}" for file, lack in missing_files.items()]
     for line in warnings:
         print(line, file=sys.stderr)
     _show_counts(manifest, out)
@@ -47,19 +50,24 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     if compared := origin.get("published_counts"):
         differing = {what: n for what, n in compared.items() if n["found"] != n["published"]}
         result["published_differences"] = differing
+    if "missing_files" in origin:
+        result |= {"files": origin["files"], "missing_files": missing_files}
+        result["found"] = {k: n["found"] for k, n in compared.items()} | origin["other_counts"]
     return result
 
 
 def _show_counts(manifest: Mapping[str, Any], out: Path) -> None:
-    """Prints a corpus's counts, for WebQA beside those of the published release."""
+    """Prints a corpus's counts, for a benchmark beside those of the published release."""
     compared = manifest["origin"].get("published_counts")
     if compared:
         columns = ("", "found", "published", "difference")
-        rows = [
+        rows: list[tuple] = [
             (what, n["found"], n["published"], n["found"] - n["published"])
             for what, n in compared.items()
         ]
         same = all(difference == 0 for *_, difference in rows)
+        other = manifest["origin"].get("other_counts", {})
+        rows += [(what, found, None, None) for what, found in other.items()]
         note = "As published." if same else "Not the whole published release."
         show(Table(f"{manifest['name']}: {out}", columns, rows, note))
         return

@@ -19,6 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.predictions import prediction_row
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.splits import evenly, split_questions
 from mmqa_jax.evaluation.retrieval import score_rankings
@@ -242,9 +243,11 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
         write_rankings(folder / "retrieval" / f"{name}.jsonl", rankings)
     write_jsonl(
         folder / "predictions.jsonl",
-        ({**dataclasses.asdict(prediction), **limited} for prediction in run.predictions),
+        ({**prediction_row(prediction), **limited} for prediction in run.predictions),
     )
     scores = run.evaluation.per_question()
+    if any(prediction.trace for prediction in run.predictions):
+        write_jsonl(folder / "trace.jsonl", trace_rows(run.questions, run.predictions, scores))
     write_jsonl(
         folder / "per_question.jsonl",
         (

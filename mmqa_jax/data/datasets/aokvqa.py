@@ -1,0 +1,237 @@
+"""A-OKVQA's official JSON (https://github.com/allenai/aokvqa) and the hub's Parquet of it.
+
+    aokvqa_v1p0_{train,val,test}.json       questions; the test split's answers are hidden
+    {train,validation,test}-*.parquet       the same with pictures, here or in data/
+    vinvl_captions_val2014.tsv              VinVL's captions (configs/okvqa/README.md)
+    train2017/ val2017/ test2017/           COCO's pictures
+
+Any of the splits may be absent. Where both formats hold a split, questions are read from the JSON,
+which knows COCO's picture numbers, and pictures from the Parquet.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_text, read_json
+from mmqa_jax.data.datasets import coco
+from mmqa_jax.data.datasets.benchmark import (
+    CAPTION,
+    Benchmark,
+    OfficialFiles,
+    PictureFolders,
+    one_file,
+)
+from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
+from mmqa_jax.data.schema import SPLITS, Question
+
+# Keys of Question.extra; difficult questions do not count in the direct-answer score.
+DIFFICULT, RATIONALES = "difficult_direct_answer", "rationales"
+# Split -> what the names of the hub's files begin with.
+_HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
+_NEEDED = ("question_id", "question", "choices")
+_ANSWERS = ("correct_choice_idx", "direct_answers", DIFFICULT, RATIONALES)
+_FIELDS = {"split", *_NEEDED, "correct_choice_idx", "direct_answers"}  # of Question itself
+# The official v1p0 files; the paper (section 3) rounds them to 17.1k, 1.1k and 6.7k.
+PUBLISHED_COUNTS = {"train questions": 17_056, "val questions": 1_145, "test questions": 6_702}
+ATTRIBUTION = (
+    "A-OKVQA (Schwenk et al., ECCV 2022), Apache-2.0; pictures: COCO, under Flickr's terms of use; "
+    "VinVL captions: PICa's release (MIT)."
+)
+
+
+class _Row(NamedTuple):
+    """One question of a file; `where` names it in messages."""
+
+    where: str
+    split: str
+    values: Mapping[str, Any]
+
+
+class _Pictures:
+    """Pictures from COCO's folders or else from Parquet.
+
+    Names are COCO's file names, or the question's id for pictures of Parquet.
+    """
+
+    def __init__(self, folder: Path, tables: Sequence[Path]):
+        self._files = PictureFolders(folder, coco.FOLDERS_2017)
+        self._tables = ParquetPictures(tables, "question_id")
+
+    def name_of(self, question_id: str, image_id: int | None) -> str | None:
+        """The name of a question's picture; None where there is no picture."""
+        if image_id is not None and coco.picture_2017(image_id) in self._files:
+            return coco.picture_2017(image_id)
+        return question_id if question_id in self._tables else None
+
+    def __call__(self, name: str) -> bytes:
+        return self._files(name) if name in self._files else self._tables(name)
+
+    def signature(self, names: Sequence[str]) -> str:
+        """Identifies the picture files in their present state."""
+        files = [name for name in names if name in self._files]
+        return self._files.signature(files) + self._tables.signature()
+
+
+def read_aokvqa(path: Path) -> Benchmark:
+    """Reads what there is of the official files in a folder, or one of its question files.
+
+    `Question.answers` are the ten direct answers, `rationale` is the first of the rationales;
+    `extra` keeps `image_id`, `difficult_direct_answer`, `rationales` and `caption`.
+
+    Raises:
+      UserError: no questions, or the file and entry that is malformed or repeated; a Parquet file
+        that is cut off or lacks a column.
+    """
+    if one_file(path, (".json", ".parquet")):
+        files = OfficialFiles(path.parent)
+        files.found.append(path)
+        tables = [path] if path.suffix == ".parquet" else []
+        rows = list(_parquet_rows(path) if tables else _json_rows(path))
+    else:
+        files = OfficialFiles(path)
+        rows, tables = _folder_rows(files)
+    if not rows:
+        raise UserError(
+            f"{path}: holds none of A-OKVQA's questions; put aokvqa_v1p0_val.json or the hub's "
+            "Parquet files there."
+        )
+    captions_in = files.optional(
+        "vinvl_captions_val2014.tsv", "VinVL_base_val2014.tsv", without="no VinVL captions"
+    )
+    captions = {} if captions_in is None else coco.read_captions(captions_in)
+    pictures = _Pictures(files.folder, tables)
+    seen: dict[str, str] = {}
+    questions = []
+    for row in rows:
+        question = _question(row, captions, pictures)
+        if question.id in seen:
+            raise UserError(
+                f"{row.where}: question_id {question.id!r} is already in {seen[question.id]}; "
+                "remove one."
+            )
+        seen[question.id] = row.where
+        questions.append(question)
+    names = sorted({question.image for question in questions if question.image is not None})
+    if not names:
+        files.missing["train2017/, val2017/, test2017/"] = "no pictures; captions stand for them"
+    return Benchmark(
+        name="aokvqa",
+        questions=questions,
+        counts=_counts(questions),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=pictures if names else None,
+        inputs=pictures.signature(names) if names else None,
+    )
+
+
+def _folder_rows(files: OfficialFiles) -> tuple[list[_Row], list[Path]]:
+    """The questions of a folder, and its Parquet files."""
+    rows, tables = [], []
+    for split, prefix in _HUB_PREFIX.items():
+        found = sorted([*files.folder.glob(f"{prefix}*.parquet")]) or sorted(
+            files.folder.glob(f"data/{prefix}*.parquet")
+        )
+        path = files.optional(f"aokvqa_v1p0_{split}.json", without=f"no {split} questions")
+        if path is not None:
+            rows += _json_rows(path)
+        elif found:
+            files.missing.pop(f"aokvqa_v1p0_{split}.json")
+            rows += [row for table in found for row in _parquet_rows(table)]
+        tables += found
+    files.found += tables
+    return rows, tables
+
+
+def _json_rows(path: Path) -> Iterator[_Row]:
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: a list of questions was expected; fetch A-OKVQA's file again.")
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, entry {number}"
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: an object was expected; fetch A-OKVQA's file again.")
+        if row.get("split") not in SPLITS:
+            raise UserError(
+                f"{where}: split is {row.get('split')!r}; expected one of {', '.join(SPLITS)}."
+            )
+        yield _Row(where, row["split"], row)
+
+
+def _parquet_rows(path: Path) -> Iterator[_Row]:
+    split = next((s for s, prefix in _HUB_PREFIX.items() if path.name.startswith(prefix)), None)
+    if split is None:
+        raise UserError(
+            f"{path}: its name says no split; call it {'*, '.join(_HUB_PREFIX.values())}*."
+        )
+    for number, row in parquet_rows(path, _NEEDED, _ANSWERS):
+        yield _Row(f"{path}, row {number}", split, row)
+
+
+def _question(row: _Row, captions: Mapping[int, str], pictures: _Pictures) -> Question:
+    where, values = row.where, row.values
+    check_text(dict(values), where)
+    for key in ("question_id", "question"):
+        if not isinstance(values.get(key), str) or not values[key].strip():
+            raise UserError(f"{where}: {key} is {values.get(key)!r}; expected text.")
+    choices = _texts(values.get("choices"), "choices", where)
+    index = values.get("correct_choice_idx")
+    if index is not None and not (type(index) is int and 0 <= index < len(choices)):
+        raise UserError(
+            f"{where}: correct_choice_idx is {index!r}; expected a number from 0 to "
+            f"{len(choices) - 1}."
+        )
+    image_id = values.get("image_id")
+    if image_id is not None and type(image_id) is not int:
+        raise UserError(f"{where}: image_id is {image_id!r}; expected a whole number.")
+    rationales = _texts(values.get(RATIONALES), RATIONALES, where)
+    extra = {key: value for key, value in values.items() if key not in _FIELDS}
+    if image_id in captions:
+        extra[CAPTION] = captions[image_id]
+    return Question(
+        id=values["question_id"],
+        split=row.split,
+        question=values["question"],
+        image=pictures.name_of(values["question_id"], image_id),
+        answers=_texts(values.get("direct_answers"), "direct_answers", where),
+        choices=choices,
+        answer_index=index,
+        rationale=rationales[0] if rationales else "",
+        extra=extra,
+    )
+
+
+def _texts(value: Any, key: str, where: str) -> tuple[str, ...]:
+    """A list of strings, which the hub's Parquet writes as Python's literal; () where absent."""
+    if value is None or value == "":
+        return ()
+    found = value
+    if isinstance(value, str):
+        try:
+            found = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            found = None
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise UserError(f"{where}: {key} is {repr(value)[:60]}; expected a list of texts.")
+    return tuple(found)
+
+
+def _counts(questions: Sequence[Question]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for question in questions:
+        split = question.split
+        found[f"{split} questions"] += 1
+        found[f"{split} questions with direct answers"] += bool(question.answers)
+        found[f"{split} questions marked difficult"] += bool(question.extra.get(DIFFICULT))
+        found[f"{split} questions with {CAPTION}"] += CAPTION in question.extra
+        found[f"{split} questions with a picture file"] += question.image is not None
+    names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
+    return {name: found[name] for name in names}

@@ -1,0 +1,145 @@
+"""What the reader of a question-answering benchmark returns, and how it finds official files.
+
+A benchmark is a set of questions, most of them on a picture; it has no corpus of sources. One file
+beside this one reads one benchmark; `readers.py` names them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.schema import Question
+
+# Keys of Question.extra: a description of the picture, and the names of objects in it.
+CAPTION, TAGS = "caption", "tags"
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A benchmark's official files as the schema's types.
+
+    Attributes:
+      name: as `mmqa prepare` calls it.
+      questions: of all splits that were found; `image` is set only where the picture can be read.
+      counts: what was found, such as `{"val questions": 1145}`; printed in this order.
+      published: the published figures for some or all of `counts`.
+      files: the files that were read.
+      missing: optional file that was not found -> what is therefore absent.
+      attribution: license and credits.
+      read_picture: encoded bytes of a `Question.image`; None where no question has one.
+      inputs: identifies the picture files, see records.write_records.
+    """
+
+    name: str
+    questions: list[Question]
+    counts: Mapping[str, int]
+    published: Mapping[str, int]
+    files: list[Path]
+    missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    attribution: str = ""
+    read_picture: Callable[[str], bytes] | None = None
+    inputs: str | None = None
+
+    def origin(self) -> dict[str, object]:
+        """What the manifest keeps about the files."""
+        return {
+            "files": [str(path) for path in self.files],
+            "missing_files": dict(self.missing),
+            "published_counts": {
+                what: {"published": self.published[what], "found": found}
+                for what, found in self.counts.items()
+                if what in self.published
+            },
+            "other_counts": {k: n for k, n in self.counts.items() if k not in self.published},
+        }
+
+
+class OfficialFiles:
+    """Files below a folder by their official names; remembers which were found and which not.
+
+    Attributes:
+      folder: where they are looked for.
+      found: the files that were found, in the order of the requests.
+      missing: optional file name -> what is absent without it.
+    """
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            problem = "is a file" if folder.exists() else "no such folder"
+            raise UserError(
+                f"{folder}: {problem}, a folder with the benchmark's official files was expected; "
+                "check the path."
+            )
+        self.folder = folder
+        self.found: list[Path] = []
+        self.missing: dict[str, str] = {}
+
+    def required(self, *names: str, remedy: str) -> Path:
+        """The first of these files that exists; UserError with `remedy` if there is none.
+
+        Args:
+          names: relative to the folder, the official name first.
+        """
+        path = self._first(names)
+        if path is None:
+            raise UserError(f"{self.folder / names[0]}: no such file; {remedy}.")
+        return path
+
+    def optional(self, *names: str, without: str) -> Path | None:
+        """The first of these files that exists, or None; `without` says what is then absent."""
+        path = self._first(names)
+        if path is None:
+            self.missing[names[0]] = without
+        return path
+
+    def _first(self, names: Iterable[str]) -> Path | None:
+        for name in names:
+            if (self.folder / name).is_file():
+                self.found.append(self.folder / name)
+                return self.folder / name
+        return None
+
+
+class PictureFolders:
+    """Picture files by name in any of several folders below one; folders may be absent.
+
+    Args:
+      folder: the raw folder.
+      below: folders in it, relative; `.` is the folder itself.
+    """
+
+    def __init__(self, folder: Path, below: Iterable[str]):
+        self._paths: dict[str, Path] = {}
+        for place in (folder / name for name in below):
+            if place.is_dir():
+                with os.scandir(place) as entries:
+                    for entry in entries:
+                        self._paths.setdefault(entry.name, Path(entry.path))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._paths
+
+    def __call__(self, name: str) -> bytes:
+        """Encoded bytes of a picture; PictureError where its file cannot be read."""
+        try:
+            return self._paths[name].read_bytes()
+        except OSError as error:
+            raise PictureError(f"{self._paths[name]}: {error.strerror}; fetch it again.") from error
+
+    def signature(self, names: Iterable[str]) -> str:
+        """Identifies the files of these names in their present state."""
+        facts = []
+        for name in names:
+            status = self._paths[name].stat()
+            facts.append(f"{self._paths[name].resolve()} {status.st_size} {status.st_mtime_ns}")
+        return "\n".join(facts)
+
+
+def one_file(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether `path` is a single official file with one of these suffixes, not a folder."""
+    return path.is_file() and path.suffix in suffixes

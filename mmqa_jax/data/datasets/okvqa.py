@@ -1,0 +1,312 @@
+"""OK-VQA's official files (https://okvqa.allenai.org), and the captions and tags PICa released.
+
+    OpenEnded_mscoco_{train,val}2014_questions.json     questions
+    mscoco_{train,val}2014_annotations.json             ten answers and a category each
+    {train,val}_soft_labels.json                        where annotations are absent
+    vinvl_captions_val2014.tsv                          VinVL's captions
+    tags_*.tsv                                          object tags
+    captions_{train,val}2014.json                       COCO's captions by people
+    train2014/ val2014/                                 COCO's pictures
+
+All are optional but the questions, which the soft labels hold as well. The questions on val2014's
+pictures are the benchmark's test split.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_text, read_json
+from mmqa_jax.data.datasets import coco
+from mmqa_jax.data.datasets.benchmark import (
+    CAPTION,
+    TAGS,
+    Benchmark,
+    OfficialFiles,
+    PictureFolders,
+)
+from mmqa_jax.data.schema import Question
+
+# Keys of Question.extra.
+SOFT_LABELS = "soft_labels"  # {answer: weight}, where the ten answers are absent
+PEOPLE_CAPTIONS = "coco_captions"  # COCO's captions by people
+
+# Split -> COCO's split, which names the files.
+COCO_SPLIT = {"train": "train", "test": "val"}
+# question_type of the annotations (their `question_types`), in the order of the soft labels' class.
+CATEGORIES = {
+    "other": "Other",
+    "one": "Vehicles and Transportation",
+    "two": "Brands, Companies and Products",
+    "three": "Objects, Material and Clothing",
+    "four": "Sports and Recreation",
+    "five": "Cooking and Food",
+    "six": "Geography, History, Language and Culture",
+    "seven": "People and Everyday life",
+    "eight": "Plants and Animals",
+    "nine": "Science and Technology",
+    "ten": "Weather and Climate",
+}
+# Questions: the paper, section 3; pictures: its table 2 (14,031 in all).
+PUBLISHED_COUNTS = {"train questions": 9_009, "test questions": 5_046, "pictures": 14_031}
+ATTRIBUTION = (
+    "OK-VQA (Marino et al., CVPR 2019), annotations CC BY 4.0; pictures and captions by people: "
+    "COCO, under Flickr's terms of use; VinVL captions and tags: PICa's release (MIT)."
+)
+
+
+class _Reference(NamedTuple):
+    """What is known of one question's answer."""
+
+    image_id: int
+    answers: tuple[str, ...]
+    category: str
+    extra: dict[str, Any]
+
+
+def read_okvqa(folder: Path) -> Benchmark:
+    """Reads what there is of the official files in `folder`.
+
+    `Question.answers` are the annotators' ten answers as the official evaluation reads them
+    (`answer`; their `raw_answer` is in `extra`), or the soft labels, heaviest first, with
+    `extra["soft_labels"]`. Captions and tags are in `extra` under `caption`, `tags` and
+    `coco_captions`.
+
+    Raises:
+      UserError: no questions, or the file and entry that is malformed, repeated or belongs to
+        other questions.
+    """
+    files = OfficialFiles(folder)
+    pictures = PictureFolders(folder, coco.FOLDERS_2014)
+    captions = _captions(files)
+    tags = _tags(files)
+    questions: list[Question] = []
+    for split, coco_split in COCO_SPLIT.items():
+        by_people = _captions_by_people(files, coco_split)
+        for question_id, (image_id, text, known) in _split(files, coco_split).items():
+            extra = {"image_id": image_id, **known.extra}
+            if image_id in captions:
+                extra[CAPTION] = captions[image_id]
+            if image_id in tags:
+                extra[TAGS] = tags[image_id]
+            if image_id in by_people:
+                extra[PEOPLE_CAPTIONS] = by_people[image_id]
+            name = coco.picture_2014(coco_split, image_id)
+            questions.append(
+                Question(
+                    id=str(question_id),
+                    split=split,
+                    question=text,
+                    image=name if name in pictures else None,
+                    answers=known.answers,
+                    category=known.category,
+                    extra=extra,
+                )
+            )
+    if not questions:
+        raise UserError(
+            f"{folder}: holds none of OK-VQA's questions; put "
+            "OpenEnded_mscoco_val2014_questions.json and mscoco_val2014_annotations.json there."
+        )
+    names = sorted({q.image for q in questions if q.image is not None})
+    if not names:
+        files.missing["train2014/, val2014/"] = "no pictures; captions stand for them"
+    return Benchmark(
+        name="okvqa",
+        questions=questions,
+        counts=_counts(questions, len(names)),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=pictures if names else None,
+        inputs=pictures.signature(names) if names else None,
+    )
+
+
+def _split(files: OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, _Reference]]:
+    """question_id -> (image_id, question, reference) of one of COCO's splits; {} if absent."""
+    asked_in = files.optional(
+        f"OpenEnded_mscoco_{coco_split}2014_questions.json",
+        without=f"{coco_split}2014 questions are those of the soft labels, if there are any",
+    )
+    annotated_in = files.optional(
+        f"mscoco_{coco_split}2014_annotations.json",
+        without=f"{coco_split}2014 has soft labels at most, not the annotators' ten answers",
+    )
+    labels_in = None
+    if annotated_in is None:
+        labels_in = files.optional(
+            f"{coco_split}_soft_labels.json", without=f"{coco_split}2014 has no answers"
+        )
+    labelled = {} if labels_in is None else _soft_labels(labels_in)
+    asked = {q: (image_id, text) for q, (image_id, text, _) in labelled.items()}
+    known = {question_id: reference for question_id, (_, _, reference) in labelled.items()}
+    if asked_in is not None:
+        asked = _questions(asked_in)
+        if annotated_in is not None:
+            known = _annotations(annotated_in)
+        _check_same(known, asked, annotated_in or labels_in, asked_in)
+    elif annotated_in is not None:
+        raise UserError(
+            f"{annotated_in}: its questions are missing; put "
+            f"OpenEnded_mscoco_{coco_split}2014_questions.json beside it."
+        )
+    hidden = _Reference(0, (), "", {})
+    return {q: (image_id, text, known.get(q, hidden)) for q, (image_id, text) in asked.items()}
+
+
+def _questions(path: Path) -> dict[int, tuple[int, str]]:
+    """question_id -> (image_id, question)."""
+    found: dict[int, tuple[int, str]] = {}
+    for where, row, question_id in _entries(path, "questions"):
+        found[question_id] = (_number(row, "image_id", where), _text(row, "question", where))
+    return found
+
+
+def _annotations(path: Path) -> dict[int, _Reference]:
+    """question_id -> the annotators' answers and the category."""
+    found: dict[int, _Reference] = {}
+    for where, row, question_id in _entries(path, "annotations"):
+        answers = row.get("answers")
+        if not isinstance(answers, list) or not answers:
+            raise UserError(f"{where}: holds no list of answers; fetch the annotations again.")
+        rows = [answer if isinstance(answer, dict) else {} for answer in answers]
+        kind = str(row.get("question_type", ""))
+        extra: dict[str, Any] = {}
+        if all(isinstance(answer.get("raw_answer"), str) for answer in rows):
+            extra["raw_answers"] = [answer["raw_answer"] for answer in rows]
+        found[question_id] = _Reference(
+            _number(row, "image_id", where),
+            tuple(_text(answer, "answer", f"{where}, answers") for answer in rows),
+            CATEGORIES.get(kind, kind),
+            extra,
+        )
+    return found
+
+
+def _soft_labels(path: Path) -> dict[int, tuple[int, str, _Reference]]:
+    """question_id -> (image_id, question, soft labels and the category)."""
+    names = list(CATEGORIES.values())
+    found: dict[int, tuple[int, str, _Reference]] = {}
+    for where, row, question_id in _entries(path, None):
+        labels = row.get("label")
+        if not isinstance(labels, dict) or not all(
+            isinstance(weight, int | float) and 0 <= weight <= 1 for weight in labels.values()
+        ):
+            raise UserError(
+                f"{where}: `label` must be an object of answer -> weight in 0..1; fetch the file "
+                "again."
+            )
+        digits = _text(row, "img_id", where).rpartition("_")[2]
+        if not digits.isdecimal():
+            raise UserError(f"{where}: img_id ends in no number; fetch the file again.")
+        kind = row.get("class")
+        known = type(kind) is int and 0 <= kind < len(names)
+        ordered = sorted(labels, key=lambda answer: -labels[answer])
+        reference = _Reference(
+            int(digits), tuple(ordered), names[kind] if known else "", {SOFT_LABELS: labels}
+        )
+        found[question_id] = (int(digits), _text(row, "sent", where), reference)
+    return found
+
+
+def _entries(path: Path, key: str | None) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(place for messages, entry, question_id) of a JSON list, or of the list under `key`."""
+    data = read_json(path)
+    rows = data.get(key) if key is not None and isinstance(data, dict) else data
+    if not isinstance(rows, list):
+        expected = "a list" if key is None else f'an object with a list "{key}"'
+        raise UserError(f"{path}: {expected} was expected; fetch OK-VQA's file again.")
+    seen: set[int] = set()
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, entry {number}"
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: an object was expected; fetch the file again.")
+        check_text(row, where)
+        question_id = _number(row, "question_id", where)
+        if question_id in seen:
+            raise UserError(f"{where}: question_id {question_id} appears twice; remove one.")
+        seen.add(question_id)
+        yield where, row, question_id
+
+
+def _check_same(
+    known: Mapping[int, _Reference],
+    asked: Mapping[int, tuple[int, str]],
+    answers_in: Path | None,
+    asked_in: Path,
+) -> None:
+    """UserError for answers to other questions, or to questions on other pictures."""
+    for question_id, reference in known.items():
+        if question_id not in asked:
+            raise UserError(
+                f"{answers_in}: answers question {question_id}, which is not in {asked_in.name}; "
+                "take both files from the same release and split."
+            )
+        if reference.image_id != asked[question_id][0]:
+            raise UserError(
+                f"{answers_in}: question {question_id} is on picture {reference.image_id} there, "
+                f"but on {asked[question_id][0]} in {asked_in.name}; take both from one release."
+            )
+
+
+def _captions(files: OfficialFiles) -> dict[int, str]:
+    path = files.optional(
+        "vinvl_captions_val2014.tsv", "VinVL_base_val2014.tsv", without="no VinVL captions"
+    )
+    return {} if path is None else coco.read_captions(path)
+
+
+def _tags(files: OfficialFiles) -> dict[int, list[dict[str, Any]]]:
+    """Tags of pictures in any of the three files; they are split by other pictures than COCO."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for part in ("train", "val", "test"):
+        path = files.optional(
+            f"tags_{part}.tsv", f"{part}.score.json.tsv", without="no tags of its pictures"
+        )
+        if path is not None:
+            found |= coco.read_scored_tsv(path, "class")
+    return found
+
+
+def _captions_by_people(files: OfficialFiles, coco_split: str) -> dict[int, list[str]]:
+    path = files.optional(
+        f"captions_{coco_split}2014.json",
+        without=f"no captions by people of {coco_split}2014's pictures",
+    )
+    return {} if path is None else coco.read_caption_annotations(path)
+
+
+def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for question in questions:
+        found[f"{question.split} questions"] += 1
+        for key in (CAPTION, TAGS, PEOPLE_CAPTIONS, SOFT_LABELS):
+            found[f"{question.split} questions with {key}"] += key in question.extra
+        ten = bool(question.answers) and SOFT_LABELS not in question.extra
+        found[f"{question.split} questions with annotators' answers"] += ten
+    found["pictures"] = len({question.extra["image_id"] for question in questions})
+    found["picture files"] = picture_files
+    names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
+    return {name: found[name] for name in names}
+
+
+def _number(row: Mapping[str, Any], key: str, where: str) -> int:
+    value = row.get(key)
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if type(value) is not int:
+        raise UserError(f"{where}: {key} is {value!r}; expected a whole number.")
+    return value
+
+
+def _text(row: Mapping[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {key} is {value!r:.60}; expected text.")
+    return value

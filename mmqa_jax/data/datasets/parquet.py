@@ -1,0 +1,107 @@
+"""Benchmarks as the hub's Parquet files: rows with an `image` column {bytes, path}."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.images import PictureError
+
+# Row groups of pictures kept in memory; the hub's hold about a hundred pictures each.
+_GROUPS = 4
+
+
+def parquet_rows(
+    path: Path, needed: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (row number, {column: value}) of these columns; absent optional ones are left out.
+
+    Raises:
+      UserError: the file is cut off or no Parquet, or lacks a needed column.
+    """
+    file = _open(path)
+    names = file.schema_arrow.names
+    if missing := [name for name in needed if name not in names]:
+        raise UserError(
+            f"{path}: has no column {', '.join(missing)} (it has {', '.join(names)}); fetch the "
+            "benchmark's own Parquet files."
+        )
+    columns = [name for name in (*needed, *optional) if name in names]
+    number = 0
+    for group in range(file.num_row_groups):
+        for row in _read(path, file, group, columns).to_pylist():
+            yield number, row
+            number += 1
+
+
+class ParquetPictures:
+    """Encoded pictures of Parquet files by the id of their row.
+
+    Args:
+      paths: files with the columns `key` and `image`; files without `image` are passed over.
+      key: the column of the ids.
+    """
+
+    def __init__(self, paths: Iterable[Path], key: str):
+        self._rows: dict[str, tuple[int, int, int]] = {}  # id -> (file, row group, row in it)
+        self._paths = [path for path in paths if "image" in _open(path).schema_arrow.names]
+        for place, path in enumerate(self._paths):
+            file = _open(path)
+            for group in range(file.num_row_groups):
+                ids = _read(path, file, group, [key]).column(0).to_pylist()
+                self._rows.update({str(name): (place, group, row) for row, name in enumerate(ids)})
+        self._lock = threading.Lock()  # row groups are read by one thread at a time
+        self._group = functools.lru_cache(maxsize=_GROUPS)(self._read_group)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def __call__(self, name: str) -> bytes:
+        """Encoded bytes; PictureError where the row holds none."""
+        place, group, row = self._rows[name]
+        with self._lock:
+            picture = self._group(place, group)[row]
+        data = picture.get("bytes") if isinstance(picture, dict) else picture
+        if not isinstance(data, bytes):
+            raise PictureError(f"{self._paths[place]}, id {name}: holds no picture's bytes.")
+        return data
+
+    def signature(self) -> str:
+        """Identifies the files in their present state."""
+        statuses = [(path.resolve(), path.stat()) for path in self._paths]
+        return "\n".join(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in statuses)
+
+    def _read_group(self, place: int, group: int) -> list[Any]:
+        path = self._paths[place]
+        return _read(path, _open(path), group, ["image"]).column(0).to_pylist()
+
+
+def _open(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _read(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any:
+    import pyarrow
+
+    try:
+        return file.read_row_group(group, columns=list(columns))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split()).rstrip(".")
+    return UserError(
+        f"{path}: cannot be read as Parquet ({reason:.150}); the file is cut off or of another "
+        "format, fetch it again."
+    )

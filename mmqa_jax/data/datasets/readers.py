@@ -1,0 +1,16 @@
+"""The question-answering benchmarks by name: the reader of each one's official files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mmqa_jax.data.datasets.aokvqa import read_aokvqa
+from mmqa_jax.data.datasets.benchmark import Benchmark
+from mmqa_jax.data.datasets.okvqa import read_okvqa
+
+# Each takes the folder of official files, or a single file of them that holds whole questions.
+READERS: dict[str, Callable[[Path], Benchmark]] = {
+    "okvqa": read_okvqa,
+    "aokvqa": read_aokvqa,
+}

@@ -1,0 +1,94 @@
+"""The question-answering benchmarks: how each one's predictions are read, scored and submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.datasets.readers import READERS
+from mmqa_jax.data.records import MANIFEST
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.splits import split_questions
+from mmqa_jax.evaluation import vqa, vqa_formats
+from mmqa_jax.evaluation.scoring import Evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkScoring:
+    """How one benchmark is scored.
+
+    Attributes:
+      split: the split that is scored by default, one whose answers are public.
+      formats: the prediction files that `read_predictions` knows, for messages.
+      read_predictions: (file, questions) -> predictions; the questions are those to score, whose
+        choices may be needed to read an answer.
+      has_reference: whether a question's answer is published.
+      score: (questions, predictions) -> the scores; predictions may be missing, and then count 0.
+      write_submission: (questions, predictions, file): writes the leaderboard's format; None: the
+        benchmark has none.
+    """
+
+    split: str
+    formats: str
+    read_predictions: Callable[[Path, Sequence[Question]], list[Prediction]]
+    has_reference: Callable[[Question], bool]
+    score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
+    write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
+
+
+BENCHMARKS: dict[str, BenchmarkScoring] = {
+    "okvqa": BenchmarkScoring(
+        split="test",
+        formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
+        read_predictions=vqa_formats.read_okvqa_predictions,
+        has_reference=vqa.has_answers,
+        score=vqa.score_okvqa,
+        write_submission=vqa_formats.write_okvqa_submission,
+    ),
+    "aokvqa": BenchmarkScoring(
+        split="val",
+        formats="predictions.jsonl, or the official {id: {direct_answer, multiple_choice}} as JSON",
+        read_predictions=vqa_formats.read_aokvqa_predictions,
+        has_reference=vqa.has_answers,
+        score=vqa.score_aokvqa,
+        write_submission=vqa_formats.write_aokvqa_submission,
+    ),
+}
+
+
+def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Question]:
+    """The questions of a benchmark's split.
+
+    Args:
+      path: a folder of `mmqa prepare`, the official files' folder, or one official file.
+      split: None: the benchmark's own default.
+
+    Raises:
+      UserError: there are none, or the folder was prepared from another benchmark.
+    """
+    split = split or BENCHMARKS[dataset].split
+    if (path / MANIFEST).is_file():
+        corpus = open_corpus(path)
+        name = corpus.manifest.get("name")
+        if name in READERS and name != dataset:
+            raise UserError(
+                f"--references={path}: was prepared from {name}; evaluate {name} instead of "
+                f"{dataset}."
+            )
+    else:
+        corpus = Corpus([], READERS[dataset](path).questions)
+    return split_questions(corpus, path, split)
+
+
+def read_predictions(dataset: str, path: Path, questions: Sequence[Question]) -> list[Prediction]:
+    """A benchmark's predictions; UserError where the file holds none."""
+    given = BENCHMARKS[dataset].read_predictions(path, questions)
+    if not given:
+        raise UserError(
+            f"{path}: holds no predictions; give {BENCHMARKS[dataset].formats}, with a prediction "
+            "per question."
+        )
+    return given

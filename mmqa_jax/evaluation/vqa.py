@@ -1,0 +1,202 @@
+"""Accuracy of short answers on pictures: OK-VQA's, and A-OKVQA's two.
+
+vqa_accuracy/official   leave-one-out over the annotators (GT-Vision-Lab/VQA, vqaEval.py)
+vqa_accuracy/paper      min(1, n / 3), n annotators of the same answer (VQA, section 5)
+vqa_accuracy/soft_labels                the weights of published soft labels
+vqa_accuracy/official_from_soft_labels  official accuracy of a weight, where counts are even
+a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
+                        questions marked difficult (allenai/aokvqa, eval_predictions.py)
+a_okvqa_mc/official     the text of the chosen option is that of the correct one (the same)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.aokvqa import DIFFICULT
+from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.answer_text import normalize_answer, strip_whitespace
+from mmqa_jax.evaluation.scores import (
+    Scores,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
+from mmqa_jax.evaluation.scoring import Evaluation
+
+# Weights are rounded to three decimals in the published files: 0.333, 0.667, 1.
+_OFFICIAL_OF_COUNT = (0.0, 0.3, 0.6, 0.9)
+
+
+def has_answers(question: Question) -> bool:
+    """Whether a question's answer is published, as reference answers or as a correct option."""
+    return bool(question.answers) or question.answer_index is not None
+
+
+def official_accuracy(answer: str, references: Sequence[str]) -> float:
+    """VQA's official accuracy of one answer.
+
+    Every annotator is left out once; min(1, n / 3) for n of the others with the same answer; the
+    mean of that. Both sides are normalized, unless all annotators gave the same answer.
+
+    Args:
+      references: one answer per annotator, ten in VQA and OK-VQA.
+    """
+    same, total = _matches(answer, references)
+    left_out_same = min(1.0, (same - 1) / 3) if same else 0.0
+    return (same * left_out_same + (total - same) * min(1.0, same / 3)) / total
+
+
+def paper_accuracy(answer: str, references: Sequence[str]) -> float:
+    """min(1, n / 3) for n annotators with the same answer, normalized as in the official one."""
+    same, _ = _matches(answer, references)
+    return min(1.0, same / 3)
+
+
+def soft_label_accuracy(answer: str, labels: Mapping[str, float]) -> float:
+    """The weight of an answer among soft labels, where no single annotators are known.
+
+    Answer and labels are normalized by the official rules and compared as strings; labels that
+    become the same string add up, to at most 1.
+    """
+    said = normalize_answer(answer)
+    weights = [weight for label, weight in labels.items() if normalize_answer(label) == said]
+    return min(1.0, float(sum(weights)))
+
+
+def official_of_weight(weight: float) -> float:
+    """The official accuracy behind a soft label's weight min(1, n / 3).
+
+    A weight of 1 is read as four annotators or more. In OK-VQA n is even, since each of five
+    annotators counts twice, so that three do not occur.
+    """
+    if weight >= 1.0:
+        return 1.0
+    return _OFFICIAL_OF_COUNT[round(3 * weight)]
+
+
+def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """VQA accuracy by category, from annotators' answers or from soft labels.
+
+    Raises:
+      UserError: unknown or repeated question ids, or no question has a reference.
+    """
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answers, "reference answers")
+    soft = [SOFT_LABELS in question.extra for question in scored]
+    if any(soft) and not all(soft):
+        raise UserError(
+            "some questions have annotators' answers and some soft labels; score a split whose "
+            "references are of one kind."
+        )
+    if not any(soft):
+        scorers: dict[str, Callable[[str, Question], float]] = {
+            "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
+            "vqa_accuracy/paper": lambda said, q: paper_accuracy(said, q.answers),
+        }
+        return Evaluation([_scores(questions, scored, given, scorers)], has_modalities=False)
+
+    def weight(said: str, question: Question) -> float:
+        return soft_label_accuracy(said, question.extra[SOFT_LABELS])
+
+    scorers = {
+        "vqa_accuracy/soft_labels": weight,
+        "vqa_accuracy/official_from_soft_labels": lambda said, q: official_of_weight(
+            weight(said, q)
+        ),
+    }
+    note = (
+        "references are soft labels, not the annotators' ten answers: vqa_accuracy/official needs "
+        "the official annotations"
+    )
+    evaluation = Evaluation([_scores(questions, scored, given, scorers)], has_modalities=False)
+    evaluation.notes.append(note)
+    return evaluation
+
+
+def direct_answer_accuracy(answer: str, references: Sequence[str]) -> float:
+    """A-OKVQA's: exact string match, min(1, n / 3); nothing is normalized."""
+    return min(1.0, sum(answer == reference for reference in references) / 3)
+
+
+def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """Direct answers and multiple choice, whichever of the two the predictions hold.
+
+    Raises:
+      UserError: unknown or repeated question ids, an option out of range, or no references.
+    """
+    given = predictions_by_question(questions, predictions)
+    _check_choices(questions, given)
+    evaluation = Evaluation(has_modalities=False)
+    chosen = any(prediction.choice is not None for prediction in predictions)
+    if not chosen or any(prediction.answer for prediction in predictions):
+        evaluation.scored.append(_score_direct(questions, given))
+    if chosen:
+        evaluation.scored.append(_score_choices(questions, given))
+    return evaluation
+
+
+def _score_direct(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
+    scored = questions_that_count(
+        questions,
+        lambda question: bool(question.answers) and not question.extra.get(DIFFICULT, False),
+        "published direct answers (difficult questions do not count)",
+    )
+    scorer = {"a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers)}
+    return _scores(questions, scored, given, scorer, groups={})
+
+
+def _score_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
+    scored = questions_that_count(
+        questions, lambda question: question.answer_index is not None, "a published correct option"
+    )
+    right = np.array([_is_right(q, given[q.id]) if q.id in given else 0.0 for q in scored])
+    return scores_of(questions, scored, given, {"a_okvqa_mc/official": right}, groups={})
+
+
+def _is_right(question: Question, prediction: Prediction) -> float:
+    """1.0 for the text of the correct option: two options may read the same."""
+    if prediction.choice is None:
+        return 0.0
+    return float(
+        question.choices[prediction.choice] == question.choices[question.answer_index or 0]
+    )
+
+
+def _check_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> None:
+    for question in questions:
+        choice = given[question.id].choice if question.id in given else None
+        if choice is not None and not 0 <= choice < len(question.choices):
+            raise UserError(
+                f"prediction for {question.id}: choice is {choice}, but the question has "
+                f"{len(question.choices)} options, counted from 0; correct that prediction."
+            )
+
+
+def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:
+    """How many references equal the answer by the official rules, and how many there are."""
+    said = strip_whitespace(answer)
+    expected = [strip_whitespace(reference) for reference in references]
+    if len(set(expected)) > 1:
+        said = normalize_answer(said)
+        expected = [normalize_answer(reference) for reference in expected]
+    return expected.count(said), len(expected)
+
+
+def _scores(
+    questions: Sequence[Question],
+    scored: Sequence[Question],
+    given: Mapping[str, Prediction],
+    scorers: Mapping[str, Callable[[str, Question], float]],
+    groups: Mapping[str, np.ndarray] | None = None,
+) -> Scores:
+    """Scores the answers of the `scored` questions by each scorer; missing ones count 0."""
+    per_question = {
+        name: np.array([score(given[q.id].answer, q) if q.id in given else 0.0 for q in scored])
+        for name, score in scorers.items()
+    }
+    return scores_of(questions, scored, given, per_question, groups)

@@ -1,0 +1,131 @@
+"""Prediction files of OK-VQA and A-OKVQA, read and written.
+
+    OK-VQA    [{"question_id": number, "answer": text}, ...] (VQA's results format)
+    A-OKVQA   {question_id: {"direct_answer": text, "multiple_choice": text of an option}}, either
+              of the two may be absent (allenai/aokvqa, prepare_predictions.py)
+
+Both readers also read our predictions.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_text, read_json, write_json
+from mmqa_jax.data.datasets.webqa import read_unique_json
+from mmqa_jax.data.predictions import read_predictions
+from mmqa_jax.data.schema import Prediction, Question
+
+DIRECT, CHOICE = "direct_answer", "multiple_choice"
+
+
+def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """Reads VQA's results format or predictions.jsonl.
+
+    Raises:
+      UserError: names the file and the entry that is malformed, or an id that appears twice.
+    """
+    if path.suffix == ".jsonl":
+        return read_predictions(path)
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{path}: a list of {{question_id, answer}} was expected; give OK-VQA's results format "
+            "or predictions.jsonl."
+        )
+    found: dict[str, Prediction] = {}
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, entry {number}"
+        name = _question_id(row)
+        if name is None or not isinstance(row.get("answer"), str):
+            raise UserError(
+                f'{where}: {{"question_id": number, "answer": text}} was expected; correct that '
+                "entry."
+            )
+        check_text(row["answer"], where)
+        if name in found:
+            raise UserError(
+                f"{where}: question {name} is answered twice; keep one prediction per question."
+            )
+        found[name] = Prediction(name, row["answer"])
+    return list(found.values())
+
+
+def write_okvqa_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes VQA's results format, which needs an entry for every question.
+
+    Missing answers are empty.
+    """
+    answers = {prediction.question_id: prediction.answer for prediction in predictions}
+    rows = [
+        {"question_id": int(question.id), "answer": answers.get(question.id, "")}
+        for question in questions
+    ]
+    write_json(path, rows)
+
+
+def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
+    """Reads A-OKVQA's predictions or predictions.jsonl.
+
+    A multiple_choice that is the text of none of its question's options stays without a choice,
+    which counts 0, as in the official evaluation.
+
+    Raises:
+      UserError: names the file and the question whose entry is malformed.
+    """
+    if path.suffix == ".jsonl":
+        return read_predictions(path)
+    rows = read_unique_json(path)
+    if not isinstance(rows, dict):
+        raise UserError(
+            f"{path}: one object of question_id -> {{{DIRECT}, {CHOICE}}} was expected; give "
+            "A-OKVQA's format or predictions.jsonl."
+        )
+    choices = {question.id: question.choices for question in questions}
+    return [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
+
+
+def write_aokvqa_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes the leaderboard's file: every question, with what was predicted of the two."""
+    given = {prediction.question_id: prediction for prediction in predictions}
+    rows: dict[str, dict[str, str]] = {}
+    for question in questions:
+        row = rows.setdefault(question.id, {})
+        prediction = given.get(question.id)
+        if prediction is not None and prediction.choice is not None:
+            row[CHOICE] = question.choices[prediction.choice]
+        if prediction is not None and prediction.answer:
+            row[DIRECT] = prediction.answer
+    write_json(path, rows)
+
+
+def _question_id(row: Any) -> str | None:
+    """The id of an entry, a number or its digits; None where it has none."""
+    value = row.get("question_id") if isinstance(row, dict) else None
+    if type(value) is int or (isinstance(value, str) and value.isdecimal()):
+        return str(int(value))
+    return None
+
+
+def _aokvqa_prediction(
+    where: str, name: str, row: Any, choices: dict[str, tuple[str, ...]]
+) -> Prediction:
+    if not isinstance(row, dict) or not all(
+        isinstance(row.get(key, ""), str) for key in (DIRECT, CHOICE)
+    ):
+        raise UserError(
+            f'{where}: {{"{DIRECT}": text, "{CHOICE}": text}} was expected; correct that entry.'
+        )
+    check_text(row, where)
+    options = choices.get(name, ())
+    text = row.get(CHOICE)
+    return Prediction(
+        name, row.get(DIRECT, ""), choice=options.index(text) if text in options else None
+    )
