@@ -6,7 +6,6 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Query
@@ -69,14 +68,12 @@ def few_shot(
 def majority_answer(question: Question) -> str:
     """The answer that most annotators gave; of equally frequent ones the first.
 
-    From soft labels, where single annotators are not known, the one with the largest weight; of a
-    question with options the correct option.
+    Answers from soft labels are listed by falling weight. Of a question without answers the
+    correct option.
     """
-    if question.answers:
-        counts = collections.Counter(answer for answer in question.answers if answer)
-        return counts.most_common(1)[0][0] if counts else ""
-    if labels := question.extra.get(SOFT_LABELS):
-        return max(labels, key=lambda answer: labels[answer])
+    counts = collections.Counter(answer for answer in question.answers if answer)
+    if counts:
+        return counts.most_common(1)[0][0]
     return "" if question.answer_index is None else question.choices[question.answer_index]
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_of
+from mmqa_jax.evaluation.multiple_choice import LETTERS, llava_choice
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -152,5 +152,5 @@ def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
     candidate = answers.by_id[question.id].candidates[0]
     text = (candidate.text or "").strip()
     trace["outputs"] = [{"text": text, "logprob": candidate.total}]
-    choice = letter_of(text, len(question.choices))
+    choice = llava_choice(text, len(question.choices))
     return Prediction(question.id, text, choice=choice, trace=trace)

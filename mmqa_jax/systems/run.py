@@ -22,6 +22,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.predictions import prediction_row
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.splits import evenly, split_questions
+from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation, score_predictions
@@ -31,12 +32,13 @@ from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import SYSTEMS, parts_of, run_setting
+from mmqa_jax.systems.traces import trace_counts, trace_rows
 
 _SPEC: dict[str, Any] = {
     "row": str,
     "system": str,
     "setting": str,
-    "dataset": Literal["atlas", "webqa", "corpus"],
+    "dataset": Literal["atlas", "webqa", "corpus", *BENCHMARKS],
     "data": {
         "dir": str,
         "split": str,
@@ -120,7 +122,7 @@ def run_row(
             if part in recorded_parts
         }
         evaluation = _evaluate(config, questions, predictions, rankings)
-        scores = _scores(config, questions, evaluation, limit)
+        scores = _scores(config, questions, predictions, evaluation, limit)
         row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
         _write(folder, row_run, parts.seconds, limit)
     return row_run
@@ -168,13 +170,16 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
     """Missing paths of data, parts and weights -> how to get each."""
     paths = [config.data.dir, config.scoring.bart]
     for part in config.parts.values():
-        paths += [part.get("model"), part.get("index")]
-        paths += [(part.get("similarity") or {}).get(key) for key in ("model", "index")]
+        for section in (part, part.get("similarity") or {}):
+            paths += [section.get(key) for key in ("index", "data", "text_model", "image_model")]
+            if section.get("backend") != "openai":  # a server's name of its model is no path
+                paths.append(section.get("model"))
+    installed = {"minilm", "smollm2"}
     made_by = dict(config.made_by)
     return {
         path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
         for path in dict.fromkeys(filter(None, paths))
-        if not Path(path).exists()
+        if path not in installed and not Path(path).exists()
     }
 
 
@@ -191,6 +196,11 @@ def _evaluate(
     predictions: Sequence[Prediction],
     rankings: Mapping[str, Sequence[Ranking]],
 ) -> Evaluation:
+    if config.dataset in BENCHMARKS:
+        benchmark = BENCHMARKS[config.dataset]
+        if not any(map(benchmark.has_reference, questions)):
+            return Evaluation(notes=["the answers of this split are not published"])
+        return benchmark.score(questions, predictions)
     hidden = not any(q.answers or q.positives or q.keywords for q in questions)
     if hidden:  # WebQA's test split
         return Evaluation(notes=["gold answers and sources of this split are not published"])
@@ -222,7 +232,11 @@ def _evaluate(
 
 
 def _scores(
-    config: ConfigDict, questions: Sequence[Question], evaluation: Evaluation, limit: int | None
+    config: ConfigDict,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    evaluation: Evaluation,
+    limit: int | None,
 ) -> dict[str, Any]:
     return {
         "dataset": config.dataset,
@@ -234,6 +248,7 @@ def _scores(
         **evaluation.summary(),
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
+        **({"prompts": trace_counts(predictions)} if any(p.trace for p in predictions) else {}),
     }
 
 
