@@ -15,7 +15,7 @@ CLIP = "weights/clip"
 MADE_BY[CLIP] = f"mmqa convert --model=clip --source=downloads/ViT-B-16.pt --out={CLIP}"
 TOLERANCE = 0.02
 
-_SMOLLM2 = {"model": "smollm2", "settings": {"engine.slots": 32, "engine.length": 1024}}
+_SMOLLM2 = {"model": "smollm2", "engine": {"slots": 32, "length": 1024}}
 _DAVINCI = {"model": "davinci-002", "backend": "openai"}
 _HALVES = {"split": "test", "folds": 2}
 _CLIP = {"split": "train", "text_model": CLIP, "image_model": CLIP}

@@ -86,13 +86,14 @@ class LLMSpec:
       model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, or a server's name for it.
       backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
       tokenizer: for the engine, if the model's folder has none.
-      settings: keys of configs/prompt/default.py that differ, such as {"engine.slots": 64}.
+      engine, server: values of these sections of configs/prompt/default.py that differ.
     """
 
     model: str
     backend: Literal["engine", "openai"] = "engine"
     tokenizer: str = ""
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    server: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +201,9 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     from mmqa_jax.prompting.cache import Cached, ResponseCache
     from mmqa_jax.prompting.open import open_backend
 
-    config = load_config(find_config("configs/prompt/default.py"), dict(spec.settings))
+    changes = {f"engine.{key}": value for key, value in spec.engine.items()}
+    changes |= {f"server.{key}": value for key, value in spec.server.items()}
+    config = load_config(find_config("configs/prompt/default.py"), changes)
     backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config)
     return Cached(backend, ResponseCache(cache))
 
