@@ -112,15 +112,14 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores a question-answering benchmark as its BenchmarkScoring says."""
     from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation import benchmarks
-    from mmqa_jax.evaluation.compare import compare_scores, comparison_table
     from mmqa_jax.evaluation.scores import predictions_by_question
-    from mmqa_jax.evaluation.tables import show
 
     dataset, path = arguments.dataset, Path(arguments.predictions)
     scoring = benchmarks.BENCHMARKS[dataset]
     _refuse_flags(arguments, dataset, scoring)
     split = arguments.split or scoring.split
-    questions = benchmarks.read_questions(dataset, Path(arguments.references), split)
+    references = Path(arguments.references or path)
+    questions = benchmarks.read_questions(dataset, references, split)
     given = benchmarks.read_predictions(dataset, path, questions)
     if arguments.only_given:
         questions = _among(questions, given, path)
@@ -137,25 +136,20 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
             _warn(notes)
             return {**result, "notes": notes, "scores": {}, "by_category": {}}
     evaluation = scoring.score(questions, given)
-    title = f"{dataset}, {split}"
-    tables = evaluation.tables(title)
+    others = None
     if arguments.against:
-        against = Path(arguments.against)
-        others = scoring.score(questions, benchmarks.read_predictions(dataset, against, questions))
-        result["against"] = compare_scores(evaluation.scored, others.scored)
-        tables.append(comparison_table(f"{title}, against {against}", result["against"]))
+        rivals = benchmarks.read_predictions(dataset, Path(arguments.against), questions)
+        others = scoring.score(questions, rivals)
     if arguments.submission:
         scoring.write_submission(questions, given, Path(arguments.submission))
     notes += evaluation.notes
-    _warn(notes)
-    for table in tables:
-        show(table, markdown=arguments.markdown)
-    return {**result, "notes": notes, **evaluation.summary()}
+    shown = _show(arguments, f"{dataset}, {split}", evaluation, others, notes)
+    return {**result, "notes": notes, **shown}
 
 
 def _refuse_flags(arguments: argparse.Namespace, dataset: str, scoring: Any) -> None:
     """UserError for a missing flag, and for flags that mean nothing to this benchmark."""
-    if not arguments.references:
+    if not arguments.references and not scoring.holds_references(Path(arguments.predictions)):
         raise UserError(
             f"--references: name the folder of `mmqa prepare {dataset}`, or of its official files."
         )
@@ -205,9 +199,7 @@ def _evaluate_answers(
     given: Sequence,
     notes: list[str],
 ) -> dict[str, Any]:
-    from mmqa_jax.evaluation.compare import compare_scores, comparison_table
     from mmqa_jax.evaluation.scoring import score_predictions
-    from mmqa_jax.evaluation.tables import show
     from mmqa_jax.evaluation.webqa_formats import is_output_tsv
 
     options = {"lemmatizer": arguments.lemmatizer}
@@ -222,8 +214,8 @@ def _evaluate_answers(
     predictions = Path(arguments.predictions)
     subset = arguments.split if arguments.references else predictions.name
     title = f"{arguments.dataset}, {subset}"
-    tables = evaluation.tables(title)
     result: dict[str, Any] = {} if evaluation.bart is None else {"bart": evaluation.bart}
+    others = None
     if arguments.against:
         against = Path(arguments.against)
         others = score_predictions(
@@ -233,15 +225,34 @@ def _evaluate_answers(
             sources=not is_output_tsv(against),
             **options,
         )
-        result["against"] = compare_scores(evaluation.scored, others.scored)
-        tables.append(comparison_table(f"{title}, against {against}", result["against"]))
     notes += evaluation.notes
     if arguments.dataset == "webqa" and not arguments.bart:
         notes.append("no fluency (webqa_fl): give --bart the folder of BARTScore's weights")
+    shown = _show(arguments, title, evaluation, others, notes)
+    return {"notes": notes, **result, **shown}
+
+
+def _show(
+    arguments: argparse.Namespace,
+    title: str,
+    evaluation: Any,
+    others: Any | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Prints notes and tables of an Evaluation, also against another; returns their scores."""
+    from mmqa_jax.evaluation.compare import compare_scores, comparison_table
+    from mmqa_jax.evaluation.tables import show
+
+    tables = evaluation.tables(title)
+    result: dict[str, Any] = {}
+    if others is not None:
+        result["against"] = compare_scores(evaluation.scored, others.scored)
+        heading = f"{title}, against {arguments.against}"
+        tables.append(comparison_table(heading, result["against"]))
     _warn(notes)
     for table in tables:
         show(table, markdown=arguments.markdown)
-    return {"notes": notes, **result, **evaluation.summary()}
+    return {**result, **evaluation.summary()}
 
 
 def _evaluate_rankings(

@@ -12,7 +12,7 @@ from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.records import MANIFEST
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import split_questions
-from mmqa_jax.evaluation import vqa, vqa_formats
+from mmqa_jax.evaluation import choice_formats, choice_scores, vqa, vqa_formats
 from mmqa_jax.evaluation.scoring import Evaluation
 
 
@@ -29,6 +29,8 @@ class BenchmarkScoring:
       score: (questions, predictions) -> the scores; predictions may be missing, and then count 0.
       write_submission: (questions, predictions, file): writes the leaderboard's format; None: the
         benchmark has none.
+      holds_references: whether a file of predictions holds the questions and answers as well, so
+        that no other references are needed.
     """
 
     split: str
@@ -37,6 +39,7 @@ class BenchmarkScoring:
     has_reference: Callable[[Question], bool]
     score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
     write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
+    holds_references: Callable[[Path], bool] = lambda path: False
 
 
 BENCHMARKS: dict[str, BenchmarkScoring] = {
@@ -55,6 +58,31 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         has_reference=vqa.has_answers,
         score=vqa.score_aokvqa,
         write_submission=vqa_formats.write_aokvqa_submission,
+    ),
+    "scienceqa": BenchmarkScoring(
+        split="test",
+        formats='predictions.jsonl, {"results": {pid: index}} as JSON, or LLaVA\'s lines',
+        read_predictions=choice_formats.read_scienceqa_predictions,
+        has_reference=choice_scores.has_answer,
+        score=choice_scores.score_scienceqa,
+        write_submission=choice_formats.write_scienceqa_submission,
+    ),
+    "mmbench": BenchmarkScoring(
+        split="val",
+        formats="predictions.jsonl, a .xlsx or .tsv with a column `prediction`, or LLaVA's lines",
+        read_predictions=choice_formats.read_mmbench_predictions,
+        has_reference=choice_scores.has_answer,
+        score=choice_scores.score_mmbench,
+        write_submission=choice_formats.write_mmbench_submission,
+        holds_references=choice_formats.holds_answers,
+    ),
+    "seedbench": BenchmarkScoring(
+        split="test",
+        formats="predictions.jsonl, or lines of {question_id, prediction}",
+        read_predictions=choice_formats.read_seed_bench_predictions,
+        has_reference=choice_scores.has_answer,
+        score=choice_scores.score_seed_bench,
+        write_submission=choice_formats.write_seed_bench_submission,
     ),
 }
 

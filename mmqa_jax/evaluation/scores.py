@@ -89,8 +89,12 @@ def merged_scores(scores: Iterable[Scores]) -> list[Scores]:
 def predictions_by_question(
     questions: Iterable[Question], predictions: Sequence[Prediction]
 ) -> dict[str, Prediction]:
-    """Question id -> prediction; raises UserError for unknown or repeated ids."""
-    known = {question.id for question in questions}
+    """Question id -> prediction.
+
+    Raises:
+      UserError: unknown or repeated ids, or a choice that is none of the question's options.
+    """
+    known = {question.id: question for question in questions}
     found: dict[str, Prediction] = {}
     for number, prediction in enumerate(predictions, start=1):
         name = prediction.question_id
@@ -103,6 +107,12 @@ def predictions_by_question(
             raise UserError(
                 f"prediction {number}: question {name!r} is answered twice; keep one prediction "
                 "per question."
+            )
+        options = len(known[name].choices)
+        if prediction.choice is not None and not 0 <= prediction.choice < options:
+            raise UserError(
+                f"prediction {number}: question {name!r} has {options} options, counted from 0, and "
+                f"{prediction.choice} is none of them; correct that choice."
             )
         found[name] = prediction
     return found

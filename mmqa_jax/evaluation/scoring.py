@@ -26,6 +26,7 @@ class Evaluation:
       bart: path of the weights of the fluency score, if it was computed.
       has_modalities: whether questions are asked of snippets or of pictures, as in WebQA; their
         scores are then given by modality too.
+      unparsed: scorer of multiple choice -> number of predictions that name none of the choices.
     """
 
     scored: list[Scores] = dataclasses.field(default_factory=list)
@@ -33,6 +34,7 @@ class Evaluation:
     notes: list[str] = dataclasses.field(default_factory=list)
     bart: str | None = None
     has_modalities: bool = True
+    unparsed: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def all(self) -> list[Scores]:
@@ -48,12 +50,14 @@ class Evaluation:
                 by_category.setdefault(category, {}).update(values)
             for kind, values in self._by_modality(scores).by_category.items():
                 by_modality.setdefault(kind, {}).update(values)
+        unparsed = {"unparsed": self.unparsed} if self.unparsed else {}
         return {
             "n": self.all[0].n if self.all else 0,
             "scores": {k: v for scores in self.all for k, v in scores.scores.items()},
             "by_category": by_category,
             "by_modality": by_modality,
             "n_by_scorer": {k: scores.n for scores in self.all for k in scores.per_question},
+            **unparsed,
         }
 
     def intervals(self, resamples: int = 10_000) -> dict[str, list[float]]:

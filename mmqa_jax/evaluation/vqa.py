@@ -130,13 +130,17 @@ def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction
       UserError: unknown or repeated question ids, an option out of range, or no references.
     """
     given = predictions_by_question(questions, predictions)
-    _check_choices(questions, given)
     evaluation = Evaluation(has_modalities=False)
     chosen = any(prediction.choice is not None for prediction in predictions)
     if not chosen or any(prediction.answer for prediction in predictions):
         evaluation.scored.append(_score_direct(questions, given))
     if chosen:
         evaluation.scored.append(_score_choices(questions, given))
+        if without := sum(prediction.choice is None for prediction in given.values()):
+            evaluation.notes.append(
+                f"{without:,} of {len(given):,} predictions choose none of their question's "
+                "options, which counts 0"
+            )
     return evaluation
 
 
@@ -165,16 +169,6 @@ def _is_right(question: Question, prediction: Prediction) -> float:
     return float(
         question.choices[prediction.choice] == question.choices[question.answer_index or 0]
     )
-
-
-def _check_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> None:
-    for question in questions:
-        choice = given[question.id].choice if question.id in given else None
-        if choice is not None and not 0 <= choice < len(question.choices):
-            raise UserError(
-                f"prediction for {question.id}: choice is {choice}, but the question has "
-                f"{len(question.choices)} options, counted from 0; correct that prediction."
-            )
 
 
 def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:

@@ -76,7 +76,8 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
     which counts 0, as in the official evaluation.
 
     Raises:
-      UserError: names the file and the question whose entry is malformed.
+      UserError: names the file and the question whose entry is malformed; or no multiple_choice
+        at all is the text of an option.
     """
     if path.suffix == ".jsonl":
         return read_predictions(path)
@@ -87,7 +88,14 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
             "A-OKVQA's format or predictions.jsonl."
         )
     choices = {question.id: question.choices for question in questions}
-    return [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
+    found = [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
+    chosen = [prediction for prediction in found if CHOICE in rows[prediction.question_id]]
+    if chosen and all(p.choice is None and p.question_id in choices for p in chosen):
+        raise UserError(
+            f"{path}: no {CHOICE} is the text of one of its question's options, as the official "
+            "format has it; write the options' texts, not their letters or numbers."
+        )
+    return found
 
 
 def write_aokvqa_submission(

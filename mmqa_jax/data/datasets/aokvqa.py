@@ -2,7 +2,7 @@
 
     aokvqa_v1p0_{train,val,test}.json       questions; the test split's answers are hidden
     {train,validation,test}-*.parquet       the same with pictures, here or in data/
-    vinvl_captions_val2014.tsv              VinVL's captions (configs/okvqa/README.md)
+    vinvl_captions_val2014.tsv              VinVL's captions, here or in ../okvqa/
     train2017/ val2017/ test2017/           COCO's pictures
 
 Any of the splits may be absent. Where both formats hold a split, questions are read from the JSON,
@@ -102,7 +102,11 @@ def read_aokvqa(path: Path) -> Benchmark:
             "Parquet files there."
         )
     captions_in = files.optional(
-        "vinvl_captions_val2014.tsv", "VinVL_base_val2014.tsv", without="no VinVL captions"
+        "vinvl_captions_val2014.tsv",
+        "VinVL_base_val2014.tsv",
+        "../okvqa/vinvl_captions_val2014.tsv",
+        "../okvqa/VinVL_base_val2014.tsv",
+        without="no VinVL captions",
     )
     captions = {} if captions_in is None else coco.read_captions(captions_in)
     pictures = _Pictures(files.folder, tables)

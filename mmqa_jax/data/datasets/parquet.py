@@ -43,17 +43,21 @@ class ParquetPictures:
 
     Args:
       paths: files with the columns `key` and `image`; files without `image` are passed over.
-      key: the column of the ids.
+      key: the column of the ids. None: the ids are those of `row_name`, and rows whose image is
+        null have no picture.
     """
 
-    def __init__(self, paths: Iterable[Path], key: str):
+    def __init__(self, paths: Iterable[Path], key: str | None):
         self._rows: dict[str, tuple[int, int, int]] = {}  # id -> (file, row group, row in it)
         self._paths = [path for path in paths if "image" in _open(path).schema_arrow.names]
         for place, path in enumerate(self._paths):
             file = _open(path)
             for group in range(file.num_row_groups):
-                ids = _read(path, file, group, [key]).column(0).to_pylist()
-                self._rows.update({str(name): (place, group, row) for row, name in enumerate(ids)})
+                if key is None:
+                    ids = _rows_with_picture(path, file, group)
+                else:
+                    ids = dict(enumerate(_read(path, file, group, [key]).column(0).to_pylist()))
+                self._rows |= {str(name): (place, group, row) for row, name in ids.items()}
         self._lock = threading.Lock()  # row groups are read by one thread at a time
         self._group = functools.lru_cache(maxsize=_GROUPS)(self._read_group)
 
@@ -78,6 +82,20 @@ class ParquetPictures:
     def _read_group(self, place: int, group: int) -> list[Any]:
         path = self._paths[place]
         return _read(path, _open(path), group, ["image"]).column(0).to_pylist()
+
+
+def row_name(path: Path, number: int) -> str:
+    """The id of a row, counted from 0, in a file without a column of ids."""
+    return f"{path.name}/{number}"
+
+
+def _rows_with_picture(path: Path, file: Any, group: int) -> dict[int, str]:
+    """Row in the group -> its id, where `image` is not null; reads no pictures for that."""
+    kind = file.schema_arrow.field("image").type
+    column = "image.path" if "path" in [field.name for field in kind] else "image"
+    before = sum(file.metadata.row_group(n).num_rows for n in range(group))
+    images = _read(path, file, group, [column]).column(0).is_valid().to_pylist()
+    return {row: row_name(path, before + row) for row, there in enumerate(images) if there}
 
 
 def _open(path: Path) -> Any:

@@ -7,10 +7,16 @@ from pathlib import Path
 
 from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.benchmark import Benchmark
+from mmqa_jax.data.datasets.mmbench import read_mmbench
 from mmqa_jax.data.datasets.okvqa import read_okvqa
+from mmqa_jax.data.datasets.scienceqa import read_scienceqa
+from mmqa_jax.data.datasets.seed_bench import read_seed_bench
 
 # Each takes the folder of official files, or a single file of them that holds whole questions.
 READERS: dict[str, Callable[[Path], Benchmark]] = {
     "okvqa": read_okvqa,
     "aokvqa": read_aokvqa,
+    "scienceqa": read_scienceqa,
+    "mmbench": read_mmbench,
+    "seedbench": read_seed_bench,
 }

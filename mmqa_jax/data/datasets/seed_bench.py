@@ -1,0 +1,150 @@
+"""SEED-Bench's official files (https://github.com/AILab-CVC/SEED-Bench).
+
+    SEED-Bench.json              {"questions": [...], "question_type": {dimension: number}}
+    SEED-Bench-image/{data_id}   pictures of the dimensions 1 to 9
+    SEED-Bench-video-image/{question_id}.png   a frame of each video of the dimensions 10 to 12
+
+The videos of three other data sets are not read: a frame stands for one, where it was extracted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_text, read_json
+from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.picture_files import PictureFiles
+from mmqa_jax.data.schema import Question
+
+# Keys of Question.extra: number of the dimension, `image` or `video`, and the picture's name.
+DIMENSION, DATA_TYPE, DATA_ID = "question_type_id", "data_type", "data_id"
+
+# The paper's abstract rounds it to 19K; table 1 has 19,242.
+PUBLISHED_COUNTS = {"test questions": 19_242}
+ATTRIBUTION = "SEED-Bench (Li et al., CVPR 2024), CC BY-NC 4.0; pictures: CC3M."
+
+_CHOICES = ("choice_a", "choice_b", "choice_c", "choice_d")
+_LETTERS = "ABCD"
+_READ = {"question_id", "question", "answer", *_CHOICES}
+
+
+def read_seed_bench(path: Path) -> Benchmark:
+    """Reads SEED-Bench.json and the pictures beside it, or the file alone.
+
+    All questions are of the split `test`; `Question.category` is the dimension's name; `extra`
+    keeps `question_type_id`, `data_type`, `data_id` and `segment`.
+
+    Raises:
+      UserError: no such file, or the question that is malformed or repeated.
+    """
+    alone = one_file(path, (".json",))
+    files = OfficialFiles(path.parent if alone else path)
+    if alone:
+        source = path
+        files.found.append(path)
+    else:
+        source = files.required(
+            "SEED-Bench.json",
+            remedy="fetch AILab-CVC/SEED-Bench from the hub",
+        )
+    data = read_json(source)
+    rows = data.get("questions") if isinstance(data, dict) else None
+    names = data.get("question_type") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not rows or not isinstance(names, dict):
+        raise UserError(
+            f'{source}: {{"questions": [...], "question_type": {{...}}}} was expected; fetch it '
+            "again."
+        )
+    dimensions = {number: name for name, number in names.items()}
+    questions, places, seen = [], {}, set()
+    for number, row in enumerate(rows, start=1):
+        where = f"{source}, question {number}"
+        question = _question(where, row, dimensions)
+        if question.id in seen:
+            raise UserError(f"{where}: question_id {question.id!r} appears twice; remove one.")
+        seen.add(question.id)
+        questions.append(question)
+        places[question.id] = _places(question)
+    pictures = PictureFiles(files.folder, places)
+    questions = [
+        dataclasses.replace(question, image=question.id) if question.id in pictures else question
+        for question in questions
+    ]
+    names = [question.image for question in questions if question.image is not None]
+    if len(names) < len(questions):
+        files.missing["SEED-Bench-image/, SEED-Bench-video-image/"] = (
+            f"{len(questions) - len(names):,} of {len(questions):,} questions have no picture file"
+        )
+    return Benchmark(
+        name="seedbench",
+        questions=questions,
+        counts=_counts(questions, dimensions),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=pictures if names else None,
+        inputs=pictures.signature(names) if names else None,
+    )
+
+
+def _question(where: str, row: Any, dimensions: Mapping[int, str]) -> Question:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: an object was expected; fetch the file again.")
+    check_text(row, where)
+    for key in ("question", *_CHOICES):
+        if not isinstance(row.get(key), str) or not row[key]:
+            raise UserError(f"{where}: {key} is {row.get(key)!r}; text was expected; correct it.")
+    name = row.get("question_id")
+    if not isinstance(name, str | int) or name == "":
+        raise UserError(f"{where}: question_id is {name!r}; text or a number was expected.")
+    answer = row.get("answer")
+    if answer is not None and answer not in tuple(_LETTERS):
+        raise UserError(f"{where}: answer is {answer!r}; a letter from A to D was expected.")
+    dimension, kind = row.get(DIMENSION), row.get(DATA_TYPE)
+    if dimension not in dimensions or kind not in ("image", "video"):
+        raise UserError(
+            f"{where}: {DIMENSION} is {dimension!r} and {DATA_TYPE} {kind!r}; a number of "
+            "question_type, and `image` or `video`, were expected: SEED-Bench-2 is another "
+            "benchmark."
+        )
+    choices = tuple(row[key] for key in _CHOICES)
+    index = None if answer is None else _LETTERS.index(answer)
+    return Question(
+        id=str(name),
+        split="test",
+        question=row["question"],
+        answers=() if index is None else (choices[index],),
+        category=dimensions[dimension],
+        choices=choices,
+        answer_index=index,
+        extra={key: value for key, value in row.items() if key not in _READ},
+    )
+
+
+def _places(question: Question) -> tuple[str, ...]:
+    if question.extra[DATA_TYPE] == "video":
+        return (f"SEED-Bench-video-image/{question.id}.png",)
+    name = question.extra.get(DATA_ID)
+    return tuple(
+        f"{folder}/{name}{suffix}"
+        for folder in ("SEED-Bench-image", "seed_bench_image")
+        for suffix in ("", ".jpg", ".png")
+    )
+
+
+def _counts(questions: Sequence[Question], dimensions: Mapping[int, str]) -> dict[str, int]:
+    kinds = Counter(question.extra[DATA_TYPE] for question in questions)
+    per_dimension = Counter(question.extra[DIMENSION] for question in questions)
+    return {
+        "test questions": len(questions),
+        "questions on a picture": kinds["image"],
+        "questions on a video": kinds["video"],
+        "pictures found": sum(question.image is not None for question in questions),
+        **{f"{n} {dimensions[n]}": per_dimension[n] for n in sorted(per_dimension)},
+    }

@@ -1,0 +1,119 @@
+"""Tables of text cells: tab-separated files with a header, and Excel's spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write, read_text
+
+SUFFIXES = (".tsv", ".xlsx")
+# A cell holds a whole picture as base64; csv refuses cells above 128 kB by default.
+_LARGEST_CELL = 2**31 - 1
+
+
+def read_table(path: Path, needed: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """(place for messages, {column: cell}) of each row; empty cells are "".
+
+    A cell may be quoted, and then hold tabs and line ends, as pandas writes it. `nan`, which some
+    writers put into empty cells, is an empty cell; `None` and `N/A` are texts.
+
+    Args:
+      path: a .tsv or .xlsx file; of a spreadsheet the first sheet is read.
+      needed: columns that must be there.
+
+    Raises:
+      UserError: the file cannot be read, has no rows or lacks a column, or a row has more cells
+        than the header.
+    """
+    rows = _spreadsheet(path) if path.suffix.lower() == ".xlsx" else _tsv(path)
+    header = [name.strip() for name in next(rows, (0, []))[1]]
+    if missing := [name for name in needed if name not in header]:
+        raise UserError(
+            f"{path}: has no column {', '.join(missing)} (it has {', '.join(filter(None, header))}"
+            "); the first row must name the columns."
+        )
+    table = []
+    for number, cells in rows:
+        if not any(cells):
+            continue
+        where = f"{path}, row {number}"
+        if len(cells) > len(header):
+            raise UserError(
+                f"{where}: {len(cells)} cells, but the header has {len(header)}; repair that row "
+                "or fetch the file again."
+            )
+        cells += [""] * (len(header) - len(cells))
+        table.append((where, dict(zip(header, cells, strict=True))))
+    if not table:
+        raise UserError(f"{path}: holds no rows; a header and at least one row were expected.")
+    return table
+
+
+def write_spreadsheet(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Writes one sheet, the file whole or not at all; None is an empty cell."""
+    import openpyxl
+    from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
+
+    book = openpyxl.Workbook(write_only=True)
+    sheet = book.create_sheet("Sheet1")
+    for row in (columns, *rows):
+        cells = []
+        for value in row:
+            if isinstance(value, str):
+                cell = openpyxl.cell.WriteOnlyCell(sheet, ILLEGAL_CHARACTERS_RE.sub("", value))
+                cell.data_type = "s"  # text that begins with `=` is no formula
+                value = cell
+            cells.append(value)
+        sheet.append(cells)
+    with atomic_write(path, "wb") as file:
+        book.save(file)
+
+
+def _tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    text = read_text(path).removeprefix("\ufeff")
+    csv.field_size_limit(max(csv.field_size_limit(), _LARGEST_CELL))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    try:
+        for number, cells in enumerate(reader, start=1):
+            yield number, [_text(cell) for cell in cells]
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {reader.line_num}: not tab-separated text ({error}); fetch the file "
+            "again."
+        ) from error
+
+
+def _spreadsheet(path: Path) -> Iterator[tuple[int, list[str]]]:
+    import openpyxl
+    from openpyxl.utils.exceptions import InvalidFileException
+
+    try:
+        with open(path, "rb") as file:
+            book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+            for number, cells in enumerate(book.worksheets[0].iter_rows(values_only=True), start=1):
+                cells = [_text(cell) for cell in cells]
+                while cells and not cells[-1]:  # cells that were once formatted
+                    cells.pop()
+                yield number, cells
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; check the path.") from error
+    except (OSError, BadZipFile, InvalidFileException, KeyError, ValueError, SyntaxError) as error:
+        raise UserError(
+            f"{path}: cannot be read as a spreadsheet ({' '.join(str(error).split()):.100}); save "
+            "it as .xlsx, or as tab-separated .tsv."
+        ) from error
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, float) and cell.is_integer():
+        cell = int(cell)
+    text = str(cell)
+    return "" if text.lower() == "nan" else text

@@ -1,0 +1,219 @@
+"""Accuracy on ScienceQA, MMBench and SEED-Bench, where a question has one correct choice.
+
+scienceqa/letter_or_random     `The answer is X.` once, else a random choice (run_gpt3.py)
+scienceqa/letter_or_expected   the same, with 1 / (number of choices) in place of the draw
+scienceqa/letter_or_wrong      LLaVA's rule, which also takes a bare letter; else wrong
+scienceqa/recorded_choice      the choices that the file itself gives (tools/evaluate_acc.py)
+mmbench/circular               every circular pass of a question is right (VLMEvalKit)
+mmbench/vanilla                the first pass is right
+seed_bench/likelihood          the choice of least loss is right (eval.py)
+seed_bench/letter              the answer is the correct letter and nothing else (LLaVA)
+
+A prediction that has a choice and no text counts by its choice under every rule. Predictions that
+name none of the choices are counted as `unparsed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mmqa_jax.data.datasets.mmbench import BASE, L2, PASS
+from mmqa_jax.data.datasets.scienceqa import HAS_HINT, HAS_PICTURE
+from mmqa_jax.data.datasets.seed_bench import DATA_TYPE, DIMENSION
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation import multiple_choice as rules
+from mmqa_jax.evaluation.scores import (
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
+from mmqa_jax.evaluation.scoring import Evaluation
+
+Given = Mapping[str, Prediction]
+Rule = Callable[[str, Question], int | None]
+
+_SUBJECTS = {"NAT": "natural science", "SOC": "social science", "LAN": "language science"}
+_GRADES = {"G1-6": range(1, 7), "G7-12": range(7, 13)}
+
+
+def has_answer(question: Question) -> bool:
+    """Whether the correct choice is published."""
+    return question.answer_index is not None
+
+
+def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """ScienceQA's accuracy overall and in its nine columns, which overlap.
+
+    Raises:
+      UserError: unknown or repeated question ids, or no question has a published answer.
+    """
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answer, "a published answer")
+    strict = _chosen(scored, given, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
+    lenient = _chosen(scored, given, lambda text, q: rules.llava_choice(text, len(q.choices)))
+    failed = [q.id in given and choice is None for q, choice in zip(scored, strict, strict=True)]
+    drawn = [
+        rules.random_choice(q.id, len(q.choices)) if fails else choice
+        for q, choice, fails in zip(scored, strict, failed, strict=True)
+    ]
+    chance = np.array([1 / len(question.choices) for question in scored])
+    per_question = {
+        "scienceqa/letter_or_random": _right(scored, drawn),
+        "scienceqa/letter_or_expected": np.where(failed, chance, _right(scored, strict)),
+        "scienceqa/letter_or_wrong": _right(scored, lenient),
+    }
+    unparsed = {
+        "scienceqa/letter_or_random": sum(failed),
+        "scienceqa/letter_or_expected": sum(failed),
+        "scienceqa/letter_or_wrong": _unparsed(scored, given, lenient),
+    }
+    if any(prediction.choice is not None for prediction in given.values()):
+        recorded = [given[q.id].choice if q.id in given else None for q in scored]
+        per_question["scienceqa/recorded_choice"] = _right(scored, recorded)
+        unparsed["scienceqa/recorded_choice"] = _unparsed(scored, given, recorded)
+    scores = scores_of(questions, scored, given, per_question, scienceqa_columns(scored))
+    evaluation = Evaluation([scores], unparsed=unparsed, has_modalities=False)
+    known = sum(bool(question.category) for question in scored)
+    if known < len(scored):
+        evaluation.notes.append(
+            f"subject and grade of {known:,} of {len(scored):,} questions are known: NAT, SOC, "
+            "LAN, G1-6 and G7-12 are over these alone; problems.json has all"
+        )
+    return evaluation
+
+
+def scienceqa_columns(questions: Sequence[Question]) -> dict[str, np.ndarray]:
+    """ScienceQA's columns but for the average (tools/evaluate_acc.py:33-68); they overlap.
+
+    NAT, SOC, LAN by subject; TXT with a hint, IMG with a picture, NO with neither; G1-6, G7-12 by
+    grade. A picture counts where the benchmark shows one, whether or not the file is there.
+    """
+    hint = np.array([bool(q.extra.get(HAS_HINT)) for q in questions])
+    picture = np.array([bool(q.extra.get(HAS_PICTURE)) for q in questions])
+    grades = [str(q.extra.get("grade") or "").removeprefix("grade") for q in questions]
+    columns = {
+        name: np.array([q.category == subject for q in questions])
+        for name, subject in _SUBJECTS.items()
+    }
+    columns |= {"TXT": hint, "IMG": picture, "NO": ~hint & ~picture}
+    return columns | {
+        name: np.array([grade.isdecimal() and int(grade) in grades_of for grade in grades])
+        for name, grades_of in _GRADES.items()
+    }
+
+
+def score_mmbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """MMBench's accuracy overall, by L2 category and by category, as VLMEvalKit's report_acc.
+
+    Letters are inferred as VLMEvalKit does without a judge model. A question counts once: circular
+    if all passes among `questions` are right, one without a prediction being wrong. Passes whose
+    first pass is not among `questions` are left out, as in VLMEvalKit.
+
+    Raises:
+      UserError: unknown or repeated question ids, or no question has a published answer.
+    """
+    given = predictions_by_question(questions, predictions)
+    firsts = [question for question in questions if question.extra.get(PASS, 0) == 0]
+    scored = questions_that_count(firsts, has_answer, "a published answer")
+    passes = [question for question in questions if has_answer(question)]
+    chosen = _chosen(passes, given, lambda text, q: rules.vlmeval_choice(text, q.choices))
+    hits = _right(passes, chosen)  # [pass]
+    all_right: dict[str, float] = {}
+    for question, hit in zip(passes, hits, strict=True):
+        base = question.extra.get(BASE, question.id)
+        all_right[base] = min(all_right.get(base, 1.0), float(hit))
+    of_pass = dict(zip((question.id for question in passes), hits, strict=True))
+    per_question = {"mmbench/vanilla": np.array([of_pass[q.id] for q in scored])}
+    unparsed = {"mmbench/vanilla": _unparsed(passes, given, chosen, firsts_alone=True)}
+    notes = []
+    if any(q.extra.get(PASS, 0) > 0 and q.id in given for q in passes):
+        circular = np.array([all_right[q.extra.get(BASE, q.id)] for q in scored])
+        per_question = {"mmbench/circular": circular, **per_question}
+        unparsed["mmbench/circular"] = _unparsed(passes, given, chosen)
+    else:
+        notes.append("no prediction for any rotated pass, so mmbench/circular is not scored")
+    groups = {
+        f"{key}: {name}": np.array([_ability(q, key) == name for q in scored])
+        for key in (L2, "category")
+        for name in sorted({_ability(q, key) for q in scored} - {""})
+    }
+    scores = scores_of(firsts, scored, given, per_question, groups)
+    return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
+
+
+def score_seed_bench(
+    questions: Sequence[Question], predictions: Sequence[Prediction]
+) -> Evaluation:
+    """SEED-Bench's accuracy overall, by dimension, on pictures (1-9) and on videos (10-12).
+
+    Choices count as those of least loss, texts as letters; both are scored where a file has both.
+
+    Raises:
+      UserError: unknown or repeated question ids, or no question has a published answer.
+    """
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answer, "a published answer")
+    chosen = {}
+    if any(prediction.choice is not None for prediction in given.values()):
+        chosen["seed_bench/likelihood"] = [
+            given[q.id].choice if q.id in given else None for q in scored
+        ]
+    if not chosen or any(prediction.answer for prediction in given.values()):
+        chosen["seed_bench/letter"] = [
+            rules.exact_letter_choice(given[q.id].answer, len(q.choices)) if q.id in given else None
+            for q in scored
+        ]
+    dimensions = {q.extra[DIMENSION]: q.category for q in scored}
+    groups = {
+        f"{number} {dimensions[number]}": np.array([q.extra[DIMENSION] == number for q in scored])
+        for number in sorted(dimensions)
+    }
+    for name, kind in (("pictures, 1-9", "image"), ("videos, 10-12", "video")):
+        groups[name] = np.array([q.extra[DATA_TYPE] == kind for q in scored])
+    per_question = {name: _right(scored, choices) for name, choices in chosen.items()}
+    unparsed = {name: _unparsed(scored, given, choices) for name, choices in chosen.items()}
+    scores = scores_of(questions, scored, given, per_question, groups)
+    return Evaluation([scores], unparsed=unparsed, has_modalities=False)
+
+
+def _chosen(questions: Sequence[Question], given: Given, rule: Rule) -> list[int | None]:
+    """Each question's choice: by the rule from the answer's text, or as given where it has none."""
+    choices: list[int | None] = []
+    for question in questions:
+        prediction = given.get(question.id)
+        if prediction is None:
+            choices.append(None)
+        elif prediction.choice is not None and not prediction.answer:
+            in_range = 0 <= prediction.choice < len(question.choices)
+            choices.append(prediction.choice if in_range else None)
+        else:
+            choices.append(rule(prediction.answer, question))
+    return choices
+
+
+def _right(questions: Sequence[Question], choices: Sequence[int | None]) -> np.ndarray:
+    """1.0 where the choice is the correct one; [question]."""
+    pairs = zip(questions, choices, strict=True)
+    return np.array([float(choice == question.answer_index) for question, choice in pairs])
+
+
+def _unparsed(
+    questions: Sequence[Question],
+    given: Given,
+    choices: Sequence[int | None],
+    *,
+    firsts_alone: bool = False,
+) -> int:
+    """How many predictions name none of their question's choices."""
+    return sum(
+        question.id in given
+        and (choice is None or not 0 <= choice < len(question.choices))
+        and not (firsts_alone and question.extra.get(PASS, 0))
+        for question, choice in zip(questions, choices, strict=True)
+    )
+
+
+def _ability(question: Question, key: str) -> str:
+    return question.category if key == "category" else question.extra.get(key, "")
