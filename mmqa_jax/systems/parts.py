@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question
 from mmqa_jax.retrieval.retriever import Retriever
@@ -223,9 +224,14 @@ def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:
     home = open_corpus(spec.data) if spec.data else corpus
     examples = [q for q in home.questions(spec.split) if q.answers or q.answer_index is not None]
     if spec.modality:
-        examples = [q for q in examples if (q.image is not None) == (spec.modality == "image")]
+        examples = [q for q in examples if has_picture(q) == (spec.modality == "image")]
     embedders = _example_embedders(corpus, home, spec) if spec.text_model else None
     return ExampleLibrary(examples, embedders, text_of=_TEXTS[spec.text], folds=spec.folds)
+
+
+def has_picture(question: Question) -> bool:
+    """Whether a benchmark shows a picture with a question, be its file there or not."""
+    return bool(question.extra.get(HAS_PICTURE, True))
 
 
 def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> Any:

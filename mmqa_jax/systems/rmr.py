@@ -10,6 +10,7 @@ in front of the query (equation 5); the model continues with rationale and answe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -55,23 +56,45 @@ def answer_rmr(
       chat: the prompt is a user's message to a chat model.
       pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
     """
-    prompt = load_template(template)
-    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n\n", "\nQuestion:"), logprobs=True)
-
-    def asking(question: Question) -> Callable[[str], Query]:
-        data = corpus.question_picture(question) if pictures else None
-        shown = () if data is None else (Picture(data, question.image or ""),)
-        if chat:
-            return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
-        return lambda text: Completion(question.id, text, decoding, shown)
-
-    chosen = library.select(questions, shots, similarity, seed=seed)
-    prompts = [
-        few_shot(prompt, question, found, fields, asking(question), llm.check, order)
-        for question, found in zip(questions, chosen, strict=True)
+    prompts, answers = _generate(
+        questions, corpus, llm, library, shots=shots, similarity=similarity, order=order,
+        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
+    )  # fmt: skip
+    return [
+        _read(question, p, answers, lambda text, q: llava_choice(text, len(q.choices)))
+        for question, p in zip(questions, prompts, strict=True)
     ]
-    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    return [_read(question, p, answers) for question, p in zip(questions, prompts, strict=True)]
+
+
+def answer_rmr_direct(
+    questions: Sequence[Question],
+    corpus: Corpus,
+    llm: Any,
+    library: ExampleLibrary,
+    *,
+    shots: int = 3,
+    similarity: Similarity = "bimodal",
+    order: Order = "most_similar_first",
+    template: str = "rmr.direct",
+    chat: bool = False,
+    pictures: bool = False,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Table 2, direct answers: a question without options, triplets with their answers' texts.
+
+    The answer is what follows `The answer is`, or the first line of an output without it, in lower
+    case and without the final period: A-OKVQA's scorer compares strings. Arguments as `answer_rmr`.
+    """
+    prompts, answers = _generate(
+        questions, corpus, llm, library, shots=shots, similarity=similarity, order=order,
+        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
+    )  # fmt: skip
+    found = [
+        _read(question, p, answers, lambda text, q: None)
+        for question, p in zip(questions, prompts, strict=True)
+    ]
+    return [dataclasses.replace(p, answer=direct_answer(p.answer)) for p in found]
 
 
 def choose_rmr(
@@ -121,8 +144,16 @@ def choose_rmr(
     ]
 
 
+def direct_answer(text: str) -> str:
+    """The short answer in an output: after the last `The answer is`, else its first line."""
+    _, said, rest = text.rpartition("The answer is")
+    line = (rest if said else text).strip().partition("\n")[0]
+    return line.strip().rstrip(".").strip().lower()
+
+
 SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "rmr": answer_rmr,
+    "rmr_direct": answer_rmr_direct,
     "rmr_choice": choose_rmr,
 }
 PARTS = ("llm", "library")
@@ -143,8 +174,47 @@ def fields(question: Question) -> Mapping[str, str]:
     }
 
 
-def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
-    """The letter that the model's text names; the text itself is kept."""
+def _generate(
+    questions: Sequence[Question],
+    corpus: Corpus,
+    llm: Any,
+    library: ExampleLibrary,
+    *,
+    shots: int,
+    similarity: Similarity,
+    order: Order,
+    template: str,
+    chat: bool,
+    pictures: bool,
+    max_new_tokens: int,
+    seed: int,
+) -> tuple[list[FewShot], Answers]:
+    """Every question's prompt, and the model's outputs."""
+    prompt = load_template(template)
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n\n", "\nQuestion:"), logprobs=True)
+
+    def asking(question: Question) -> Callable[[str], Query]:
+        data = corpus.question_picture(question) if pictures else None
+        shown = () if data is None else (Picture(data, question.image or ""),)
+        if chat:
+            return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
+        return lambda text: Completion(question.id, text, decoding, shown)
+
+    chosen = library.select(questions, shots, similarity, seed=seed)
+    prompts = [
+        few_shot(prompt, question, found, fields, asking(question), llm.check, order)
+        for question, found in zip(questions, chosen, strict=True)
+    ]
+    return prompts, answer_all(llm, [p.query for p in prompts if p.query is not None])
+
+
+def _read(
+    question: Question,
+    prompt: FewShot,
+    answers: Answers,
+    choice_of: Callable[[str, Question], int | None],
+) -> Prediction:
+    """A question's output, and the choice that it names."""
     trace = prompts_record([prompt])
     if question.id not in answers.by_id:
         trace["failed"] = [answers.failed.get(question.id, prompt.reason)]
@@ -152,5 +222,4 @@ def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
     candidate = answers.by_id[question.id].candidates[0]
     text = (candidate.text or "").strip()
     trace["outputs"] = [{"text": text, "logprob": candidate.total}]
-    choice = llava_choice(text, len(question.choices))
-    return Prediction(question.id, text, choice=choice, trace=trace)
+    return Prediction(question.id, text, choice=choice_of(text, question), trace=trace)

@@ -30,6 +30,7 @@ from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
+from mmqa_jax.systems.parts import has_picture
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import SYSTEMS, parts_of, run_setting
 from mmqa_jax.systems.traces import trace_counts, trace_rows
@@ -186,7 +187,11 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
 def row_questions(config: ConfigDict, corpus: Corpus) -> list[Question]:
     """The questions of a row: of its split and modality, sampled evenly down to data.questions."""
     questions = split_questions(corpus, Path(config.data.dir), config.data.split)
-    questions = of_modality(questions, corpus, config.data.modality or None)
+    modality = config.data.modality or None
+    if config.dataset in BENCHMARKS and modality:
+        questions = [q for q in questions if has_picture(q) == (modality == "image")]
+    else:
+        questions = of_modality(questions, corpus, modality)
     return evenly(questions, config.data.questions)
 
 
