@@ -14,7 +14,14 @@ from mmqa_jax.data.schema import Prediction
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     """Writes one prediction a line, the file whole or not at all."""
-    write_jsonl(path, map(dataclasses.asdict, predictions))
+    write_jsonl(path, map(prediction_row, predictions))
+
+
+def prediction_row(prediction: Prediction) -> dict[str, Any]:
+    """A line of predictions.jsonl: all but the trace, which has a file of its own."""
+    row = dataclasses.asdict(prediction)
+    del row["trace"]
+    return row
 
 
 def read_predictions(path: Path, source_ids: Container[str] | None = None) -> list[Prediction]:
@@ -26,7 +33,7 @@ def read_predictions(path: Path, source_ids: Container[str] | None = None) -> li
     Raises:
       UserError: names file and line of a malformed row or an unknown source.
     """
-    names = {field.name for field in dataclasses.fields(Prediction)}
+    names = {field.name for field in dataclasses.fields(Prediction)} - {"trace"}
     predictions = []
     for number, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):

@@ -83,6 +83,8 @@ class Prediction:
       source_scores: one score per cited source (probability or similarity).
       beams: all answers of the beam with their log-probabilities, best first.
       choice: index of the chosen option among Question.choices; None: none was chosen.
+      trace: how a prompted system came to its answer (prompts, shots, raw output), a line of
+        trace.jsonl; empty for others.
     """
 
     question_id: str
@@ -91,6 +93,7 @@ class Prediction:
     source_scores: tuple[float, ...] = ()
     beams: tuple[tuple[str, float], ...] = ()
     choice: int | None = None
+    trace: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

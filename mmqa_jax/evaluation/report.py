@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from mmqa_jax.evaluation.tables import Table, format_bounds, format_cell
 
 # Shown at up to 150 px; twice that for high-density screens.
 _PICTURE_PIXELS = 300
+_THUMBNAIL_PIXELS = 180  # of thousands of questions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,25 @@ class Example:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trace:
+    """How a prompted system came to one answer; the page shows any number of them.
+
+    Attributes:
+      score: by the scorer that ReportData.trace_scorer names; None: the question is not scored.
+      rows: (name, text) shown at once: references, answer, raw outputs.
+      details: (name, text) shown on request: prompts, shots.
+      picture: encoded bytes of the question's picture.
+    """
+
+    question: str
+    category: str
+    score: float | None
+    rows: Sequence[tuple[str, str]]
+    details: Sequence[tuple[str, str]] = ()
+    picture: bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class ReportData:
     """Everything a report shows; empty fields are left out.
 
@@ -88,6 +109,8 @@ class ReportData:
       recall: retriever -> k -> recall@k.
       stages: (name, seconds) of the stages, in order.
       examples: questions with sources and answers.
+      traces: prompted answers, filtered and paged in the browser.
+      trace_scorer: the score that tells right ones from wrong ones.
     """
 
     title: str
@@ -102,6 +125,8 @@ class ReportData:
     recall: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
     stages: Sequence[tuple[str, float]] = ()
     examples: Sequence[Example] = ()
+    traces: Sequence[Trace] = ()
+    trace_scorer: str = ""
 
 
 def write_report(path: str | os.PathLike, data: ReportData) -> None:
@@ -141,6 +166,7 @@ def render_report(data: ReportData) -> str:
         categories=list(dict.fromkeys(example.category for example in data.examples)),
         longest_stage=max((seconds for _, seconds in data.stages), default=0.0),
         total_seconds=sum(seconds for _, seconds in data.stages),
+        traces_json=_traces_json(data.traces),
     )
 
 
@@ -179,13 +205,25 @@ def _minutes(seconds: float) -> str:
     return f"{int(seconds + 0.5) // 60} min {int(seconds + 0.5) % 60:02d} s"
 
 
-def _picture_uri(picture: bytes) -> str:
+def _traces_json(traces: Sequence[Trace]) -> str:
+    """JSON for a script element: `<` is escaped, so that no text can end the element."""
+    rows = [
+        {
+            **{k: v for k, v in vars(trace).items() if k != "picture"},
+            "picture": _picture_uri(trace.picture, _THUMBNAIL_PIXELS) if trace.picture else "",
+        }
+        for trace in traces
+    ]
+    return json.dumps(rows, ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _picture_uri(picture: bytes, pixels: int = _PICTURE_PIXELS) -> str:
     """A downscaled data URI; "" if the bytes are not a picture."""
     import PIL.Image
 
     try:
         image = PIL.Image.open(io.BytesIO(picture))
-        image.thumbnail((_PICTURE_PIXELS, _PICTURE_PIXELS))
+        image.thumbnail((pixels, pixels))
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError):
         return ""
     buffer = io.BytesIO()

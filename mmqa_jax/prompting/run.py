@@ -10,17 +10,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import check_section, spec_of
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
-from mmqa_jax.core.progress import Progress
-from mmqa_jax.decoding.requests import Candidate, Result, Scores
-from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
+from mmqa_jax.decoding.requests import Candidate, Scores
 from mmqa_jax.prompting.backends import Backend, Choices, Decoding
 from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.open import check_prompt_config, open_backend
 from mmqa_jax.prompting.prompts_file import Line, check_line, read_prompts
-
-BACKENDS = ("engine", "openai")
+from mmqa_jax.prompting.stream import answer_all
 
 
 def run_prompts(
@@ -40,7 +36,7 @@ def run_prompts(
       out: JSON-lines file to write.
       config: as configs/prompt/default.py.
       model: for the engine a path or name (see local_model), for a server its name there.
-      backend: one of BACKENDS.
+      backend: `engine` or `openai`.
       tokenizer: for the engine, if the model's folder has none.
       cache: file of the response cache; None disables it.
 
@@ -52,9 +48,10 @@ def run_prompts(
       RunError: more requests failed than are allowed.
     """
     began = time.monotonic()
-    decoding = _sections(config)
+    check_prompt_config(config)
+    decoding = Decoding(**config.decoding)
     lines = read_prompts(prompts, decoding)
-    served = _open(backend, model, tokenizer, config)
+    served: Backend | Cached = open_backend(backend, model, tokenizer, config)
     for line in lines:
         check_line(line, served.check)
     stored = None
@@ -62,11 +59,10 @@ def run_prompts(
         stored = ResponseCache(cache)
         served = Cached(served, stored)
     try:
-        answers = _answer(served, lines)
+        answers, reasons = answer_all(served, [line.request for line in lines])
     finally:
         if stored is not None:
             stored.close()
-    reasons = {failure.id: failure.reason for failure in served.failures}
     write_jsonl(out, (_row(line, answers, reasons) for line in lines))
     usage = served.usage
     seconds = time.monotonic() - began
@@ -86,53 +82,6 @@ def run_prompts(
         "requests_per_second": round(usage.requests / seconds, 3),
         "tokens_per_second": {kind: round(rate, 1) for kind, rate in served.rates().items()},
     }
-
-
-def _answer(served: Backend | Cached, lines: list[Line]) -> dict[Any, Result | Scores]:
-    """Results by id; those of failed requests are missing."""
-    answers: dict[Any, Result | Scores] = {}
-    if isinstance(served, Cached):
-        for line in lines:
-            if (found := served.find(line.request)) is not None:
-                answers[line.request.id] = found
-    missing = [line.request for line in lines if line.request.id not in answers]
-    if not missing:
-        return answers
-    with Progress("Answering", len(lines), "requests", start=len(answers)) as progress:
-        failed = 0
-        for result in served.answer(missing):
-            answers[result.id] = result
-            rates = {kind: f"{rate:.0f} tokens/s" for kind, rate in served.rates().items()}
-            fresh, failed = served.usage.failures - failed, served.usage.failures
-            progress.advance(1 + fresh, **rates, **({"failed": failed} if failed else {}))
-    return answers
-
-
-def _open(backend: str, model: str, tokenizer: str | None, config: ConfigDict) -> Backend:
-    if backend == "openai":
-        if tokenizer is not None:
-            raise UserError("--tokenizer: a server has its own; leave the flag out.")
-        return OpenAIBackend(model, ServerConfig(**config.server))
-    from mmqa_jax.core import distributed
-    from mmqa_jax.decoding.slot_runner import EngineConfig
-    from mmqa_jax.prompting.local_model import ModelConfig, open_backend
-
-    check_section(config.engine, "engine", spec_of(EngineConfig))
-    check_section(config.model, "model", spec_of(ModelConfig))
-    distributed.start()
-    return open_backend(
-        model,
-        tokenizer=tokenizer,
-        config=ModelConfig(**config.model),
-        engine=EngineConfig(**config.engine),
-    )
-
-
-def _sections(config: ConfigDict) -> Decoding:
-    """Checks the config's sections; the engine's are checked where they are used."""
-    spec = {"decoding": spec_of(Decoding), "server": spec_of(ServerConfig)}
-    check_section(config, "", {**spec, "engine": dict, "model": dict})
-    return Decoding(**config.decoding)
 
 
 def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> dict[str, Any]:

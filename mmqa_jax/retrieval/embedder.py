@@ -121,11 +121,15 @@ class Embedder:
             raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
         pictured = np.array([i for i, picture in enumerate(pictures) if picture is not None], int)
         if len(pictured):
-            of_pictures = np.zeros((len(pictured), self.dim), np.float32)
-            self._collect(self._picture_batches([pictures[i] for i in pictured]), of_pictures)
-            both = vectors[pictured] + of_pictures
+            both = vectors[pictured] + self.embed_pictures([pictures[i] for i in pictured])
             length = np.linalg.norm(both, axis=1, keepdims=True)
             vectors[pictured] = both / np.maximum(length, 1e-12)
+        return vectors
+
+    def embed_pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
+        """Unit vectors of pictures, uint8[S, S, 3] each."""
+        vectors = np.zeros((len(pictures), self.dim), np.float32)
+        self._collect(self._picture_batches(pictures), vectors)
         return vectors
 
     def embed_sources(

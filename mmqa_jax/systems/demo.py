@@ -32,6 +32,7 @@ from mmqa_jax.systems.demo_time import TimeLeft, about
 from mmqa_jax.systems.extensions import similarity
 from mmqa_jax.systems.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.systems.indexing import embed, index
+from mmqa_jax.systems.opened_parts import OpenedParts
 from mmqa_jax.systems.parts import (
     RetrieverSpec,
     open_dense,
@@ -40,7 +41,7 @@ from mmqa_jax.systems.parts import (
     with_similarity,
 )
 from mmqa_jax.systems.prepare import prepare_atlas
-from mmqa_jax.systems.run import OpenedParts, run_row
+from mmqa_jax.systems.run import run_row
 from mmqa_jax.systems.validation import make_validation
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.run import run_training

@@ -8,9 +8,7 @@ scores.json and report.html to its workdir; journals/ keeps what an interrupted 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +17,12 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.config import Key, check_section, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json, write_jsonl
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.predictions import prediction_row
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.splits import evenly, split_questions
+from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.retrieval_tables import score_modality
 from mmqa_jax.evaluation.scores import Scores
@@ -32,26 +31,23 @@ from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
-from mmqa_jax.systems import webqa
-from mmqa_jax.systems.parts import (
-    INDEX,
-    ReaderSpec,
-    RerankerSpec,
-    RetrieverSpec,
-    open_reader,
-    open_reranker,
-    open_retriever,
-    with_similarity,
-)
-from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
+from mmqa_jax.systems.prompted_parts import has_picture
 from mmqa_jax.systems.run_report import write_row_report
+from mmqa_jax.systems.settings import (
+    SYSTEMS,
+    check_questions,
+    notes_of,
+    parts_of,
+    run_setting,
+)
+from mmqa_jax.systems.traces import trace_counts, trace_rows
 
-SYSTEMS = {"webqa": webqa}
 _SPEC: dict[str, Any] = {
     "row": str,
     "system": str,
     "setting": str,
-    "dataset": Literal["atlas", "webqa", "corpus"],
+    "dataset": Literal["atlas", "webqa", "corpus", *BENCHMARKS],
     "data": {
         "dir": str,
         "split": str,
@@ -62,11 +58,10 @@ _SPEC: dict[str, Any] = {
     "published": tuple[dict, ...],
     "made_by": tuple[tuple[str, str], ...],
 }
-_PARTS: dict[str, Any] = {
-    "retriever": spec_of(RetrieverSpec),
-    "reranker": spec_of(RerankerSpec) | {"similarity": Key(spec_of(RetrieverSpec), False)},
-    "reader": spec_of(ReaderSpec),
-}
+# Keys of a part that are paths, besides `model`, and names of models that are installed packages.
+_PATHS = ("index", "modality_model", "data", "text_model", "image_model")
+_INSTALLED = ("minilm", "smollm2")
+_MAY_BE_ZERO = {"shots", "seed"}  # of the options that are whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +116,12 @@ def run_row(
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         questions = row_questions(config, corpus)[:limit]
         system = SYSTEMS[config.system]
-        system.check_questions(config.setting, questions)
+        check_questions(system, config.setting, questions)
         parts = opened or OpenedParts(corpus, folder / "journals")
         recorded_parts = parts.of_row(config.parts)
         try:
-            predictions = system.run_setting(
-                config.setting, questions, corpus, recorded_parts, config.options
+            predictions = run_setting(
+                system, config.setting, questions, corpus, recorded_parts, config.options
             )
         finally:
             parts.close()
@@ -136,8 +131,8 @@ def run_row(
             if part in recorded_parts
         }
         evaluation = _evaluate(config, corpus, questions, predictions, rankings)
-        evaluation.notes += system.notes(config.setting, questions, config.options)
-        scores = _scores(config, questions, evaluation, limit)
+        evaluation.notes += notes_of(system, config.setting, questions, config.options)
+        scores = _scores(config, questions, predictions, evaluation, limit)
         row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
         _write(folder, row_run, parts.seconds, limit)
     return row_run
@@ -156,9 +151,11 @@ def check_row(config: ConfigDict) -> None:
     if config.get("setting") not in system.SETTINGS:
         known = ", ".join(system.SETTINGS)
         raise UserError(f"config key setting={config.get('setting')}: use one of {known}.")
-    parts = {name: _PARTS[name] for name in system.parts_of(config.setting)}
+    parts = {name: PART_SPECS[name] for name in parts_of(system, config.setting)}
     given = ("questions", "corpus", *system.PARTS)
     options = spec_of(system.SETTINGS[config.setting], *given, minimum=1)
+    for name in _MAY_BE_ZERO & options.keys():
+        options[name] = dataclasses.replace(options[name], minimum=0)
     check_section(config, "", {**_SPEC, "parts": parts, "options": options})
     if "threshold" in config.options:
         check_threshold(config.options.threshold, "config key options.threshold")
@@ -196,111 +193,27 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
     """Missing paths of data, parts and weights -> how to get each."""
     paths = [config.data.dir, config.scoring.bart]
     for part in config.parts.values():
-        paths += [part.get("model"), part.get("index"), part.get("modality_model")]
-        paths += [(part.get("similarity") or {}).get(key) for key in ("model", "index")]
+        for section in (part, part.get("similarity") or {}):
+            paths += [section.get(key) for key in _PATHS]
+            if section.get("backend") != "openai":  # a server's name of its model is no path
+                paths.append(section.get("model"))
     made_by = dict(config.made_by)
     return {
         path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
         for path in dict.fromkeys(filter(None, paths))
-        if not Path(path).exists()
+        if path not in _INSTALLED and not Path(path).exists()
     }
 
 
 def row_questions(config: ConfigDict, corpus: Corpus) -> list[Question]:
     """The questions of a row: of its split and modality, sampled evenly down to data.questions."""
     questions = split_questions(corpus, Path(config.data.dir), config.data.split)
-    questions = of_modality(questions, corpus, config.data.modality or None)
+    modality = config.data.modality or None
+    if config.dataset in BENCHMARKS and modality:
+        questions = [q for q in questions if has_picture(q) == (modality == "image")]
+    else:
+        questions = of_modality(questions, corpus, modality)
     return evenly(questions, config.data.questions)
-
-
-class OpenedParts:
-    """Opens the parts that rows name, each once, with journals in one folder.
-
-    Attributes:
-      seconds: question id -> seconds that the parts of the last row spent on it.
-    """
-
-    def __init__(self, corpus: Corpus, journals: Path):
-        self.corpus, self._journals = corpus, journals
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._open: dict[str, Any] = {}
-
-    def close(self) -> None:
-        """Closes the journals; the parts can still be used."""
-        for part in self._open.values():
-            part.journal.close()
-
-    def of_row(self, section: Mapping[str, Any]) -> dict[str, _Recorded]:
-        """The parts of a row's config section `parts`."""
-        self.seconds.clear()
-        openers = {
-            "retriever": lambda spec: self._retriever(RetrieverSpec(**spec)),
-            "reranker": self._reranker,
-            "reader": lambda spec: self._reader(ReaderSpec(**spec)),
-        }
-        return {name: _Recorded(openers[name](dict(spec))) for name, spec in section.items()}
-
-    def _retriever(self, spec: RetrieverSpec) -> Any:
-        def make(journal: Journal) -> Any:
-            return ResumableRetriever(open_retriever(self.corpus, spec), journal, self.seconds)
-
-        # Folders are identified by content, not by path.
-        settings = dataclasses.replace(spec, model="", index="", modality_model="")
-        index = spec.index and f"{spec.index}/{INDEX}"
-        folders = (spec.model, index, spec.modality_model)
-        return self._once("retriever", settings, folders, make)
-
-    def _reranker(self, section: Mapping[str, Any]) -> Any:
-        def make(journal: Journal) -> Any:
-            return ResumableReranker(open_reranker(self.corpus, model), journal, self.seconds)
-
-        model, similarity = section["model"], section.get("similarity")
-        reranker = self._once("reranker", "", (model,), make)
-        if not similarity:
-            return reranker
-        retriever = self._retriever(RetrieverSpec(**similarity))
-        weight = section.get("similarity_weight", 0.0)
-        return with_similarity(reranker, retriever, self.corpus, weight)
-
-    def _reader(self, spec: ReaderSpec) -> Any:
-        def make(journal: Journal) -> Any:
-            return ResumableReader(open_reader(self.corpus, spec.model), journal, self.seconds)
-
-        return self._once("reader", "", (spec.model,), make)
-
-    def _once(
-        self, kind: str, settings: Any, folders: Sequence[str], make: Callable[[Journal], Any]
-    ) -> Any:
-        fingerprint = _fingerprint(f"{kind} {settings} {self.corpus.fingerprint}", folders)
-        if fingerprint not in self._open:
-            journal = Journal(self._journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
-            self._open[fingerprint] = make(journal)
-        return self._open[fingerprint]
-
-
-class _Recorded:
-    """A part that keeps the last rankings it returned, for retrieval scores."""
-
-    def __init__(self, part: Any):
-        self._part = part
-        self.rankings: list[Ranking] = []
-
-    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
-        self.rankings = self._part.search(questions, top_k)
-        return self.rankings
-
-    def search_within(
-        self, questions: Sequence[Question], candidates: Sequence[Ranking]
-    ) -> list[Ranking]:
-        self.rankings = self._part.search_within(questions, candidates)
-        return self.rankings
-
-    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        self.rankings = self._part.score(questions, candidates)
-        return self.rankings
-
-    def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
-        return self._part.answer(questions, cited)
 
 
 def _evaluate(
@@ -310,6 +223,11 @@ def _evaluate(
     predictions: Sequence[Prediction],
     rankings: Mapping[str, Sequence[Ranking]],
 ) -> Evaluation:
+    if config.dataset in BENCHMARKS:
+        benchmark = BENCHMARKS[config.dataset]
+        if not any(map(benchmark.has_reference, questions)):
+            return Evaluation(notes=["the answers of this split are not published"])
+        return benchmark.score(questions, predictions)
     hidden = not any(q.answers or q.positives or q.keywords for q in questions)
     if hidden:  # WebQA's test split
         return Evaluation(notes=["gold answers and sources of this split are not published"])
@@ -344,7 +262,11 @@ def _evaluate(
 
 
 def _scores(
-    config: ConfigDict, questions: Sequence[Question], evaluation: Evaluation, limit: int | None
+    config: ConfigDict,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    evaluation: Evaluation,
+    limit: int | None,
 ) -> dict[str, Any]:
     return {
         "dataset": config.dataset,
@@ -356,6 +278,7 @@ def _scores(
         **evaluation.summary(),
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
+        **({"prompts": trace_counts(predictions)} if any(p.trace for p in predictions) else {}),
     }
 
 
@@ -365,9 +288,11 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
         write_rankings(folder / "retrieval" / f"{name}.jsonl", rankings)
     write_jsonl(
         folder / "predictions.jsonl",
-        ({**dataclasses.asdict(prediction), **limited} for prediction in run.predictions),
+        ({**prediction_row(prediction), **limited} for prediction in run.predictions),
     )
     scores = run.evaluation.per_question()
+    if any(prediction.trace for prediction in run.predictions):
+        write_jsonl(folder / "trace.jsonl", trace_rows(run.questions, run.predictions, scores))
     write_jsonl(
         folder / "per_question.jsonl",
         (
@@ -392,15 +317,3 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
         run.predictions,
         run.rankings,
     )
-
-
-def _fingerprint(text: str, folders: Sequence[str]) -> str:
-    """16 hex digits of a part's description, of its JSON files and of its weights' manifest.
-
-    The manifest differs for every writing of weights, even of the same size to the same folder.
-    """
-    digest = hashlib.sha256(text.encode())
-    for folder in map(Path, filter(None, folders)):
-        for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:16]

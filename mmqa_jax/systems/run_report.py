@@ -13,8 +13,13 @@ from mmqa_jax.evaluation.examples import evenly_by_category, example
 from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.tables import Table
+from mmqa_jax.systems.traces import report_traces
 
 _EXAMPLES = 60
+_HEADLINE = (
+    *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
+    *("a_okvqa", "scienceqa", "mmbench", "seed_bench"),
+)
 
 
 def row_title(scores: Mapping[str, Any]) -> str:
@@ -38,6 +43,7 @@ def write_row_report(
     tables = evaluation.tables(row_title(scores))
     ranked = rankings.get("relevance") or rankings.get("candidates")
     per_question = evaluation.per_question()
+    scorer = next(iter(evaluation.scored[-1].per_question), "") if evaluation.scored else ""
     recall = {
         int(name.partition("@")[2]): value
         for name, value in scores["scores"].items()
@@ -49,10 +55,10 @@ def write_row_report(
         notice="; ".join(scores["notes"]),
         attribution=corpus.manifest.get("attribution", "").strip().splitlines(),
         facts=run_facts(folder, corpus),
+        traces=report_traces(corpus, questions, predictions, per_question, scorer),
+        trace_scorer=scorer,
         headline={
-            name: value
-            for name, value in scores["scores"].items()
-            if name.startswith(("webqa_acc", "exact_match", "source_f1/official", "recall@20"))
+            name: value for name, value in scores["scores"].items() if name.startswith(_HEADLINE)
         },
         tables=tables,
         recall={scores["row"]: recall} if recall else {},
@@ -65,6 +71,7 @@ def write_row_report(
                 predictions[i].sources,
             )
             for i in evenly_by_category(questions, _EXAMPLES)
+            if not predictions[i].trace  # the traces show all
         ],
     )
     write_report(folder / "report.html", data)

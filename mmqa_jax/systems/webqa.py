@@ -169,11 +169,6 @@ SETTINGS: dict[str, Callable[..., Sequence[Prediction | Ranking]]] = {
 PARTS = ("retriever", "reranker", "reader")
 
 
-def parts_of(setting: str) -> tuple[str, ...]:
-    """The names of the parts that a setting needs."""
-    return tuple(name for name in inspect.signature(SETTINGS[setting]).parameters if name in PARTS)
-
-
 def check_questions(setting: str, questions: Sequence[Question]) -> None:
     """Raises UserError for questions that a setting cannot answer; called before parts open."""
     if setting == "oracle":
@@ -187,33 +182,6 @@ def notes(setting: str, questions: Sequence[Question], options: Mapping[str, Any
         return []
     note = cap_note(questions, options.get("cap", taken["cap"].default))
     return [note] if note else []
-
-
-def run_setting(
-    setting: str,
-    questions: Sequence[Question],
-    corpus: Corpus,
-    parts: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> list[Prediction]:
-    """Executes one setting of the paper.
-
-    Args:
-      setting: a name of SETTINGS.
-      parts: at least those of `parts_of(setting)`.
-      options: keyword-only parameters of the setting.
-
-    Returns:
-      One Prediction per question; its answer is "" if the setting only retrieves sources.
-    """
-    function = SETTINGS[setting]
-    available = {"questions": questions, "corpus": corpus, **parts}
-    taken = inspect.signature(function).parameters
-    results = function(**{k: v for k, v in available.items() if k in taken}, **options)
-    return [
-        Prediction(x.question_id, "", x.sources, x.scores) if isinstance(x, Ranking) else x
-        for x in results
-    ]
 
 
 def find_candidates(

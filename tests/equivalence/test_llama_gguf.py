@@ -14,6 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.weights.bundled import smollm2_path
+from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.models.llama import llama_key_map, open_llama
 from mmqa_jax.weights.published import load_published
@@ -227,3 +228,28 @@ def test_missing_packages_say_how_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"model\.gguf: .* run `pip install gguf`"):
         open_llama(file)
+
+
+def test_a_file_is_parsed_once(tmp_path, monkeypatch):
+    """The second source comes from the cache, and a changed file does not."""
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    file, parsed = tmp_path / "model.gguf", []
+    reader = gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or reader(path))
+    write_gguf(file, TYPES.F32)
+    first, again = GGUFSource(file), GGUFSource(file)
+    assert len(parsed) == 1
+    assert first.specs() == again.specs()
+    for name in first.specs():
+        np.testing.assert_array_equal(first.read(name), again.read(name))
+    moved = tmp_path / "moved.gguf"
+    file.rename(moved)
+    GGUFSource(moved)
+    assert len(parsed) == 1
+    write_gguf(moved, TYPES.F16)
+    GGUFSource(moved)
+    assert len(parsed) == 2
+    (kept,) = [f for f in (tmp_path / "cache" / "gguf").iterdir() if "F16" in f.read_text()]
+    kept.write_text("{")
+    GGUFSource(moved)
+    assert len(parsed) == 3

@@ -124,7 +124,7 @@ def ours() -> set[str]:
 def test_the_imports_are_found():
     """The tests below would pass on an empty graph."""
     assert len(modules()) > 150
-    assert Import("mmqa_jax.systems.webqa", True) in imports()["mmqa_jax.systems.run"]
+    assert Import("mmqa_jax.systems.webqa", True) in imports()["mmqa_jax.systems.settings"]
     # Inside a function, relative to nothing, a module by `from package import module`.
     assert Import("mmqa_jax.systems.webqa", False) in imports()["mmqa_jax.commands.search"]
     assert "mmqa_jax.systems.webqa" in reachable("mmqa_jax.commands.search", at_load=False)

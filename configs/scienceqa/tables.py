@@ -1,0 +1,204 @@
+"""The rows on ScienceQA: RMR's tables 1, 3 and 4, and the same system with a small model.
+
+The library is ScienceQA's train split. `gemini_*`, `qwen_vl*` and `internlm*` need a server with
+OpenAI's API that serves the model; `llava*` runs LLaVA-1.5-13B here; `smollm2_*` are ours, with a
+text model that anybody can run, on captions.
+"""
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import config_beside
+
+DATA, CLIP, LLAVA = "data/scienceqa", "weights/clip", "weights/llava"
+MADE_BY = {
+    DATA: f"mmqa prepare scienceqa --raw=downloads/scienceqa --out={DATA} (problems.json, "
+    "pid_splits.json, captions.json, images/)",
+    CLIP: f"mmqa convert --model=clip --source=downloads/ViT-L-14.pt --out={CLIP}",
+    LLAVA: f"mmqa convert --model=llava --source=downloads/llava-v1.5-13b --out={LLAVA}",
+}
+TOLERANCE = 0.02
+COLUMNS = ("NAT", "SOC", "LAN", "TXT", "IMG", "NO", "G1-6", "G7-12", "AVG")
+_SCORER = "scienceqa/letter_or_wrong"
+
+_SERVER = {"backend": "openai"}
+_MODELS = {
+    "llava": {"model": LLAVA, "engine": {"slots": 16, "length": 4096}},
+    "qwen_vl": {**_SERVER, "model": "qwen-vl"},
+    "internlm": {**_SERVER, "model": "internlm-xcomposer2-vl"},
+    "gemini": {**_SERVER, "model": "gemini-pro-vision"},
+}
+_NAMES = {
+    "llava": "LLaVA-1.5",
+    "qwen_vl": "Qwen-VL",
+    "internlm": "InternLM-XComposer2-VL",
+    "gemini": "Gemini",
+}
+_CLIP = {"text_model": CLIP, "image_model": CLIP}
+_SMOLLM2 = {"model": "smollm2", "engine": {"slots": 32, "length": 2048}}
+_MINILM = {"text": "question_and_choices"}
+
+
+def _cells(table: str, row: str, values: tuple[float | None, ...]) -> tuple[dict, ...]:
+    """Published figures (percent), a cell for each of COLUMNS; None: not in the table."""
+    return tuple(
+        {
+            "table": table,
+            "row": row,
+            "column": column,
+            "published": round(value / 100, 6),
+            "tolerance": TOLERANCE,
+            "scorer": _SCORER,
+            "group": "" if column == "AVG" else column,
+        }
+        for column, value in zip(COLUMNS, values, strict=True)
+        if value is not None
+    )
+
+
+def _paper(model: str, shots: int, cells: tuple[dict, ...], modality: str = "") -> dict:
+    return {
+        "paper": "rmr",
+        "setting": "rmr",
+        "parts": {"llm": _MODELS[model], "library": {**_CLIP, "modality": modality}},
+        "options": {"shots": shots, "chat": True, "pictures": True},
+        "modality": modality,
+        "published": cells,
+    }
+
+
+# Model -> figures without and with RMR: table 1 (all questions), table 4 (with a picture: T&I;
+# without: T).
+_TABLE1 = {
+    "llava": (
+        (70.12, 76.72, 67.64, 70.48, 71.89, 68.92, 76.06, 61.5, 70.86),
+        (78.11, 84.25, 74.73, 79.81, 78.33, 74.36, 82.05, 72.18, 78.52),
+    ),
+    "qwen_vl": (
+        (67.01, 66.37, 59.36, 68.52, 67.03, 57.00, 69.75, 56.16, 64.89),
+        (70.07, 86.16, 75.36, 70.77, 76.50, 72.68, 78.67, 67.90, 74.82),
+    ),
+    "internlm": (
+        (88.19, 93.48, 78.64, 88.47, 89.14, 80.77, 88.66, 83.52, 86.82),
+        (94.85, 97.19, 82.55, 95.11, 96.03, 85.23, 93.98, 88.86, 92.15),
+    ),
+    "gemini": (
+        (59.68, 74.24, 41.73, 57.72, 64.01, 47.46, 65.20, 45.29, 58.08),
+        (91.79, 94.26, 89.64, 91.40, 89.69, 91.01, 92.84, 89.78, 91.75),
+    ),
+}
+_TABLE3 = {  # Gemini by the number of triplets
+    1: (88.41, 89.43, 84.82, 87.34, 84.53, 87.11, 89.72, 84.05, 87.69),
+    2: (87.79, 91.00, 84.55, 86.75, 84.93, 86.90, 88.88, 85.37, 87.62),
+    4: (88.54, 92.80, 84.27, 88.03, 86.37, 86.41, 89.76, 85.76, 88.33),
+    5: (87.83, 89.09, 84.45, 86.46, 83.59, 86.69, 89.24, 83.59, 87.22),
+}
+_TABLE4 = {
+    ("llava", "image"): (
+        (69.56, 74.74, 86.36, 69.69, 71.89, None, 78.03, 56.97, 71.89),
+        (75.19, 82.33, 95.45, 75.58, 78.33, None, 82.58, 68.03, 78.33),
+    ),
+    ("llava", "text"): (
+        (70.76, 88.80, 66.86, 71.74, None, 68.92, 73.90, 64.37, 69.92),
+        (81.50, 96.00, 73.86, 86.57, None, 74.36, 81.47, 74.81, 78.69),
+    ),
+    ("qwen_vl", "image"): (
+        (67.25, 66.10, 77.27, 65.23, 67.03, None, 73.06, 52.38, 67.03),
+        (70.31, 85.47, 90.91, 68.50, 76.50, None, 82.44, 62.07, 76.50),
+    ),
+    ("qwen_vl", "text"): (
+        (66.73, 68.00, 58.62, 73.76, None, 57.00, 66.10, 58.56, 62.95),
+        (69.80, 90.40, 74.72, 74.40, None, 72.68, 74.52, 71.58, 73.29),
+    ),
+    ("internlm", "image"): (
+        (85.77, 93.98, 97.73, 86.32, 89.14, None, 90.83, 85.03, 89.14),
+        (95.29, 97.25, 95.45, 95.31, 96.03, None, 96.78, 94.22, 96.03),
+    ),
+    ("internlm", "text"): (
+        (90.99, 90.40, 77.84, 91.89, None, 80.77, 86.25, 82.56, 84.71),
+        (94.34, 96.80, 82.01, 94.8, None, 85.23, 90.89, 85.47, 88.62),
+    ),
+    ("gemini", "image"): (
+        (55.75, 76.83, 68.18, 54.89, 64.01, None, 69.91, 49.66, 64.01),
+        (86.85, 93.72, 97.73, 87.03, 89.69, None, 91.18, 86.05, 89.69),
+    ),
+    ("gemini", "text"): (
+        (64.24, 58.40, 40.62, 62.23, None, 47.46, 60.00, 42.52, 52.70),
+        (97.51, 97.60, 89.30, 98.35, None, 91.01, 94.67, 92.14, 93.62),
+    ),
+}
+_SHORT = {"image": "T&I", "text": "T"}
+
+
+def _paper_rows() -> dict[str, dict]:
+    rows = {}
+    for model, figures in _TABLE1.items():
+        for name, shots, values in (("", 0, figures[0]), ("_rmr", 3, figures[1])):
+            row = f"{_NAMES[model]}{'+RMR' if shots else ''}"
+            rows[f"{model}{name}"] = _paper(model, shots, _cells("1", row, values))
+    for shots, values in _TABLE3.items():
+        cells = _cells("3", f"Gemini w/ R = {shots}", values)
+        rows[f"gemini_rmr_k{shots}"] = _paper("gemini", shots, cells)
+    for (model, modality), figures in _TABLE4.items():
+        for name, shots, values in (("", 0, figures[0]), ("_rmr", 3, figures[1])):
+            row = f"{_NAMES[model]}-{_SHORT[modality]}{' w/ RMR' if shots else ''}"
+            cells = _cells("4", row, values)
+            rows[f"{model}{name}_{modality}"] = _paper(model, shots, cells, modality)
+    return rows
+
+
+def _ours(setting: str = "rmr_choice", **options) -> dict:
+    return {
+        "paper": "rmr",
+        "setting": setting,
+        "parts": {"llm": _SMOLLM2, "library": _MINILM},
+        "options": options,
+    }
+
+
+# Row -> setting of systems/rmr.py, parts, options, published figures.
+ROWS = {
+    **_paper_rows(),
+    **{f"smollm2_k{k}": _ours(shots=k, calibrated=True) for k in range(6)},
+    "smollm2_k3_uncalibrated": _ours(shots=3),
+    "smollm2_k3_letter": _ours(shots=3, template="rmr.answer", options="letter"),
+    "smollm2_k3_random": _ours(shots=3, similarity="random", calibrated=True),
+    "smollm2_k3_rationale": _ours("rmr", shots=3, max_new_tokens=128) | {"questions": 500},
+}
+MISSING: dict[str, tuple[dict, ...]] = {}
+CITED = {
+    name: _cells("1", name, values)
+    for name, values in {
+        "Random Choice": (40.28, 46.13, 29.25, 47.75, 40.08, 33.66, 39.35, 40.67, 39.83),
+        "Human": (90.23, 84.97, 87.48, 89.60, 87.50, 88.10, 91.59, 82.42, 88.40),
+        "MCAN": (56.08, 46.23, 58.09, 59.43, 51.17, 55.40, 51.65, 59.72, 54.54),
+        "Top-Down": (59.50, 54.33, 61.82, 62.90, 54.88, 59.79, 57.27, 62.16, 59.02),
+        "BAN": (60.88, 46.57, 66.64, 62.61, 52.60, 65.51, 56.83, 63.94, 59.37),
+        "DFAF": (64.03, 48.82, 63.55, 65.88, 54.49, 64.11, 57.12, 67.17, 60.72),
+        "ViLT": (60.48, 63.89, 60.27, 63.20, 61.38, 57.00, 60.72, 61.90, 61.14),
+        "Patch-TRM": (65.19, 46.79, 65.55, 66.96, 55.28, 64.95, 58.04, 67.50, 61.42),
+        "VisualBERT": (59.33, 69.18, 61.18, 62.71, 62.17, 58.54, 62.96, 59.92, 61.87),
+        "UnifiedQA-Base": (68.16, 69.18, 74.91, 63.78, 61.38, 77.84, 72.98, 65.00, 70.12),
+        "UnifiedQA-Base w/ CoT": (71.00, 76.04, 78.91, 66.42, 66.53, 81.81, 77.06, 68.82, 74.11),
+        "GPT-3.5": (74.64, 69.74, 76.00, 74.44, 67.28, 77.42, 76.80, 68.89, 73.97),
+        "GPT-3.5 w/ CoT": (75.44, 70.87, 78.09, 74.68, 67.43, 79.93, 78.23, 69.68, 75.17),
+        "ChatGPT w/ CoT": (78.82, 70.98, 83.18, 77.37, 67.92, 86.13, 80.72, 74.03, 78.31),
+        "GPT-4 w/ CoT": (85.48, 72.44, 90.27, 82.65, 71.49, 92.89, 86.66, 79.04, 83.99),
+        "Chameleon + ChatGPT": (81.62, 70.64, 84.00, 79.77, 70.80, 86.62, 81.86, 76.53, 79.93),
+        "Chameleon + GPT-4": (89.83, 74.13, 89.82, 88.27, 77.64, 92.13, 88.03, 83.72, 86.54),
+    }.items()
+}
+MODES = tuple(ROWS)
+
+
+def get_config(mode: str = "smollm2_k3") -> ConfigDict:
+    """`mode`: a row, of MODES."""
+    rows = config_beside(__file__, "../rows.py")
+    return rows.make_row(
+        mode,
+        ROWS[mode],
+        system="rmr",
+        dataset="scienceqa",
+        data=DATA,
+        split="test",
+        made_by=MADE_BY,
+    )

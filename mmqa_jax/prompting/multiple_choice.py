@@ -1,0 +1,72 @@
+"""Multiple choice by likelihood: the option that a language model finds most probable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.decoding.requests import Scores
+from mmqa_jax.prompting.backends import Choices
+from mmqa_jax.prompting.stream import Answers, answer_all
+
+Normalization = Literal["sum", "mean"]
+Prior = Mapping[str, np.ndarray]
+
+
+def option_prior(
+    llm: Any,
+    options: Mapping[str, Sequence[str]],
+    prompt: str,
+    score: Normalization = "sum",
+) -> Prior:
+    """Question id -> log-probability of each of its options after a prompt without the question.
+
+    Subtracting it removes the model's preference for frequent words or for a letter (contextual
+    calibration, Zhao et al. 2021; domain-conditional PMI, Holtzman et al. 2021).
+    """
+    distinct = sorted({option for own in options.values() for option in own})
+    answers = answer_all(
+        llm, [Choices(f"prior {o}", prompt, (o,)) for o in distinct], "Calibrating"
+    )
+    prior = {
+        option: option_scores(answers.by_id[f"prior {option}"], score)[0]
+        for option in distinct
+        if f"prior {option}" in answers.by_id
+    }
+    return {name: np.array([prior.get(o, 0.0) for o in own]) for name, own in options.items()}
+
+
+def option_scores(scores: Scores, normalization: Normalization) -> np.ndarray:
+    """Log-probability of every continuation, summed over its tokens or per token, float64."""
+    return np.array([s.total if normalization == "sum" else s.mean for s in scores.scores])
+
+
+def choose_option(
+    question: Question,
+    answers: Answers,
+    prior: Prior | None = None,
+    *,
+    score: Normalization = "sum",
+    key: Any = None,
+    trace: Mapping[str, Any] | None = None,
+) -> Prediction:
+    """The most probable option; of equal ones the first. Without scores nothing is chosen.
+
+    Args:
+      prior: of `option_prior`, subtracted.
+      key: of the question's query; default: its id.
+    """
+    key, trace = question.id if key is None else key, dict(trace or {})
+    if key not in answers.by_id:
+        trace["failed"] = [answers.failed.get(key, "no prompt of it fits the model's context")]
+        return Prediction(question.id, trace=trace)
+    values = option_scores(answers.by_id[key], score)
+    trace["option_scores"] = [round(value, 6) for value in values.tolist()]
+    if prior is not None:
+        values = values - prior[question.id]
+        trace["calibrated_scores"] = [round(value, 6) for value in values.tolist()]
+    best = int(values.argmax())
+    return Prediction(question.id, question.choices[best], choice=best, trace=trace)

@@ -1,0 +1,47 @@
+"""Opens a language model, in this process or on a server, from a config of `mmqa prompt`."""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import check_section, spec_of
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
+from mmqa_jax.prompting.backends import Backend, Decoding
+
+
+def check_prompt_config(config: ConfigDict) -> None:
+    """Checks all sections but the engine's, which are checked when an engine is opened."""
+    spec = {"decoding": spec_of(Decoding), "server": spec_of(ServerConfig)}
+    check_section(config, "", {**spec, "engine": dict, "model": dict})
+
+
+def open_backend(backend: str, model: str, tokenizer: str | None, config: ConfigDict) -> Backend:
+    """A language model as a backend.
+
+    Args:
+      backend: `engine` or `openai`.
+      model: for the engine a path or name (see local_model), for a server its name there.
+      tokenizer: for the engine, if the model's folder has none.
+      config: as configs/prompt/default.py.
+
+    Raises:
+      UserError: no such model, or a config value out of range.
+    """
+    if backend == "openai":
+        if tokenizer is not None:
+            raise UserError("--tokenizer: a server has its own; leave the flag out.")
+        return OpenAIBackend(model, ServerConfig(**config.server))
+    from mmqa_jax.core import distributed
+    from mmqa_jax.decoding.slot_runner import EngineConfig
+    from mmqa_jax.prompting import local_model
+
+    check_section(config.engine, "engine", spec_of(EngineConfig))
+    check_section(config.model, "model", spec_of(local_model.ModelConfig))
+    distributed.start()
+    return local_model.open_backend(
+        model,
+        tokenizer=tokenizer,
+        config=local_model.ModelConfig(**config.model),
+        engine=EngineConfig(**config.engine),
+    )

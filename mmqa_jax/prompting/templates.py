@@ -1,0 +1,64 @@
+"""Few-shot prompts: templates as TOML beside the systems that use them."""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from mmqa_jax.core.errors import UserError
+
+_PACKAGE = "mmqa_jax.systems"
+_FOLDER = "templates"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt of solved examples and one open question.
+
+    Attributes:
+      head: in front of everything; without `$` fields.
+      shot: of one solved example, with fields such as `$question` and `$answer`.
+      query: of the open question; the model continues it.
+      without_shots: the query where there is no shot; None: as with shots.
+    """
+
+    head: str
+    shot: str
+    query: str
+    without_shots: str | None = None
+
+    def render(self, shots: Sequence[Mapping[str, str]], query: Mapping[str, str]) -> str:
+        """Fields of the shots and of the query -> the prompt.
+
+        Raises:
+          KeyError: a field that the template names is missing.
+        """
+        parts = [self.head]
+        parts += [string.Template(self.shot).substitute(shot) for shot in shots]
+        last = self.query if shots or self.without_shots is None else self.without_shots
+        return "".join((*parts, string.Template(last).substitute(query)))
+
+
+def load_template(name: str) -> PromptTemplate:
+    """The template `FILE.TABLE`: a table of systems/templates/FILE.toml.
+
+    Raises:
+      UserError: no such file or table.
+    """
+    file, _, table = name.partition(".")
+    folder = resources.files(_PACKAGE) / _FOLDER
+    known = {
+        f"{path.name.removesuffix('.toml')}.{found}": values
+        for path in folder.iterdir()
+        if path.name.endswith(".toml")
+        for found, values in tomllib.loads(path.read_text(encoding="utf-8")).items()
+    }
+    if name not in known:
+        raise UserError(
+            f"option template={name}: no such prompt template; use one of "
+            f"{', '.join(sorted(known))}."
+        )
+    return PromptTemplate(**known[f"{file}.{table}"])

@@ -1,0 +1,50 @@
+"""MiniLM as a text embedder without any training: all-MiniLM-L6-v2 as its authors publish it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from flax import nnx
+
+from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.models.bert import Bert, minilm_l6
+from mmqa_jax.models.clip import l2_normalize
+from mmqa_jax.models.dual_encoder import mean_pool
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.weights.bundled import minilm_path
+from mmqa_jax.weights.pretrained import fill_bert
+
+_BUCKETS = (16, 24, 32, 48, 64, 128, 256)  # 256 tokens: the authors' max_seq_length
+
+
+class SentenceEncoder(nnx.Module):
+    """BERT with mean pooling over the real tokens (sentence-transformers)."""
+
+    def __init__(self, bert: Bert):
+        self.bert = bert
+
+    def encode_text(self, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        """Texts, input_ids int[B, L] and attention_mask bool[B, L] -> [B, 384], of length 1."""
+        hidden = self.bert(input_ids, attention_mask)  # [B, L, 384]
+        return l2_normalize(mean_pool(hidden, attention_mask))
+
+
+@functools.cache
+def load_minilm_embedder(batch_size: int = 64) -> Embedder:
+    """The embedder of the installed package; it takes texts alone.
+
+    Raises:
+      UserError: the package is not installed.
+    """
+    bert = Bert(minilm_l6(), rngs=nnx.Rngs(0))
+    fill_bert(bert, minilm_path())
+    graphdef, state = nnx.split(SentenceEncoder(bert))
+    return Embedder(
+        graphdef,
+        state,
+        minilm_tokenizer(),
+        image_size=0,
+        buckets=_BUCKETS,
+        batch_size=batch_size,
+    )

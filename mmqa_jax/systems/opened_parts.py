@@ -1,0 +1,142 @@
+"""Opens the parts that rows name, each once, with what they finished kept on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.config import Key, spec_of
+from mmqa_jax.core.journal import Journal
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.systems.parts import (
+    INDEX,
+    ReaderSpec,
+    RerankerSpec,
+    RetrieverSpec,
+    open_reader,
+    open_reranker,
+    open_retriever,
+    with_similarity,
+)
+from mmqa_jax.systems.prompted_parts import LibrarySpec, LLMSpec, open_library, open_llm
+from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+
+# Part -> specification of its config section.
+PART_SPECS: dict[str, Any] = {
+    "retriever": spec_of(RetrieverSpec),
+    "reranker": spec_of(RerankerSpec) | {"similarity": Key(spec_of(RetrieverSpec), False)},
+    "reader": spec_of(ReaderSpec),
+    "llm": spec_of(LLMSpec),
+    "library": spec_of(LibrarySpec),
+}
+
+
+class OpenedParts:
+    """Opens the parts that rows name, each once, with journals in one folder.
+
+    Attributes:
+      seconds: question id -> seconds that the parts of the last row spent on it.
+    """
+
+    def __init__(self, corpus: Corpus, journals: Path):
+        self.corpus, self._journals = corpus, journals
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Closes the journals; the parts can still be used."""
+        for part in self._open.values():
+            part.journal.close()
+
+    def of_row(self, section: Mapping[str, Any]) -> dict[str, _Recorded]:
+        """The parts of a row's config section `parts`."""
+        self.seconds.clear()
+        openers = {
+            "retriever": lambda spec: self._retriever(RetrieverSpec(**spec)),
+            "reranker": self._reranker,
+            "reader": lambda spec: self._reader(ReaderSpec(**spec)),
+            "llm": lambda spec: open_llm(LLMSpec(**spec), self._journals / "responses.sqlite"),
+            "library": lambda spec: open_library(self.corpus, LibrarySpec(**spec)),
+        }
+        opened = {name: openers[name](dict(spec)) for name, spec in section.items()}
+        ranking = ("retriever", "reranker", "reader")
+        return {n: _Recorded(part) if n in ranking else part for n, part in opened.items()}
+
+    def _retriever(self, spec: RetrieverSpec) -> Any:
+        def make(journal: Journal) -> Any:
+            return ResumableRetriever(open_retriever(self.corpus, spec), journal, self.seconds)
+
+        # Folders are identified by content, not by path.
+        settings = dataclasses.replace(spec, model="", index="", modality_model="")
+        index = spec.index and f"{spec.index}/{INDEX}"
+        folders = (spec.model, index, spec.modality_model)
+        return self._once("retriever", settings, folders, make)
+
+    def _reranker(self, section: Mapping[str, Any]) -> Any:
+        def make(journal: Journal) -> Any:
+            return ResumableReranker(open_reranker(self.corpus, model), journal, self.seconds)
+
+        model, similarity = section["model"], section.get("similarity")
+        reranker = self._once("reranker", "", (model,), make)
+        if not similarity:
+            return reranker
+        retriever = self._retriever(RetrieverSpec(**similarity))
+        weight = section.get("similarity_weight", 0.0)
+        return with_similarity(reranker, retriever, self.corpus, weight)
+
+    def _reader(self, spec: ReaderSpec) -> Any:
+        def make(journal: Journal) -> Any:
+            return ResumableReader(open_reader(self.corpus, spec.model), journal, self.seconds)
+
+        return self._once("reader", "", (spec.model,), make)
+
+    def _once(
+        self, kind: str, settings: Any, folders: Sequence[str], make: Callable[[Journal], Any]
+    ) -> Any:
+        fingerprint = _fingerprint(f"{kind} {settings} {self.corpus.fingerprint}", folders)
+        if fingerprint not in self._open:
+            journal = Journal(self._journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
+            self._open[fingerprint] = make(journal)
+        return self._open[fingerprint]
+
+
+class _Recorded:
+    """A part that keeps the last rankings it returned, for retrieval scores."""
+
+    def __init__(self, part: Any):
+        self._part = part
+        self.rankings: list[Ranking] = []
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        self.rankings = self._part.search(questions, top_k)
+        return self.rankings
+
+    def search_within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        self.rankings = self._part.search_within(questions, candidates)
+        return self.rankings
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        self.rankings = self._part.score(questions, candidates)
+        return self.rankings
+
+    def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
+        return self._part.answer(questions, cited)
+
+
+def _fingerprint(text: str, folders: Sequence[str]) -> str:
+    """16 hex digits of a part's description, of its JSON files and of its weights' manifest.
+
+    The manifest differs for every writing of weights, even of the same size to the same folder.
+    """
+    digest = hashlib.sha256(text.encode())
+    for folder in map(Path, filter(None, folders)):
+        for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

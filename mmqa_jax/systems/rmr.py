@@ -1,0 +1,225 @@
+"""RMR (Tan et al., 2024): question-rationale-answer triplets, retrieved as in-context examples.
+
+A query and every triplet of the library are embedded in text and picture (equation 2); the k
+nearest by cosine (equation 4) are concatenated, question, rationale and answer each (equation 6),
+in front of the query (equation 5); the model continues with rationale and answer (equation 8).
+
+  library.select(questions, count, similarity) -> triplets of every question, most similar first
+  llm.answer(queries)                          -> a continuation, or the likelihood of each option
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.multiple_choice import LETTERS, llava_choice
+from mmqa_jax.prompting.backends import (
+    Chat,
+    Choices,
+    Completion,
+    Decoding,
+    Message,
+    Picture,
+    Query,
+)
+from mmqa_jax.prompting.few_shot import FewShot, Order, few_shot, prompts_record
+from mmqa_jax.prompting.multiple_choice import Normalization, choose_option, option_prior
+from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
+from mmqa_jax.prompting.stream import Answers, answer_all
+from mmqa_jax.prompting.templates import load_template
+
+
+def answer_rmr(
+    questions: Sequence[Question],
+    corpus: Corpus,
+    llm: Any,
+    library: ExampleLibrary,
+    *,
+    shots: int = 3,
+    similarity: Similarity = "bimodal",
+    order: Order = "most_similar_first",
+    template: str = "rmr.rationale",
+    chat: bool = False,
+    pictures: bool = False,
+    max_new_tokens: int = 256,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Tables 1 to 4: the model writes rationale and letter, from `shots` triplets (k).
+
+    Args:
+      shots: k; 0 is the model without retrieval.
+      template: `rmr.rationale`, or `rmr.answer` for the letter alone.
+      chat: the prompt is a user's message to a chat model.
+      pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
+    """
+    prompts, answers = _generate(
+        questions, corpus, llm, library, shots=shots, similarity=similarity, order=order,
+        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
+    )  # fmt: skip
+    return [
+        _read(question, p, answers, lambda text, q: llava_choice(text, len(q.choices)))
+        for question, p in zip(questions, prompts, strict=True)
+    ]
+
+
+def answer_rmr_direct(
+    questions: Sequence[Question],
+    corpus: Corpus,
+    llm: Any,
+    library: ExampleLibrary,
+    *,
+    shots: int = 3,
+    similarity: Similarity = "bimodal",
+    order: Order = "most_similar_first",
+    template: str = "rmr.direct",
+    chat: bool = False,
+    pictures: bool = False,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Table 2, direct answers: a question without options, triplets with their answers' texts.
+
+    The answer is what follows `The answer is`, or the first line of an output without it, in lower
+    case and without the final period: A-OKVQA's scorer compares strings. Arguments as `answer_rmr`.
+    """
+    prompts, answers = _generate(
+        questions, corpus, llm, library, shots=shots, similarity=similarity, order=order,
+        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
+    )  # fmt: skip
+    found = [
+        _read(question, p, answers, lambda text, q: None)
+        for question, p in zip(questions, prompts, strict=True)
+    ]
+    return [dataclasses.replace(p, answer=direct_answer(p.answer)) for p in found]
+
+
+def choose_rmr(
+    questions: Sequence[Question],
+    llm: Any,
+    library: ExampleLibrary,
+    *,
+    shots: int = 3,
+    similarity: Similarity = "bimodal",
+    order: Order = "most_similar_first",
+    template: str = "rmr.text",
+    options: Literal["text", "letter"] = "text",
+    score: Normalization = "sum",
+    calibrated: bool = False,
+    seed: int = 0,
+) -> list[Prediction]:
+    """The option with the largest likelihood, its text or its letter (equation 8 over options).
+
+    Args:
+      calibrated: less the likelihood after a prompt whose question and context are `N/A`.
+    """
+    prompt = load_template(template)
+    chosen = library.select(questions, shots, similarity, seed=seed)
+    spelled = {
+        question.id: tuple(
+            f" {LETTERS[i]}" if options == "letter" else f" {choice}"
+            for i, choice in enumerate(question.choices)
+        )
+        for question in questions
+    }
+
+    def scoring(question: Question) -> Callable[[str], Choices]:
+        return lambda text: Choices(question.id, text, spelled[question.id])
+
+    prompts = [
+        few_shot(prompt, question, found, fields, scoring(question), llm.check, order)
+        for question, found in zip(questions, chosen, strict=True)
+    ]
+    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
+    prior = None
+    if calibrated:
+        blank = prompt.render([], dict.fromkeys(("question", "context", "options"), "N/A"))
+        prior = option_prior(llm, spelled, blank, score)
+    return [
+        choose_option(question, answers, prior, score=score, trace=prompts_record([p]))
+        for question, p in zip(questions, prompts, strict=True)
+    ]
+
+
+def direct_answer(text: str) -> str:
+    """The short answer in an output: after the last `The answer is`, else its first line."""
+    _, said, rest = text.rpartition("The answer is")
+    line = (rest if said else text).strip().partition("\n")[0]
+    return line.strip().rstrip(".").strip().lower()
+
+
+SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
+    "rmr": answer_rmr,
+    "rmr_direct": answer_rmr_direct,
+    "rmr_choice": choose_rmr,
+}
+PARTS = ("llm", "library")
+
+
+def fields(question: Question) -> Mapping[str, str]:
+    """The fields of RMR's templates; the context is the hint, then the picture's caption."""
+    hint, caption = (str(question.extra.get(key, "")).strip() for key in ("hint", "caption"))
+    listed = (f"({LETTERS[i]}) {choice}" for i, choice in enumerate(question.choices))
+    known = question.answer_index is not None
+    return {
+        "question": question.question.strip(),
+        "context": " ".join(part for part in (hint, caption) if part) or "N/A",
+        "options": " ".join(listed),
+        "rationale": " ".join(question.rationale.split()),
+        "answer": question.choices[question.answer_index] if known else "",
+        "letter": LETTERS[question.answer_index] if known else "",
+    }
+
+
+def _generate(
+    questions: Sequence[Question],
+    corpus: Corpus,
+    llm: Any,
+    library: ExampleLibrary,
+    *,
+    shots: int,
+    similarity: Similarity,
+    order: Order,
+    template: str,
+    chat: bool,
+    pictures: bool,
+    max_new_tokens: int,
+    seed: int,
+) -> tuple[list[FewShot], Answers]:
+    """Every question's prompt, and the model's outputs."""
+    prompt = load_template(template)
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n\n", "\nQuestion:"), logprobs=True)
+
+    def asking(question: Question) -> Callable[[str], Query]:
+        data = corpus.question_picture(question) if pictures else None
+        shown = () if data is None else (Picture(data, question.image or ""),)
+        if chat:
+            return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
+        return lambda text: Completion(question.id, text, decoding, shown)
+
+    chosen = library.select(questions, shots, similarity, seed=seed)
+    prompts = [
+        few_shot(prompt, question, found, fields, asking(question), llm.check, order)
+        for question, found in zip(questions, chosen, strict=True)
+    ]
+    return prompts, answer_all(llm, [p.query for p in prompts if p.query is not None])
+
+
+def _read(
+    question: Question,
+    prompt: FewShot,
+    answers: Answers,
+    choice_of: Callable[[str, Question], int | None],
+) -> Prediction:
+    """A question's output, and the choice that it names."""
+    trace = prompts_record([prompt])
+    if question.id not in answers.by_id:
+        trace["failed"] = [answers.failed.get(question.id, prompt.reason)]
+        return Prediction(question.id, trace=trace)
+    candidate = answers.by_id[question.id].candidates[0]
+    text = (candidate.text or "").strip()
+    trace["outputs"] = [{"text": text, "logprob": candidate.total}]
+    return Prediction(question.id, text, choice=choice_of(text, question), trace=trace)

@@ -1,0 +1,66 @@
+"""The systems that rows name, and how a setting of one is executed.
+
+A system is a module with `SETTINGS`, name -> function of (questions, corpus, parts, options), and
+`PARTS`, the names of the parameters that are parts. A function takes what it names. A module may
+have `check_questions` and `notes`, as webqa.py has them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.systems import pica, rmr, webqa
+
+SYSTEMS: dict[str, ModuleType] = {"webqa": webqa, "pica": pica, "rmr": rmr}
+
+
+def parts_of(system: ModuleType, setting: str) -> tuple[str, ...]:
+    """The names of the parts that a setting needs."""
+    taken = inspect.signature(system.SETTINGS[setting]).parameters
+    return tuple(name for name in taken if name in system.PARTS)
+
+
+def check_questions(system: ModuleType, setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError for questions that a setting cannot answer; called before parts open."""
+    if hasattr(system, "check_questions"):
+        system.check_questions(setting, questions)
+
+
+def notes_of(
+    system: ModuleType, setting: str, questions: Sequence[Question], options: Mapping[str, Any]
+) -> list[str]:
+    """What a reader of the results has to know about how a setting treated its questions."""
+    return system.notes(setting, questions, options) if hasattr(system, "notes") else []
+
+
+def run_setting(
+    system: ModuleType,
+    setting: str,
+    questions: Sequence[Question],
+    corpus: Corpus,
+    parts: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> list[Prediction]:
+    """Executes one setting of a paper.
+
+    Args:
+      setting: a name of the system's SETTINGS.
+      parts: at least those of `parts_of(system, setting)`.
+      options: keyword-only parameters of the setting.
+
+    Returns:
+      One Prediction per question; its answer is "" if the setting only retrieves sources.
+    """
+    function = system.SETTINGS[setting]
+    available = {"questions": questions, "corpus": corpus, **parts}
+    taken = inspect.signature(function).parameters
+    results = function(**{k: v for k, v in available.items() if k in taken}, **options)
+    return [
+        Prediction(x.question_id, "", x.sources, x.scores) if isinstance(x, Ranking) else x
+        for x in results
+    ]

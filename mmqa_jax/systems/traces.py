@@ -1,0 +1,105 @@
+"""How a prompted system came to each of its answers: trace.jsonl, and the report's questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.report import Trace
+
+
+def trace_rows(
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    scores: Mapping[str, Mapping[str, float]],
+) -> Iterator[dict[str, Any]]:
+    """One line per question: its prompts, shots, raw outputs, answer and scores."""
+    for question, prediction in zip(questions, predictions, strict=True):
+        yield {
+            "question_id": question.id,
+            "question": question.question,
+            "answer": prediction.answer,
+            "choice": prediction.choice,
+            "references": list(question.answers or question.choices),
+            "scores": dict(scores.get(question.id, {})),
+            **prediction.trace,
+        }
+
+
+def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
+    """What scores.json says of the prompts: dropped shots, failures and empty answers."""
+    traces = [prediction.trace for prediction in predictions if prediction.trace]
+    return {
+        "questions_with_dropped_shots": sum(bool(t.get("dropped_shots")) for t in traces),
+        "dropped_shots": sum(t.get("dropped_shots", 0) for t in traces),
+        "too_long": sum(bool(t.get("too_long")) for t in traces),
+        "failed": sum(bool(t.get("failed")) for t in traces),
+        "empty_answers": sum(not p.answer for p in predictions if p.trace),
+    }
+
+
+def report_traces(
+    corpus: Corpus,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    scores: Mapping[str, Mapping[str, float]],
+    scorer: str,
+) -> list[Trace]:
+    """The traces as the report shows them; right and wrong are told by `scorer`."""
+    return [
+        Trace(
+            question=question.question,
+            category=question.category,
+            score=scores.get(question.id, {}).get(scorer),
+            rows=_rows(question, prediction),
+            details=_details(prediction.trace),
+            picture=corpus.question_picture(question),
+        )
+        for question, prediction in zip(questions, predictions, strict=True)
+        if prediction.trace
+    ]
+
+
+def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
+    trace = prediction.trace
+    rows = []
+    if question.choices:
+        rows.append(("choices", " · ".join(question.choices)))
+    answers = question.answers
+    if question.answer_index is not None:
+        answers = (question.choices[question.answer_index],)
+    rows.append(("reference", " · ".join(dict.fromkeys(answers)) or "(not published)"))
+    rows.append(("answer", prediction.answer or "(none)"))
+    outputs = trace.get("outputs", ())
+    rows += [
+        ("output", f"{one['text']}  (log-probability {one['logprob']:.2f})") for one in outputs
+    ]
+    if scores := trace.get("calibrated_scores", trace.get("option_scores")):
+        pairs = zip(question.choices, scores, strict=True)
+        rows.append(("scores", " · ".join(f"{choice}: {score:.2f}" for choice, score in pairs)))
+    if caption := question.extra.get("caption"):
+        rows.append(("caption", str(caption)))
+    if dropped := trace.get("dropped_shots"):
+        rows.append(("dropped", f"{dropped} shots that did not fit"))
+    rows += [
+        ("failed", reason) for reason in (*trace.get("failed", ()), *trace.get("too_long", ()))
+    ]
+    return rows
+
+
+def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Each prompt with its shots."""
+    details = []
+    prompts = trace.get("prompts", ())
+    for number, (prompt, shots) in enumerate(zip(prompts, trace.get("shots", ()), strict=True), 1):
+        name = "prompt" if len(prompts) == 1 else f"prompt {number}"
+        listed = "\n".join(
+            f"{shot['id']}" + (f"  {shot['similarity']:.3f}" if "similarity" in shot else "")
+            for shot in shots
+        )
+        details.append((name, prompt))
+        if listed:
+            details.append((f"shots of {name} and their similarity", listed))
+    return details

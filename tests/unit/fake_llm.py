@@ -1,0 +1,55 @@
+"""A language model of known answers, behind the interface of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, TooLong
+from mmqa_jax.prompting.backends import Chat, Choices, Failure, Query, Usage
+
+
+class FakeLLM:
+    """Answers by functions of the prompt's text; fails on the ids it is told to.
+
+    Args:
+      say: prompt -> (text, summed log-probability).
+      score: (prompt, continuation) -> log-probabilities of its tokens.
+      length: characters that a prompt may have.
+      fail: ids that get no answer.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], tuple[str, float]] = lambda prompt: ("", 0.0),
+        score: Callable[[str, str], tuple[float, ...]] = lambda prompt, option: (-1.0,),
+        length: int = 10**6,
+        fail: Iterable = (),
+    ):
+        self._say, self._score, self._length, self._fail = say, score, length, set(fail)
+        self.usage, self.failures, self.seen = Usage(), [], []
+
+    def check(self, query: Query) -> None:
+        excess = len(self.text(query))
+        if excess > self._length:
+            raise TooLong(query.id, excess, 0, self._length)
+
+    def rates(self) -> dict[str, float]:
+        return {}
+
+    def text(self, query: Query) -> str:
+        return query.messages[-1].text if isinstance(query, Chat) else query.prompt
+
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        for query in queries:
+            self.seen.append(query)
+            text = self.text(query)
+            if query.id in self._fail:
+                self.usage.failures += 1
+                self.failures.append(Failure(query.id, "timed out"))
+            elif isinstance(query, Choices):
+                logprobs = [self._score(text, option) for option in query.continuations]
+                scores = tuple(Score(sum(values), tuple(values), False) for values in logprobs)
+                yield Scores(query.id, scores)
+            else:
+                said, total = self._say(text)
+                yield Result(query.id, (Candidate(said, (1,), total, None, "stop"),), 3, 0)

@@ -1,0 +1,160 @@
+"""Prompts of solved examples: their text, and how many shots fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Question
+from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, TooLong
+from mmqa_jax.prompting.backends import Choices, Completion, Decoding, Failure, Usage
+from mmqa_jax.prompting.few_shot import few_shot, prompts_record
+from mmqa_jax.prompting.multiple_choice import choose_option, option_prior
+from mmqa_jax.prompting.shots import Shot
+from mmqa_jax.prompting.stream import Answers, answer_all
+from mmqa_jax.prompting.templates import PromptTemplate, load_template
+
+SHOTS = [Shot(Question(f"s{n}", "train", f"shot {n} ?"), 1.0 - n / 10) for n in range(4)]
+QUERY = Question("q", "val", "open ?")
+TEMPLATE = PromptTemplate("Head\n", "[$question]\n", "<$question>")
+
+
+def fields(question: Question) -> dict[str, str]:
+    return {"question": question.question}
+
+
+def make(text: str) -> Completion:
+    return Completion("q", text, Decoding(max_new_tokens=2))
+
+
+def limit(characters: int):
+    def check(query):
+        if len(query.prompt) > characters:
+            raise TooLong(query.id, len(query.prompt), 0, characters)
+
+    return check
+
+
+class FakeBackend:
+    """Answers a completion by its last word, scores continuations by their length."""
+
+    def __init__(self, fail=()):
+        self.usage, self.failures, self.seen, self._fail = Usage(), [], [], set(fail)
+
+    def check(self, query):
+        pass
+
+    def rates(self):
+        return {}
+
+    def answer(self, queries):
+        for query in queries:
+            self.seen.append(query.id)
+            if query.id in self._fail:
+                self.usage.failures += 1
+                self.failures.append(Failure(query.id, "timed out"))
+            elif isinstance(query, Choices):
+                scores = (
+                    Score(-float(len(c)), (-1.0,) * len(c.split()), False)
+                    for c in query.continuations
+                )
+                yield Scores(query.id, tuple(scores))
+            else:
+                text = query.prompt.split()[-1]
+                yield Result(query.id, (Candidate(text, (1,), -1.0, None, "stop"),), 3, 0)
+
+
+def test_the_order_of_shots():
+    first = few_shot(TEMPLATE, QUERY, SHOTS[:2], fields, make, limit(999))
+    assert first.text == first.query.prompt == "Head\n[shot 0 ?]\n[shot 1 ?]\n<open ?>"
+    last = few_shot(TEMPLATE, QUERY, SHOTS[:2], fields, make, limit(999), "most_similar_last")
+    assert last.text == "Head\n[shot 1 ?]\n[shot 0 ?]\n<open ?>"
+
+
+@pytest.mark.parametrize("order", ["most_similar_first", "most_similar_last"])
+@pytest.mark.parametrize("fits", range(5))
+def test_the_least_similar_shots_are_dropped(order, fits):
+    length = len("Head\n<open ?>") + fits * len("[shot 0 ?]\n")
+    found = few_shot(TEMPLATE, QUERY, SHOTS, fields, make, limit(length + 1), order)
+    assert [shot.question.id for shot in found.shots] == [f"s{n}" for n in range(fits)]
+    assert found.dropped == 4 - fits
+    assert all((f"shot {n}" in found.text) == (n < fits) for n in range(4))
+
+
+def test_a_question_that_never_fits():
+    found = few_shot(TEMPLATE, QUERY, SHOTS, fields, make, limit(3))
+    assert found.query is None
+    assert "more than engine.length" in found.reason
+    record = prompts_record([found])
+    assert record["dropped_shots"] == 4
+    assert record["too_long"] == [found.reason]
+
+
+def test_dollars_in_questions_are_text():
+    shot = Shot(Question("s", "train", "$question costs $5 ?"), 1.0)
+    found = few_shot(TEMPLATE, QUERY, [shot], fields, make, limit(999))
+    assert "[$question costs $5 ?]" in found.text
+
+
+def test_picas_prompt_verbatim():
+    """microsoft/PICa, gpt3_api_okvqa.py l.82-96 (reference.md 4)."""
+    shot = {"context": "a cat.", "question": "what is it?", "answer": "cat"}
+    text = load_template("pica.okvqa").render(
+        [shot, shot], {"context": "a dog.", "question": "who?"}
+    )
+    assert text == (
+        "Please answer the question according to the above context.\n===\n"
+        "Context: a cat.\n===\nQ: what is it?\nA: cat\n\n===\n"
+        "Context: a cat.\n===\nQ: what is it?\nA: cat\n\n===\n"
+        "Context: a dog.\n===\nQ: who?\nA:"
+    )
+
+
+def test_an_unknown_template():
+    with pytest.raises(UserError, match=r"template=pica\.nothing: no such prompt template"):
+        load_template("pica.nothing")
+
+
+def test_queries_are_sent_in_the_order_of_their_texts():
+    backend = FakeBackend(fail=["b"])
+    queries = [Completion("a", "x z"), Completion("b", "x y"), Completion("c", "a")]
+    answers = answer_all(backend, queries)
+    assert backend.seen == ["c", "b", "a"]
+    assert {name: result.text for name, result in answers.by_id.items()} == {"a": "z", "c": "a"}
+    assert answers.failed == {"b": "timed out"}
+
+
+def scored(*values: tuple[float, int]) -> Scores:
+    scores = (Score(total, (total / n,) * n, False) for total, n in values)
+    return Scores("q", tuple(scores))
+
+
+def test_the_most_probable_option():
+    question = Question("q", "val", "?", choices=("long option", "short", "third"))
+    answers = Answers({"q": scored((-4.0, 4), (-3.0, 2), (-9.0, 1))}, {})
+    assert choose_option(question, answers).choice == 1
+    assert choose_option(question, answers, score="mean").choice == 0
+    prior = {"q": np.array([-1.0, -1.0, -8.5])}
+    found = choose_option(question, answers, prior)
+    assert (found.choice, found.answer) == (2, "third")
+    assert found.trace["option_scores"] == [-4.0, -3.0, -9.0]
+    assert found.trace["calibrated_scores"] == [-3.0, -2.0, -0.5]
+
+
+def test_options_that_tie_or_have_no_scores():
+    question = Question("q", "val", "?", choices=("same", "same"))
+    assert choose_option(question, Answers({"q": scored((-1.0, 1), (-1.0, 1))}, {})).choice == 0
+    lost = choose_option(question, Answers({}, {"q": "timed out"}))
+    assert (lost.choice, lost.answer, lost.trace["failed"]) == (None, "", ["timed out"])
+
+
+def test_the_prior_of_options():
+    backend = FakeBackend()
+    options = {"q": (" one", " three"), "r": (" one", " eleven")}
+    prior = option_prior(backend, options, "A:")
+    assert {name: values.tolist() for name, values in prior.items()} == {
+        "q": [-4.0, -6.0],
+        "r": [-4.0, -7.0],
+    }
+    assert len(backend.seen) == 3  # every distinct option once

@@ -1,0 +1,119 @@
+"""RMR: triplets in the prompt, the letter in the output, likelihoods of options."""
+
+from __future__ import annotations
+
+import pytest
+from fake_llm import FakeLLM
+from test_shots import FakeEmbedder
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.backends import Chat
+from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.systems.rmr import answer_rmr, choose_rmr, fields
+
+TRIPLETS = [
+    Question(
+        f"t{n}", "train", f"triplet {n} ?", choices=("no", "yes"), answer_index=n % 2,
+        rationale=f"Reason  {n}\nholds.", extra={"hint": "A hint.", "caption": "A map."},
+    )
+    for n in range(6)
+]  # fmt: skip
+QUERIES = [
+    Question(f"q{n}", "test", f"query {n} ?", f"{n}.png", choices=("one", "two", "three"))
+    for n in range(3)
+]
+PNG = b"\x89PNG\r\n\x1a\n"
+CORPUS = Corpus([], QUERIES, read_picture=lambda name: PNG + name.encode())
+
+
+@pytest.fixture
+def library(tmp_path):
+    return ExampleLibrary(TRIPLETS, Embedders(FakeEmbedder()), cache=tmp_path)
+
+
+def test_the_prompt(library):
+    llm = FakeLLM(lambda prompt: (" Reason. The answer is B.", -1.0))
+    predictions = answer_rmr(QUERIES, CORPUS, llm, library, shots=2)
+    nearest = library.select(QUERIES, 2, "bimodal")
+    sent = {query.id: query.prompt for query in llm.seen}
+    for query, shots in zip(QUERIES, nearest, strict=True):
+        expected = ""
+        for shot in shots:
+            n = int(shot.question.id[1:])
+            expected += (
+                f"Question: triplet {n} ?\nContext: A hint. A map.\nOptions: (A) no (B) yes\n"
+                f"Answer: Reason {n} holds. The answer is {'AB'[n % 2]}.\n\n"
+            )
+        expected += (
+            f"Question: {query.question}\nContext: N/A\nOptions: (A) one (B) two (C) three\nAnswer:"
+        )
+        assert sent[query.id] == expected
+    assert [p.choice for p in predictions] == [1, 1, 1]
+    assert predictions[0].answer == "Reason. The answer is B."
+
+
+def test_the_answer_alone(library):
+    llm = FakeLLM(lambda prompt: (" C", -1.0))
+    predictions = answer_rmr(QUERIES, CORPUS, llm, library, shots=1, template="rmr.answer")
+    assert "Reason" not in llm.seen[0].prompt
+    assert llm.seen[0].prompt.endswith("Answer: The answer is")
+    assert [p.choice for p in predictions] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shots", range(4))
+def test_k(library, shots):
+    llm = FakeLLM()
+    answer_rmr(QUERIES[:1], CORPUS, llm, library, shots=shots)
+    assert llm.seen[0].prompt.count("Answer: Reason") == shots
+
+
+@pytest.mark.parametrize("text", ["", "I cannot say.", "The answer is D.", "A or B"])
+def test_outputs_without_a_letter(library, text):
+    predictions = answer_rmr(QUERIES, CORPUS, FakeLLM(lambda prompt: (text, 0.0)), library, shots=1)
+    assert {p.choice for p in predictions} == {None}
+    assert predictions[0].trace["outputs"] == [{"text": text, "logprob": 0.0}]
+
+
+def test_pictures_go_to_a_model_that_sees(library):
+    llm = FakeLLM()
+    answer_rmr(QUERIES[:1], CORPUS, llm, library, shots=1, chat=True, pictures=True)
+    (sent,) = llm.seen
+    assert isinstance(sent, Chat)
+    (message,) = sent.messages
+    assert [picture.data for picture in message.pictures] == [PNG + b"0.png"]
+    assert message.text.endswith("Answer:")
+    answer_rmr(QUERIES[:1], CORPUS, llm, library, shots=1, pictures=True)
+    assert len(llm.seen[-1].images) == 1
+
+
+@pytest.mark.parametrize(("options", "spelled"), [("text", " three"), ("letter", " C")])
+def test_the_likeliest_option(library, options, spelled):
+    llm = FakeLLM(score=lambda prompt, option: (-1.0,) if option == spelled else (-2.0,))
+    predictions = choose_rmr(QUERIES, llm, library, shots=2, options=options)
+    assert {(p.choice, p.answer) for p in predictions} == {(2, "three")}
+
+
+def test_calibration_removes_a_preference(library):
+    """A model that always prefers `one`, but less so after the question."""
+
+    def score(prompt: str, option: str) -> tuple[float, ...]:
+        blank = "Question: N/A" in prompt
+        if option == " one":
+            return (-1.0,) if blank else (-2.0,)
+        return (-9.0,) if blank else ((-5.0,) if option == " two" else (-6.0,))
+
+    assert {p.choice for p in choose_rmr(QUERIES, FakeLLM(score=score), library, shots=1)} == {0}
+    found = choose_rmr(QUERIES, FakeLLM(score=score), library, shots=1, calibrated=True)
+    assert {p.choice for p in found} == {1}
+
+
+def test_the_fields_of_a_question():
+    solved = fields(TRIPLETS[1])
+    assert (solved["letter"], solved["answer"], solved["rationale"]) == (
+        "B",
+        "yes",
+        "Reason 1 holds.",
+    )
+    open_question = fields(QUERIES[0])
+    assert (open_question["letter"], open_question["answer"]) == ("", "")

@@ -1,0 +1,85 @@
+"""The report's questions of a prompted system: every text is data, whatever it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.report import ReportData, Trace, render_report
+from mmqa_jax.systems.traces import report_traces, trace_counts, trace_rows
+
+EVIL = "</script><script>alert('x')</script> & <b>bold</b>"
+TRACE = {
+    "prompts": ["Q: one", "Q: two"],
+    "shots": [[{"id": "s1", "similarity": 0.5}], [{"id": "s2"}]],
+    "dropped_shots": 1,
+    "too_long": [],
+    "outputs": [{"text": " said", "logprob": -1.5}],
+}
+QUESTIONS = [
+    Question("q1", "val", EVIL, category="odd", answers=("red", "red", "blue")),
+    Question(
+        "q2", "val", "which ?", choices=("a", "b"), answer_index=1, extra={"caption": "A map."}
+    ),
+]
+PREDICTIONS = [
+    Prediction("q1", "red", trace=TRACE),
+    Prediction("q2", "", choice=None, trace={"prompts": [], "shots": [], "failed": ["timed out"]}),
+]
+SCORES = {"q1": {"vqa_accuracy/paper": 2 / 3}}
+
+
+def traces_of(page: str) -> list[dict]:
+    found = re.search(r'<script type="application/json" id="trace-data">(.*?)</script>', page, re.S)
+    return json.loads(found[1])
+
+
+def test_traces_are_data():
+    shown = report_traces(
+        Corpus([], QUESTIONS), QUESTIONS, PREDICTIONS, SCORES, "vqa_accuracy/paper"
+    )
+    page = render_report(ReportData("run", traces=shown, trace_scorer="vqa_accuracy/paper"))
+    assert page.count("<script") == page.count("</script>") == 2
+    one, two = traces_of(page)
+    assert one["question"] == EVIL
+    assert one["score"] == pytest.approx(2 / 3)
+    assert two["score"] is None
+    assert ["reference", "red · blue"] in one["rows"]
+    assert ["answer", "red"] in one["rows"]
+    assert ["dropped", "1 shots that did not fit"] in one["rows"]
+    assert ["shots of prompt 1 and their similarity", "s1  0.500"] in one["details"]
+    assert ["prompt 2", "Q: two"] in one["details"]
+    assert ["reference", "b"] in two["rows"]
+    assert ["failed", "timed out"] in two["rows"]
+    assert ["caption", "A map."] in two["rows"]
+
+
+def test_reports_without_traces_are_as_before():
+    assert "trace-data" not in render_report(ReportData("run"))
+
+
+def test_rows_and_counts():
+    one, two = trace_rows(QUESTIONS, PREDICTIONS, SCORES)
+    assert (one["question_id"], one["answer"], one["scores"]) == ("q1", "red", SCORES["q1"])
+    assert one["prompts"] == TRACE["prompts"]
+    assert two["failed"] == ["timed out"]
+    assert trace_counts(PREDICTIONS) == {
+        "questions_with_dropped_shots": 1,
+        "dropped_shots": 1,
+        "too_long": 0,
+        "failed": 1,
+        "empty_answers": 1,
+    }
+
+
+def test_pictures_are_thumbnails():
+    png = next(Path(__file__).parents[2].glob("configs/atlas/*.png")).read_bytes()
+    page = render_report(ReportData("run", traces=[Trace("?", "", None, [], (), png)]))
+    (one,) = traces_of(page)
+    assert one["picture"].startswith("data:image/")
+    assert len(one["picture"]) < 100_000
