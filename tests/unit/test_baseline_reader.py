@@ -70,7 +70,7 @@ def small(monkeypatch, module, corpus):
         packing = make_packing(config, inference=inference)
         return Packer(tokenizer, dataclasses.replace(packing, region_dim=1, position_dim=1))
 
-    def make_reader(config, corpus, tokenizer):
+    def make_reader(config, corpus, tokenizer, on_demand=False):
         return SourceReader(corpus, tokenizer, None, Regions(corpus))
 
     monkeypatch.setattr(module, "make_packer", make_packer)

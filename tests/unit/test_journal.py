@@ -8,7 +8,7 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.journal import Journal
-from mmqa_jax.systems.run import _fingerprint
+from mmqa_jax.systems.opened_parts import _fingerprint
 
 
 @pytest.fixture
