@@ -19,7 +19,7 @@ _SLOW = frozenset(
         *("cli_answer", "cli_compare", "cli_convert", "cli_convert_errors", "cli_prompt"),
         *("cli_run", "cli_run_errors", "run_resume"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
-        *("keymap", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),
+        *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
         *("weights_folder", "wheel"),
     )
