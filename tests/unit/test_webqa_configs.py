@@ -146,7 +146,8 @@ def test_questions_that_share_a_mean_divide_the_batch():
     config = read("vlp_qa")
     config.questions_per_mean, config.train.accumulate = 8, 8
     with pytest.raises(
-        UserError, match=r"questions_per_mean=8: batches\.batch_size=32 in train\.accumulate=8 parts"
+        UserError,
+        match=r"questions_per_mean=8: batches\.batch_size=32 in train\.accumulate=8 parts",
     ):
         check_config(config)
     config.train.accumulate = 4
