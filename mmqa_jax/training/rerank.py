@@ -19,10 +19,10 @@ class RerankTask:
     """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
     for relevant sources, averaged over a question's choices and then over questions.
 
-    Batches hold pairs (question, source) of many questions, which `weights` make count alike. It
-    is 1 in the mean over all pairs, not over those of a batch: the loss is divided by the number
-    of pairs, for dividing by the batch's own weights would let a question with few choices
-    count for more the more of its kind are in the batch.
+    Batches hold pairs (question, source) of many questions. `weights` makes every question count
+    alike: it is proportional to 1 / choices and 1 in the mean over an epoch. The loss is divided
+    by the number of pairs, not by the batch's own weights: then a pair would count for more or
+    less by what it happens to be drawn with.
 
     Attributes:
       sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.

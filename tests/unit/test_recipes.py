@@ -232,6 +232,13 @@ def test_augmentation_is_on_where_the_config_says_so(restricted, monkeypatch):
     assert (batch["masked_ids"] == restricted.token_id("cedar")).any()
 
 
+def test_the_answer_loss_has_the_configs_micro_batches(restricted):
+    config = make_config("answer")
+    assert recipes.make_recipe(config, CORPUS, restricted).task.questions_per_mean is None
+    config.questions_per_mean = 2
+    assert recipes.make_recipe(config, CORPUS, restricted).task.questions_per_mean == 2
+
+
 # Presets
 
 

@@ -114,6 +114,8 @@ def test_training_is_plain_adam_at_one_rate_on_128_questions(name):
     per_question = config.batches.get("choices_per_question", 1)
     assert config.batches.batch_size * options.every == 128 * per_question
     assert config.train.steps % options.every == 0
+    # --train_batch_size 128 --gradient_accumulation_steps 64
+    assert config.get("questions_per_mean") == {"vlp_select": None, "vlp_qa": 128 // 64}[name]
     model = config.model.changes
     assert model.eps == 1e-5
     assert "dropout" not in model  # BERT's 0.1
@@ -137,6 +139,18 @@ def test_every_row_can_be_trained_as_far_as_its_config_tells(name, mode):
     check_config(config)
     if mode.endswith("runlocal"):
         assert (config.init, config.train.steps, config.model.changes.hidden) == ("scratch", 4, 64)
+
+
+def test_questions_that_share_a_mean_divide_the_batch():
+    config = read("vlp_qa")
+    config.questions_per_mean, config.train.accumulate = 8, 8
+    with pytest.raises(
+        UserError,
+        match=r"questions_per_mean=8: batches\.batch_size=32 in train\.accumulate=8 parts",
+    ):
+        check_config(config)
+    config.train.accumulate = 4
+    check_config(config)
 
 
 def test_clip_patches_ask_for_the_converted_clip():

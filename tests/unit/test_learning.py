@@ -1,0 +1,65 @@
+"""Training learns: a small Atlas of real texts and pictures, a small model of each task.
+
+The bounds are far below what a model reaches that the loss tells nothing about its inputs.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cli_runs import done, quickly_and_quietly, train_flags
+
+from mmqa_jax.core.metrics import read_metrics
+from mmqa_jax.data.prepare import prepare_atlas
+
+STEPS = {"contrastive": 20, "rerank": 60, "answer": 40}
+# Of the last ten steps: loss at most, accuracy at least. A guess has
+BOUNDS = {
+    "contrastive": (0.5, 0.9),  # ln 24 = 3.2, one of 24 sources
+    "rerank": (0.3, 0.9),  # 0.5 and 0.8: one or two of eight choices are gold
+    "answer": (2.5, 0.1),  # 4, the entropy of the answers' tokens; 0
+}
+SIZES = {
+    "tokenizer": "corpus:2000",
+    "data.split": "val",  # 21 questions, to be learnt by heart
+    "model.changes.hidden": 64,
+    "model.changes.mlp": 128,
+    "batches.batch_size": 12,
+    "train.log_every": 10,
+    "train.checkpoint_every": 0,
+    "train.optimizer.learning_rate": 0.002,
+    "augment.entities": 0.0,
+    "augment.palette": 0.0,
+}
+OF_TASK = {
+    "contrastive": {
+        "model.vision.embed_dim": 64,
+        "batches.query_length": 32,
+        "batches.source_lengths": "(64,)",
+        "inference.buckets": "(64,)",
+    },
+    "rerank": {"packing.buckets": "((1,96),)", "packing.max_question_tokens": 48},
+    "answer": {
+        "packing.buckets": "((2,104),)",
+        "packing.max_question_tokens": 32,
+        "train.optimizer.learning_rate": 0.004,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory):
+    """Eight countries."""
+    folder = tmp_path_factory.mktemp("atlas") / "data"
+    prepare_atlas(folder, 8)
+    return folder
+
+
+@pytest.mark.parametrize("task", list(STEPS))
+def test_the_loss_falls_far_below_a_guess(task, atlas, cli_cache, tmp_path):
+    values = {**SIZES, **OF_TASK[task], "train.steps": STEPS[task]}
+    with quickly_and_quietly(cli_cache):
+        done("train", *train_flags(task, atlas, tmp_path / "run", **values))
+    first, *_, last = read_metrics(tmp_path / "run")
+    loss, accuracy = BOUNDS[task]
+    assert 0 < last["loss"] < loss < first["loss"]
+    assert last["accuracy"] > accuracy
