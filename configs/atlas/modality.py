@@ -25,8 +25,8 @@ def get_config(mode: str = "") -> ConfigDict:
     config.tokenizer, config.init = "minilm:corpus", "minilm"
     config.model.trunk, config.model.pooling = "minilm_l6", "cls"
     config.model.changes = {"dropout": 0.0, "attention_dropout": 0.0}
-    config.batches.update({"batch_size": 64, "length": 40})
-    config.train.update({"steps": 60, "log_every": 10, "checkpoint_every": 30})
+    config.batches.update({"batch_size": 32, "length": 40})
+    config.train.update({"steps": 30, "log_every": 5, "checkpoint_every": 30})
     config.train.optimizer.learning_rate = 1e-4
     config.inference.batch_size = 64
     if mode == "frozen":  # the linear layer alone, of random weights

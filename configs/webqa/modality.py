@@ -3,7 +3,7 @@
 Facts: WebQA_Baseline vlp/CLIP_retrieval_experiments/bert_classifier.py. One epoch of batches of
 512, 64 tokens a question, AdamW (transformers': eps 1e-6, no weight decay, constant rate 2e-5), the
 gradient clipped to 1. The script means to freeze BERT, but freezes a copy that it does not use
-(lines 25, 32, 252): what ran is fine-tuning, the default here; `frozen` is what it meant.
+(lines 30, 217, 272-278): what ran is fine-tuning, the default here; `frozen` is what it meant.
 
     mmqa train --config=configs/webqa/modality.py --config.data.dir=data/webqa \\
                --workdir=runs/modality

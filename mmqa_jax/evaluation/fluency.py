@@ -2,7 +2,7 @@
 
 BARTScore s(x -> y) is the mean log-probability of y's tokens, <s> and </s> among them, given x
 (Yuan et al. 2021; neulab/BARTScore bart_score.py). The official script (WebQA_Baseline
-vlp/eval_1022.py:27-29) scores with bart-large-cnn's architecture and BARTScore's ParaBank2
+vlp/eval_1022.py:30-34) scores with bart-large-cnn's architecture and BARTScore's ParaBank2
 weights, `bart.pth`: only with them is a score named `official`. With bart-large-cnn's own weights
 it is named `bart-large-cnn`, and without weights fluency is not scored.
 """

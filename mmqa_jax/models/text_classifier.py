@@ -1,6 +1,6 @@
 """BERT with a linear classifier over its first position: WebQA's modality classifier.
 
-WebQA_Baseline vlp/CLIP_retrieval_experiments/bert_classifier.py:28-47: BertModel's pooled output
+WebQA_Baseline vlp/CLIP_retrieval_experiments/bert_classifier.py:26-45: BertModel's pooled output
 (a tanh layer over [CLS]), then Linear(768, 2), without dropout in between.
 """
 

@@ -14,7 +14,7 @@ from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 
 @dataclasses.dataclass(frozen=True)
 class ModalityTask:
-    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:118,277).
+    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
 
     Attributes:
       config: the model's.

@@ -25,7 +25,7 @@ RATE = 2e-5
 
 
 class Published(torch.nn.Module):
-    """bert_classifier.py:28-47, without dropout; `pooling` cls is reference.md's `[CLS]`."""
+    """bert_classifier.py:26-45, without dropout; `pooling` cls is reference.md's `[CLS]`."""
 
     def __init__(self, bert, pooling):
         super().__init__()
@@ -64,7 +64,7 @@ def batch():
 
 
 def test_log_probabilities_loss_and_one_step_of_adamw(pair, batch):
-    """bert_classifier.py:119-124, 273-277: NLL, the gradient clipped to 1, AdamW at 2e-5."""
+    """bert_classifier.py:113-130, 283-290: NLL, the gradient clipped to 1, AdamW at 2e-5."""
     published, ours = pair
     ids, mask = (torch.tensor(batch[name].astype(np.int64)) for name in ("input_ids", "mask"))
     wanted = published(ids, mask)
