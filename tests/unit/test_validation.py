@@ -11,6 +11,7 @@ from flax import nnx
 from mmqa_jax.core.config import load_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.predictions import read_predictions
+from mmqa_jax.data.schema import Ranking
 from mmqa_jax.evaluation.webqa import score_answers
 from mmqa_jax.systems import validation
 from mmqa_jax.training.checks import check_config
@@ -207,17 +208,42 @@ def test_the_values_are_of_the_given_parameters(judge):
 
 
 def test_retrieval_is_judged_on_a_fixed_pool(judge, data):
-    """The questions' own sources, and an even sample of the others."""
-    made, model = judge("contrastive", **{"validate.questions": 1, "validate.sources": 2})
+    """The questions' own sources, and an even sample of all."""
+    made, _ = judge("contrastive", **{"validate.questions": 1, "validate.sources": 5})
     corpus = open_corpus(data)
     (question,) = made.evaluate._questions
-    names = [source.id for source in made.evaluate._pool.sources]
     own = {*question.positives, *question.negatives}
-    sampled = {corpus.sources[0].id, corpus.sources[5].id}
-    assert set(names) == own | sampled
-    values = made.evaluate(model(1))
-    assert values["recall@20"] == 1.0
-    assert values["mrr"] >= 1 / len(names)
+    sampled = {corpus.sources[row].id for row in (0, 2, 4, 6, 8)}
+    assert sampled - own
+    assert len(own | sampled) < len(corpus)
+    assert {source.id for source in made.evaluate._pool.sources} == own | sampled
+
+
+class ByName:
+    """A reranker that finds gold sources at 0.9, one other source at 0.25."""
+
+    def use(self, model):
+        self.used = model
+
+    def score(self, questions, candidates):
+        ranked = []
+        for question, given in zip(questions, candidates, strict=True):
+            others = [name for name in given.sources if name not in question.positives]
+            names = (*question.positives, *others)
+            scores = [0.9] * len(question.positives) + [0.25] + [0.01] * len(others)
+            ranked.append(Ranking(question.id, names, tuple(scores[: len(names)])))
+        return ranked
+
+
+def test_source_f1_is_of_the_best_threshold_and_of_the_papers(judge):
+    made, _ = judge("rerank")
+    made.evaluate._reranker = ByName()
+    values = made.evaluate("a model")
+    assert made.evaluate._reranker.used == "a model"
+    # One gold source and one other: precision 1/2, recall 1.
+    assert values == pytest.approx(
+        {"source_f1": 1.0, "source_f1@0.2": 2 / 3, "threshold": 0.3}, abs=1e-4
+    )
 
 
 def test_answers_may_be_searched_with_other_beams_than_at_inference(judge):
