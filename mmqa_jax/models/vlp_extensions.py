@@ -21,6 +21,7 @@ from mmqa_jax.models.vlp import VLP, RegionEncoder, VLPConfig, VLPInputs
 _PATCH_STDDEVS = {"content_stddev": 0.01, "place_stddev": 0.03}
 # Log-probability of a token that cannot be written; finite, so that gradients stay numbers.
 _NEVER = -1e9
+_LEAST = 1e-20  # added to the share of a copied token, so that none has the logarithm of 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,13 +286,19 @@ class CopyHead(nnx.Module):
         """
         rows, length, written = logits.shape
         copied, gate = self._attend(hidden, context, said)
+        same = context.ids[:, :, None] == context.ids[:, None]  # [B, L, L]
+        copied = jnp.einsum(
+            "bpl,blk->bpk", copied, same.astype(jnp.float32)
+        )  # every occurrence together
+        # Only W written and L copied tokens need logarithms: those of all V would cost more than
+        # the rest of a step of decoding.
+        log_gate = jax.nn.log_sigmoid(gate)[:, :, None]
         index = (jnp.arange(rows)[:, None, None], jnp.arange(length)[:, None], context.ids[:, None])
-        copies = jnp.zeros((rows, length, vocabulary)).at[index].add(copied)
-        unwritten = ((0, 0), (0, 0), (0, vocabulary - written))
-        log_written = jnp.pad(
-            jax.nn.log_softmax(logits), unwritten, constant_values=_NEVER
-        )  # [B, P, V]
-        return _mix(gate[:, :, None], log_written, copies)
+        log_probs = jnp.broadcast_to(log_gate + jnp.log(_LEAST), (rows, length, vocabulary))
+        log_probs = log_probs.at[index].set(log_gate + jnp.log(copied + _LEAST))
+        log_written = jax.nn.log_sigmoid(-gate)[:, :, None] + jax.nn.log_softmax(logits)
+        mixed = jnp.logaddexp(log_written, log_probs[:, :, :written])
+        return jnp.concatenate([mixed, log_probs[:, :, written:]], axis=-1)
 
     def of_tokens(
         self,
@@ -328,7 +335,7 @@ class CopyHead(nnx.Module):
 def _mix(gate: jax.Array, log_token: jax.Array, copied: jax.Array) -> jax.Array:
     """log((1 - g) * p(token) + g * p(copied)), g = sigmoid(gate)."""
     return jnp.logaddexp(
-        jax.nn.log_sigmoid(-gate) + log_token, jax.nn.log_sigmoid(gate) + jnp.log(copied + 1e-20)
+        jax.nn.log_sigmoid(-gate) + log_token, jax.nn.log_sigmoid(gate) + jnp.log(copied + _LEAST)
     )
 
 

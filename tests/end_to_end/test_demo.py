@@ -268,14 +268,37 @@ def test_an_answer_cites_sources_of_the_corpus(demo, with_picture, tmp_path):
     answers = json.loads(ended.stdout.splitlines()[-1])["answers"]
     assert len(answers) == (1 if with_picture else 2)
     for answer in answers:
-        assert isinstance(answer["answer"], str)
         assert answer["question"] in ended.stderr
+        assert answer["answer"] in ended.stderr
         # About a picture of one's own the collection need not say anything.
         assert (0 if with_picture else 1) <= len(answer["sources"]) <= 2
+        assert answer["found"] or not with_picture
         for cited in answer["sources"]:
             source = demo.corpus.sources[demo.corpus.row[cited["id"]]]
             assert (cited["title"], cited["text"]) == (source.title, source.text)
             assert 0 <= cited["score"] <= 1
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_an_answer_is_read_only_from_sources_above_the_threshold(demo, threshold, tmp_path):
+    workdir = tmp_path / "workdir"
+    (workdir / "retrieval").mkdir(parents=True)
+    for name in ("config.json", "data", "contrastive", "index", "rerank", "answer"):
+        (workdir / name).symlink_to(demo.workdir / name)
+    selection = json.loads((demo.workdir / "retrieval/selection.json").read_text())
+    changed = json.dumps(selection | {"threshold": threshold})
+    (workdir / "retrieval/selection.json").write_text(changed)
+    code, out, err = run_here("ask", f"--workdir={workdir}", "--json", "Which flag is red?")
+    assert code == 0, err
+    (answer,) = json.loads(out.splitlines()[-1])["answers"]
+    assert answer["found"] == (threshold == 0.0)
+    if answer["found"]:
+        raw = "".join(answer["raw_answer"].split())
+        assert "".join(answer["answer"].lower().split()).removesuffix(".") == raw.removesuffix(".")
+    else:
+        assert (answer["answer"], answer["raw_answer"]) == ("Not found in the sources.", "")
+        assert len(answer["sources"]) == 1
+        assert "nearest source" in err
 
 
 def test_questions_that_cannot_be_asked(demo):
