@@ -235,7 +235,7 @@ def test_circular_is_the_share_of_questions_with_all_passes_right(hits):
 @pytest.fixture
 def ours(tmp_path):
     rows = [
-        {"question_id": "7", "answer": "=A, surely"},  # no formula in the spreadsheet
+        {"question_id": "7", "answer": "= A, surely"},  # no formula in the spreadsheet
         {"question_id": "8", "choice": 2},
         {"question_id": "1000007", "answer": "B"},
         {"question_id": "1000008", "answer": "the fox"},
@@ -256,7 +256,7 @@ def test_a_submission_is_a_spreadsheet_that_scores_itself(raw, ours, tmp_path):
         *("split", "prediction"),
     )
     assert rows[0][0] == 7
-    assert [r[-1] for r in rows] == ["=A, surely", "C", "B", "the fox", "A"]
+    assert [r[-1] for r in rows] == ["= A, surely", "C", "B", "the fox", "A"]
     assert [r[6] for r in rows] == [None] * 5
     again = done("evaluate", "mmbench", f"--predictions={out}")
     for key in ("scores", "by_category", "unparsed", "n"):

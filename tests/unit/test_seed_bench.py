@@ -40,7 +40,7 @@ def raw(tmp_path):
     (folder / "SEED-Bench-image" / "1454426_2591111986").write_bytes(png((1, 0, 0)))
     (folder / "SEED-Bench-image" / "77_88.jpg").write_bytes(png((2, 0, 0)))
     (folder / "SEED-Bench-video-image").mkdir()
-    (folder / "SEED-Bench-video-image" / "v9.png").write_bytes(png((9, 0, 0)))
+    (folder / "SEED-Bench-video-image" / "10_v9.png").write_bytes(png((9, 0, 0)))
     (folder / "SEED-Bench.json").write_text(
         json.dumps({"questions": QUESTIONS, "question_type": NAMES})
     )

@@ -2,7 +2,8 @@
 
     SEED-Bench.json              {"questions": [...], "question_type": {dimension: number}}
     SEED-Bench-image/{data_id}   pictures of the dimensions 1 to 9
-    SEED-Bench-video-image/{question_id}.png   a frame of each video of the dimensions 10 to 12
+    SEED-Bench-video-image/{question_type_id}_{question_id}.png
+                                 a frame of each video of the dimensions 10 to 12, named as by LLaVA
 
 The videos of three other data sets are not read: a frame stands for one, where it was extracted.
 """
@@ -24,9 +25,9 @@ from mmqa_jax.data.schema import Question
 # Keys of Question.extra: number of the dimension, `image` or `video`, and the picture's name.
 DIMENSION, DATA_TYPE, DATA_ID = "question_type_id", "data_type", "data_id"
 
-# The paper's abstract rounds it to 19K; table 1 has 19,242.
+# The paper's abstract rounds it to 19K.
 PUBLISHED_COUNTS = {"test questions": 19_242}
-ATTRIBUTION = "SEED-Bench (Li et al., CVPR 2024), CC BY-NC 4.0; pictures: CC3M."
+ATTRIBUTION = "SEED-Bench (Li et al., CVPR 2024), Apache-2.0; pictures: CC3M."
 
 _CHOICES = ("choice_a", "choice_b", "choice_c", "choice_d")
 _LETTERS = "ABCD"
@@ -129,7 +130,7 @@ def _question(where: str, row: Any, dimensions: Mapping[int, str]) -> Question:
 
 def _places(question: Question) -> tuple[str, ...]:
     if question.extra[DATA_TYPE] == "video":
-        return (f"SEED-Bench-video-image/{question.id}.png",)
+        return (f"SEED-Bench-video-image/{question.extra[DIMENSION]}_{question.id}.png",)
     name = question.extra.get(DATA_ID)
     return tuple(
         f"{folder}/{name}{suffix}"
