@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import baseline_packing as baseline
 import jax
 import jax.numpy as jnp
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -84,7 +85,7 @@ def seen_in_decoding(monkeypatch, config, corpus, questions, cited):
     def beam_search(graphdef, state, inputs, **options):
         given.append(jax.device_get(dataclasses.asdict(inputs)))
         count = len(inputs.input_ids)
-        return SimpleNamespace(tokens=np.zeros((count, 1, 1), int), scores=np.zeros((count, 1)))
+        return SimpleNamespace(tokens=jnp.zeros((count, 1, 1), int), scores=jnp.zeros((count, 1)))
 
     small(monkeypatch, reader_module, corpus)
     monkeypatch.setattr(reader_module, "beam_search", beam_search)
