@@ -8,6 +8,8 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
+PAPER = "rmr"
+
 DATA, SCIENCEQA, CLIP = "data/aokvqa", "data/scienceqa", "weights/clip"
 MADE_BY = {
     DATA: f"mmqa prepare aokvqa --raw=downloads/aokvqa --out={DATA}",

@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
+PAPER = "pica"
+
 DATA = "data/okvqa"
 MADE_BY = {DATA: f"mmqa prepare okvqa --raw=downloads/okvqa --out={DATA}"}
 CLIP = "weights/clip"

@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
+PAPER = "rmr"
+
 DATA, CLIP, LLAVA = "data/scienceqa", "weights/clip", "weights/llava"
 MADE_BY = {
     DATA: f"mmqa prepare scienceqa --raw=downloads/scienceqa --out={DATA} (problems.json, "

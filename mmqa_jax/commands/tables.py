@@ -14,7 +14,10 @@ EXAMPLE = "mmqa tables webqa --workdir=runs/tables"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
-        "paper", nargs="?", choices=("webqa", "atlas"), help="webqa, or atlas for our own (all)"
+        "paper",
+        nargs="?",
+        choices=("webqa", "pica", "rmr", "atlas"),
+        help="a paper, or atlas for our own benchmark (all)",
     )
     parser.add_argument(
         "--workdir", help="folder with the rows' workdirs (WORKDIR/ROW), for the measured figures"

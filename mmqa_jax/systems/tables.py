@@ -12,38 +12,72 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.evaluation.tables import Cell, Table
 from mmqa_jax.systems.run import missing_inputs
 
-PAPERS = ("webqa", "atlas")
+# Paper -> the folders of configs/ whose tables.py has rows of it.
+PAPERS = {
+    "webqa": ("webqa",),
+    "pica": ("okvqa", "aokvqa"),
+    "rmr": ("scienceqa", "aokvqa"),
+    "atlas": ("atlas",),
+}
 
 
 def list_rows(paper: str, workdir: Path | None = None) -> list[dict[str, Any]]:
     """Every published figure of a paper's tables: the rows of `mmqa tables --json`.
 
     Args:
-      paper: of PAPERS; its rows are in configs/PAPER/tables.py.
+      paper: of PAPERS.
       workdir: folder of rows' workdirs (WORKDIR/ROW), or one row's own.
 
     Returns:
       One dict per figure: paper, table, row, column, published, tolerance, scorer, command, needs,
       measured, limit and status: `pass` or `fail` (of the row's whole split), `not run`,
-      `needs` (inputs are missing), `cited only`, `missing` (not implemented yet).
+      `needs` (inputs are missing), `cited only`, `missing` (not implemented yet), or, of a row of
+      ours without a published figure, `measured`.
     """
-    file = find_config(f"configs/{paper}/tables.py")
-    tables = load_module(file)
+    return [figure for dataset in PAPERS[paper] for figure in _rows_of(paper, dataset, workdir)]
+
+
+def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, Any]]:
+    """The figures of one paper in configs/DATASET/tables.py."""
+    tables = load_module(find_config(f"configs/{dataset}/tables.py"))
     listed = []
-    for name in tables.ROWS:
+    for name, row in tables.ROWS.items():
+        if row.get("paper", dataset) != paper:
+            continue
         config = tables.get_config(name)
-        measured = None if workdir is None else _scores(workdir, name)
+        measured = None if workdir is None else _scores(workdir, dataset, name)
         needs = [f"{path}: {how}" for path, how in missing_inputs(config).items()]
-        command = f"mmqa run --config=configs/{paper}/tables.py:{name} --workdir=runs/tables/{name}"
-        for cell in config.published:
-            cell = dict(cell)
-            listed.append(_figure(paper, name, cell, command, needs, measured, config))
+        command = (
+            f"mmqa run --config=configs/{dataset}/tables.py:{name} "
+            f"--workdir=runs/tables/{dataset}/{name}"
+        )
+        for cell in config.published or _ours(dataset, name, measured):
+            listed.append(_figure(paper, name, dict(cell), command, needs, measured, config))
+    if paper != tables.PAPER:
+        return listed
     for status, rows in (("missing", tables.MISSING), ("cited only", tables.CITED)):
         for name, cells in rows.items():
             for cell in cells:
                 figure = _figure(paper, name, dict(cell), "", [], None, None)
                 listed.append({**figure, "status": status})
     return listed
+
+
+def _ours(dataset: str, name: str, scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """A figure per score of a row that no paper has; without a run one that says so."""
+    scorers = list(scores["scores"]) if scores else [""]
+    return [
+        {
+            "table": f"ours, {dataset}",
+            "row": name,
+            "column": scorer,
+            "published": None,
+            "tolerance": None,
+            "scorer": scorer,
+            "group": "",
+        }
+        for scorer in scorers
+    ]
 
 
 def rows_tables(paper: str, listed: list[dict[str, Any]]) -> list[Table]:
@@ -74,7 +108,7 @@ def commands_table(paper: str, listed: list[dict[str, Any]]) -> Table:
     for figure in listed:
         if figure["command"]:
             needs = "; ".join(need.partition(":")[0] for need in figure["needs"])
-            rows[figure["config_row"]] = [figure["config_row"], figure["command"], needs or "–"]
+            rows[figure["command"]] = [figure["config_row"], figure["command"], needs or "–"]
     note = "What is missing and where it comes from: `mmqa tables --json`, key needs."
     return Table(f"{paper}, commands", ("row", "command", "still needs"), list(rows.values()), note)
 
@@ -95,7 +129,9 @@ def _figure(
         needs = [*needs, "--config.scoring.bart: bart-large-cnn with BARTScore's bart.pth"]
         status = "needs"
     limit = None if scores is None else scores.get("limit")
-    if measured is not None and limit is None and scores["split"] == config.data.split:
+    if measured is not None and cell["published"] is None:
+        status = "measured"
+    elif measured is not None and limit is None and scores["split"] == config.data.split:
         within = abs(measured - cell["published"]) <= cell["tolerance"]
         status = "pass" if within else "fail"
     return {
@@ -126,13 +162,16 @@ def _measured(scores: Mapping[str, Any], scorer: str, group: str) -> float | Non
     return None
 
 
-def _scores(workdir: Path, row: str) -> Mapping[str, Any] | None:
-    """scores.json of a row, in its own folder below `workdir` or in `workdir` itself."""
+def _scores(workdir: Path, dataset: str, row: str) -> Mapping[str, Any] | None:
+    """scores.json of a row: in WORKDIR/DATASET/ROW, in WORKDIR/ROW or in `workdir` itself."""
     if not workdir.is_dir():
         raise UserError(f"--workdir={workdir}: no such folder; name one that holds rows' workdirs.")
-    for file in (workdir / row / "scores.json", workdir / "scores.json"):
+    for folder in (workdir / dataset / row, workdir / row, workdir):
+        file = folder / "scores.json"
         if file.exists():
             scores = read_json(file)
-            if isinstance(scores, Mapping) and scores.get("row") == row:
+            if not isinstance(scores, Mapping):
+                continue
+            if (scores.get("row"), scores.get("dataset")) == (row, dataset):
                 return scores
     return None

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import baseline_packing as baseline
 import jax
 import jax.numpy as jnp
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
