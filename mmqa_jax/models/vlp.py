@@ -33,7 +33,7 @@ class VLPConfig:
     A region's content vector [region_features] goes through one linear per size in
     `visual_hidden` and a last one to the trunk's width, its position vector [region_positions]
     through one linear; ReLU after each linear, then dropout. Those linears start as torch's
-    nn.Linear (modeling.py:1011-1050, behind the call of init_bert_weights), or with kernels of
+    nn.Linear (modeling.py:1011-1050, after init_bert_weights has run), or with kernels of
     the standard deviations `content_stddev` and `place_stddev` and biases 0.
     """
 

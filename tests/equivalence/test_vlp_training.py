@@ -96,12 +96,16 @@ def original_answer_loss(losses, weights):
 
 @pytest.mark.parametrize("together", [2, None])
 def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
-    """Six questions of 0 to 5 masked tokens, in micro-batches of two, or all in one."""
+    """Six questions of 0 to 5 masked tokens, in micro-batches of two, or all in one.
+
+    One micro-batch has none, and one token's weight is 4, as a keyword's may be.
+    """
     rng = np.random.default_rng(4)
     x, most = batch(x101.config, 5, rows=6), 5
-    counts = np.array([3, 0, 5, 1, 2, 4])
-    weights = (np.arange(most) < counts[:, None]).astype(np.float32)
-    real = weights > 0
+    counts = np.array([3, 5, 0, 0, 1, 4])
+    real = np.arange(most) < counts[:, None]
+    weights = real.astype(np.float32)
+    weights[1, 2] = 4
     ends = np.resize([18, 12, 21], 6)[:, None]
     positions = np.where(real, ends + np.arange(most), 0)
     words = np.where(real, rng.integers(0, TRUNK.vocab_size, (6, most)), 0)
