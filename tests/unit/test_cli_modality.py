@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 TINY = {
     "tokenizer": "corpus:200", "model.changes.hidden": 32, "model.changes.layers": 1,
-    "model.changes.heads": 2, "model.changes.mlp": 32, "model.changes.dropout": 0.0,
-    "model.changes.attention_dropout": 0.0, "batches.length": 16, "batches.batch_size": 16,
-    "inference.batch_size": 4, "train.steps": 30, "train.checkpoint_every": 30,
+    "model.changes.heads": 2, "model.changes.mlp": 32, "batches.length": 16,
+    "batches.batch_size": 16, "inference.batch_size": 4, "train.steps": 40,
+    "train.checkpoint_every": 40,
     "train.optimizer.learning_rate": 3e-3,
 }  # fmt: skip
 
@@ -57,7 +57,7 @@ def trained(cli_cache, tmp_path_factory):
     done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
     with quickly_and_quietly(cli_cache):
         result = done(*flags_of(folder / "data", folder / "run"))
-    assert result == {"task": "modality", "steps": 30, "workdir": str(folder / "run")}
+    assert result == {"task": "modality", "steps": 40, "workdir": str(folder / "run")}
     return folder
 
 
