@@ -198,7 +198,7 @@ def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
         f"bm25, dense: top two. vlp: above {tuned['vlp_threshold']}. reranked: above "
         f"{tuned['threshold']}, VLP with {tuned['weight']:g} x similarity. Tuned on val."
     )
-    if tuned["weight_at_edge"]:
+    if tuned.get("weight_at_edge"):
         note += " That weight is the largest one tried: a larger one may be better."
     cited = [[name, _interval(scores, f"source_f1/{name}")] for name in SOURCE_F1]
     title = "Source F1 (restricted; full_: whole collection)"
