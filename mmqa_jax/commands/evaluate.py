@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--references",
         help="folder written by `mmqa prepare`, a benchmark's official files, or WebQA's official "
-        "output TSV (default: the predictions, if they are such a TSV)",
+        "output TSV (default: the predictions, if they are such a TSV or MMBench's table)",
     )
     parser.add_argument(
         "--predictions",

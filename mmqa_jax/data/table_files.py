@@ -116,4 +116,4 @@ def _text(cell: Any) -> str:
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
     text = str(cell)
-    return "" if text.lower() == "nan" else text
+    return "" if text == "nan" else text

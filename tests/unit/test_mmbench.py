@@ -315,11 +315,11 @@ def test_broken_prediction_tables(raw, ours, tmp_path, refused):
 
 
 def test_cells_survive_a_spreadsheet(tmp_path):
-    texts = ["=1+1", "None", "N/A", "a\tb\nc", "0012", "é", "bell\x07", "nan", ""]
+    texts = ["=1+1", "None", "NaN", "a\tb\nc", "0012", "é", "bell\x07", "nan", ""]
     path = tmp_path / "cells.xlsx"
     write_spreadsheet(path, ("index", "text"), list(enumerate(texts)))
     found = [cells["text"] for _, cells in read_table(path, ("index", "text"))]
-    assert found == ["=1+1", "None", "N/A", "a\tb\nc", "0012", "é", "bell", "", ""]
+    assert found == ["=1+1", "None", "NaN", "a\tb\nc", "0012", "é", "bell", "", ""]
     with pytest.raises(UserError, match="has no column answer"):
         read_table(path, ("answer",))
 
