@@ -30,7 +30,8 @@ def get_config(mode: str = "") -> ConfigDict:
         "visual_hidden": (768,),
     }
     config.packing = {
-        "buckets": ((0, 52), (0, 68), (0, 96), (1, 52)),
+        # Closely spaced, for little padding: all pairs of a question are scored, most are short.
+        "buckets": ((0, 48), (0, 64), (0, 96), (1, 40), (1, 52)),
         "max_source_tokens": 64,
         "max_question_tokens": 48,
         "max_answer_tokens": 0,

@@ -41,16 +41,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         answer = answerer.answer(text, picture)
         seconds = time.perf_counter() - began
+        cited = answer.prediction.sources, answer.prediction.source_scores
         sources = [
             (answerer.corpus.sources[answerer.corpus.row[name]], score)
-            for name, score in zip(answer.cited.sources, answer.cited.scores, strict=True)
+            for name, score in zip(*cited, strict=True)
         ]
-        _show(answer, sources, seconds)
+        _show(text, answer, sources, seconds)
         answers.append(
             {
                 "question": text,
                 "answer": answer.text,
-                "raw_answer": answer.raw,
+                "raw_answer": answer.prediction.answer,
                 "found": answer.found,
                 "sources": [
                     {"id": s.id, "score": score, "title": s.title, "text": s.text}
@@ -62,13 +63,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"answers": answers}
 
 
-def _show(answer: Any, sources: list[tuple[Any, float]], seconds: float) -> None:
+def _show(question: str, answer: Any, sources: list[tuple[Any, float]], seconds: float) -> None:
     """Prints an answer on stderr, because stdout is reserved for the JSON."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(stderr=True)
-    console.print(f"\n[bold]{escape(answer.question)}[/bold]")
+    console.print(f"\n[bold]{escape(question)}[/bold]")
     console.print(f"{escape(answer.text)}  [dim]({seconds:.1f} s)[/dim]")
     if not answer.found:
         console.print("The nearest source:")

@@ -137,7 +137,7 @@ def _rounded_product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
 def _rounded_forward(
     x: jax.Array, matrix: jax.Array, axis: int
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    x, matrix = _rounded(x), _rounded(matrix)
+    x, matrix = x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)
     return _contract(x, 1, matrix, axis, jnp.float32), (x, matrix)
 
 
@@ -145,18 +145,13 @@ def _rounded_backward(
     axis: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, matrix = saved
-    dy = _rounded(dy)  # [M, N]
+    dy = dy.astype(jnp.bfloat16)  # [M, N]; left in float32, XLA would multiply in float32
     dx = _contract(dy, 1, matrix, 1 - axis, jnp.float32)
     first, second = (x, dy) if axis == 0 else (dy, x)
     return dx, _contract(first, 0, second, 0, jnp.float32)
 
 
 _rounded_product.defvjp(_rounded_forward, _rounded_backward)
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    # Without the barrier XLA removes the rounding, as more precise, and multiplies in float32.
-    return jax.lax.optimization_barrier(x.astype(jnp.bfloat16))
 
 
 def _contract(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int, dtype: jnp.dtype) -> jax.Array:

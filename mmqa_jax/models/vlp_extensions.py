@@ -287,9 +287,8 @@ class CopyHead(nnx.Module):
         rows, length, written = logits.shape
         copied, gate = self._attend(hidden, context, said)
         same = context.ids[:, :, None] == context.ids[:, None]  # [B, L, L]
-        copied = jnp.einsum(
-            "bpl,blk->bpk", copied, same.astype(jnp.float32)
-        )  # every occurrence together
+        # Every occurrence of a token together:
+        copied = jnp.einsum("bpl,blk->bpk", copied, same.astype(jnp.float32))
         # Only W written and L copied tokens need logarithms: those of all V would cost more than
         # the rest of a step of decoding.
         log_gate = jax.nn.log_sigmoid(gate)[:, :, None]

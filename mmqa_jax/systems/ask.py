@@ -9,7 +9,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_sources
-from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.inference.wording import as_written
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
@@ -25,17 +25,15 @@ class Answer:
 
     Attributes:
       text: as people write it; NOT_FOUND if no source is relevant.
-      raw: as the reader wrote it, "" if nothing was read.
       found: whether a source is more relevant than the demo's threshold, or the question came
         with a picture of its own.
-      cited: the sources with their relevance, best first; if nothing was found, the nearest one.
+      prediction: what the reader wrote, and the sources it read; if nothing was found, the
+        nearest one.
     """
 
-    question: str
     text: str
-    raw: str
     found: bool
-    cited: Ranking
+    prediction: Prediction
 
 
 class Answerer:
@@ -84,22 +82,20 @@ class Answerer:
         self._reader.check_length(text)
         self._picture = picture
         question = Question("asked", "", text, image=None if picture is None else _PICTURE)
-        (cited,) = webqa.select_full_scale(
+        (prediction,) = webqa.answer_full_scale(
             [question],
             self._retriever,
             self._reranker,
+            self._reader,
             top_k=self._top_k,
             threshold=self._threshold,
             select="best" if picture is None else "two_above",
         )
         # `best` cites its first source whatever its relevance, as the papers' settings do.
-        if picture is None and not any(score > self._threshold for score in cited.scores):
-            return Answer(text, NOT_FOUND, "", found=False, cited=cited)
-        (prediction,) = self._reader.answer([question], [cited])
-        sources = [self.corpus.sources[self.corpus.row[name]] for name in cited.sources]
-        written = as_written(
-            prediction.answer,
-            [*(source.text for source in sources), text],
-            [source.title for source in sources],
-        )
-        return Answer(text, written, prediction.answer, found=True, cited=cited)
+        relevant = any(score > self._threshold for score in prediction.source_scores)
+        if picture is None and not relevant:
+            return Answer(NOT_FOUND, False, prediction)
+        sources = [self.corpus.sources[self.corpus.row[name]] for name in prediction.sources]
+        texts = [*(source.text for source in sources), text]
+        written = as_written(prediction.answer, texts, [source.title for source in sources])
+        return Answer(written, True, prediction)

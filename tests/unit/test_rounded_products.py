@@ -51,5 +51,4 @@ def test_the_compiled_program_multiplies_bfloat16_forward_and_backward():
         program = lowered.compile().as_text()
     products = [line for line in program.splitlines() if " dot(" in line]
     assert len(products) == 3
-    # XLA would take the rounding out again, as excess precision.
     assert program.count("bf16[") >= 2 * len(products)

@@ -49,6 +49,9 @@ def test_the_most_frequent_spelling_wins_and_words_inside_others_do_not_count():
     texts = ["the us, the US, the US", "Niger borders Nigeria"]
     assert as_written("the us borders it .", texts) == "The US borders it."
     assert as_written("a nig .", texts) == "A nig."
+    # However many sentences a word starts, one place inside a sentence says more.
+    texts = ["May is warm. May is dry. In May it rains."]
+    assert as_written("it is may .", texts) == "It is May."
 
 
 def test_only_spelling_and_spaces_change():
