@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from shared_data import require
 
-
 FAILS, SKIPS = pytest.fail.Exception, pytest.skip.Exception
 
 
