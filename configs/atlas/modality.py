@@ -1,4 +1,4 @@
-"""Atlas: the modality classifier, MiniLM over the question; seconds.
+"""Atlas: the modality classifier, MiniLM over the question; a minute on two cores.
 
 WebQA's classifier (configs/webqa/modality.py) with MiniLM for BERT-base: its [CLS] without the
 pooler, which was never trained, shorter questions, smaller batches and a higher rate.
