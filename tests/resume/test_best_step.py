@@ -62,6 +62,7 @@ def test_of_equal_steps_the_first_is_the_best(tmp_path):
     run(tmp_path, steps=30, evaluate_every=5, keep=1, validation=constant)
     assert read_best(tmp_path)["step"] == 5
     assert checkpoints(tmp_path) == [5, 30]
+    assert any((x != weights(tmp_path)[name]).any() for name, x in best_arrays(tmp_path).items())
 
 
 def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
