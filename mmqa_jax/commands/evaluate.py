@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="predictions.jsonl, the benchmark's own formats, or a rankings file",
     )
     parser.add_argument(
-        "--split", help="train, val or test (the one of the benchmark whose answers are public)"
+        "--split", help="train, val or test (test; for aokvqa val, whose answers are public)"
     )
     parser.add_argument(
         "--only_given",
