@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
+import jax
 import pytest
 from cli_runs import ROOT
 
 from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.systems import demo
 
 pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
@@ -78,3 +81,46 @@ def test_no_question(refused, tmp_path):
     message = r"the question is empty; write one in quotes"
     refused("ask", f"--workdir={tmp_path / 'run'}", "  ", message=message)
     refused("ask", f"--workdir={tmp_path / 'run'}", "Why?", "", message=message)
+
+
+@pytest.fixture
+def stages_run(monkeypatch, tmp_path, capsys):
+    """Runs a demo whose stages only note the precision they run in; returns notes and stderr."""
+    notes = []
+
+    def note():
+        notes.append(jax.config.jax_default_matmul_precision)
+
+    monkeypatch.setenv("MMQA_PROGRESS", "on")
+    monkeypatch.setattr(demo, "prepare_atlas", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "open_corpus", lambda _: None)
+    monkeypatch.setattr(demo, "write_demo_report", lambda *_: {})
+    monkeypatch.setattr(demo._Demo, "__init__", lambda *_: None)
+    monkeypatch.setattr(demo._Demo, "stages", lambda _: {"contrastive": note, "answer": note})
+
+    def start(*overrides):
+        config = load_config(f"{ROOT}/configs/atlas/demo.py", list(overrides))
+        demo.run_demo(config, tmp_path / "run")
+        return notes, capsys.readouterr().err
+
+    return start
+
+
+def test_every_stage_starts_with_the_time_left_of_the_demo(stages_run):
+    _, shown = stages_run("precision=float32")
+    minutes = re.findall(r"Stage (\w+): about (\d+) (?:min|s) left of the demo\.", shown)
+    assert [name for name, _ in minutes] == ["contrastive", "answer"]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_precision_is_measured_once(fast, stages_run, monkeypatch, tmp_path):
+    def rates():
+        return {"float32": 100.0, "bfloat16": 300.0 if fast else 50.0}
+
+    monkeypatch.setattr(demo, "matmul_rates", rates)
+    assert stages_run()[0] == ["bfloat16" if fast else None] * 2
+    found = json.loads((tmp_path / "run" / "machine.json").read_text())
+    assert found["precision"] == ("bfloat16" if fast else "float32")
+    monkeypatch.setattr(demo, "matmul_rates", lambda: pytest.fail("measured again"))
+    (tmp_path / "run" / "stages" / "answer.json").unlink()
+    assert stages_run()[0] == ["bfloat16" if fast else None] * 3  # a resumed run keeps it
