@@ -96,7 +96,7 @@ def test_the_hubs_parquet_holds_the_same_questions(raw, tmp_path):
             rows.append({k: v for k, v in row.items() if k != "split"} | {"image": image})
         table = pyarrow.Table.from_pylist(rows)
         path = folder / f"{name}-00000-of-00001-0123456789abcdef.parquet"
-        pyarrow.parquet.write_table(table, path, row_group_size=2)
+        pyarrow.parquet.write_table(table, path, row_group_size=1)
     of_json = read_scienceqa(raw).questions
     found = read_scienceqa(tmp_path / "hub")
     assert [q.id for q in found.questions] == [
