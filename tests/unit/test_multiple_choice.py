@@ -34,6 +34,7 @@ GOLDEN = [
     ("The picture shows B", None, None, 1),
     ("I think that the animal here is a dog", None, None, 1),
     ("Z", None, None, None),
+    ("Z: a dog", None, None, None),
     ("Cannot determine the answer", None, None, None),
     ("Sorry, I can't help with images of people yet. B", None, None, None),
     ("I can't process this file.", None, None, None),
