@@ -52,10 +52,15 @@ def corpus(data):
 
 @pytest.fixture(scope="module")
 def parts(run, corpus):
-    """What rerankers are made of; larger weights than two steps give, so that scores differ."""
+    """What rerankers are made of; larger weights than two steps give, so that scores differ.
+
+    Those of the source head are large from the beginning: larger ones bring all scores near 1.
+    """
     config, tokenizer, vlp = _load_vlp(run, "rerank", None)
     graphdef, state = nnx.split(vlp)
+    head = state.pop("source_head")
     state = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, state)
+    state["source_head"] = head
     model = TwoSidedVLP.of(nnx.merge(graphdef, state), TwoSides(1, 5, 1))
     return config, corpus, tokenizer, model
 
