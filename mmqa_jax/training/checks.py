@@ -163,8 +163,8 @@ def check_config(config: ConfigDict) -> None:
             f"config key train.accumulate={accumulate}: the contrastive loss needs its whole "
             f"batch; leave it out and set tower_parts to {accumulate}."
         )
-    together = config.get("questions_per_mean", 1)
-    if config.batches.batch_size % (accumulate * together):
+    together = config.get("questions_per_mean")
+    if together and config.batches.batch_size % (accumulate * together):
         raise UserError(
             f"config key questions_per_mean={together}: batches.batch_size="
             f"{config.batches.batch_size} in train.accumulate={accumulate} parts was expected to "

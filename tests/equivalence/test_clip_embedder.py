@@ -214,7 +214,7 @@ def start_config(converted, **changes):
     config.model.changes = {**SIZES, "vocab_size": vocabulary, "context": CONTEXT}
     config.model.vision = {**SIZES, "image_size": SIDE, "patch_size": 8}
     config.batches.update(batch_size=2, query_length=12, source_lengths=(CONTEXT,), threads=0)
-    config.train.update(steps=1, log_every=1)
+    config.train.update(steps=1, log_every=1, evaluate_every=0)
     config.train.optimizer.update(learning_rate=1e-30, warmup=0)
     config.inference.buckets = (CONTEXT,)
     config.update_from_flattened_dict(changes)

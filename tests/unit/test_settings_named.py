@@ -29,7 +29,9 @@ STEPS = {
 # The settings, our additions to them, and parts that only pass a call on.
 COMPOSING = {"systems/webqa.py", "systems/resumable.py"}
 ALLOWED = {
-    ("systems/run.py", "_Recorded"),  # keeps what a part returned
+    ("systems/opened_parts.py", "_Recorded"),  # keeps what a part returned
+    ("commands/evaluate.py", "scoring.score"),  # a benchmark's scores, no part
+    ("systems/run.py", "benchmark.score"),  # the same
     ("commands/ask.py", "answerer.answer"),  # the demo's Answerer, no part
 }
 # Setting -> the function that finds its sources.
