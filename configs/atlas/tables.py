@@ -7,6 +7,8 @@ hop (ours); `restricted_vlp` and `full_vlp` count VLP's relevance alone.
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import config_beside
+
 PAPER = "atlas"
 TOLERANCE = 0.03
 
@@ -118,28 +120,30 @@ MODES = tuple(ROWS)
 
 def get_config(mode: str = "full") -> ConfigDict:
     """`mode`: a row, of MODES."""
-    row = ROWS[mode]
-    config = ConfigDict()
-    config.row = mode
-    config.system = "webqa"
-    config.setting = row["setting"]
-    config.dataset = "atlas"
-    # questions: so many, evenly over the split; 0 is all of it.
-    config.data = {"dir": DATA, "split": "test", "questions": 0, "modality": ""}
-    config.parts = row["parts"]
-    config.options = row.get("options", {})
-    config.scoring = {"lemmatizer": "none", "bart": ""}
-    config.published = tuple(
+    rows = config_beside(__file__, "../rows.py")
+    config = rows.make_row(
+        mode,
+        {**ROWS[mode], "published": _cells(mode, ROWS[mode]["published"])},
+        system="webqa",
+        dataset="atlas",
+        data=DATA,
+        split="test",
+        made_by=MADE_BY,
+    )
+    config.scoring.lemmatizer = "none"
+    return config
+
+
+def _cells(row: str, values: dict[str, float]) -> tuple[dict, ...]:
+    return tuple(
         {
             "table": "demo",
-            "row": mode,
+            "row": row,
             "column": scorer,
             "published": value,
             "tolerance": TOLERANCE,
             "scorer": scorer,
             "group": "",
         }
-        for scorer, value in row["published"].items()
+        for scorer, value in values.items()
     )
-    config.made_by = tuple(MADE_BY.items())
-    return config

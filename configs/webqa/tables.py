@@ -12,6 +12,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import config_beside
+
 PAPER = "webqa"
 TOLERANCE = 0.03
 CATEGORIES = ("YesNo", "choose", "color", "shape", "number", "Others", "text")  # table 8's columns
@@ -248,18 +250,13 @@ MODES = tuple(ROWS)
 
 def get_config(mode: str = "vlp") -> ConfigDict:
     """`mode`: a row, of MODES."""
-    row = ROWS[mode]
-    config = ConfigDict()
-    config.row = mode
-    config.system = "webqa"
-    config.setting = row["setting"]
-    config.dataset = "webqa"
-    # questions: 0 is all of the split; modality: only the questions that need it.
-    config.data = {"dir": DATA, "split": "val", "questions": 0, "modality": row.get("modality", "")}
-    config.parts = row["parts"]
-    config.options = row.get("options", {})
-    # lemmatizer: "" is spaCy where it is installed; bart: "" leaves fluency out.
-    config.scoring = {"lemmatizer": "", "bart": ""}
-    config.published = row["published"]
-    config.made_by = tuple(MADE_BY.items())
-    return config
+    rows = config_beside(__file__, "../rows.py")
+    return rows.make_row(
+        mode,
+        ROWS[mode],
+        system="webqa",
+        dataset="webqa",
+        data=DATA,
+        split="val",
+        made_by=MADE_BY,
+    )
