@@ -18,10 +18,11 @@ MADE_BY = {
 }
 TOLERANCE = 0.02
 
-_SMOLLM2 = {"model": "smollm2", "engine": {"slots": 32, "length": 1024}}
-_GEMINI = {"model": "gemini-pro-vision", "backend": "openai"}
-_HALVES = {"split": "val", "folds": 2}
-_LIBRARY = {"data": SCIENCEQA, "text_model": CLIP, "image_model": CLIP}
+_rows = config_beside(__file__, "../rows.py")
+_SMOLLM2 = _rows.language_model("smollm2")
+_GEMINI = _rows.language_model("gemini-pro-vision", "openai")
+_HALVES = _rows.library(split="val", folds=2)
+_LIBRARY = _rows.library(data=SCIENCEQA, text_model=CLIP, image_model=CLIP)
 
 
 def _published(row: str, value: float) -> tuple[dict, ...]:
@@ -109,8 +110,7 @@ MODES = tuple(ROWS)
 
 def get_config(mode: str = "smollm2_similar") -> ConfigDict:
     """`mode`: a row, of MODES."""
-    rows = config_beside(__file__, "../rows.py")
-    return rows.make_row(
+    return _rows.make_row(
         mode,
         ROWS[mode],
         system="pica",

@@ -17,10 +17,11 @@ CLIP = "weights/clip"
 MADE_BY[CLIP] = f"mmqa convert --model=clip --source=downloads/ViT-B-16.pt --out={CLIP}"
 TOLERANCE = 0.02
 
-_SMOLLM2 = {"model": "smollm2", "engine": {"slots": 32, "length": 1024}}
-_DAVINCI = {"model": "davinci-002", "backend": "openai"}
-_HALVES = {"split": "test", "folds": 2}
-_CLIP = {"split": "train", "text_model": CLIP, "image_model": CLIP}
+_rows = config_beside(__file__, "../rows.py")
+_SMOLLM2 = _rows.language_model("smollm2")
+_DAVINCI = _rows.language_model("davinci-002", "openai")
+_HALVES = _rows.library(split="test", folds=2)
+_CLIP = _rows.library(text_model=CLIP, image_model=CLIP)
 
 
 def _published(row: str, value: float) -> tuple[dict, ...]:
@@ -88,8 +89,7 @@ MODES = tuple(ROWS)
 
 def get_config(mode: str = "smollm2_similar") -> ConfigDict:
     """`mode`: a row, of MODES."""
-    rows = config_beside(__file__, "../rows.py")
-    return rows.make_row(
+    return _rows.make_row(
         mode,
         ROWS[mode],
         system="pica",

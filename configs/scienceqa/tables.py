@@ -22,12 +22,12 @@ TOLERANCE = 0.02
 COLUMNS = ("NAT", "SOC", "LAN", "TXT", "IMG", "NO", "G1-6", "G7-12", "AVG")
 _SCORER = "scienceqa/letter_or_wrong"
 
-_SERVER = {"backend": "openai"}
+_rows = config_beside(__file__, "../rows.py")
 _MODELS = {
-    "llava": {"model": LLAVA, "engine": {"slots": 16, "length": 4096}},
-    "qwen_vl": {**_SERVER, "model": "qwen-vl"},
-    "internlm": {**_SERVER, "model": "internlm-xcomposer2-vl"},
-    "gemini": {**_SERVER, "model": "gemini-pro-vision"},
+    "llava": _rows.language_model(LLAVA, slots=16, length=4096),
+    "qwen_vl": _rows.language_model("qwen-vl", "openai"),
+    "internlm": _rows.language_model("internlm-xcomposer2-vl", "openai"),
+    "gemini": _rows.language_model("gemini-pro-vision", "openai"),
 }
 _NAMES = {
     "llava": "LLaVA-1.5",
@@ -35,9 +35,8 @@ _NAMES = {
     "internlm": "InternLM-XComposer2-VL",
     "gemini": "Gemini",
 }
-_CLIP = {"text_model": CLIP, "image_model": CLIP}
-_SMOLLM2 = {"model": "smollm2", "engine": {"slots": 32, "length": 2048}}
-_MINILM = {"text": "question_and_choices"}
+_SMOLLM2 = _rows.language_model("smollm2", length=2048)
+_MINILM = _rows.library(text="question_and_choices")
 
 
 def _cells(table: str, row: str, values: tuple[float | None, ...]) -> tuple[dict, ...]:
@@ -57,11 +56,15 @@ def _cells(table: str, row: str, values: tuple[float | None, ...]) -> tuple[dict
     )
 
 
+def _library(modality: str) -> dict:
+    return _rows.library(text_model=CLIP, image_model=CLIP, modality=modality)
+
+
 def _paper(model: str, shots: int, cells: tuple[dict, ...], modality: str = "") -> dict:
     return {
         "paper": "rmr",
         "setting": "rmr",
-        "parts": {"llm": _MODELS[model], "library": {**_CLIP, "modality": modality}},
+        "parts": {"llm": _MODELS[model], "library": _library(modality)},
         "options": {"shots": shots, "chat": True, "pictures": True},
         "modality": modality,
         "published": cells,
@@ -194,8 +197,7 @@ MODES = tuple(ROWS)
 
 def get_config(mode: str = "smollm2_k3") -> ConfigDict:
     """`mode`: a row, of MODES."""
-    rows = config_beside(__file__, "../rows.py")
-    return rows.make_row(
+    return _rows.make_row(
         mode,
         ROWS[mode],
         system="rmr",

@@ -181,6 +181,10 @@ class Cached:
         """The backend's."""
         return self._backend.rates()
 
+    def close(self) -> None:
+        """Closes the cache's file."""
+        self._cache.close()
+
     def check(self, request: Query) -> None:
         """The backend's."""
         self._backend.check(request)

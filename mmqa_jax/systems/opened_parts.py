@@ -47,11 +47,15 @@ class OpenedParts:
         self.corpus, self._journals = corpus, journals
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: dict[str, Any] = {}
+        self._llms: list[Any] = []
 
     def close(self) -> None:
-        """Closes the journals; the parts can still be used."""
+        """Closes journals and response caches; all but a language model can still be used."""
         for part in self._open.values():
             part.journal.close()
+        for llm in self._llms:
+            llm.close()
+        self._llms.clear()
 
     def of_row(self, section: Mapping[str, Any]) -> dict[str, _Recorded]:
         """The parts of a row's config section `parts`."""
@@ -60,7 +64,7 @@ class OpenedParts:
             "retriever": lambda spec: self._retriever(RetrieverSpec(**spec)),
             "reranker": self._reranker,
             "reader": lambda spec: self._reader(ReaderSpec(**spec)),
-            "llm": lambda spec: open_llm(LLMSpec(**spec), self._journals / "responses.sqlite"),
+            "llm": lambda spec: self._llm(LLMSpec(**spec)),
             "library": lambda spec: open_library(self.corpus, LibrarySpec(**spec)),
         }
         opened = {name: openers[name](dict(spec)) for name, spec in section.items()}
@@ -94,6 +98,10 @@ class OpenedParts:
             return ResumableReader(open_reader(self.corpus, spec.model), journal, self.seconds)
 
         return self._once("reader", "", (spec.model,), make)
+
+    def _llm(self, spec: LLMSpec) -> Any:
+        self._llms.append(open_llm(spec, self._journals / "responses.sqlite"))
+        return self._llms[-1]
 
     def _once(
         self, kind: str, settings: Any, folders: Sequence[str], make: Callable[[Journal], Any]

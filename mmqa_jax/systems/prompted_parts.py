@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.systems.parts import open_embedder
 
 
@@ -53,6 +55,33 @@ class LibrarySpec:
     image_model: str = ""
     text: Literal["question", "question_and_choices"] = "question"
     modality: Literal["", "text", "image"] = ""
+
+
+def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> None:
+    """Refuses, before anything is opened, what could only fail later.
+
+    Args:
+      options: of the setting, its defaults included.
+      library: the config section `parts.library`.
+
+    Raises:
+      UserError: an unknown template, or a similarity without the encoder that it needs.
+    """
+    if "template" in options:
+        load_template(options["template"])
+    similarity = options.get("similarity")
+    if similarity == "random" or options.get("shots", 1) == 0:
+        return
+    if not library.get("text_model", LibrarySpec.text_model):
+        raise UserError(
+            f"config key options.similarity={similarity}: the library has no embedder; set "
+            "parts.library.text_model, or options.similarity to random."
+        )
+    if similarity in ("image", "question_and_image") and not library.get("image_model"):
+        raise UserError(
+            f"config key options.similarity={similarity}: needs an encoder of pictures; set "
+            "parts.library.image_model to a converted CLIP or a contrastive run."
+        )
 
 
 def open_llm(spec: LLMSpec, cache: Path) -> Any:

@@ -32,12 +32,13 @@ from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
-from mmqa_jax.systems.prompted_parts import has_picture
+from mmqa_jax.systems.prompted_parts import check_prompted, has_picture
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import (
     SYSTEMS,
     check_questions,
     notes_of,
+    options_of,
     parts_of,
     run_setting,
 )
@@ -157,6 +158,9 @@ def check_row(config: ConfigDict) -> None:
     for name in _MAY_BE_ZERO & options.keys():
         options[name] = dataclasses.replace(options[name], minimum=0)
     check_section(config, "", {**_SPEC, "parts": parts, "options": options})
+    if "library" in parts:
+        options = options_of(system, config.setting, config.options)
+        check_prompted(options, config.parts.library)
     if "threshold" in config.options:
         check_threshold(config.options.threshold, "config key options.threshold")
     for name in ("retriever", "reranker.similarity"):

@@ -25,6 +25,13 @@ def parts_of(system: ModuleType, setting: str) -> tuple[str, ...]:
     return tuple(name for name in taken if name in system.PARTS)
 
 
+def options_of(system: ModuleType, setting: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A setting's options, with the defaults of those that are not given."""
+    parameters = inspect.signature(system.SETTINGS[setting]).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {**defaults, **options}
+
+
 def check_questions(system: ModuleType, setting: str, questions: Sequence[Question]) -> None:
     """Raises UserError for questions that a setting cannot answer; called before parts open."""
     if hasattr(system, "check_questions"):

@@ -376,3 +376,13 @@ def test_rows_of_the_benchmarks(dataset):
             named = {"data": "", "text_model": "", "image_model": "", **part}
             paths |= {named[key] for key in ("data", "text_model", "image_model")} - {"", "minilm"}
         assert paths <= dict(config.made_by).keys()
+
+
+def test_the_options_of_prompted_settings_are_the_functions_own():
+    from mmqa_jax.core.config import load_module
+    from mmqa_jax.systems.settings import SYSTEMS, options_of
+
+    options = load_module(ROOT / "configs/rows.py").OPTIONS
+    for setting, given in options.items():
+        system = SYSTEMS[setting.partition("_")[0]]
+        assert given == options_of(system, setting, {})

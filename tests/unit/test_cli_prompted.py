@@ -1,0 +1,103 @@
+"""`mmqa run` of prompted rows, with a tiny language model on OK-VQA's official files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_runs import ROOT, done, rows_of
+from tiny_llm import write_folder
+from vqa_files import write_okvqa
+
+from mmqa_jax.core.files import read_json
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompted")
+    write_okvqa(folder / "raw")
+    done("prepare", "okvqa", f"--raw={folder / 'raw'}", f"--out={folder / 'data'}")
+    write_folder(folder / "llm")
+    return folder
+
+
+def flags(inputs, row, workdir, **options):
+    values = {"data.dir": inputs / "data", "parts.library.text_model": ""}
+    if row.startswith("smollm2"):
+        values["parts.llm.model"] = inputs / "llm"
+        values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+    values |= {f"options.{key}": value for key, value in options.items()}
+    config = f"--config={ROOT}/configs/okvqa/tables.py:{row}"
+    overrides = [f"--config.{key}={value}" for key, value in values.items()]
+    return ["run", config, f"--workdir={workdir}", *overrides]
+
+
+def test_a_prompted_row(inputs, tmp_path):
+    """Every question has a trace; dropped shots are counted; a rerun asks the model nothing."""
+    run = flags(inputs, "smollm2_random", tmp_path / "run", shots=2, max_new_tokens=3)
+    result = done(*run)
+    assert (result["dataset"], result["row"], result["questions"]) == ("okvqa", "smollm2_random", 3)
+    assert set(result["scores"]) == {"vqa_accuracy/official", "vqa_accuracy/paper"}
+    traces = rows_of(tmp_path / "run" / "trace.jsonl")
+    predictions = rows_of(tmp_path / "run" / "predictions.jsonl")
+    assert [t["question_id"] for t in traces] == [p["question_id"] for p in predictions]
+    assert all("trace" not in p for p in predictions)
+    for trace in traces:
+        (prompt,), (shots,) = trace["prompts"], trace["shots"]
+        assert prompt.count("Q:") == len(shots) + 1
+        assert prompt.endswith(f"Q: {trace['question']}\nA:")
+        assert len(shots) + trace["dropped_shots"] <= 2
+        assert len(trace["outputs"]) == 1
+    counts = result["prompts"]
+    assert counts["dropped_shots"] == sum(t["dropped_shots"] for t in traces) > 0
+    assert (counts["failed"], counts["too_long"]) == (0, 0)
+    assert "trace-data" in (tmp_path / "run" / "report.html").read_text()
+    assert (tmp_path / "run" / "journals" / "responses.sqlite").exists()
+
+    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("trace.jsonl", "scores.json")}
+    for name in kept:
+        (tmp_path / "run" / name).unlink()
+    assert done(*run) == result
+    for name, data in kept.items():
+        assert (tmp_path / "run" / name).read_bytes() == data
+
+
+def test_a_prompt_that_never_fits_is_counted(inputs, tmp_path):
+    run = flags(inputs, "smollm2_zero_shot", tmp_path / "run", max_new_tokens=150)
+    result = done(*run)
+    assert result["prompts"]["too_long"] == 3
+    assert result["prompts"]["empty_answers"] == 3
+    assert result["scores"]["vqa_accuracy/official"] == 0
+
+
+def test_a_baseline_without_a_model(inputs, tmp_path):
+    run = flags(inputs, "copy_nearest", tmp_path / "run", similarity="random")
+    assert done(*run)["questions"] == 3
+    assert not (tmp_path / "run" / "trace.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("similarity=nearby", r"config key options\.similarity='nearby'"),
+        ("shots=-1", r"config key options\.shots=-1: at least 0"),
+        ("template=pica.none", r"option template=pica\.none: no such prompt template; use one of"),
+        ("similarity=image", r"options\.similarity=image: the library has no embedder"),
+        ("similarity=question", r"options\.similarity=question: the library has no embedder"),
+    ],
+)
+def test_wrong_options(inputs, tmp_path, refused, option, message):
+    name, value = option.split("=")
+    refused(*flags(inputs, "smollm2_random", tmp_path / "run", **{name: value}), message=message)
+
+
+def test_the_split_is_recorded(inputs, tmp_path):
+    run = flags(inputs, "copy_nearest", tmp_path / "run", similarity="random")
+    done(*run, "--limit=2")
+    scores = read_json(tmp_path / "run" / "scores.json")
+    assert (scores["limit"], scores["questions"], scores["split"]) == (2, 2, "test")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())
