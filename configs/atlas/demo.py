@@ -13,8 +13,9 @@ def get_config(mode: str = "") -> ConfigDict:
     config.seed = 0
     # Countries to build Atlas from; 0 = all.
     config.countries = 0
-    # auto: bfloat16 products where the CPU has fast ones, measured once; float32, bfloat16.
-    config.precision = "auto"
+    # float32; bfloat16: products of rounded numbers; auto: those where the CPU has fast ones. Rounded
+    # training is faster and less accurate (README.md).
+    config.precision = "float32"
     for task in ("contrastive", "rerank", "answer"):
         config[task] = config_beside(__file__, f"{task}.py").get_config(mode)
     # dev_questions: on which the weight of the fused retrievers is chosen; 0 = all of val.
