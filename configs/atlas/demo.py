@@ -13,8 +13,8 @@ def get_config(mode: str = "") -> ConfigDict:
     config.seed = 0
     # Countries to build Atlas from; 0 = all.
     config.countries = 0
-    # float32; bfloat16: products of rounded numbers; auto: those where the CPU has fast ones. Rounded
-    # training is faster and less accurate (README.md).
+    # Of products: float32, bfloat16, or auto: bfloat16 where the CPU has fast ones. Rounded training
+    # is faster and less accurate (README.md).
     config.precision = "float32"
     for task in ("contrastive", "rerank", "answer"):
         config[task] = config_beside(__file__, f"{task}.py").get_config(mode)
@@ -26,7 +26,6 @@ def get_config(mode: str = "") -> ConfigDict:
     config.evaluate = {"questions": 300, "examples": 60}
     if mode == "runlocal":
         config.countries = 40
-        config.precision = "float32"  # the same scores on every machine
         config.evaluate.questions, config.select.dev_questions = 40, 20
         config.search.dev_questions = 20
     return config

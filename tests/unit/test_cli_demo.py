@@ -118,9 +118,10 @@ def test_the_precision_is_measured_once(fast, stages_run, monkeypatch, tmp_path)
         return {"float32": 100.0, "bfloat16": 300.0 if fast else 50.0}
 
     monkeypatch.setattr(demo, "matmul_rates", rates)
-    assert stages_run()[0] == ["bfloat16" if fast else None] * 2
+    assert stages_run("precision=auto")[0] == ["bfloat16" if fast else None] * 2
     found = json.loads((tmp_path / "run" / "machine.json").read_text())
     assert found["precision"] == ("bfloat16" if fast else "float32")
     monkeypatch.setattr(demo, "matmul_rates", lambda: pytest.fail("measured again"))
     (tmp_path / "run" / "stages" / "answer.json").unlink()
-    assert stages_run()[0] == ["bfloat16" if fast else None] * 3  # a resumed run keeps it
+    again = stages_run("precision=auto")[0]
+    assert again == ["bfloat16" if fast else None] * 3  # a resumed run keeps it
