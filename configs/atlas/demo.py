@@ -13,8 +13,8 @@ def get_config(mode: str = "") -> ConfigDict:
     config.seed = 0
     # Countries to build Atlas from; 0 = all.
     config.countries = 0
-    # Of products: float32, bfloat16, or auto: bfloat16 where the CPU has fast ones. Rounded training
-    # is faster and less accurate (README.md).
+    # Of products: float32, bfloat16, or auto (bfloat16 where the CPU has fast ones). Training with
+    # rounded numbers is faster and less accurate (README.md).
     config.precision = "float32"
     for task in ("contrastive", "rerank", "answer"):
         config[task] = config_beside(__file__, f"{task}.py").get_config(mode)
