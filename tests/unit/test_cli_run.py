@@ -170,22 +170,22 @@ STAGES = {
         ["--top_k=20"],
         ["--threshold=0.2", "--select=best"],
     ),
-    "atlas:restricted": (None, ["--similarity_weight=160"], ["--threshold=0.02"]),
+    "atlas:restricted": (None, ["--similarity_weight=160"], ["--threshold=0.05"]),
     "atlas:full": (
         ["--method=dense", "--second_hop", "--top_k=20"],
         ["--top_k=20", "--similarity_weight=160"],
-        ["--threshold=0.02"],
+        ["--threshold=0.05"],
     ),
-    "atlas:restricted_vlp": (None, ["--similarity_weight=0"], ["--threshold=0.4"]),
+    "atlas:restricted_vlp": (None, ["--similarity_weight=0"], ["--threshold=0.15"]),
     "atlas:full_one_hop": (
         ["--method=dense", "--top_k=20"],
         ["--top_k=20", "--similarity_weight=160"],
-        ["--threshold=0.02"],
+        ["--threshold=0.05"],
     ),
     "atlas:full_vlp": (
         ["--method=dense", "--second_hop", "--top_k=20"],
         ["--top_k=20", "--similarity_weight=0"],
-        ["--threshold=0.4"],
+        ["--threshold=0.15"],
     ),
 }
 
