@@ -50,20 +50,19 @@ def choose_option(
     prior: Prior | None = None,
     *,
     score: Normalization = "sum",
-    key: Any = None,
     trace: Mapping[str, Any] | None = None,
 ) -> Prediction:
     """The most probable option; of equal ones the first. Without scores nothing is chosen.
 
     Args:
       prior: of `option_prior`, subtracted.
-      key: of the question's query; default: its id.
     """
-    key, trace = question.id if key is None else key, dict(trace or {})
-    if key not in answers.by_id:
-        trace["failed"] = [answers.failed.get(key, "no prompt of it fits the model's context")]
+    trace = dict(trace or {})
+    if question.id not in answers.by_id:
+        reason = answers.failed.get(question.id, "no prompt of it fits the model's context")
+        trace["failed"] = [reason]
         return Prediction(question.id, trace=trace)
-    values = option_scores(answers.by_id[key], score)
+    values = option_scores(answers.by_id[question.id], score)
     trace["option_scores"] = [round(value, 6) for value in values.tolist()]
     if prior is not None:
         values = values - prior[question.id]

@@ -22,13 +22,11 @@ class PromptTemplate:
       head: in front of everything; without `$` fields.
       shot: of one solved example, with fields such as `$question` and `$answer`.
       query: of the open question; the model continues it.
-      without_shots: the query where there is no shot; None: as with shots.
     """
 
     head: str
     shot: str
     query: str
-    without_shots: str | None = None
 
     def render(self, shots: Sequence[Mapping[str, str]], query: Mapping[str, str]) -> str:
         """Fields of the shots and of the query -> the prompt.
@@ -38,8 +36,7 @@ class PromptTemplate:
         """
         parts = [self.head]
         parts += [string.Template(self.shot).substitute(shot) for shot in shots]
-        last = self.query if shots or self.without_shots is None else self.without_shots
-        return "".join((*parts, string.Template(last).substitute(query)))
+        return "".join((*parts, string.Template(self.query).substitute(query)))
 
 
 def load_template(name: str) -> PromptTemplate:
