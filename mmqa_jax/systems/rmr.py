@@ -56,14 +56,23 @@ def answer_rmr(
       chat: the prompt is a user's message to a chat model.
       pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
     """
-    prompts, answers = _generate(
-        questions, corpus, llm, library, shots=shots, similarity=similarity, order=order,
-        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
-    )  # fmt: skip
-    return [
-        _read(question, p, answers, lambda text, q: llava_choice(text, len(q.choices)))
-        for question, p in zip(questions, prompts, strict=True)
+    prompt = load_template(template)
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n\n", "\nQuestion:"), logprobs=True)
+
+    def asking(question: Question) -> Callable[[str], Query]:
+        data = corpus.question_picture(question) if pictures else None
+        shown = () if data is None else (Picture(data, question.image or ""),)
+        if chat:
+            return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
+        return lambda text: Completion(question.id, text, decoding, shown)
+
+    chosen = library.select(questions, shots, similarity, seed=seed)
+    prompts = [
+        few_shot(prompt, question, found, fields, asking(question), llm.check, order)
+        for question, found in zip(questions, chosen, strict=True)
     ]
+    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
+    return [_read(question, p, answers) for question, p in zip(questions, prompts, strict=True)]
 
 
 def answer_rmr_direct(
@@ -86,15 +95,11 @@ def answer_rmr_direct(
     The answer is what follows `The answer is`, or the first line of an output without it, in lower
     case and without the final period: A-OKVQA's scorer compares strings. Arguments as `answer_rmr`.
     """
-    prompts, answers = _generate(
+    found = answer_rmr(
         questions, corpus, llm, library, shots=shots, similarity=similarity, order=order,
         template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
     )  # fmt: skip
-    found = [
-        _read(question, p, answers, lambda text, q: None)
-        for question, p in zip(questions, prompts, strict=True)
-    ]
-    return [dataclasses.replace(p, answer=direct_answer(p.answer)) for p in found]
+    return [dataclasses.replace(p, answer=direct_answer(p.answer), choice=None) for p in found]
 
 
 def choose_rmr(
@@ -174,46 +179,7 @@ def fields(question: Question) -> Mapping[str, str]:
     }
 
 
-def _generate(
-    questions: Sequence[Question],
-    corpus: Corpus,
-    llm: Any,
-    library: ExampleLibrary,
-    *,
-    shots: int,
-    similarity: Similarity,
-    order: Order,
-    template: str,
-    chat: bool,
-    pictures: bool,
-    max_new_tokens: int,
-    seed: int,
-) -> tuple[list[FewShot], Answers]:
-    """Every question's prompt, and the model's outputs."""
-    prompt = load_template(template)
-    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n\n", "\nQuestion:"), logprobs=True)
-
-    def asking(question: Question) -> Callable[[str], Query]:
-        data = corpus.question_picture(question) if pictures else None
-        shown = () if data is None else (Picture(data, question.image or ""),)
-        if chat:
-            return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
-        return lambda text: Completion(question.id, text, decoding, shown)
-
-    chosen = library.select(questions, shots, similarity, seed=seed)
-    prompts = [
-        few_shot(prompt, question, found, fields, asking(question), llm.check, order)
-        for question, found in zip(questions, chosen, strict=True)
-    ]
-    return prompts, answer_all(llm, [p.query for p in prompts if p.query is not None])
-
-
-def _read(
-    question: Question,
-    prompt: FewShot,
-    answers: Answers,
-    choice_of: Callable[[str, Question], int | None],
-) -> Prediction:
+def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
     """A question's output, and the choice that it names."""
     trace = prompts_record([prompt])
     if question.id not in answers.by_id:
@@ -222,4 +188,6 @@ def _read(
     candidate = answers.by_id[question.id].candidates[0]
     text = (candidate.text or "").strip()
     trace["outputs"] = [{"text": text, "logprob": candidate.total}]
-    return Prediction(question.id, text, choice=choice_of(text, question), trace=trace)
+    return Prediction(
+        question.id, text, choice=llava_choice(text, len(question.choices)), trace=trace
+    )

@@ -10,7 +10,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.systems.rmr import answer_rmr, choose_rmr, fields
+from mmqa_jax.systems.rmr import answer_rmr, answer_rmr_direct, choose_rmr, direct_answer, fields
 
 TRIPLETS = [
     Question(
@@ -117,3 +117,23 @@ def test_the_fields_of_a_question():
     )
     open_question = fields(QUERIES[0])
     assert (open_question["letter"], open_question["answer"]) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("It flies. The answer is A kite.", "a kite"),
+        ("a kite\nmore", "a kite"),
+        ("The answer is no. The answer is yes.", "yes"),
+        ("A", "a"),
+        ("", ""),
+    ],
+)
+def test_direct_answers(library, text, answer):
+    """What follows the last `The answer is`, else the first line; never a choice."""
+    assert direct_answer(text) == answer
+    llm = FakeLLM(lambda prompt: (text, -1.0))
+    predictions = answer_rmr_direct(QUERIES, CORPUS, llm, library, shots=1)
+    assert {(p.answer, p.choice) for p in predictions} == {(answer, None)}
+    assert "Options" not in llm.seen[0].prompt
+    assert "The answer is " in llm.seen[0].prompt
