@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float32, Int
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
 Similarity = Literal["random", "question", "caption", "image", "question_and_image", "bimodal"]
@@ -72,7 +73,7 @@ class ExampleLibrary:
         self.examples, self._embedders = list(examples), embedders
         self._text_of, self._folds = text_of, folds
         self._cache = cache or cache_dir() / "vectors"
-        self._fold = np.array([_fold(example.id, folds) for example in self.examples], int)
+        self._fold = np.array([fold_of(example.id, folds) for example in self.examples], int)
         self._row = {example.id: row for row, example in enumerate(self.examples)}
         self._kept: dict[str, Any] = {}  # the library's own vectors, by kind
 
@@ -187,7 +188,7 @@ class ExampleLibrary:
         """Which examples may be shots of a query."""
         allowed = np.ones(len(self.examples), bool)
         if self._folds > 1:
-            allowed = self._fold != _fold(query.id, self._folds)
+            allowed = self._fold != fold_of(query.id, self._folds)
         if query.id in self._row:
             allowed[self._row[query.id]] = False
         return allowed
@@ -215,10 +216,6 @@ def _largest(scores: Float32[np.ndarray, " N"], count: int) -> Int[np.ndarray, "
     else:
         candidates = np.arange(len(scores))
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
-
-
-def _fold(name: str, folds: int) -> int:
-    return int(_digest(name)[:8], 16) % folds
 
 
 def _digest(name: str) -> str:
