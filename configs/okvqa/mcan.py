@@ -175,13 +175,14 @@ def _small(config: ConfigDict) -> None:
     config.model = {
         "image": "caption",
         "trunk": "minilm_l6",
-        "changes": {"dropout": 0.1, "attention_dropout": 0.0, "unroll": 1},
+        "changes": {"unroll": 1},
+        "frozen_text": True,
         "fusion": {
-            "hidden": 384,
+            "hidden": 192,
             "heads": 6,
-            "mlp": 1536,
+            "mlp": 768,
             "layers": 2,
-            "flat_mlp": 384,
+            "flat_mlp": 192,
             "flat_out": 384,
             "norm": "layer",
             "eps": 1e-5,
@@ -191,17 +192,16 @@ def _small(config: ConfigDict) -> None:
         "answer_embeddings": True,
     }
     config.batches.update({"lengths": (16, 24, 32), "threads": 1})
-    config.train.steps = 400
+    config.train.steps = 600
     config.train.optimizer = {
-        "name": "adamw",
-        "learning_rate": 3e-4,
+        "name": "adam",
+        "learning_rate": 1e-3,
         "schedule": "cosine",
         "warmup": 0.1,
         "b2": 0.98,
         "clip_norm": 2.0,
-        "multipliers": ((r"^bert/", 0.1),),
     }
-    config.train.update({"log_every": 10, "checkpoint_every": 100, "evaluate_every": 100})
+    config.train.update({"log_every": 10, "checkpoint_every": 150, "evaluate_every": 150})
     config.validate = {"split": "test", "questions": 500, "metric": "recall@10"}
 
 

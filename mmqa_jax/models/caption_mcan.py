@@ -28,11 +28,13 @@ class CaptionMCANConfig:
       text: reads the pair of question and caption.
       fusion: encoder, decoder, pooling.
       answers: size of the answer vocabulary.
+      frozen_text: no gradient reaches the text encoder, which has no dropout then.
     """
 
     text: BertConfig
     fusion: FusionConfig
     answers: int
+    frozen_text: bool = False
 
 
 class CaptionMCAN(nnx.Module):
@@ -65,7 +67,10 @@ class CaptionMCAN(nnx.Module):
         """
         text_key, fusion_key = split_key(dropout_key, 2)
         real = question_ids != PAD
-        states = self.bert(question_ids, real, dropout_key=text_key)  # [B, L, bert hidden]
+        if self.config.frozen_text:
+            states = jax.lax.stop_gradient(self.bert(question_ids, real))
+        else:
+            states = self.bert(question_ids, real, dropout_key=text_key)  # [B, L, bert hidden]
         return self.fusion(
             jnp.tanh(self.text_adapter(states)),
             jnp.tanh(self.image_adapter(states)),

@@ -123,8 +123,8 @@ def vqa_from_config(
     Args:
       section: `image` (`grid`: Prophet's, `regions`: openvqa's, `caption`: ours) and `fusion`
         (fields of FusionConfig); the `trunk` of the question encoder and its `changes`, but for
-        regions; and, for a grid, `grid` and `image_features`, for regions, `region_features` and
-        `word_features`.
+        regions; for a grid `grid` and `image_features`, for regions `region_features` and
+        `word_features`, for captions `frozen_text`.
       vocab_size: of the tokenizer.
       answers: size of the answer vocabulary, that of the pretraining where it is extended.
       new_answers: by which a grid's is extended.
@@ -139,7 +139,7 @@ def vqa_from_config(
         return MCANOpenVQAConfig(vocab_size, fusion, *sizes, answers)
     text = _trunk(section, vocab_size, types=2)
     if section["image"] == "caption":
-        return CaptionMCANConfig(text, fusion, answers)
+        return CaptionMCANConfig(text, fusion, answers, section.get("frozen_text", False))
     return MCANConfig(
         text,
         fusion,

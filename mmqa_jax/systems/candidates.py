@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
+from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import split_questions, trains_on
@@ -44,27 +45,22 @@ def write_stage(
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
     library = [q for q in split_questions(corpus, data, examples_split) if q.answers]
+    shares = [_share(folder, questions, library) for folder in models]
+    _check(models, shares, questions, split, examples_split)
     served: Candidates = {}
     of_examples: Candidates = {}
     examples: dict[str, list[str]] = {}
     missing = 0
-    for folder in models:
+    for folder, share in zip(models, shares, strict=True):
         model = load_vqa_model(folder)
-        asked = [q for q in questions if not trains_on(model.config.data, q)]
-        own = [q for q in library if trains_on(model.config.data, q)]
-        _check(folder, asked, own, served, split, examples_split)
-        found, latents = model.candidates_and_latents(asked)
-        found_own, latents_own = model.candidates_and_latents(own)
+        found, latents = model.candidates_and_latents(share.asked)
+        found_own, latents_own = model.candidates_and_latents(share.own)
         served |= found
         of_examples |= found_own
-        examples |= nearest(asked, latents, own, latents_own)
-        missing += model.features.missing.count if model.features else 0
-    left = [question.id for question in questions if question.id not in served]
-    if left:
-        raise UserError(
-            f"--model: {len(left):,} of the {len(questions):,} questions of {split} are in all "
-            "models' training; add a run of another fold, or name another --split."
-        )
+        examples |= nearest(share.asked, latents, share.own, latents_own)
+        if model.features is not None:
+            model.features.warn_missing()
+            missing += model.features.missing.count
     out.mkdir(parents=True, exist_ok=True)
     write_candidates(out / CANDIDATES, of_examples | served)
     write_answer_aware(out / ANSWER_AWARE, examples)
@@ -100,20 +96,47 @@ def nearest(
     return found
 
 
+class _Share(NamedTuple):
+    """What one model serves."""
+
+    asked: list[Question]
+    own: list[Question]  # its examples
+
+
+def _share(folder: Path, questions: Sequence[Question], library: Sequence[Question]) -> _Share:
+    data = read_config(folder).data
+    if "split" not in data:
+        raise UserError(f"--model {folder}: is no workdir of a VQA run; name one.")
+    return _Share(
+        [question for question in questions if not trains_on(data, question)],
+        [question for question in library if trains_on(data, question)],
+    )
+
+
 def _check(
-    folder: Path,
-    asked: Sequence[Question],
-    own: Sequence[Question],
-    served: Candidates,
+    models: Sequence[Path],
+    shares: Sequence[_Share],
+    questions: Sequence[Question],
     split: str,
     examples_split: str,
 ) -> None:
-    if not asked or not own:
-        what = f"trained on all of {split}" if not asked else f"trained on none of {examples_split}"
-        raise UserError(f"--model {folder}: was {what}; name another --split or --examples_split.")
-    twice = sum(question.id in served for question in asked)
-    if twice:
+    served: set[str] = set()
+    for folder, (asked, own) in zip(models, shares, strict=True):
+        if not asked or not own:
+            what = f"none of {examples_split}" if asked else f"all of {split}"
+            raise UserError(
+                f"--model {folder}: was trained on {what}; name another --split or "
+                "--examples_split."
+            )
+        twice = sum(question.id in served for question in asked)
+        if twice:
+            raise UserError(
+                f"--model {folder}: {twice:,} of its questions are another model's already; name "
+                "runs that were trained on different folds of one data set."
+            )
+        served |= {question.id for question in asked}
+    if left := len(questions) - len(served):
         raise UserError(
-            f"--model {folder}: {twice:,} of its questions are another model's already; name runs "
-            "that were trained on different folds of one data set."
+            f"--model: {left:,} of the {len(questions):,} questions of {split} are in every "
+            "model's training; add a run of another fold, or name another --split."
         )

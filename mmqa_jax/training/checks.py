@@ -146,7 +146,7 @@ _CLASSIFIER = {
 _VQA: dict[str, dict[str, Any]] = {  # model.image -> the section `model`
     "grid": {"grid": _POSITIVE, "image_features": _POSITIVE},
     "regions": {"word_features": _POSITIVE, "region_features": _POSITIVE},
-    "caption": {"answer_embeddings": optional(bool)},
+    "caption": dict.fromkeys(("answer_embeddings", "frozen_text"), optional(bool)),
 }
 _TWO_SIDES = {"joint_layers": optional(int), "match_type": optional(int | None)}
 _FEATURES_KEY = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> what it needs
@@ -285,6 +285,11 @@ def _check_vqa(config: ConfigDict) -> None:
         raise UserError(
             f"config key features: model.image={image} "
             f"{'reads no features; leave it out' if image == 'caption' else 'needs it; add it'}."
+        )
+    if model.get("frozen_text") and read_section(config.train).optimizer.name != "adam":
+        raise UserError(
+            "config key model.frozen_text=True: weight decay would change the frozen encoder; set "
+            "train.optimizer.name to adam."
         )
     folds, fold = config.data.get("folds", 1), config.data.get("fold", 0)
     if fold >= folds:
