@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 import torch
-from compare import WHOLE, deviation, jit, randomize
+from compare import deviation, jit, randomize
 from flax import nnx
-from shared_data import shared_data
+from shared_data import SHARED, require
 from test_mcan import CONFIG as FINETUNED
 from test_mcan import TorchMCAN
 from torch import nn
@@ -24,6 +24,7 @@ from mmqa_jax.data.answer_vocabulary import AnswerVocabulary, make_vocabulary
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.answer_text import prep_ans
+from mmqa_jax.models.mcan import MCAN
 from mmqa_jax.training.optimizer import make_optimizer, read_options
 from mmqa_jax.training.vqa import VQATask
 from mmqa_jax.weights.layouts import Checkpoint
@@ -111,8 +112,6 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
     tensors = {k: v for k, v in theirs.state_dict().items() if v.numel()}
     torch.save({"state_dict": tensors}, tmp_path / "epoch.pkl")
     source = open_source(tmp_path / "epoch.pkl")
-    from mmqa_jax.models.mcan import MCAN
-
     ours = load_checkpoint(MCAN, Checkpoint(config, mcan_key_map, source, "prophet"), config)
     arrays = batch(config.answers + config.new_answers)
     start = {n: p.detach().clone() for n, p in theirs.named_parameters()}
@@ -145,6 +144,7 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
         loss, params, state = step(params, state)
         np.testing.assert_allclose(ROWS * loss, theirs_loss, rtol=1e-5)
         source = publish_mcan(config, params).source
+        changes = []
         for name, value in after.items():
             if not value.numel():
                 continue
@@ -152,10 +152,11 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
             if not change.any():
                 np.testing.assert_array_equal(source.read(name), value, err_msg=name)
             elif not re.search(NO_GRADIENT, name):
-                # From the same start: what rounding adds up stays small.
-                np.testing.assert_allclose(source.read(name), value, **WHOLE, err_msg=name)
-                got = source.read(name) - start[name].numpy()
-                assert deviation(got, (value - start[name]).numpy()) < 0.02, name
+                got, want = source.read(name) - start[name].numpy(), value - start[name]
+                # Adam blows up the rounding of single gradients near 0, never all of a parameter.
+                assert deviation(got, want.numpy()) < 0.2, name
+                changes.append((got.ravel(), want.numpy().ravel()))
+        assert deviation(*(np.concatenate(side) for side in zip(*changes, strict=True))) < 0.01
         before = after
 
 
@@ -202,7 +203,9 @@ def test_targets_are_the_originals_on_annotators_answers():
 
 def test_targets_from_the_published_soft_labels():
     """Annotators whose counts give these weights, through Prophet's own formula."""
-    rows = json.loads((shared_data("okvqa") / "val_soft_labels.json").read_text())
+    file = SHARED / "okvqa/val_soft_labels.json"
+    require(file)
+    rows = json.loads(file.read_text())
     questions = [
         Question(str(r["question_id"]), "test", r["sent"], answers=tuple(r["label"]),
                  extra={SOFT_LABELS: r["label"]})
