@@ -184,6 +184,7 @@ class TokenizedScoring:
                 Score(float(np.sum(one.logprobs)), tuple(one.logprobs), one.greedy)
                 for one in self.sequences
             ),
+            self.prompt,
         )
 
 

@@ -32,7 +32,9 @@ def load_candidates(path: str | os.PathLike) -> Candidates:
         pairs = []
         for number, row in enumerate(rows, start=1):
             answer, confidence = (
-                (row.get("answer"), row.get("confidence")) if isinstance(row, dict) else (None, None)
+                (row.get("answer"), row.get("confidence"))
+                if isinstance(row, dict)
+                else (None, None)
             )
             if not isinstance(answer, str) or not _is_share(confidence):
                 raise UserError(

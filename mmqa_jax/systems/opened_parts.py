@@ -23,7 +23,16 @@ from mmqa_jax.systems.parts import (
     open_retriever,
     with_similarity,
 )
-from mmqa_jax.systems.prompted_parts import LibrarySpec, LLMSpec, open_library, open_llm
+from mmqa_jax.systems.prompted_parts import (
+    FinishedSpec,
+    HeuristicsSpec,
+    LibrarySpec,
+    LLMSpec,
+    open_finished,
+    open_heuristics,
+    open_library,
+    open_llm,
+)
 from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
 
 # Part -> specification of its config section.
@@ -33,6 +42,8 @@ PART_SPECS: dict[str, Any] = {
     "reader": spec_of(ReaderSpec),
     "llm": spec_of(LLMSpec),
     "library": spec_of(LibrarySpec),
+    "heuristics": spec_of(HeuristicsSpec),
+    "finished": spec_of(FinishedSpec),
 }
 
 
@@ -66,6 +77,8 @@ class OpenedParts:
             "reader": lambda spec: self._reader(ReaderSpec(**spec)),
             "llm": lambda spec: self._llm(LLMSpec(**spec)),
             "library": lambda spec: open_library(self.corpus, LibrarySpec(**spec)),
+            "heuristics": lambda spec: open_heuristics(HeuristicsSpec(**spec)),
+            "finished": lambda spec: open_finished(FinishedSpec(**spec)),
         }
         opened = {name: openers[name](dict(spec)) for name, spec in section.items()}
         ranking = ("retriever", "reranker", "reader")

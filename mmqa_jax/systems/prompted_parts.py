@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.schema import Question
@@ -24,6 +25,7 @@ class LLMSpec:
       backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
       tokenizer: for the engine, if the model's folder has none.
       engine, server: values of these sections of configs/prompt/default.py that differ.
+      cache: file of a response cache that several rows share; "" is the workdir's own.
     """
 
     model: str
@@ -31,6 +33,7 @@ class LLMSpec:
     tokenizer: str = ""
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
+    cache: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,26 @@ class LibrarySpec:
     modality: Literal["", "text", "image"] = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class HeuristicsSpec:
+    """What a VQA model says of the questions: files of `mmqa candidates` or of Prophet's authors.
+
+    Attributes:
+      candidates: its answers with confidences, of the questions and of the examples.
+      examples: ids of answer-aware examples; "": shots are chosen as the library does.
+    """
+
+    candidates: str
+    examples: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedSpec:
+    """A finished run of another row: its workdir."""
+
+    run: str
+
+
 def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> None:
     """Refuses, before anything is opened, what could only fail later.
 
@@ -70,7 +93,7 @@ def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> No
     if "template" in options:
         load_template(options["template"])
     similarity = options.get("similarity")
-    if similarity == "random" or options.get("shots", 1) == 0:
+    if similarity in ("random", "answer_aware") or options.get("shots", 1) == 0:
         return
     if not library.get("text_model", LibrarySpec.text_model):
         raise UserError(
@@ -84,8 +107,44 @@ def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> No
         )
 
 
+def open_heuristics(spec: HeuristicsSpec) -> Any:
+    """The answer heuristics.
+
+    Raises:
+      UserError: a file that is malformed.
+    """
+    from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
+    from mmqa_jax.prompting.heuristics import AnswerHeuristics
+
+    examples = load_answer_aware(spec.examples) if spec.examples else {}
+    return AnswerHeuristics(load_candidates(spec.candidates), examples)
+
+
+def open_finished(spec: FinishedSpec) -> Mapping[str, Mapping[str, Any]]:
+    """Question id -> its line in the trace.jsonl of a finished run.
+
+    Raises:
+      UserError: the folder holds no such file, or a line is malformed.
+    """
+    path = Path(spec.run) / "trace.jsonl"
+    if not path.is_file():
+        raise UserError(
+            f"config key parts.finished.run={spec.run}: has no trace.jsonl; name the workdir of a "
+            "finished run of a prompted row."
+        )
+    rows = {}
+    for number, row in read_jsonl(path):
+        if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
+            raise UserError(
+                f'{path}, line {number}: expected an object with a text "question_id"; run that '
+                "row again."
+            )
+        rows[row["question_id"]] = row
+    return rows
+
+
 def open_llm(spec: LLMSpec, cache: Path) -> Any:
-    """The language model with its response cache in the file `cache`.
+    """The language model with its response cache in the file `cache`, or in the spec's own.
 
     Raises:
       UserError: no such model or server, or an unknown setting.
@@ -98,7 +157,7 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
     config = load_config(find_config("configs/prompt/default.py"), changes)
     backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config)
-    return Cached(backend, ResponseCache(cache))
+    return Cached(backend, ResponseCache(spec.cache or cache))
 
 
 def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:

@@ -31,6 +31,7 @@ from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
+from mmqa_jax.systems.mavl_record import agent_summary
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
 from mmqa_jax.systems.prompted_parts import check_prompted, has_picture
 from mmqa_jax.systems.run_report import write_row_report
@@ -42,7 +43,7 @@ from mmqa_jax.systems.settings import (
     parts_of,
     run_setting,
 )
-from mmqa_jax.systems.traces import trace_counts, trace_rows
+from mmqa_jax.systems.traces import llm_cost, trace_counts, trace_rows
 
 _SPEC: dict[str, Any] = {
     "row": str,
@@ -60,9 +61,10 @@ _SPEC: dict[str, Any] = {
     "made_by": tuple[tuple[str, str], ...],
 }
 # Keys of a part that are paths, besides `model`, and names of models that are installed packages.
-_PATHS = ("index", "modality_model", "data", "text_model", "image_model")
+_PATHS = ("index", "modality_model", "data", "text_model", "image_model", "run")
+_PATHS += ("candidates", "examples")
 _INSTALLED = ("minilm", "smollm2")
-_MAY_BE_ZERO = {"shots", "seed"}  # of the options that are whole numbers
+_MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,9 @@ def run_row(
         }
         evaluation = _evaluate(config, corpus, questions, predictions, rankings)
         evaluation.notes += notes_of(system, config.setting, questions, config.options)
-        scores = _scores(config, questions, predictions, evaluation, limit)
+        scores = _scores(
+            config, questions, predictions, evaluation, limit, recorded_parts.get("llm")
+        )
         row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
         _write(folder, row_run, parts.seconds, limit)
     return row_run
@@ -271,6 +275,7 @@ def _scores(
     predictions: Sequence[Prediction],
     evaluation: Evaluation,
     limit: int | None,
+    llm: Any,
 ) -> dict[str, Any]:
     return {
         "dataset": config.dataset,
@@ -283,6 +288,8 @@ def _scores(
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
         **({"prompts": trace_counts(predictions)} if any(p.trace for p in predictions) else {}),
+        **({"llm": llm_cost(llm, len(questions))} if llm is not None else {}),
+        **agent_summary(predictions),
     }
 
 

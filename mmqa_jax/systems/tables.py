@@ -17,6 +17,8 @@ PAPERS = {
     "webqa": ("webqa",),
     "pica": ("okvqa", "aokvqa"),
     "rmr": ("scienceqa", "aokvqa"),
+    "prophet": ("okvqa", "aokvqa"),
+    "mavl": ("okvqa", "aokvqa"),
     "atlas": ("atlas",),
 }
 
