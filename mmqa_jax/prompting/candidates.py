@@ -31,15 +31,12 @@ def load_candidates(path: str | os.PathLike) -> Candidates:
     for where, question_id, rows in _lists(path, "candidates"):
         pairs = []
         for number, row in enumerate(rows, start=1):
-            answer, confidence = (
-                (row.get("answer"), row.get("confidence"))
-                if isinstance(row, dict)
-                else (None, None)
-            )
+            row = row if isinstance(row, dict) else {}
+            answer, confidence = row.get("answer"), row.get("confidence")
             if not isinstance(answer, str) or not _is_share(confidence):
                 raise UserError(
                     f'{where}, candidate {number}: {{"answer": text, "confidence": 0..1}} was '
-                    f"expected, found {row!r:.80}; write the file again."
+                    "expected; write the file again."
                 )
             pairs.append((answer, float(confidence)))
         found[question_id] = sorted(pairs, key=lambda pair: -pair[1])
