@@ -39,9 +39,9 @@ from mmqa_jax.prompting.tools import (
 from mmqa_jax.systems.mavl_votes import (
     Asked,
     Weighting,
-    answer_self_consistent,
     elect,
     revote,
+    vote_on_draws,
 )
 
 
@@ -166,6 +166,6 @@ def _check(
 SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "mavl": answer_mavl,
     "mavl_revote": revote,
-    "self_consistency": answer_self_consistent,
+    "mavl_draws": vote_on_draws,
 }
 PARTS = ("llm", "library", "heuristics", "knowledge", "finished")

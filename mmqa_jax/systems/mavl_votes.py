@@ -157,7 +157,7 @@ def revote(
     return predictions
 
 
-def answer_self_consistent(
+def vote_on_draws(
     questions: Sequence[Question],
     llm: Any,
     library: ExampleLibrary,

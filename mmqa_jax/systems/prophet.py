@@ -119,7 +119,7 @@ def answer_first_candidate(
 SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "prophet": answer_prophet,
     "prophet_choice": choose_prophet,
-    "first_candidate": answer_first_candidate,
+    "prophet_candidate": answer_first_candidate,
 }
 PARTS = ("llm", "library", "heuristics")
 

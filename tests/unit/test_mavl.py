@@ -21,10 +21,9 @@ from mavl_team import (
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.cache import Cached, ResponseCache
-from mmqa_jax.systems import mavl
 from mmqa_jax.systems.mavl import answer_mavl
 from mmqa_jax.systems.mavl_record import agent_summary
-from mmqa_jax.systems.mavl_votes import answer_self_consistent, revote
+from mmqa_jax.systems.mavl_votes import revote, vote_on_draws
 
 # What the manager's prompt for q0 must be, with the nearest example (figures 1b and 9).
 MANAGERS = """Please answer the question according to the context, candidate answers, KBs_knowledge and LLM_knowledge.
@@ -327,9 +326,7 @@ def test_self_consistency():
                 yield Result(query.id, tuple(found), 5, 0)
 
     llm = Drawing()
-    predictions = answer_self_consistent(
-        QUESTIONS, llm, library(), heuristics(), shots=1, draws=4, seed=3
-    )
+    predictions = vote_on_draws(QUESTIONS, llm, library(), heuristics(), shots=1, draws=4, seed=3)
     assert {p.answer for p in predictions} == {"soup"}
     decoding = llm.seen[0].decoding
     assert (decoding.n, decoding.temperature, decoding.seed) == (4, 0.7, 3)
@@ -360,7 +357,3 @@ def test_examples_of_the_own_half_are_never_shown():
         assert {s.question.id for s in shots} == {
             n for n in names if fold_of(n, 2) != fold_of(question.id, 2)
         }
-
-
-def test_settings_are_reachable():
-    assert set(mavl.SETTINGS) == {"mavl", "mavl_revote", "self_consistency"}
