@@ -19,10 +19,10 @@ from mmqa_jax.systems import pica, rmr, webqa
 SYSTEMS: dict[str, ModuleType] = {"webqa": webqa, "pica": pica, "rmr": rmr}
 
 
-def parts_of(system: ModuleType, setting: str) -> tuple[str, ...]:
-    """The names of the parts that a setting needs."""
+def parts_of(system: ModuleType, setting: str) -> dict[str, bool]:
+    """The names of the parts that a setting takes -> whether it needs them."""
     taken = inspect.signature(system.SETTINGS[setting]).parameters
-    return tuple(name for name in taken if name in system.PARTS)
+    return {name: p.default is p.empty for name, p in taken.items() if name in system.PARTS}
 
 
 def options_of(system: ModuleType, setting: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def run_setting(
 
     Args:
       setting: a name of the system's SETTINGS.
-      parts: at least those of `parts_of(system, setting)`.
+      parts: at least those that the setting needs.
       options: keyword-only parameters of the setting.
 
     Returns:
