@@ -17,6 +17,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **_SHOWN, "shots": 8, "similarity": "question", "tags": False, "shot_answer": "first",
         "template": "pica.okvqa", "score": "sum", "calibrated": False,
     },
+    "pica_promptcap": {
+        "shots": 16, "similarity": "question_and_image", "tags": True, "max_new_tokens": 20,
+        "seed": 0,
+    },
+    "pica_oracle": {
+        **_SHOWN, "shots": 8, "similarity": "question_and_sources", "template": "pica.webqa",
+        "max_new_tokens": 64,
+    },
+    "pica_question_only": {
+        **_SHOWN, "shots": 8, "similarity": "question", "template": "pica.webqa",
+        "max_new_tokens": 64,
+    },
     "rmr": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
         "pictures": False, "max_new_tokens": 256,
@@ -24,6 +36,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rmr_direct": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.direct", "chat": False,
         "pictures": False, "max_new_tokens": 128,
+    },
+    "rmr_letter": {
+        **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
+        "pictures": False, "max_new_tokens": 256,
     },
     "rmr_choice": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.text", "options": "text",
@@ -81,6 +97,13 @@ def library(**changes: Any) -> dict[str, Any]:
     return {**own, "text": "question", "modality": "", **changes}
 
 
+def knowledge(**changes: Any) -> dict[str, Any]:
+    """The section `parts.knowledge` with every key: the best passage by BM25."""
+    own = {"data": "", "retriever": "bm25", "top_k": 1, "max_words": 100, "modality": ""}
+    searched = {"text_model": "minilm", "index": "", "text": "question", "section_key": ""}
+    return {**own, **searched, **changes}
+
+
 def make_row(
     name: str,
     row: Mapping[str, Any],
@@ -96,7 +119,8 @@ def make_row(
     Args:
       name: of the row.
       row: its setting and parts, and where they differ from the defaults its options, published
-        figures, questions (so many, evenly over the split; 0 is all) and modality.
+        figures, questions (so many, evenly over the split; 0 is all), modality, split and where
+        (values that keys of the questions must have).
       made_by: path of an input -> where it comes from.
     """
     config = ConfigDict()
@@ -106,9 +130,10 @@ def make_row(
     config.dataset = dataset
     config.data = {
         "dir": data,
-        "split": split,
+        "split": row.get("split", split),
         "questions": row.get("questions", 0),
         "modality": row.get("modality", ""),
+        **({"where": row["where"]} if "where" in row else {}),
     }
     config.parts = row["parts"]
     config.options = {**OPTIONS.get(row["setting"], {}), **row.get("options", {})}

@@ -20,6 +20,7 @@ from mmqa_jax.prompting.plans import Actions
 from mmqa_jax.prompting.shots import Shot
 from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 # Action -> (field of the template, its name in the prompt, its name in the head).
 _FIELDS = {
@@ -94,7 +95,7 @@ class Tools:
 
     Attributes:
       heuristics: of a VQA model, for Tool_1.
-      knowledge: a KnowledgeBase, for Tool_2: `find(texts, top_k)` -> passages of every text.
+      knowledge: for Tool_2; without it nothing is found.
       llm: for Tool_3.
       candidates: answers that Tool_1 lists.
       passages: that Tool_2 retrieves.
@@ -104,7 +105,7 @@ class Tools:
     """
 
     heuristics: AnswerHeuristics
-    knowledge: Any
+    knowledge: KnowledgeBase | None
     llm: Any
     candidates: int
     passages: int

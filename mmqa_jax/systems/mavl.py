@@ -36,6 +36,7 @@ from mmqa_jax.prompting.tools import (
     answer_prompt,
     used_actions,
 )
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.systems.mavl_votes import (
     Asked,
     Weighting,
@@ -50,7 +51,7 @@ def answer_mavl(
     llm: Any,
     library: ExampleLibrary,
     heuristics: AnswerHeuristics,
-    knowledge: Any = None,
+    knowledge: KnowledgeBase | None = None,
     *,
     agents: tuple[Role, ...] = tuple(ROLES),
     plans: Literal["planned", "all", "none", "oracle"] = "planned",
@@ -73,7 +74,7 @@ def answer_mavl(
     The language model reads the benchmark three times: plans, generated knowledge, answers.
 
     Args:
-      knowledge: a KnowledgeBase; without one Tool_2 finds nothing.
+      knowledge: without it Tool_2 finds nothing.
       agents: the team, from the lowest level; `("manager",)` is table 3 without multi-agents.
       plans: by the planners; `all` that a level allows (without planners); `none` (without tools);
         or `oracle`, for every agent the plan whose answer scores best: a bound.

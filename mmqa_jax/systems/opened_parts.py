@@ -13,6 +13,13 @@ from mmqa_jax.core.config import Key, spec_of
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.systems.captions import open_captions
+from mmqa_jax.systems.file_parts import (
+    FinishedSpec,
+    HeuristicsSpec,
+    open_finished,
+    open_heuristics,
+)
 from mmqa_jax.systems.parts import (
     INDEX,
     ReaderSpec,
@@ -24,12 +31,11 @@ from mmqa_jax.systems.parts import (
     with_similarity,
 )
 from mmqa_jax.systems.prompted_parts import (
-    FinishedSpec,
-    HeuristicsSpec,
+    CaptionsSpec,
+    KnowledgeSpec,
     LibrarySpec,
     LLMSpec,
-    open_finished,
-    open_heuristics,
+    open_knowledge,
     open_library,
     open_llm,
 )
@@ -44,6 +50,11 @@ PART_SPECS: dict[str, Any] = {
     "library": spec_of(LibrarySpec),
     "heuristics": spec_of(HeuristicsSpec),
     "finished": spec_of(FinishedSpec),
+    "knowledge": {
+        **spec_of(KnowledgeSpec, minimum=0),
+        "top_k": Key(int, required=False, minimum=1),
+    },
+    "captions": spec_of(CaptionsSpec),
 }
 
 
@@ -79,6 +90,8 @@ class OpenedParts:
             "library": lambda spec: open_library(self.corpus, LibrarySpec(**spec)),
             "heuristics": lambda spec: open_heuristics(HeuristicsSpec(**spec)),
             "finished": lambda spec: open_finished(FinishedSpec(**spec)),
+            "knowledge": lambda spec: open_knowledge(self.corpus, KnowledgeSpec(**spec)),
+            "captions": lambda spec: open_captions(**spec),
         }
         opened = {name: openers[name](dict(spec)) for name, spec in section.items()}
         ranking = ("retriever", "reranker", "reader")

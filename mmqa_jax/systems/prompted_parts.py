@@ -1,4 +1,4 @@
-"""Opens the parts of a prompted system: its language model and its library of examples."""
+"""Opens the parts of a prompted system: its language model, library of examples and knowledge."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
+from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.systems.parts import open_embedder
+from mmqa_jax.retrieval.cached_vectors import cached_vectors
+from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
+from mmqa_jax.systems.parts import RetrieverSpec, open_dense, open_embedder, retrievers_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,23 +67,45 @@ class LibrarySpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeuristicsSpec:
-    """What a VQA model says of the questions: files of `mmqa candidates` or of Prophet's authors.
+class KnowledgeSpec:
+    """A knowledge base and how passages are found in it.
 
     Attributes:
-      candidates: its answers with confidences, of the questions and of the examples.
-      examples: ids of answer-aware examples; "": shots are chosen as the library does.
+      data: folder of `mmqa prepare`; "" is the row's own.
+      retriever: `bm25`, `dense`, both by scores (`fused`) or ranks (`rrf`); `random` passages are
+        a control.
+      top_k: passages of a question.
+      max_words: longer passages are cut there; 0: never.
+      modality: only snippets (`text`), only pictures' captions (`image`), or all.
+      text_model: of dense retrieval: `minilm`, a converted CLIP or a contrastive run.
+      index: folder of `mmqa embed` and `mmqa index` with that model; "": the passages' texts are
+        embedded here, and kept on disk by content.
+      text: what is searched for: the question, with hint and choices, or behind the caption.
+      section_key: see KnowledgeBase; the titles of sources that may be found for a question.
     """
 
-    candidates: str
-    examples: str = ""
+    data: str = ""
+    retriever: Literal["bm25", "dense", "fused", "rrf", "random"] = "bm25"
+    top_k: int = 1
+    max_words: int = 100
+    modality: Literal["", "text", "image"] = ""
+    text_model: str = "minilm"
+    index: str = ""
+    text: Literal["question", "question_and_choices", "question_and_caption"] = "question"
+    section_key: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class FinishedSpec:
-    """A finished run of another row: its workdir."""
+class CaptionsSpec:
+    """Side files that describe pictures; see systems/captions.py.
 
-    run: str
+    Attributes:
+      captions: file of captions.
+      tags: file of tags; "": none.
+    """
+
+    captions: str
+    tags: str = ""
 
 
 def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> None:
@@ -105,42 +133,6 @@ def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> No
             f"config key options.similarity={similarity}: needs an encoder of pictures; set "
             "parts.library.image_model to a converted CLIP or a contrastive run."
         )
-
-
-def open_heuristics(spec: HeuristicsSpec) -> Any:
-    """The answer heuristics.
-
-    Raises:
-      UserError: a file that is malformed.
-    """
-    from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
-    from mmqa_jax.prompting.heuristics import AnswerHeuristics
-
-    examples = load_answer_aware(spec.examples) if spec.examples else {}
-    return AnswerHeuristics(load_candidates(spec.candidates), examples)
-
-
-def open_finished(spec: FinishedSpec) -> Mapping[str, Mapping[str, Any]]:
-    """Question id -> its line in the trace.jsonl of a finished run.
-
-    Raises:
-      UserError: the folder holds no such file, or a line is malformed.
-    """
-    path = Path(spec.run) / "trace.jsonl"
-    if not path.is_file():
-        raise UserError(
-            f"config key parts.finished.run={spec.run}: has no trace.jsonl; name the workdir of a "
-            "finished run of a prompted row."
-        )
-    rows = {}
-    for number, row in read_jsonl(path):
-        if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
-            raise UserError(
-                f'{path}, line {number}: expected an object with a text "question_id"; run that '
-                "row again."
-            )
-        rows[row["question_id"]] = row
-    return rows
 
 
 def open_llm(spec: LLMSpec, cache: Path) -> Any:
@@ -180,6 +172,65 @@ def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:
     return ExampleLibrary(examples, embedders, text_of=_TEXTS[spec.text], folds=spec.folds)
 
 
+def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
+    """The knowledge base.
+
+    Args:
+      corpus: the row's own, whose sources are searched if the spec names no data.
+
+    Raises:
+      UserError: no such data or model, no sources of the modality, or top_k below 1.
+    """
+    from mmqa_jax.data.corpus import open_sources
+    from mmqa_jax.retrieval.knowledge import RandomRetriever
+    from mmqa_jax.retrieval.modality import one_modality
+
+    home = open_sources(spec.data) if spec.data else corpus
+    subset = one_modality(home, spec.modality) if spec.modality else home
+    if spec.retriever == "random":
+        retriever: Any = RandomRetriever(subset)
+    else:
+        dense = None if spec.retriever == "bm25" else _open_dense(home, spec)
+        method = RetrieverSpec(spec.retriever)
+        retriever = retrievers_over(home, method, dense, spec.modality or None)(DEFAULT_WEIGHT)
+    return KnowledgeBase(
+        subset,
+        retriever,
+        top_k=spec.top_k,
+        max_words=spec.max_words,
+        text_of=_TEXTS[spec.text],
+        section_key=spec.section_key,
+    )
+
+
+def _open_dense(home: Corpus, spec: KnowledgeSpec) -> Any:
+    """Dense retrieval over the texts of all sources, or over an index."""
+    from mmqa_jax.retrieval.dense import DenseRetriever
+    from mmqa_jax.retrieval.embeddings import Embeddings
+    from mmqa_jax.retrieval.exact import ExactIndex
+
+    if spec.index:
+        return open_dense(home, spec.text_model, spec.index)
+    embedder, pictures = _open_text_embedder(spec.text_model, home)
+    texts = [embedder.text_of(source) for source in home.sources]
+    vectors = cached_vectors(
+        cache_dir() / "vectors",
+        f"text {embedder.fingerprint}",
+        texts,
+        lambda: embedder.embed_questions(texts),
+    )
+    embeddings = Embeddings(vectors, embedder.fingerprint, home.fingerprint)
+    return DenseRetriever(home, embedder, ExactIndex(embeddings), pictures)
+
+
+def _open_text_embedder(model: str, corpus: Corpus) -> tuple[Any, PictureStore]:
+    from mmqa_jax.retrieval.minilm import load_minilm_embedder
+
+    if model == "minilm":
+        return load_minilm_embedder(), PictureStore(corpus, size=1)
+    return open_embedder(Path(model), corpus)
+
+
 def has_picture(question: Question) -> bool:
     """Whether a benchmark shows a picture with a question, be its file there or not."""
     return bool(question.extra.get(HAS_PICTURE, True))
@@ -188,23 +239,38 @@ def has_picture(question: Question) -> bool:
 def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> Any:
     """Embedders of the library's examples (of `home`) and of the row's questions."""
     from mmqa_jax.prompting.shots import Embedders
-    from mmqa_jax.retrieval.minilm import load_minilm_embedder
 
-    if spec.text_model == "minilm":
-        text = load_minilm_embedder()
-    else:
-        text = open_embedder(Path(spec.text_model), home)[0]
-    if not spec.image_model:
-        return Embedders(text)
-    image, pictures = open_embedder(Path(spec.image_model), home)
+    text = _open_text_embedder(spec.text_model, home)[0]
     of_examples = {question.id for question in home.questions(spec.split)}
+
+    def corpus_of(question: Question) -> Corpus:
+        return home if question.id in of_examples else corpus
+
+    if not spec.image_model:
+        return Embedders(text, sources=lambda q: _sources(corpus_of(q), None, q))
+    image, pictures = open_embedder(Path(spec.image_model), home)
     of_queries = open_embedder(Path(spec.image_model), corpus)[1] if spec.data else pictures
 
-    def pixels(question: Question) -> Any:
-        store = pictures if question.id in of_examples else of_queries
-        return store.question_pixels(question)
+    def store(question: Question) -> PictureStore:
+        return pictures if question.id in of_examples else of_queries
 
-    return Embedders(text, image, pixels)
+    return Embedders(
+        text,
+        image,
+        lambda question: store(question).question_pixels(question),
+        lambda question: _sources(corpus_of(question), store(question), question),
+    )
+
+
+def _sources(
+    corpus: Corpus, pictures: PictureStore | None, question: Question
+) -> list[str | np.ndarray]:
+    """A question's gold sources: a snippet's text, a picture's pixels, or else its caption."""
+    found: list[str | np.ndarray] = []
+    for row in corpus.positive_rows(question):
+        pixels = None if pictures is None else pictures.pixels(row)
+        found.append(corpus.sources[row].text if pixels is None else pixels)
+    return found
 
 
 def _question_and_choices(question: Question) -> str:
@@ -213,7 +279,13 @@ def _question_and_choices(question: Question) -> str:
     return " ".join(part for part in parts if part)
 
 
+def _question_and_caption(question: Question) -> str:
+    """The caption of the question's picture, then the question."""
+    return f"{question.extra.get('caption', '')} {question.question}".strip()
+
+
 _TEXTS: dict[str, Callable[[Question], str]] = {
     "question": lambda question: question.question,
     "question_and_choices": _question_and_choices,
+    "question_and_caption": _question_and_caption,
 }

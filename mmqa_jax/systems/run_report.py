@@ -19,7 +19,7 @@ from mmqa_jax.systems.traces import report_traces
 _EXAMPLES = 60
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
-    *("a_okvqa", "scienceqa", "mmbench", "seed_bench"),
+    *("a_okvqa", "scienceqa", "mmbench", "seed_bench", "choice_accuracy"),
 )
 
 

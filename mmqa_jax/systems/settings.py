@@ -25,10 +25,10 @@ SYSTEMS: dict[str, ModuleType] = {
 }
 
 
-def parts_of(system: ModuleType, setting: str) -> tuple[str, ...]:
-    """The names of the parts that a setting needs."""
+def parts_of(system: ModuleType, setting: str) -> dict[str, bool]:
+    """The names of the parts that a setting takes -> whether it needs them."""
     taken = inspect.signature(system.SETTINGS[setting]).parameters
-    return tuple(name for name in taken if name in system.PARTS)
+    return {name: p.default is p.empty for name, p in taken.items() if name in system.PARTS}
 
 
 def options_of(system: ModuleType, setting: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def run_setting(
 
     Args:
       setting: a name of the system's SETTINGS.
-      parts: at least those of `parts_of(system, setting)`.
+      parts: at least those that the setting needs.
       options: keyword-only parameters of the setting.
 
     Returns:

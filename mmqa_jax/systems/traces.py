@@ -31,13 +31,21 @@ def trace_rows(
 
 
 def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """What scores.json says of the prompts: dropped shots, failures and empty answers.
+    """What scores.json says of the prompts: what was dropped, failures and empty answers.
 
     Of systems with candidates also how many answers are the first candidate for want of any other,
     and how many questions have no candidates.
     """
     traces = [prediction.trace for prediction in predictions if prediction.trace]
+    known = [trace for trace in traces if "knowledge" in trace]
+    knowledge = {
+        "questions_without_passages": sum(
+            not any(t["knowledge"]) and not t["dropped_passages"] for t in known
+        ),
+        "dropped_passages": sum(t["dropped_passages"] for t in known),
+    }
     counts = {
+        **(knowledge if known else {}),
         "questions_with_dropped_shots": sum(bool(t.get("dropped_shots")) for t in traces),
         "dropped_shots": sum(t.get("dropped_shots", 0) for t in traces),
         "too_long": sum(bool(t.get("too_long")) for t in traces),
@@ -107,6 +115,11 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(("caption", str(caption)))
     if dropped := trace.get("dropped_shots"):
         rows.append(("dropped", f"{dropped} shots that did not fit"))
+    if found := trace.get("knowledge"):
+        listed = (f"{one['id']} ({one['score']:.2f})" for own in found for one in own)
+        rows.append(("knowledge", " · ".join(dict.fromkeys(listed)) or "(none found)"))
+    if dropped := trace.get("dropped_passages"):
+        rows.append(("dropped", f"{dropped} passages that did not fit"))
     rows += [
         ("failed", reason) for reason in (*trace.get("failed", ()), *trace.get("too_long", ()))
     ]

@@ -345,12 +345,12 @@ def test_the_tables_that_are_shown(elsewhere):
 
 def test_all_papers(elsewhere):
     rows = done("tables")["rows"]
-    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "atlas"}
+    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "mavl", "atlas"}
     assert [row for row in rows if row["paper"] == "atlas"] == done("tables", "atlas")["rows"]
 
 
 def test_wrong_flags(refused):
-    refused("tables", "mavl", message=r"mavl.*webqa.*pica.*rmr.*atlas")
+    refused("tables", "vilt", message=r"vilt.*webqa.*pica.*rmr.*mavl.*atlas")
     refused("tables", "webqa", "--workdir=nowhere", message=r"--workdir=nowhere: no such folder")
 
 
@@ -362,7 +362,7 @@ def test_rows_of_the_benchmarks(dataset):
     tables = load_module(ROOT / f"configs/{dataset}/tables.py")
     listed = {
         (row["config_row"], row["command"])
-        for paper in ("pica", "rmr")
+        for paper in ("pica", "rmr", "mavl")
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]
     }
@@ -373,8 +373,8 @@ def test_rows_of_the_benchmarks(dataset):
         assert config.dataset == dataset
         paths = {config.data.dir}
         for part in config.parts.values():
-            named = {"data": "", "text_model": "", "image_model": "", **part}
-            paths |= {named[key] for key in ("data", "text_model", "image_model")} - {"", "minilm"}
+            keys = ("data", "text_model", "image_model", "candidates", "examples", "run")
+            paths |= {part.get(key, "") for key in keys} - {"", "minilm"}
         assert paths <= dict(config.made_by).keys()
 
 
