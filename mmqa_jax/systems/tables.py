@@ -16,7 +16,7 @@ from mmqa_jax.systems.run import missing_inputs
 PAPERS = {
     "webqa": ("webqa",),
     "pica": ("okvqa", "aokvqa"),
-    "rmr": ("scienceqa", "aokvqa"),
+    "rmr": ("scienceqa", "aokvqa", "mmbench", "seedbench", "openstax"),
     "atlas": ("atlas",),
 }
 
