@@ -4,8 +4,8 @@
 are ours. The library of examples and the questions are the two halves of one split in our rows,
 because captions of the train pictures are not at hand; the paper's take the train split.
 PromptCap's own captions are written for each question; in our row VinVL's stand in.
-`smollm2_similar_factbook` and `_openstax*` are KAT-style: a passage of the World Factbook (in Atlas)
-or of textbooks follows the caption.
+`smollm2_similar_factbook` and `_openstax*` are KAT-style: a passage of the World Factbook (in
+Atlas) or of textbooks follows the caption.
 """
 
 from ml_collections import ConfigDict
