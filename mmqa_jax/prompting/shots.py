@@ -216,10 +216,17 @@ class ExampleLibrary:
         ]
         means = np.zeros((len(questions), self._embedders.text.dim), np.float32)
         for embed, kind in ((self._texts, str), (self._pictures, np.ndarray)):
-            of_kind = [(row, source) for row, source in owned if isinstance(source, kind)]
-            if of_kind:
-                rows, found = zip(*of_kind, strict=True)
-                np.add.at(means, np.array(rows), embed(found))
+            # A source that several questions share is embedded once.
+            places: dict[str | bytes, tuple[int, Any]] = {}
+            rows, numbers = [], []
+            for row, source in owned:
+                if isinstance(source, kind):
+                    key = source if isinstance(source, str) else source.tobytes()
+                    rows.append(row)
+                    numbers.append(places.setdefault(key, (len(places), source))[0])
+            if rows:
+                vectors = embed([source for _, source in places.values()])
+                np.add.at(means, np.array(rows), vectors[numbers])
         counts = np.bincount([row for row, _ in owned], minlength=len(questions))
         return means / np.maximum(counts, 1)[:, None].astype(np.float32)
 

@@ -100,7 +100,7 @@ def answer_promptcap(
     def fields(question: Question) -> Mapping[str, str]:
         caption = captions.of_question(question) if captions else None
         own = str(question.extra.get("caption", "")) if caption is None else caption
-        names = question.extra.get("tags", ()) if tags else ()
+        names = _tag_names(question) if tags else ()
         return {
             "context": f"{own} {', '.join(names)}".strip(),
             "question": question.question,
@@ -209,8 +209,13 @@ def check_questions(setting: str, questions: Sequence[Question]) -> None:
 def context(question: Question, tags: bool) -> str:
     """A picture in words: `caption`, or `caption. tag, tag` (gpt3_api_okvqa.py l.184-201)."""
     caption = str(question.extra.get("caption", ""))
-    names = question.extra.get("tags", ()) if tags else ()
+    names = _tag_names(question) if tags else ()
     return f"{caption.rstrip('.')}. {', '.join(names)}" if names else caption
+
+
+def _tag_names(question: Question) -> list[str]:
+    """The picture's tags in the order of their file (data/datasets/okvqa.py)."""
+    return [tag["class"] for tag in question.extra.get("tags", ())]
 
 
 def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Callable[[Question], Mapping[str, str]]:
