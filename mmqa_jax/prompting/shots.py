@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float32, Int
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
 Similarity = Literal[
@@ -262,11 +263,6 @@ def _largest(scores: Float32[np.ndarray, " N"], count: int) -> Int[np.ndarray, "
     else:
         candidates = np.arange(len(scores))
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
-
-
-def fold_of(name: str, folds: int) -> int:
-    """The part, of `folds`, that a question id is dealt into."""
-    return int(_digest(name)[:8], 16) % folds
 
 
 def seeded(name: str, seed: int) -> np.random.Generator:

@@ -9,13 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.evaluation.vqa import answer_accuracy
 from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.few_shot import FewShot, Order, prompts_record
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.plans import Actions, Plan, Role
-from mmqa_jax.prompting.shots import ExampleLibrary, fold_of
+from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.tools import Outputs, answer_prompt, used_actions
 from mmqa_jax.prompting.voting import fit_weights, vote

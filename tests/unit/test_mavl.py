@@ -348,7 +348,8 @@ def test_wrong_input(options, message):
 
 
 def test_examples_of_the_own_half_are_never_shown():
-    from mmqa_jax.prompting.shots import ExampleLibrary, fold_of
+    from mmqa_jax.data.splits import fold_of
+    from mmqa_jax.prompting.shots import ExampleLibrary
 
     halves = ExampleLibrary(EXAMPLES, folds=2)
     names = [e.id for e in EXAMPLES]
