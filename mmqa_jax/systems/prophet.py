@@ -103,7 +103,7 @@ def choose_prophet(
         blank = {"context": "N/A", "question": "N/A", "candidates": ""}
         prior = option_prior(llm, options, template.render([], blank), score)
     return [
-        choose_option(q, answers, prior, score=score, trace=_record(q, [p], heuristics))
+        choose_option(q, answers, prior, score=score, trace=prompts_record([p]))
         for q, p in zip(questions, prompts, strict=True)
     ]
 
@@ -149,13 +149,6 @@ def _scoring(key: Any, options: tuple[str, ...]) -> Callable[[str], Choices]:
     return lambda text: Choices(key, text, options)
 
 
-def _record(
-    question: Question, prompts: Sequence[FewShot], heuristics: AnswerHeuristics
-) -> dict[str, Any]:
-    trace = prompts_record(prompts)
-    return trace if heuristics.best(question) else {**trace, "no_candidates": True}
-
-
 def _elected(
     question: Question,
     prompts: Sequence[FewShot],
@@ -163,7 +156,7 @@ def _elected(
     heuristics: AnswerHeuristics,
 ) -> Prediction:
     """The answer with the largest sum of probabilities, normalized; else the first candidate."""
-    trace = _record(question, prompts, heuristics)
+    trace = prompts_record(prompts)
     ids = [p.query.id for p in prompts if p.query is not None]
     found = [answers.by_id[key].candidates[0] for key in ids if key in answers.by_id]
     trace["outputs"] = [{"text": c.text, "logprob": c.total} for c in found]
