@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import string
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ class PromptTemplate:
         return "".join((*parts, string.Template(self.query).substitute(query)))
 
 
+@functools.cache
 def load_template(name: str) -> PromptTemplate:
     """The template `FILE.TABLE`: a table of systems/templates/FILE.toml.
 

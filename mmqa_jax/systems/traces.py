@@ -104,7 +104,7 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         answers = (question.choices[question.answer_index],)
     rows.append(("reference", " · ".join(dict.fromkeys(answers)) or "(not published)"))
     rows.append(("answer", prediction.answer or "(none)"))
-    outputs = trace.get("outputs", ())
+    outputs = () if "agents" in trace else trace.get("outputs", ())  # those are in the tree
     rows += [
         ("output", f"{one['text']}  (log-probability {one['logprob']:.2f})") for one in outputs
     ]
@@ -127,7 +127,7 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
 
 
 def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Each prompt with its shots."""
+    """Each prompt with its shots; the prompts of agents are in their tree."""
     details = []
     prompts = trace.get("prompts", ())
     for number, (prompt, shots) in enumerate(zip(prompts, trace.get("shots", ()), strict=True), 1):
@@ -136,7 +136,8 @@ def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{shot['id']}" + (f"  {shot['similarity']:.3f}" if "similarity" in shot else "")
             for shot in shots
         )
-        details.append((name, prompt))
+        if "agents" not in trace:
+            details.append((name, prompt))
         if listed:
             details.append((f"shots of {name} and their similarity", listed))
     return details
