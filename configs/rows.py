@@ -43,6 +43,8 @@ def language_model(model: str, backend: str = "engine", **engine: Any) -> dict[s
         "model": model,
         "backend": backend,
         "tokenizer": "",
+        "dtype": "auto",
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         "engine": {**sizes, **engine},
         "server": {"concurrency": 8},
     }

@@ -15,6 +15,8 @@ from mmqa_jax.prompting.stream import Answers, answer_all
 Normalization = Literal["sum", "mean"]
 Prior = Mapping[str, np.ndarray]
 
+_PRIOR_OPTIONS = 32  # options in a request for their prior
+
 
 def option_prior(
     llm: Any,
@@ -28,14 +30,16 @@ def option_prior(
     calibration, Zhao et al. 2021; domain-conditional PMI, Holtzman et al. 2021).
     """
     distinct = sorted({option for own in options.values() for option in own})
-    answers = answer_all(
-        llm, [Choices(f"prior {o}", prompt, (o,)) for o in distinct], "Calibrating"
-    )
-    prior = {
-        option: option_scores(answers.by_id[f"prior {option}"], score)[0]
-        for option in distinct
-        if f"prior {option}" in answers.by_id
-    }
+    queries = [
+        Choices(f"prior {n}", prompt, tuple(distinct[n : n + _PRIOR_OPTIONS]))
+        for n in range(0, len(distinct), _PRIOR_OPTIONS)
+    ]
+    answers = answer_all(llm, queries, "Calibrating")
+    prior: dict[str, float] = {}
+    for query in queries:
+        if query.id in answers.by_id:
+            values = option_scores(answers.by_id[query.id], score)
+            prior |= zip(query.continuations, values.tolist(), strict=True)
     return {name: np.array([prior.get(o, 0.0) for o in own]) for name, own in options.items()}
 
 

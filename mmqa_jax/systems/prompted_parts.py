@@ -23,12 +23,15 @@ class LLMSpec:
       model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, or a server's name for it.
       backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
       tokenizer: for the engine, if the model's folder has none.
+      dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
       engine, server: values of these sections of configs/prompt/default.py that differ.
     """
 
     model: str
     backend: Literal["engine", "openai"] = "engine"
     tokenizer: str = ""
+    dtype: str = "auto"
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -94,7 +97,9 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     from mmqa_jax.prompting.cache import Cached, ResponseCache
     from mmqa_jax.prompting.open import open_backend
 
-    changes = {f"engine.{key}": value for key, value in spec.engine.items()}
+    changes: dict[str, Any] = {"model.dtype": spec.dtype}
+    changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
+    changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
     config = load_config(find_config("configs/prompt/default.py"), changes)
     backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config)

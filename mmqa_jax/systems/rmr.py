@@ -143,10 +143,11 @@ def choose_rmr(
     if calibrated:
         blank = prompt.render([], dict.fromkeys(("question", "context", "options"), "N/A"))
         prior = option_prior(llm, spelled, blank, score)
-    return [
+    predictions = [
         choose_option(question, answers, prior, score=score, trace=prompts_record([p]))
         for question, p in zip(questions, prompts, strict=True)
     ]
+    return [_lettered(q, chosen) for q, chosen in zip(questions, predictions, strict=True)]
 
 
 def direct_answer(text: str) -> str:
@@ -177,6 +178,14 @@ def fields(question: Question) -> Mapping[str, str]:
         "answer": question.choices[question.answer_index] if known else "",
         "letter": LETTERS[question.answer_index] if known else "",
     }
+
+
+def _lettered(question: Question, chosen: Prediction) -> Prediction:
+    """The chosen option as `B. its text`, which every benchmark's rule reads as B."""
+    if chosen.choice is None:
+        return chosen
+    letter, text = LETTERS[chosen.choice], question.choices[chosen.choice]
+    return dataclasses.replace(chosen, answer=f"{letter}. {text}")
 
 
 def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
