@@ -228,6 +228,7 @@ class TokenizedScoring:
                 for one in self.sequences
                 for logprobs, greedy in zip(one.logprobs, one.greedy, strict=True)
             ),
+            self.prompt,
         )
 
 

@@ -250,7 +250,7 @@ class OpenAIBackend:
                     f"request {request.id!r}: continuation {continuation!r} adds no token to its "
                     "prompt; expected some text."
                 )
-        return Scores(request.id, tuple(scores))
+        return Scores(request.id, tuple(scores), usage.prompt)
 
     def _fail(self, request_id: Hashable, reason: str) -> None:
         self.failures.append(Failure(request_id, reason))

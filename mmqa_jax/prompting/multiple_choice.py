@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Scores
 from mmqa_jax.prompting.backends import Choices
@@ -16,6 +17,16 @@ Normalization = Literal["sum", "mean"]
 Prior = Mapping[str, np.ndarray]
 
 _PRIOR_OPTIONS = 32  # options in a request for their prior
+
+
+def check_choices(setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError unless every question has the choices that a setting chooses from."""
+    without = sum(not question.choices for question in questions)
+    if without:
+        raise UserError(
+            f"setting {setting}: {without:,} of {len(questions):,} questions have no choices; "
+            "leave them out with config key data.where, or use a setting that writes answers."
+        )
 
 
 def option_prior(
