@@ -143,7 +143,11 @@ class Scores:
     scores: tuple[Score, ...]
 
 
-class TooLong(UserError):
+class Unanswerable(UserError):
+    """A query whose own text or picture cannot be served, though others can."""
+
+
+class TooLong(Unanswerable):
     """A prompt that exceeds the context, with its new tokens, by `excess` tokens."""
 
     def __init__(self, request_id: Hashable, tokens: int, new: int, length: int):

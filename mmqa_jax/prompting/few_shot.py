@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.data.schema import Question
-from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Query
 from mmqa_jax.prompting.shots import Shot, shots_record
 from mmqa_jax.prompting.templates import PromptTemplate
@@ -19,11 +19,12 @@ class FewShot(NamedTuple):
     """A query to a language model that fits its context.
 
     Attributes:
-      query: None where even the prompt without shots is too long.
+      query: None where the model cannot take it, even without shots.
       text: of the prompt.
       shots: those in the prompt, most similar first.
       dropped: how many more were chosen.
       reason: why there is no query.
+      too_long: whether that is its length.
     """
 
     query: Query | None
@@ -31,6 +32,7 @@ class FewShot(NamedTuple):
     shots: Sequence[Shot]
     dropped: int
     reason: str = ""
+    too_long: bool = False
 
 
 def few_shot(
@@ -48,21 +50,24 @@ def few_shot(
       shots: most similar first; the last ones are dropped.
       fields: the template's fields of a question, shot or query.
       make: the query of a prompt's text.
-      check: a backend's `check`, which raises TooLong. A server's never does: it knows no length.
+      check: a backend's `check`, which raises Unanswerable. A server's never raises TooLong: it
+        knows no length.
       order: of the shots in the prompt.
     """
     solved, reason = [fields(shot.question) for shot in shots], ""
     for count in range(len(shots), -1, -1):
         shown = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
         text = template.render(shown, fields(question))
-        query = make(text)
         try:
+            query = make(text)
             check(query)
         except TooLong as error:
             reason = str(error)
             continue
+        except Unanswerable as error:
+            return FewShot(None, text, (), 0, str(error))
         return FewShot(query, text, shots[:count], len(shots) - count)
-    return FewShot(None, "", (), len(shots), reason)
+    return FewShot(None, "", (), len(shots), reason, too_long=True)
 
 
 def majority_answer(question: Question) -> str:
@@ -77,11 +82,18 @@ def majority_answer(question: Question) -> str:
     return "" if question.answer_index is None else question.choices[question.answer_index]
 
 
-def prompts_record(prompts: Sequence[FewShot]) -> dict[str, Any]:
-    """What trace.jsonl keeps of a question's prompts."""
+def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> dict[str, Any]:
+    """What trace.jsonl keeps of a question's prompts.
+
+    Args:
+      failed: why requests were not answered; reasons of prompts that were not sent are added.
+    """
+    reasons = [p.reason for p in prompts if p.query is None and not p.too_long]
+    reasons += failed
     return {
         "prompts": [p.text for p in prompts],
         "shots": [shots_record(p.shots) for p in prompts],
         "dropped_shots": sum(p.dropped for p in prompts),
-        "too_long": [p.reason for p in prompts if p.query is None],
+        "too_long": [p.reason for p in prompts if p.too_long],
+        **({"failed": reasons} if reasons else {}),
     }
