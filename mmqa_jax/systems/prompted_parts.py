@@ -27,7 +27,8 @@ class LLMSpec:
     """The language model of a prompted system.
 
     Attributes:
-      model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, or a server's name for it.
+      model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
+        Face cache, or a server's name for it.
       backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
       tokenizer: for the engine, if the model's folder has none.
       dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.

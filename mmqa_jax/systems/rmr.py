@@ -246,9 +246,9 @@ def _lettered(question: Question, chosen: Prediction) -> Prediction:
 
 def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
     """A question's output, and the choice that it names."""
-    trace = prompts_record([prompt])
+    failed = answers.failed.get(question.id)
+    trace = prompts_record([prompt], [] if failed is None else [failed])
     if question.id not in answers.by_id:
-        trace["failed"] = [answers.failed.get(question.id, prompt.reason)]
         return Prediction(question.id, trace=trace)
     candidate = answers.by_id[question.id].candidates[0]
     text = (candidate.text or "").strip()
