@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 _SHOWN = {"order": "most_similar_first", "seed": 0}
+_HEURISTICS = {"similarity": "answer_aware", "seed": 0}
 # Setting of a prompted system -> its options with their defaults, so that each can be overridden.
 OPTIONS: dict[str, dict[str, Any]] = {
     "pica": {
@@ -44,14 +45,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.text", "options": "text",
         "score": "sum", "calibrated": False,
     },
+    "prophet": {
+        **_HEURISTICS, "shots": 20, "candidates": 10, "ensemble": 5, "max_new_tokens": 8,
+    },
+    "prophet_choice": {
+        **_HEURISTICS, "shots": 20, "candidates": 10, "score": "sum", "calibrated": False,
+    },
+    "mavl": {
+        **_HEURISTICS, "order": "most_similar_first", "shots": 8, "candidates": 5,
+        "agents": ("junior", "senior", "manager"), "plans": "planned", "votes": (2.0, 3.0, 4.0),
+        "weighting": "level", "task": "prompt", "chat": False, "passages": 1,
+        "knowledge_words": 40, "knowledge_tokens": 64, "max_new_tokens": 10,
+    },
+    "mavl_revote": {"votes": (2.0, 3.0, 4.0), "weighting": "fitted", "folds": 2},
+    "mavl_draws": {
+        **_HEURISTICS, "order": "most_similar_first", "shots": 8, "candidates": 5, "draws": 7,
+        "temperature": 0.7, "max_new_tokens": 10,
+    },
 }  # fmt: skip
 
 
-def language_model(model: str, backend: str = "engine", **engine: Any) -> dict[str, Any]:
+def language_model(
+    model: str, backend: str = "engine", cache: str = "", **engine: Any
+) -> dict[str, Any]:
     """The section `parts.llm` with every key that may be overridden.
 
     Args:
       model: as `mmqa prompt --model`.
+      cache: file of kept responses that several rows share; "" is each workdir's own.
       engine: sizes that differ from these (see configs/prompt/default.py).
     """
     sizes = {"slots": 32, "length": 1024, "buckets": (32, 128), "prefill_tokens": 256, "block": 128}
@@ -59,9 +80,17 @@ def language_model(model: str, backend: str = "engine", **engine: Any) -> dict[s
         "model": model,
         "backend": backend,
         "tokenizer": "",
+        "dtype": "auto",
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         "engine": {**sizes, **engine},
         "server": {"concurrency": 8},
+        "cache": cache,
     }
+
+
+def heuristics(candidates: str, examples: str) -> dict[str, str]:
+    """The section `parts.heuristics`: the files of a VQA model."""
+    return {"candidates": candidates, "examples": examples}
 
 
 def library(**changes: Any) -> dict[str, Any]:

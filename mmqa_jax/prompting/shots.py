@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float32, Int
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
 Similarity = Literal[
@@ -83,7 +84,7 @@ class ExampleLibrary:
         self.examples, self._embedders = list(examples), embedders
         self._text_of, self._folds = text_of, folds
         self._cache = cache or cache_dir() / "vectors"
-        self._fold = np.array([_fold(example.id, folds) for example in self.examples], int)
+        self._fold = np.array([fold_of(example.id, folds) for example in self.examples], int)
         self._row = {example.id: row for row, example in enumerate(self.examples)}
         self._kept: dict[str, Any] = {}  # the library's own vectors, by kind
 
@@ -118,10 +119,16 @@ class ExampleLibrary:
             )
         return list(self._nearest(queries, count, similarity))
 
+    def named(self, query: Question, names: Sequence[str], count: int) -> list[Shot]:
+        """The first `count` of the named examples that the library has and the query may see."""
+        allowed = self._allowed(query)
+        rows = [self._row[name] for name in names if name in self._row]
+        found = [self.examples[row] for row in rows if allowed[row]][:count]
+        return [Shot(example, float("nan")) for example in found]
+
     def _random(self, query: Question, count: int, seed: int) -> list[Shot]:
         allowed = np.flatnonzero(self._allowed(query))
-        rng = np.random.default_rng([seed, int(_digest(query.id)[:16], 16)])
-        chosen = rng.choice(allowed, min(count, len(allowed)), replace=False)
+        chosen = seeded(query.id, seed).choice(allowed, min(count, len(allowed)), replace=False)
         return [Shot(self.examples[row], float("nan")) for row in chosen]
 
     def _nearest(
@@ -228,7 +235,7 @@ class ExampleLibrary:
         """Which examples may be shots of a query."""
         allowed = np.ones(len(self.examples), bool)
         if self._folds > 1:
-            allowed = self._fold != _fold(query.id, self._folds)
+            allowed = self._fold != fold_of(query.id, self._folds)
         if query.id in self._row:
             allowed[self._row[query.id]] = False
         return allowed
@@ -258,8 +265,9 @@ def _largest(scores: Float32[np.ndarray, " N"], count: int) -> Int[np.ndarray, "
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 
-def _fold(name: str, folds: int) -> int:
-    return int(_digest(name)[:8], 16) % folds
+def seeded(name: str, seed: int) -> np.random.Generator:
+    """Random numbers of one question, whatever the other questions are."""
+    return np.random.default_rng([seed, int(_digest(name)[:16], 16)])
 
 
 def _digest(name: str) -> str:

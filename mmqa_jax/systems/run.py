@@ -31,6 +31,7 @@ from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
+from mmqa_jax.systems.mavl_record import agent_summary
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
 from mmqa_jax.systems.prompted_parts import check_prompted, has_picture
 from mmqa_jax.systems.run_report import write_row_report
@@ -42,7 +43,8 @@ from mmqa_jax.systems.settings import (
     parts_of,
     run_setting,
 )
-from mmqa_jax.systems.traces import trace_counts, trace_rows
+from mmqa_jax.systems.traces import llm_cost, trace_counts, trace_rows
+from mmqa_jax.weights.hub import is_hub_name
 
 _SPEC: dict[str, Any] = {
     "row": str,
@@ -63,12 +65,12 @@ _SPEC: dict[str, Any] = {
 # Keys of a part that are paths, besides `model`, and names of models that are installed packages.
 _PATHS = (
     *("index", "modality_model", "data", "text_model", "image_model"),
-    *("captions", "tags"),
+    *("captions", "tags", "candidates", "examples", "run"),
 )
 _INSTALLED = ("minilm", "smollm2")
 # Settings whose sources are the gold ones or none, so that they are no result.
 _GIVEN_SOURCES = ("oracle", "question_only", "pica_oracle", "pica_question_only")
-_MAY_BE_ZERO = {"shots", "seed"}  # of the options that are whole numbers
+_MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +141,9 @@ def run_row(
         }
         evaluation = _evaluate(config, corpus, questions, predictions, rankings)
         evaluation.notes += notes_of(system, config.setting, questions, config.options)
-        scores = _scores(config, questions, predictions, evaluation, limit)
+        scores = _scores(
+            config, questions, predictions, evaluation, limit, recorded_parts.get("llm")
+        )
         row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
         _write(folder, row_run, parts.seconds, limit)
     return row_run
@@ -209,10 +213,13 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
             if section.get("backend") != "openai":  # a server's name of its model is no path
                 paths.append(section.get("model"))
     made_by = dict(config.made_by)
+    llm = config.parts.get("llm", {}).get("model", "")
+    # A model on the Hugging Face hub is looked for in its cache when it is opened.
+    found = {*_INSTALLED, *({llm} if is_hub_name(llm) and llm not in made_by else ())}
     return {
         path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
         for path in dict.fromkeys(filter(None, paths))
-        if path not in _INSTALLED and not Path(path).exists()
+        if path not in found and not Path(path).exists()
     }
 
 
@@ -294,6 +301,7 @@ def _scores(
     predictions: Sequence[Prediction],
     evaluation: Evaluation,
     limit: int | None,
+    llm: Any,
 ) -> dict[str, Any]:
     return {
         "dataset": config.dataset,
@@ -306,6 +314,8 @@ def _scores(
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
         **({"prompts": trace_counts(predictions)} if any(p.trace for p in predictions) else {}),
+        **({"llm": llm_cost(llm, len(questions))} if llm is not None else {}),
+        **agent_summary(predictions),
     }
 
 

@@ -14,9 +14,15 @@ from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.systems import pica, rmr, webqa
+from mmqa_jax.systems import mavl, pica, prophet, rmr, webqa
 
-SYSTEMS: dict[str, ModuleType] = {"webqa": webqa, "pica": pica, "rmr": rmr}
+SYSTEMS: dict[str, ModuleType] = {
+    "webqa": webqa,
+    "pica": pica,
+    "rmr": rmr,
+    "prophet": prophet,
+    "mavl": mavl,
+}
 
 
 def parts_of(system: ModuleType, setting: str) -> dict[str, bool]:

@@ -18,6 +18,7 @@ PAPERS = {
     "webqa": ("webqa",),
     "pica": ("okvqa", "aokvqa"),
     "rmr": ("scienceqa", "aokvqa", "mmbench", "seedbench", "openstax"),
+    "mavl": ("okvqa", "aokvqa"),
     "atlas": ("atlas",),
 }
 
@@ -57,13 +58,12 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
         )
         for cell in config.published or _ours(dataset, name, measured):
             listed.append(_figure(paper, name, dict(cell), command, needs, measured, config))
-    if paper != tables.PAPER:
-        return listed
     for status, rows in (("missing", tables.MISSING), ("cited only", tables.CITED)):
         for name, cells in rows.items():
             for cell in cells:
-                figure = _figure(paper, name, dict(cell), "", [], None, None)
-                listed.append({**figure, "status": status})
+                if cell.get("paper", tables.PAPER) == paper:
+                    figure = _figure(paper, name, dict(cell), "", [], None, None)
+                    listed.append({**figure, "status": status})
     return listed
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Trace
+from mmqa_jax.systems.mavl_record import agent_tree
 
 
 def trace_rows(
@@ -29,7 +31,11 @@ def trace_rows(
 
 
 def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """What scores.json says of the prompts: what was dropped, failures and empty answers."""
+    """What scores.json says of the prompts: what was dropped, failures and empty answers.
+
+    Of systems with candidates also how many answers are the first candidate for want of any other,
+    and how many questions have no candidates.
+    """
     traces = [prediction.trace for prediction in predictions if prediction.trace]
     known = [trace for trace in traces if "knowledge" in trace]
     knowledge = {
@@ -38,7 +44,7 @@ def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
         ),
         "dropped_passages": sum(t["dropped_passages"] for t in known),
     }
-    return {
+    counts = {
         **(knowledge if known else {}),
         "questions_with_dropped_shots": sum(bool(t.get("dropped_shots")) for t in traces),
         "dropped_shots": sum(t.get("dropped_shots", 0) for t in traces),
@@ -46,6 +52,21 @@ def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
         "failed": sum(bool(t.get("failed")) for t in traces),
         "empty_answers": sum(not p.answer for p in predictions if p.trace),
     }
+    if any("fallback" in trace for trace in traces):
+        counts["answered_by_first_candidate"] = sum(
+            bool(t["fallback"]) and not t.get("vote", True) for t in traces if "fallback" in t
+        )
+        counts["without_candidates"] = sum(not t.get("fallback", True) for t in traces)
+    return counts
+
+
+def llm_cost(llm: Any, questions: int) -> dict[str, float]:
+    """What a row's answers cost: calls of the language model and tokens, whole and per question.
+
+    Kept answers count as fresh ones do, so that a rerun costs the same.
+    """
+    whole = dataclasses.asdict(llm.work)
+    return {**whole, **{f"{name}_per_question": n / questions for name, n in whole.items()}}
 
 
 def report_traces(
@@ -64,6 +85,9 @@ def report_traces(
             rows=_rows(question, prediction),
             details=_details(prediction.trace),
             picture=corpus.question_picture(question),
+            tree=agent_tree(prediction.trace, prediction.answer)
+            if "agents" in prediction.trace
+            else (),
         )
         for question, prediction in zip(questions, predictions, strict=True)
         if prediction.trace

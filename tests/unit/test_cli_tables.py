@@ -393,12 +393,12 @@ def test_tables_fit_a_terminal_of_120_characters(elsewhere):
 
 def test_all_papers(elsewhere):
     rows = done("tables")["rows"]
-    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "atlas"}
+    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "mavl", "atlas"}
     assert [row for row in rows if row["paper"] == "atlas"] == done("tables", "atlas")["rows"]
 
 
 def test_wrong_flags(refused):
-    refused("tables", "mavl", message=r"mavl.*webqa.*pica.*rmr.*atlas")
+    refused("tables", "vilt", message=r"vilt.*webqa.*pica.*rmr.*mavl.*atlas")
     refused("tables", "webqa", "--workdir=nowhere", message=r"--workdir=nowhere: no such folder")
 
 
@@ -412,7 +412,7 @@ def test_rows_of_the_benchmarks(dataset):
     tables = load_module(ROOT / f"configs/{dataset}/tables.py")
     listed = {
         (row["config_row"], row["command"])
-        for paper in ("pica", "rmr")
+        for paper in ("pica", "rmr", "mavl")
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]
     }
@@ -422,6 +422,7 @@ def test_rows_of_the_benchmarks(dataset):
         check_row(config)
         assert config.dataset == {"openstax": "corpus"}.get(dataset, dataset)
         keys = ("data", "text_model", "image_model", "index", "captions", "tags")
+        keys += ("candidates", "examples", "run")
         named = [part.get(key) for part in config.parts.values() for key in keys]
         paths = {config.data.dir, *filter(None, named)} - {"minilm"}
         assert paths <= dict(config.made_by).keys()

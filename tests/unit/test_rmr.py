@@ -9,6 +9,7 @@ from test_shots import FakeEmbedder
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.multiple_choice import llava_choice
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.systems.rmr import (
@@ -100,7 +101,8 @@ def test_pictures_go_to_a_model_that_sees(library):
 def test_the_likeliest_option(library, options, spelled):
     llm = FakeLLM(score=lambda prompt, option: (-1.0,) if option == spelled else (-2.0,))
     predictions = choose_rmr(QUERIES, llm, library, shots=2, options=options)
-    assert {(p.choice, p.answer) for p in predictions} == {(2, "three")}
+    assert {(p.choice, p.answer) for p in predictions} == {(2, "C. three")}
+    assert {llava_choice(p.answer, 3) for p in predictions} == {2}
 
 
 def test_calibration_removes_a_preference(library):
