@@ -80,6 +80,8 @@ def language_model(
         "model": model,
         "backend": backend,
         "tokenizer": "",
+        "dtype": "auto",
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         "engine": {**sizes, **engine},
         "server": {"concurrency": 8},
         "cache": cache,

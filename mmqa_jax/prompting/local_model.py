@@ -26,6 +26,7 @@ from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import MIB, in_mebibytes, is_converted, load_converted, read_record
+from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
@@ -60,8 +61,9 @@ def open_backend(
     """Opens a LLaMA or LLaVA as a backend; its weights are loaded on first use.
 
     Args:
-      model: a name of NAMES, a folder of `mmqa convert`, or a published checkpoint in any layout
-        that `mmqa convert --model=llama` (or llava) reads.
+      model: a name of NAMES, a folder of `mmqa convert`, a published checkpoint in any layout
+        that `mmqa convert --model=llama` (or llava) reads, or a name on the Hugging Face hub (see
+        weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config, engine: see ModelConfig and EngineConfig; an engine without config is as long as the
         model, up to 2,048 tokens.
@@ -71,12 +73,7 @@ def open_backend(
         model.
     """
     config = config or ModelConfig()
-    path = NAMES[str(model)]() if str(model) in NAMES else Path(model)
-    if not path.exists():
-        raise UserError(
-            f"--model={model}: no such file or folder, nor one of the names {', '.join(NAMES)}; "
-            "check the path."
-        )
+    path = _find(model)
     kind = _kind(path)
     shape = _config_of(kind, path)
     llama = shape.llama if isinstance(shape, LlavaConfig) else shape
@@ -103,6 +100,20 @@ def open_backend(
         fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
         llava=shape if isinstance(shape, LlavaConfig) else None,
     )
+
+
+def _find(model: str | os.PathLike) -> Path:
+    """Where the weights are of what `open_backend` takes."""
+    if str(model) in NAMES:
+        return NAMES[str(model)]()
+    if is_hub_name(model):
+        return find_model(str(model))
+    if not Path(model).exists():
+        raise UserError(
+            f"--model={model}: no such file or folder, nor one of the names {', '.join(NAMES)}, "
+            "nor ORG/NAME of a model on the Hugging Face hub; check the path."
+        )
+    return Path(model)
 
 
 def content_hash(path: str | os.PathLike) -> str:

@@ -276,10 +276,9 @@ def _most_probable(
 ) -> Prediction:
     """Of a question's prompts the answer with the largest summed log-probability."""
     found = [answers.by_id[key].candidates[0] for key in prompts if key in answers.by_id]
-    trace = prompts_record(list(prompts.values()))
+    failed = [answers.failed[key] for key in prompts if key in answers.failed]
+    trace = prompts_record(list(prompts.values()), failed)
     trace["outputs"] = [{"text": c.text, "logprob": c.total} for c in found]
-    if failed := [answers.failed[key] for key in prompts if key in answers.failed]:
-        trace["failed"] = failed
     if not found:
         return Prediction(question.id, trace=trace)
     best = max(found, key=lambda candidate: candidate.total)

@@ -27,9 +27,11 @@ class LLMSpec:
     """The language model of a prompted system.
 
     Attributes:
-      model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, or a server's name for it.
+      model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
+        Face cache, or a server's name for it.
       backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
       tokenizer: for the engine, if the model's folder has none.
+      dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
       engine, server: values of these sections of configs/prompt/default.py that differ.
       cache: file of a response cache that several rows share; "" is the workdir's own.
     """
@@ -37,6 +39,8 @@ class LLMSpec:
     model: str
     backend: Literal["engine", "openai"] = "engine"
     tokenizer: str = ""
+    dtype: str = "auto"
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
     cache: str = ""
@@ -145,7 +149,9 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     from mmqa_jax.prompting.cache import Cached, ResponseCache
     from mmqa_jax.prompting.open import open_backend
 
-    changes = {f"engine.{key}": value for key, value in spec.engine.items()}
+    changes: dict[str, Any] = {"model.dtype": spec.dtype}
+    changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
+    changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
     config = load_config(find_config("configs/prompt/default.py"), changes)
     backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config)

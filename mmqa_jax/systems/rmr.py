@@ -192,10 +192,11 @@ def choose_rmr(
     if calibrated:
         blank = prompt.render([], dict.fromkeys(("question", "context", "options"), NO_CONTEXT))
         prior = option_prior(llm, spelled, blank, score)
-    return [
+    predictions = [
         choose_option(question, answers, prior, score=score, trace=prompts_record([p]))
         for question, p in zip(questions, prompts, strict=True)
     ]
+    return [_lettered(q, chosen) for q, chosen in zip(questions, predictions, strict=True)]
 
 
 def direct_answer(text: str) -> str:
@@ -235,11 +236,19 @@ def fields(question: Question) -> Mapping[str, str]:
     }
 
 
+def _lettered(question: Question, chosen: Prediction) -> Prediction:
+    """The chosen option as `B. its text`, which every benchmark's rule reads as B."""
+    if chosen.choice is None:
+        return chosen
+    letter, text = LETTERS[chosen.choice], question.choices[chosen.choice]
+    return dataclasses.replace(chosen, answer=f"{letter}. {text}")
+
+
 def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
     """A question's output, and the choice that it names."""
-    trace = prompts_record([prompt])
+    failed = answers.failed.get(question.id)
+    trace = prompts_record([prompt], [] if failed is None else [failed])
     if question.id not in answers.by_id:
-        trace["failed"] = [answers.failed.get(question.id, prompt.reason)]
         return Prediction(question.id, trace=trace)
     candidate = answers.by_id[question.id].candidates[0]
     text = (candidate.text or "").strip()

@@ -44,6 +44,7 @@ from mmqa_jax.systems.settings import (
     run_setting,
 )
 from mmqa_jax.systems.traces import llm_cost, trace_counts, trace_rows
+from mmqa_jax.weights.hub import is_hub_name
 
 _SPEC: dict[str, Any] = {
     "row": str,
@@ -212,10 +213,13 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
             if section.get("backend") != "openai":  # a server's name of its model is no path
                 paths.append(section.get("model"))
     made_by = dict(config.made_by)
+    llm = config.parts.get("llm", {}).get("model", "")
+    # A model on the Hugging Face hub is looked for in its cache when it is opened.
+    found = {*_INSTALLED, *({llm} if is_hub_name(llm) and llm not in made_by else ())}
     return {
         path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
         for path in dict.fromkeys(filter(None, paths))
-        if path not in _INSTALLED and not Path(path).exists()
+        if path not in found and not Path(path).exists()
     }
 
 

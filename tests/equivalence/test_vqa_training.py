@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -76,8 +75,8 @@ def groups(model: nn.Module, rate: float) -> list[dict]:
     ]
 
 
-def their_updates(model: nn.Module, arrays: dict, mode: str) -> list[tuple[float, dict]]:
-    """Loss, and the parameters after it, of each step; every step is an epoch of the schedule."""
+def their_updates(model: nn.Module, arrays: dict, mode: str) -> list[tuple[float, dict, dict]]:
+    """Loss, gradients and the parameters afterwards of each step, which is an epoch here."""
     betas = {"betas": (0.9, 0.98), "eps": 1e-9}
     if mode == "pretrain":
         rates, optimizer = [0.25, 0.5, 0.75], torch.optim.Adam(groups(model, 7e-5), **betas)
@@ -93,13 +92,15 @@ def their_updates(model: nn.Module, arrays: dict, mode: str) -> list[tuple[float
         logits, _ = model(torch.tensor(arrays["question_ids"]), torch.tensor(arrays["image"]))
         loss = nn.BCEWithLogitsLoss(reduction="sum")(logits, torch.tensor(arrays["targets"]))
         loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
         for group, rate in zip(optimizer.param_groups, highest, strict=True):
             group["lr"] = rate * scale
             if mode == "pretrain":
                 norm = torch.nn.utils.clip_grad_norm_(group["params"], 2.0)
                 assert norm > 2.0
         optimizer.step()
-        done.append((loss.item(), {n: p.detach().clone() for n, p in model.named_parameters()}))
+        after = {n: p.detach().clone() for n, p in model.named_parameters()}
+        done.append((loss.item(), gradients, after))
     return done
 
 
@@ -140,23 +141,26 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
 
     state = transform.init(params)
     before = start
-    for theirs_loss, after in wanted:
+    clear = {name: np.ones(value.shape, bool) for name, value in start.items()}
+    for theirs_loss, gradients, after in wanted:
         loss, params, state = step(params, state)
         np.testing.assert_allclose(ROWS * loss, theirs_loss, rtol=1e-5)
         source = publish_mcan(config, params).source
-        changes = []
+        changes, total = [], 0
         for name, value in after.items():
             if not value.numel():
                 continue
-            change = (value - before[name]).numpy()
-            if not change.any():
+            if torch.equal(value, before[name]):
                 np.testing.assert_array_equal(source.read(name), value, err_msg=name)
-            elif not re.search(NO_GRADIENT, name):
-                got, want = source.read(name) - start[name].numpy(), value - start[name]
-                # Adam blows up the rounding of single gradients near 0, never all of a parameter.
-                assert deviation(got, want.numpy()) < 0.2, name
-                changes.append((got.ravel(), want.numpy().ravel()))
-        assert deviation(*(np.concatenate(side) for side in zip(*changes, strict=True))) < 0.01
+                continue
+            # Adam blows up what is nothing but rounding.
+            clear[name] &= np.abs(gradients[name].numpy()) > 1e-4
+            pair = source.read(name) - start[name].numpy(), (value - start[name]).numpy()
+            total += value.numel()
+            changes.append([x[clear[name]] for x in pair])
+        got, want = map(np.concatenate, zip(*changes, strict=True))
+        assert len(want) > 0.8 * total
+        assert deviation(got, want) < 1e-3
         before = after
 
 
