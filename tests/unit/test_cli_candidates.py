@@ -158,6 +158,22 @@ def test_answers_of_another_run(trained, tmp_path):
     assert before.keys() - tree(run).keys() == {"model.json"}
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches.lengths": "(24,16)"}, r"batches\.lengths=\(24, 16\): increasing numbers from 3"),
+        ({"data.fold": 2}, r"data\.fold=2: 0 to data\.folds - 1 = 1"),
+        ({"model.image": "pixels"}, r"model\.image is 'pixels': expected one of grid, regions"),
+        ({"model.fusion.heads": 5}, r"mcan\.fusion\.heads is 5"),
+        ({"train.optimizer.name": "adamw"}, r"model\.frozen_text=True: weight decay would"),
+        ({"answers.min_questions": 99}, r"answers\.min_questions=99: no answer"),
+        ({"tokenizer": "words"}, r"tokenizer=words: .* name a WordPiece tokenizer"),
+    ],
+)
+def test_wrong_configs(change, message, trained, refused, tmp_path):
+    refused(*flags_of(tmp_path / "run", trained / "data", **change), message=message)
+
+
 def test_prophets_recipe_on_grids(trained, tmp_path):
     """Pretraining, the new head alone, then all: each stage starts from the one before."""
     for name, number in (("train2014", 1), ("val2014", 2), ("val2014", 3)):
