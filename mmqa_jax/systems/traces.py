@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Trace
+from mmqa_jax.systems.prompted_parts import has_picture
 
 
 def trace_rows(
@@ -28,16 +30,31 @@ def trace_rows(
         }
 
 
-def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """What scores.json says of the prompts: dropped shots, failures and empty answers."""
+def trace_counts(
+    questions: Sequence[Question], predictions: Sequence[Prediction], shots: int = 0
+) -> dict[str, int]:
+    """What scores.json says of the prompts: what they lacked, dropped shots, failures.
+
+    Args:
+      shots: how many examples a prompt was to show.
+    """
     traces = [prediction.trace for prediction in predictions if prediction.trace]
     return {
+        "without_caption": sum(not q.extra.get(CAPTION) and has_picture(q) for q in questions),
+        "without_picture": sum(q.image is None and has_picture(q) for q in questions),
+        "repeated_choices": sum(len(set(q.choices)) < len(q.choices) for q in questions),
+        "too_few_examples": sum(_chosen(t) < shots * len(t.get("prompts", ())) for t in traces),
         "questions_with_dropped_shots": sum(bool(t.get("dropped_shots")) for t in traces),
         "dropped_shots": sum(t.get("dropped_shots", 0) for t in traces),
         "too_long": sum(bool(t.get("too_long")) for t in traces),
         "failed": sum(bool(t.get("failed")) for t in traces),
-        "empty_answers": sum(not p.answer for p in predictions if p.trace),
+        "empty_answers": sum(not p.answer.strip() for p in predictions if p.trace),
     }
+
+
+def _chosen(trace: Mapping[str, Any]) -> int:
+    """How many shots were chosen for a question's prompts."""
+    return sum(map(len, trace.get("shots", ()))) + trace.get("dropped_shots", 0)
 
 
 def report_traces(
@@ -72,10 +89,9 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         answers = (question.choices[question.answer_index],)
     rows.append(("reference", " · ".join(dict.fromkeys(answers)) or "(not published)"))
     rows.append(("answer", prediction.answer or "(none)"))
-    outputs = trace.get("outputs", ())
-    rows += [
-        ("output", f"{one['text']}  (log-probability {one['logprob']:.2f})") for one in outputs
-    ]
+    for one in trace.get("outputs", ()):
+        known = f"  (log-probability {one['logprob']:.2f})" if "logprob" in one else ""
+        rows.append(("output", one["text"] + known))
     if scores := trace.get("calibrated_scores", trace.get("option_scores")):
         pairs = zip(question.choices, scores, strict=True)
         rows.append(("scores", " · ".join(f"{choice}: {score:.2f}" for choice, score in pairs)))

@@ -182,7 +182,10 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
         reply["bad"] = error(400, "too long")
         ended = mmqa(*flags, "--no_cache", "--config.server.max_failures=0")
     assert ended.code == 1
-    assert "1 requests failed in a row, more than server.max_failures = 0, the last, 2, because" in ended.err
+    assert (
+        "1 requests failed in a row, more than server.max_failures = 0, the last, 2, because"
+        in ended.err
+    )
     assert read(out)[1]["text"] == "now"  # still that of the run before
 
 
