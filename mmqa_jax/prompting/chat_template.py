@@ -48,7 +48,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self.source, self._tokens = source, {"bos_token": bos, "eos_token": eos}
+        self.source, self.tokens = source, {"bos_token": bos, "eos_token": eos}
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -58,7 +58,7 @@ class ChatTemplate:
         """The prompt from the messages' texts; see ChatFormat."""
         plain = [{"role": message.role, "content": message.text} for message in messages]
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, **self._tokens)
+            return self._template.render(messages=plain, add_generation_prompt=True, **self.tokens)
         except (jinja2.TemplateError, TypeError) as error:
             raise UserError(
                 f"request {request_id!r}: the model's chat template rejects its messages "

@@ -15,7 +15,12 @@ from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.systems.run_report import run_facts
 from mmqa_jax.training.validation import read_best
 
-TASKS = {"contrastive": "retriever", "rerank": "source selector", "answer": "reader"}
+TASKS = {
+    "contrastive": "retriever",
+    "rerank": "source selector",
+    "answer": "reader",
+    "language_model": "language model",
+}
 METRICS = "metrics.jsonl"
 _VALIDATION = "eval/"
 

@@ -12,6 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.language_model import language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.images import Alpha, Resize
@@ -20,12 +21,16 @@ from mmqa_jax.data.schema import Modality
 from mmqa_jax.inference.from_config import make_packing, region_sizes, two_sides
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import LoraConfig
 from mmqa_jax.models.presets import (
     dual_encoder_from_config,
     text_classifier_from_config,
     vlp_from_config,
 )
+from mmqa_jax.prompting.training_examples import ExampleOptions
 from mmqa_jax.training.augmentation import augmentation_factory
+from mmqa_jax.training.base_llm import check_trainable, llama_of
 from mmqa_jax.training.loop import check_batch_size, read_section
 from mmqa_jax.training.pretrained import check_clip_frontend, check_clip_init
 from mmqa_jax.training.recipes import FEED_SPEC
@@ -73,10 +78,11 @@ _BATCHES = {
     "rerank": rerank_batches,
     "answer": answer_batches,
     "modality": modality_batches,
+    "language_model": language_model_batches,
 }
 _NOT_IN_BATCHES = (
     *("reader", "questions", "packer", "masking", "feed", "route_by_category"),
-    *("tokenizer", "texts", "labels"),
+    *("tokenizer", "texts", "labels", "versions", "shares"),
 )
 _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {
@@ -90,6 +96,12 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         "inference": _VLP_INFERENCE,
     },
     "modality": {"inference": {"batch_size": _POSITIVE}},
+    "language_model": {
+        "examples": spec_of(ExampleOptions),
+        "library": dict,  # see systems.prompted_parts.LibrarySpec
+        "inference": {"batch_size": _POSITIVE},
+        "validate": optional(dict),
+    },
     "answer": {
         **_SOURCES,
         "data": {**_DATA, "route_by_category": optional(bool)},
@@ -155,9 +167,16 @@ def check_config(config: ConfigDict) -> None:
         _check_dual_encoder(config)
     elif task == "modality":
         _check_classifier(config)
+    elif task == "language_model":
+        _check_language_model(config)
     else:
         _check_vlp(config)
     accumulate = read_section(config.train).accumulate
+    if task == "language_model" and accumulate > 1:
+        raise UserError(
+            f"config key train.accumulate={accumulate}: the loss is the mean over the targets of "
+            "the whole batch; leave it out, and set model.changes.remat to full to save memory."
+        )
     if task == "contrastive" and accumulate > 1:
         raise UserError(
             f"config key train.accumulate={accumulate}: the contrastive loss needs its whole "
@@ -221,6 +240,22 @@ def _check_dual_encoder(config: ConfigDict) -> None:
         raise UserError(
             f"config key pictures.size={config.pictures.size}: the vision tower takes {side}; set "
             "pictures.size and model.vision.image_size to the same number."
+        )
+
+
+def _check_language_model(config: ConfigDict) -> None:
+    spec = {"changes": spec_of(LlamaConfig, minimum=1, partial=True), "lora": Any}
+    check_section(config.model, "model", spec)
+    if config.model.lora is not None:
+        check_section(config.model.lora, "model.lora", spec_of(LoraConfig, minimum=1))
+    llama_of(config, _ANY_VOCABULARY)
+    check_trainable(config)
+    ExampleOptions(**config.examples.to_dict())
+    length, targets = config.batches.length, config.batches.targets
+    if not 0 < targets < length:
+        raise UserError(
+            f"config key batches.targets={targets}: 1 to batches.length - 1 = {length - 1} tokens "
+            "of a row can be learned; change one of them."
         )
 
 

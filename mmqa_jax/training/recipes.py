@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig
+from mmqa_jax.data.batches.language_model import RowSize, language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
@@ -39,11 +41,15 @@ from mmqa_jax.inference.from_config import (
 )
 from mmqa_jax.models.presets import dual_encoder_from_config, text_classifier_from_config
 from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.prompting.training_examples import TrainingExamples
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
 from mmqa_jax.training.answer import AnswerTask
 from mmqa_jax.training.augmentation import make_augmentation
+from mmqa_jax.training.base_llm import base_fingerprint, base_loader, lora_of, make_llama
 from mmqa_jax.training.contrastive import ContrastiveTask
+from mmqa_jax.training.language_model import LanguageModelTask
 from mmqa_jax.training.modality import ModalityTask
 from mmqa_jax.training.pretrained import (
     Loader,
@@ -54,6 +60,10 @@ from mmqa_jax.training.pretrained import (
 from mmqa_jax.training.rerank import RerankTask
 from mmqa_jax.training.state import Task
 
+# (config, corpus, questions, tokenizer, row size) -> what a language model is trained on.
+MakeExamples = Callable[
+    [ConfigDict, Corpus, list[Question], TextTokenizer, RowSize], TrainingExamples
+]
 # The keys of the section `batches` that go to FeedConfig.
 FEED_SPEC = {"batch_size": int, "slack": optional(int), "threads": optional(int)}
 
@@ -69,6 +79,8 @@ class Recipe:
         to train from scratch.
       title: for the progress line.
       reader: of the sources; it counts those that could not be read. None: none are read.
+      finish: as of training.loop.train.
+      metadata: further JSON values for model.json; a run resumes with equal ones alone.
     """
 
     task: Task
@@ -76,10 +88,20 @@ class Recipe:
     load_pretrained: Loader | None
     title: str
     reader: SourceReader | None
+    finish: Callable[[Any], Any] | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipTokenizer) -> Recipe:
+def make_recipe(
+    config: ConfigDict,
+    corpus: Corpus,
+    tokenizer: WordPiece | ClipTokenizer | TextTokenizer,
+    make_examples: MakeExamples | None = None,
+) -> Recipe:
     """The recipe of a config that `check_config` accepts.
+
+    Args:
+      make_examples: systems.extensions.trainable_rmr.make_examples; a language model needs it.
 
     Raises:
       UserError: no questions, or a tokenizer or config section that does not fit.
@@ -89,6 +111,7 @@ def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipT
         "rerank": _rerank,
         "answer": _answer,
         "modality": _modality,
+        "language_model": functools.partial(_language_model, make_examples),
     }
     is_clip = config.task == "contrastive" and bool(config.model.get("clip"))
     if isinstance(tokenizer, ClipTokenizer) != is_clip:
@@ -207,6 +230,32 @@ def _modality(
     loader = classifier_loader(config, tokenizer)
     task = ModalityTask(model, config.model.frozen)
     return Recipe(task, batches, loader, "Training the modality classifier", None)
+
+
+def _language_model(
+    make_examples: MakeExamples | None,
+    config: ConfigDict,
+    corpus: Corpus,
+    questions: list[Question],
+    tokenizer: TextTokenizer,
+) -> Recipe:
+    assert make_examples is not None, "this caller cannot render examples"
+    model, lora = make_llama(config, tokenizer), lora_of(config)
+    size = RowSize(config.batches.length, config.batches.targets)
+    examples = make_examples(config, corpus, questions, tokenizer, size)
+    batches = language_model_batches(
+        examples.versions, examples.shares, _feed(config), **_options(config)
+    )
+    task = LanguageModelTask(model, lora)
+    return Recipe(
+        task,
+        batches,
+        base_loader(config),
+        "Fine-tuning the language model",
+        None,
+        task.finish,
+        {"base": base_fingerprint(config), "token_ids": {"eos_token_id": list(tokenizer.end_ids)}},
+    )
 
 
 def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:
