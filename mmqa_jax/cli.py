@@ -20,7 +20,7 @@ from mmqa_jax.core.errors import RunError, UserError
 
 VERBS = (
     *("demo", "ask", "prepare", "convert", "train", "embed", "index", "search", "rerank"),
-    *("answer", "prompt", "run", "tables", "compare", "evaluate", "report", "bench"),
+    *("answer", "prompt", "judge", "run", "tables", "compare", "evaluate", "report", "bench"),
 )
 _INTERRUPTED = 130
 

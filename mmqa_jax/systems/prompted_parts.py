@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.systems.parts import open_embedder
 
@@ -118,7 +119,7 @@ def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:
     if spec.modality:
         examples = [q for q in examples if has_picture(q) == (spec.modality == "image")]
     embedders = _example_embedders(corpus, home, spec) if spec.text_model else None
-    return ExampleLibrary(examples, embedders, text_of=_TEXTS[spec.text], folds=spec.folds)
+    return ExampleLibrary(examples, embedders, text_of=TEXTS[spec.text], folds=spec.folds)
 
 
 def has_picture(question: Question) -> bool:
@@ -146,15 +147,3 @@ def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> Any:
         return store.question_pixels(question)
 
     return Embedders(text, image, pixels)
-
-
-def _question_and_choices(question: Question) -> str:
-    """The question with its hint and choices, as text to embed."""
-    parts = (question.question, str(question.extra.get("hint", "")), " ".join(question.choices))
-    return " ".join(part for part in parts if part)
-
-
-_TEXTS: dict[str, Callable[[Question], str]] = {
-    "question": lambda question: question.question,
-    "question_and_choices": _question_and_choices,
-}

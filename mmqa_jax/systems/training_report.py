@@ -19,6 +19,7 @@ TASKS = {
     "contrastive": "retriever",
     "rerank": "source selector",
     "answer": "reader",
+    "example_retrieval": "retriever of examples",
     "language_model": "language model",
 }
 METRICS = "metrics.jsonl"

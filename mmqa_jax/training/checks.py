@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -12,6 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
 from mmqa_jax.data.batches.language_model import language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
@@ -28,12 +29,13 @@ from mmqa_jax.models.presets import (
     text_classifier_from_config,
     vlp_from_config,
 )
+from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.training_examples import ExampleOptions
 from mmqa_jax.training.augmentation import augmentation_factory
 from mmqa_jax.training.base_llm import check_trainable, llama_of
 from mmqa_jax.training.loop import check_batch_size, read_section
 from mmqa_jax.training.pretrained import check_clip_frontend, check_clip_init
-from mmqa_jax.training.recipes import FEED_SPEC
+from mmqa_jax.training.recipes import DUAL_ENCODERS, FEED_SPEC
 from mmqa_jax.training.validation import SECTIONS
 
 _POSITIVE = Key(int, minimum=1)
@@ -78,11 +80,12 @@ _BATCHES = {
     "rerank": rerank_batches,
     "answer": answer_batches,
     "modality": modality_batches,
+    "example_retrieval": example_retrieval_batches,
     "language_model": language_model_batches,
 }
 _NOT_IN_BATCHES = (
     *("reader", "questions", "packer", "masking", "feed", "route_by_category"),
-    *("tokenizer", "texts", "labels", "versions", "shares"),
+    *("tokenizer", "texts", "labels", "versions", "shares", "rows", "text_of"),
 )
 _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {
@@ -96,6 +99,13 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         "inference": _VLP_INFERENCE,
     },
     "modality": {"inference": {"batch_size": _POSITIVE}},
+    "example_retrieval": {
+        "data": {"dir": str, "split": str, "scores": str, "text": Literal[tuple(TEXTS)]},
+        "pictures": {"size": int, "resize": Resize, "alpha": optional(Alpha)},
+        "target_temperature": Key(float, minimum=1e-3),
+        "inference": {"batch_size": _POSITIVE, "buckets": tuple[int, ...]},
+        "validate": optional(dict),
+    },
     "language_model": {
         "examples": spec_of(ExampleOptions),
         "library": dict,  # see systems.prompted_parts.LibrarySpec
@@ -163,7 +173,7 @@ def check_config(config: ConfigDict) -> None:
             f"config key inference.no_repeat_ngram={ngram}: 0 (words may repeat) or 2 to "
             f"inference.max_new_tokens = {most} was expected; change one of them."
         )
-    if task == "contrastive":
+    if task in DUAL_ENCODERS:
         _check_dual_encoder(config)
     elif task == "modality":
         _check_classifier(config)
@@ -225,11 +235,13 @@ def _check_dual_encoder(config: ConfigDict) -> None:
         check_clip_init(config, dual_encoder)
     text = dual_encoder.text
     most = text.context if isinstance(text, TextConfig) else text.positions
-    for key, length in (
-        ("batches.query_length", config.batches.query_length),
-        ("batches.source_lengths", max(config.batches.source_lengths, default=0)),
-        ("inference.buckets", max(config.inference.buckets, default=0)),
-    ):
+    lengths = {"inference.buckets": max(config.inference.buckets, default=0)}
+    if config.task == "contrastive":
+        lengths["batches.query_length"] = config.batches.query_length
+        lengths["batches.source_lengths"] = max(config.batches.source_lengths, default=0)
+    else:
+        lengths["batches.length"] = config.batches.length
+    for key, length in lengths.items():
         if length > most:
             raise UserError(
                 f"config key {key}: {length} tokens, but the text tower reads at most {most}; use "

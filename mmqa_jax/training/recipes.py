@@ -17,12 +17,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.language_model import RowSize, language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.example_scores import judged_questions
 from mmqa_jax.data.packing import MaskingConfig
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
@@ -41,6 +43,7 @@ from mmqa_jax.inference.from_config import (
 )
 from mmqa_jax.models.presets import dual_encoder_from_config, text_classifier_from_config
 from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.prompting.training_examples import TrainingExamples
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, of_modality
@@ -58,12 +61,14 @@ from mmqa_jax.training.pretrained import (
     vlp_loader,
 )
 from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.training.retriever_distillation import DistillationTask
 from mmqa_jax.training.state import Task
 
 # (config, corpus, questions, tokenizer, row size) -> what a language model is trained on.
 MakeExamples = Callable[
     [ConfigDict, Corpus, list[Question], TextTokenizer, RowSize], TrainingExamples
 ]
+DUAL_ENCODERS = ("contrastive", "example_retrieval")  # tasks that train one
 # The keys of the section `batches` that go to FeedConfig.
 FEED_SPEC = {"batch_size": int, "slack": optional(int), "threads": optional(int)}
 
@@ -111,9 +116,10 @@ def make_recipe(
         "rerank": _rerank,
         "answer": _answer,
         "modality": _modality,
+        "example_retrieval": _example_retrieval,
         "language_model": functools.partial(_language_model, make_examples),
     }
-    is_clip = config.task == "contrastive" and bool(config.model.get("clip"))
+    is_clip = config.task in DUAL_ENCODERS and bool(config.model.get("clip"))
     if isinstance(tokenizer, ClipTokenizer) != is_clip:
         wanted = "the folder of a converted CLIP" if is_clip else "a WordPiece tokenizer"
         raise UserError(
@@ -230,6 +236,24 @@ def _modality(
     loader = classifier_loader(config, tokenizer)
     task = ModalityTask(model, config.model.frozen)
     return Recipe(task, batches, loader, "Training the modality classifier", None)
+
+
+def _example_retrieval(
+    config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
+) -> Recipe:
+    model = dual_encoder_from_config(config.model, tokenizer.vocab_size)
+    rows = judged_questions(config.data.scores, corpus, config.data.split)
+    batches = example_retrieval_batches(
+        tokenizer,
+        {question.id: question for question in corpus.questions()},
+        rows,
+        TEXTS[config.data.text],
+        _feed(config),
+        **_options(config),
+    )
+    task = DistillationTask(model, config.target_temperature)
+    loader = dual_encoder_loader(config, tokenizer)
+    return Recipe(task, batches, loader, "Training the retriever of examples", None)
 
 
 def _language_model(

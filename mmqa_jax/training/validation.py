@@ -113,10 +113,25 @@ class ValidateLanguageModel:
     metric: Literal["accuracy", "log_likelihood"] = "accuracy"
 
 
+@dataclasses.dataclass(frozen=True)
+class ValidateExampleRetrieval:
+    """The section `validate` of an example-retrieval run: which of its candidates is nearest.
+
+    Attributes:
+      split: of the judged questions.
+      metric: decides on the best step: the language model's mean score of the nearest candidate,
+        or how often that is the most helpful one.
+    """
+
+    split: str
+    metric: Literal["score_of_nearest", "recall@1"] = "score_of_nearest"
+
+
 SECTIONS: Mapping[str, type] = {
     "contrastive": ValidateRetrieval,
     "rerank": ValidateSelection,
     "answer": ValidateAnswers,
+    "example_retrieval": ValidateExampleRetrieval,
     "language_model": ValidateLanguageModel,
 }
 
