@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.layers import split_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class DistillationTask:
         return DualEncoder(self.config, rngs=nnx.Rngs(key))
 
     def loss(
-        self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array
+        self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean KL of a batch of `data.batches.example_retrieval`.
 
@@ -40,7 +41,7 @@ class DistillationTask:
         how often that is the most helpful one.
         """
         count, candidates, length = batch["candidate_ids"].shape
-        query_key, candidate_key = jax.random.split(dropout_key)
+        query_key, candidate_key = split_key(dropout_key, 2)
         queries = model.encode_text(batch["query_ids"], batch["query_mask"], dropout_key=query_key)
         flat = (batch[name].reshape(-1, length) for name in ("candidate_ids", "candidate_mask"))
         examples = model.encode_text(*flat, dropout_key=candidate_key)

@@ -9,7 +9,6 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.packing import Bucket, Packed
@@ -60,8 +59,6 @@ def language_model_batches(
       shares: probability of each version in an epoch; they sum up to 1.
       length, targets: see RowSize.
     """
-    if not versions:
-        raise UserError("language-model training: no example fits a row; raise batches.length.")
     size, count = RowSize(length, targets), len(shares)
     flat = [example for own in versions for example in own]
     sizes = np.array([(len(example.tokens), example.targets) for example in flat])

@@ -63,6 +63,12 @@ def make_examples(
     examples = training_examples(
         answered, _library(config, corpus), fields, options, tokenizer, size
     )
+    if not examples.versions:
+        raise UserError(
+            f"config key batches.length={size.length}: no training example fits a row, even "
+            f"without retrieved ones, with its {size.targets} learned tokens (batches.targets); "
+            "raise them."
+        )
     left_out = len(questions) - len(answered), examples.dropped, examples.dropped_shots
     if any(left_out) and jax.process_index() == 0:
         print(
