@@ -15,7 +15,7 @@ ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "
 CONFIG = f"{ROOT}/configs/scienceqa/rmr_retriever.py"
 TINY = {
     "tokenizer": "corpus:120", "model.changes.hidden": 32, "model.changes.layers": 1,
-    "model.changes.heads": 2, "model.changes.mlp": 32, "model.vision.embed_dim": 32,
+    "model.changes.heads": 2, "model.changes.mlp": 32,
     "model.vision.width": 16, "model.vision.layers": 1, "model.vision.mlp_width": 16,
     "batches.length": 24, "batches.threads": 0, "inference.buckets": "(24,)",
     "train.steps": 2, "train.evaluate_every": 1, "train.checkpoint_every": 1, "train.log_every": 1,
