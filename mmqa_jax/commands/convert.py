@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.commands import flags
 from mmqa_jax.weights.registry import NAMES, describe
 
 SUMMARY = "turn published weights into Orbax weights for any mesh, or back into safetensors."
@@ -21,7 +22,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, choices=NAMES, metavar="NAME", help=f"one of {', '.join(NAMES)}"
     )
-    parser.add_argument("--source", required=True, metavar="PATH", help="checkpoint file or folder")
+    parser.add_argument(
+        "--source",
+        required=True,
+        metavar="PATH|NAME",
+        help="checkpoint file or folder, or ORG/NAME[@REVISION] in the Hugging Face cache",
+    )
+    flags.add_download(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     parser.add_argument(
         "--dtype",
@@ -55,11 +62,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from mmqa_jax.weights.convert import convert
+    from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators to other processes
+    source = arguments.source
+    if arguments.download:
+        download_model(source, "--source")
     return convert(
         arguments.model,
-        Path(arguments.source),
+        find_model(source, "--source") if is_hub_name(source) else Path(source),
         Path(arguments.out),
         dtype=arguments.dtype,
         export=arguments.export,

@@ -50,6 +50,15 @@ def check_top_k(top_k: int) -> None:
         raise UserError(f"--top_k={top_k}: at least 1 was expected; give a larger number.")
 
 
+def add_download(parser: argparse.ArgumentParser) -> None:
+    """`--download`."""
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="first fetch what the Hugging Face cache lacks of ORG/NAME (token: HF_TOKEN)",
+    )
+
+
 def optional_path(text: str | None) -> Path | None:
     """The path given by an optional flag."""
     return Path(text) if text else None

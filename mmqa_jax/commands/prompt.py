@@ -27,8 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="PATH|NAME",
         help="engine: `smollm2`, a folder of `mmqa convert`, or a published LLaMA or LLaVA "
-        "(folder, .gguf); openai: the server's name for it",
+        "(folder, .gguf, or ORG/NAME[@REVISION] in the Hugging Face cache); openai: the server's "
+        "name for it",
     )
+    flags.add_download(parser)
     parser.add_argument(
         "--backend",
         choices=("engine", "openai"),
@@ -54,8 +56,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.host import cache_dir
     from mmqa_jax.prompting.run import run_prompts
+    from mmqa_jax.weights.hub import download_model
 
     check_out(Path(arguments.out))
+    if arguments.download:
+        download_model(arguments.model)
     cache = Path(arguments.cache) if arguments.cache else cache_dir() / "responses.sqlite"
     return run_prompts(
         Path(arguments.prompts),

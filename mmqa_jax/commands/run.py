@@ -26,6 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only the first N questions of the split (all)"
     )
+    flags.add_download(parser)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -37,9 +38,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.systems.run import check_row, run_row
     from mmqa_jax.systems.run_report import row_title
+    from mmqa_jax.weights.hub import download_model
 
     config = load_config(arguments.config, arguments.overrides)
     check_row(config)
+    if arguments.download:
+        llm = config.parts.get("llm", {})
+        download_model(llm.get("model", ""), "config key parts.llm.model")
     if arguments.split:
         config.data.split = arguments.split
     folder = Path(arguments.workdir)

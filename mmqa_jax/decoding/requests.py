@@ -141,9 +141,14 @@ class Scores:
 
     id: Hashable
     scores: tuple[Score, ...]
+    prompt_tokens: int = 0
 
 
-class TooLong(UserError):
+class Unanswerable(UserError):
+    """A query whose own text or picture cannot be served, though others can."""
+
+
+class TooLong(Unanswerable):
     """A prompt that exceeds the context, with its new tokens, by `excess` tokens."""
 
     def __init__(self, request_id: Hashable, tokens: int, new: int, length: int):

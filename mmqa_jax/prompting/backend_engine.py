@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import images
 from mmqa_jax.data.llava_images import llava_pixels
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, TooLong
+from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, TooLong, Unanswerable
 from mmqa_jax.decoding.throughput import Throughput
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting import llava_prompt
@@ -93,20 +93,20 @@ class EngineBackend:
 
         Raises:
           TooLong: the prompt with its new tokens exceeds the engine's length.
+          Unanswerable: an empty prompt, a broken picture, a continuation that adds no token.
           UserError: anything else that cannot be served.
         """
         prompt = self._prompt(request)
         if not prompt.tokens:
-            raise UserError(f"request {request.id!r}: its prompt is empty; give some text.")
+            raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")
         for picture in prompt.pictures:
-            images.verify(picture.data, picture.name)
+            try:
+                images.verify(picture.data, picture.name)
+            except images.PictureError as error:
+                raise Unanswerable(str(error)) from error
         count = len(prompt.tokens)
         if isinstance(request, Choices):
-            wholes = [
-                prompt.encode(prompt.text + prompt.before_answer + continuation)
-                for continuation in request.continuations
-            ]
-            more = max(map(len, wholes)) - count
+            more = max(map(len, self._continuations(request, prompt)))
         else:
             request.decoding.request(request.id, images=prompt.pictures)
             more = request.decoding.max_new_tokens
@@ -136,16 +136,27 @@ class EngineBackend:
             return request.decoding.request(request.id, prompt.tokens, pixels)
         if isinstance(request.prompt, str) and not pixels:
             return Scoring(request.id, request.prompt, request.continuations)
+        rows = self._continuations(request, prompt)
+        return Scoring(request.id, prompt.tokens, rows, images=pixels)
+
+    def _continuations(self, request: Choices, prompt: _Prompt) -> list[list[int]]:
+        """The tokens that each continuation adds to the prompt's.
+
+        A text's last token may change with the continuation, since the engine splits them by count
+        as lm-evaluation-harness does; a conversation's may not.
+        """
+        is_text = isinstance(request.prompt, str) and not prompt.pictures
+        start = prompt.encode(prompt.text.rstrip()) if is_text else prompt.tokens
         rows = []
         for continuation in request.continuations:
             whole = prompt.encode(prompt.text + prompt.before_answer + continuation)
-            if whole[: len(prompt.tokens)] != prompt.tokens or len(whole) == len(prompt.tokens):
-                raise UserError(
+            rows.append(whole[len(start) :])
+            if not rows[-1] or not (is_text or whole[: len(start)] == start):
+                raise Unanswerable(
                     f"request {request.id!r}: continuation {continuation!r} adds no token to its "
                     "prompt, or merges with its last one; begin it with a new word."
                 )
-            rows.append(whole[len(prompt.tokens) :])
-        return Scoring(request.id, prompt.tokens, rows, images=pixels)
+        return rows
 
     def _prompt(self, request: Query) -> _Prompt:
         if isinstance(request, Chat):

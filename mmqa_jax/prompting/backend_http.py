@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator
 from typing import Any
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.decoding.requests import Result, Scores
+from mmqa_jax.decoding.requests import Result, Scores, Unanswerable
 from mmqa_jax.prompting import openai_format
 from mmqa_jax.prompting.backends import (
     Chat,
@@ -49,7 +49,9 @@ class ServerConfig:
     connection, the statuses 408, 409, 429 and 5xx and a malformed answer are retried up to
     `retries` times with exponential backoff from `first_wait` to `longest_wait` seconds, less a
     random part of up to a half; if the server says how long to wait (Retry-After), that long, up
-    to `longest_wait`. Up to `max_failures` requests may finally fail before the run ends.
+    to `longest_wait`. A request that finally fails is counted; the run ends when more than
+    `max_failures` in a row do. A request that the server refuses is not one of them once others
+    were answered: its own text or picture is the reason then. With 0 the first failure ends it.
     `max_tokens_key` is the server's name for the limit of new tokens in chats (older servers:
     max_tokens).
     """
@@ -79,6 +81,10 @@ class _Failed(Exception):
     """A request finally failed; the message says why."""
 
 
+class _Refused(_Failed):
+    """The server refuses this request."""
+
+
 class OpenAIBackend:
     """Queries a server; see backends.Backend. Candidates have no token ids.
 
@@ -103,6 +109,7 @@ class OpenAIBackend:
         self.failures: list[Failure] = []
         self.system_fingerprints: set[str] = set()  # reported with the answers
         self._seconds = 0.0
+        self._in_a_row = 0  # failures since the last answer
         self._fingerprint = self._fetch_fingerprint()
 
     @property
@@ -128,7 +135,7 @@ class OpenAIBackend:
                     "without images, or use --backend=engine."
                 )
             if not request.prompt.strip():
-                raise UserError(f"{where}: its prompt is empty; give some text.")
+                raise Unanswerable(f"{where}: its prompt is empty; give some text.")
             return
         request.decoding.request(request.id)
         if request.decoding.beams:
@@ -175,9 +182,10 @@ class OpenAIBackend:
                         try:
                             result = future.result()
                         except _Failed as error:
-                            self._fail(query.id, str(error))
+                            self._fail(query.id, error)
                             continue
                         self.usage.requests += 1
+                        self._in_a_row = 0
                         yield result
             finally:
                 for future in running:
@@ -246,19 +254,22 @@ class OpenAIBackend:
             ) from None
         for score, continuation in zip(scores, request.continuations, strict=True):
             if score is None:
-                raise UserError(
-                    f"request {request.id!r}: continuation {continuation!r} adds no token to its "
-                    "prompt; expected some text."
+                raise _Refused(
+                    f"continuation {continuation!r} adds no token to its prompt; expected some text"
                 )
-        return Scores(request.id, tuple(scores))
+        return Scores(request.id, tuple(scores), usage.prompt)
 
-    def _fail(self, request_id: Hashable, reason: str) -> None:
-        self.failures.append(Failure(request_id, reason))
+    def _fail(self, request_id: Hashable, error: _Failed) -> None:
+        self.failures.append(Failure(request_id, str(error)))
         self.usage.failures += 1
-        if self.usage.failures > self.config.max_failures:
+        others = self.usage.requests + self.usage.cached
+        if isinstance(error, _Refused) and others and self.config.max_failures:
+            return
+        self._in_a_row += 1
+        if self._in_a_row > self.config.max_failures:
             raise RunError(
-                f"{self.usage.failures} requests failed, more than server.max_failures = "
-                f"{self.config.max_failures}, the last, {request_id!r}, because {reason}; restart "
+                f"{self._in_a_row} requests failed in a row, more than server.max_failures = "
+                f"{self.config.max_failures}, the last, {request_id!r}, because {error}; restart "
                 "when the server works again."
             )
 
@@ -389,7 +400,7 @@ class _Server:
 
     def _give_up(self, status: int, code: str | None, said: str, echo: bool) -> None:
         """Raises if a retry cannot help."""
-        if status in (401, 403):
+        if status == 401 or (status == 403 and not self._usage.requests):
             raise UserError(f"environment: the server refuses {KEY} ({status}); correct it.")
         if status == 404:
             raise UserError(
@@ -401,7 +412,7 @@ class _Server:
         if echo and status < 500 and "echo" in said.lower():
             raise openai_format.NoEcho(f"it says {status}: {said}")
         if status < 500 and status not in _TRANSIENT:
-            raise _Failed(f"the server refuses it ({status}: {said})")
+            raise _Refused(f"the server refuses it ({status}: {said})")
 
     def _clean(self, said: str) -> str:
         """A server's message in one short line, without key and address."""

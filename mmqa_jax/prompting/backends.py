@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.requests import Request, Result, Scores
+from mmqa_jax.decoding.requests import Request, Result, Scores, Unanswerable
 
 ROLES = ("system", "user", "assistant")
 _MEDIA_TYPES = {
@@ -32,11 +32,11 @@ class Picture:
 
     @property
     def media_type(self) -> str:
-        """Its MIME type, from the first bytes; raises UserError for another format."""
+        """Its MIME type, from the first bytes; raises Unanswerable for another format."""
         for magic, media_type in _MEDIA_TYPES.items():
             if self.data.startswith(magic):
                 return media_type
-        raise UserError(f"{self.name}: not a PNG, JPEG, GIF or WebP picture; convert it.")
+        raise Unanswerable(f"{self.name}: not a PNG, JPEG, GIF or WebP picture; convert it.")
 
     @property
     def digest(self) -> str:
@@ -118,6 +118,10 @@ class Choices:
     continuations: tuple[str, ...]
     images: tuple[Picture, ...] = ()  # of a text
 
+    def __post_init__(self):
+        if not self.continuations:
+            raise Unanswerable(f"request {self.id!r}: it has no choices; give at least one.")
+
 
 Query = Completion | Chat | Choices
 
@@ -153,7 +157,8 @@ class Backend(Protocol):
         """Differs between models whose answers may differ; part of the response cache's key."""
 
     def check(self, query: Query) -> None:
-        """Raises UserError, before anything is computed, for a query that cannot be served."""
+        """Raises UserError, before anything is computed, for a query that cannot be served;
+        Unanswerable where that is because of its own text or picture."""
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """Answers queries in any order, with their ids, which must be unique within a call.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.prompting import llava_prompt
@@ -25,45 +22,39 @@ class ChatFormat(Protocol):
 
 
 class ChatTemplate:
-    """A model's own Jinja template, as transformers and llama.cpp render it.
-
-    Source: transformers utils/chat_template_utils.py (`_compile_jinja_template`): sandboxed,
-    blocks trimmed, with `raise_exception`, `tojson`, `strftime_now`, `bos_token`, `eos_token`.
+    """A model's own Jinja template, rendered by transformers in its sandbox.
 
     Args:
       source: the template.
-      bos, eos: spellings of these tokens, for templates that write them.
+      special: spelling of special tokens by name (`bos_token`, ...), for templates that write them.
       name: for error messages.
     """
 
     before_answer = ""
 
-    def __init__(self, source: str, *, bos: str = "", eos: str = "", name: str = "chat template"):
-        def refuse(message: str):
-            raise jinja2.TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self.source, self._tokens = source, {"bos_token": bos, "eos_token": eos}
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"{name}: not a Jinja template ({error}); correct it.") from error
+    def __init__(
+        self, source: str, special: Mapping[str, str] | None = None, *, name: str = "chat template"
+    ):
+        self.source, self.tokens, self._name = source, dict(special or {}), name
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt from the messages' texts; see ChatFormat."""
+        # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         plain = [{"role": message.role, "content": message.text} for message in messages]
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, **self._tokens)
+            (text,), _ = render_jinja_template(
+                [plain], chat_template=self.source, add_generation_prompt=True, **self.tokens
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error
         except (jinja2.TemplateError, TypeError) as error:
             raise UserError(
                 f"request {request_id!r}: the model's chat template rejects its messages "
                 f"({error}); change their roles."
             ) from error
+        return text
 
 
 class VicunaV1:
@@ -93,7 +84,3 @@ class VicunaV1:
 def pictures_of(messages: Sequence[Message]) -> tuple[Picture, ...]:
     """All pictures of a conversation in order."""
     return tuple(picture for message in messages for picture in message.pictures)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

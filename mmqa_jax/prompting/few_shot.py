@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.data.schema import Question
-from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Query
 from mmqa_jax.prompting.shots import Shot, shots_record
 from mmqa_jax.prompting.templates import PromptTemplate
+from mmqa_jax.retrieval.knowledge import Passage
 
 Order = Literal["most_similar_first", "most_similar_last"]
+NO_CONTEXT = "N/A"  # what a template's context says where there is none
 
 
 class FewShot(NamedTuple):
     """A query to a language model that fits its context.
 
     Attributes:
-      query: None where even the prompt without shots is too long.
+      query: None where the model cannot take it, even without shots.
       text: of the prompt.
       shots: those in the prompt, most similar first.
       dropped: how many more were chosen.
       reason: why there is no query.
+      too_long: whether that is its length.
+      passages: those in the prompt's context, best first; None: there is no knowledge base.
+      dropped_passages: how many more were found.
     """
 
     query: Query | None
@@ -31,6 +37,9 @@ class FewShot(NamedTuple):
     shots: Sequence[Shot]
     dropped: int
     reason: str = ""
+    too_long: bool = False
+    passages: Sequence[Passage] | None = None
+    dropped_passages: int = 0
 
 
 def few_shot(
@@ -41,28 +50,55 @@ def few_shot(
     make: Callable[[str], Query],
     check: Callable[[Query], None],
     order: Order = "most_similar_first",
+    passages: Sequence[Passage] | None = None,
 ) -> FewShot:
     """The prompt of a question with as many of its most similar shots as the context holds.
 
     Args:
-      shots: most similar first; the last ones are dropped.
+      shots: most similar first; the last ones are dropped, but not before all passages.
       fields: the template's fields of a question, shot or query.
       make: the query of a prompt's text.
-      check: a backend's `check`, which raises TooLong. A server's never does: it knows no length.
+      check: a backend's `check`, which raises Unanswerable. A server's never raises TooLong: it
+        knows no length.
       order: of the shots in the prompt.
+      passages: knowledge that follows the question's own context, best first; the last ones are
+        dropped. None: there is no knowledge base.
     """
-    solved, reason = [fields(shot.question) for shot in shots], ""
-    for count in range(len(shots), -1, -1):
+    solved, asked, reason = [fields(shot.question) for shot in shots], fields(question), ""
+    found, none = passages or (), None if passages is None else ()
+    known = [(len(shots), read) for read in range(len(found), 0, -1)]
+    for count, read in [*known, *((count, 0) for count in range(len(shots), -1, -1))]:
         shown = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
-        text = template.render(shown, fields(question))
-        query = make(text)
+        text = template.render(shown, _with_passages(asked, found[:read]))
         try:
+            query = make(text)
             check(query)
         except TooLong as error:
             reason = str(error)
             continue
-        return FewShot(query, text, shots[:count], len(shots) - count)
-    return FewShot(None, "", (), len(shots), reason)
+        except Unanswerable as error:
+            return FewShot(None, text, (), 0, str(error), passages=none)
+        return FewShot(
+            query,
+            text,
+            shots[:count],
+            len(shots) - count,
+            passages=None if passages is None else found[:read],
+            dropped_passages=len(found) - read,
+        )
+    return FewShot(None, "", (), len(shots), reason, True, none, len(found))
+
+
+def _with_passages(fields: Mapping[str, str], passages: Sequence[Passage]) -> Mapping[str, str]:
+    """The fields with the passages behind the context."""
+    if not passages:
+        return fields
+    own = fields["context"].strip()
+    if own == NO_CONTEXT:
+        own = ""
+    elif own and own[-1] not in ".!?":
+        own += "."
+    return {**fields, "context": " ".join(filter(None, (own, *(p.text for p in passages))))}
 
 
 def majority_answer(question: Question) -> str:
@@ -77,11 +113,30 @@ def majority_answer(question: Question) -> str:
     return "" if question.answer_index is None else question.choices[question.answer_index]
 
 
-def prompts_record(prompts: Sequence[FewShot]) -> dict[str, Any]:
-    """What trace.jsonl keeps of a question's prompts."""
-    return {
+def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> dict[str, Any]:
+    """What trace.jsonl keeps of a question's prompts.
+
+    Args:
+      failed: why requests were not answered; reasons of prompts that were not sent are added.
+    """
+    reasons = [p.reason for p in prompts if p.query is None and not p.too_long]
+    reasons += failed
+    record: dict[str, Any] = {
         "prompts": [p.text for p in prompts],
         "shots": [shots_record(p.shots) for p in prompts],
         "dropped_shots": sum(p.dropped for p in prompts),
-        "too_long": [p.reason for p in prompts if p.query is None],
+        "too_long": [p.reason for p in prompts if p.too_long],
+        **({"failed": reasons} if reasons else {}),
     }
+    if any(p.passages is not None for p in prompts):
+        record["knowledge"] = [
+            [{"id": one.id, "score": round(one.score, 6)} for one in p.passages or ()]
+            for p in prompts
+        ]
+        record["dropped_passages"] = sum(p.dropped_passages for p in prompts)
+    return record
+
+
+def output_record(text: str, logprob: float) -> dict[str, Any]:
+    """What trace.jsonl keeps of an output; a server may give no log-probability (NaN)."""
+    return {"text": text, **({} if math.isnan(logprob) else {"logprob": logprob})}

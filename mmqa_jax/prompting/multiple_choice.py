@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.decoding.requests import Scores
+from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Choices
 from mmqa_jax.prompting.stream import Answers, answer_all
 
 Normalization = Literal["sum", "mean"]
 Prior = Mapping[str, np.ndarray]
+
+_PRIOR_OPTIONS = 32  # options in a request for their prior
+
+
+def check_choices(setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError unless every question has the choices that a setting chooses from."""
+    without = sum(not question.choices for question in questions)
+    if without:
+        raise UserError(
+            f"setting {setting}: {without:,} of {len(questions):,} questions have no choices; "
+            "leave them out with config key data.where, or use a setting that writes answers."
+        )
 
 
 def option_prior(
@@ -25,18 +39,29 @@ def option_prior(
     """Question id -> log-probability of each of its options after a prompt without the question.
 
     Subtracting it removes the model's preference for frequent words or for a letter (contextual
-    calibration, Zhao et al. 2021; domain-conditional PMI, Holtzman et al. 2021).
+    calibration, Zhao et al. 2021; domain-conditional PMI, Holtzman et al. 2021). Questions with
+    an option whose score the model does not give are left out.
     """
-    distinct = sorted({option for own in options.values() for option in own})
-    answers = answer_all(
-        llm, [Choices(f"prior {o}", prompt, (o,)) for o in distinct], "Calibrating"
-    )
-    prior = {
-        option: option_scores(answers.by_id[f"prior {option}"], score)[0]
-        for option in distinct
-        if f"prior {option}" in answers.by_id
+    distinct = []
+    for option in sorted({option for own in options.values() for option in own}):
+        with contextlib.suppress(Unanswerable):
+            llm.check(Choices(option, prompt, (option,)))
+            distinct.append(option)
+    queries = [
+        Choices(f"prior {n}", prompt, tuple(distinct[n : n + _PRIOR_OPTIONS]))
+        for n in range(0, len(distinct), _PRIOR_OPTIONS)
+    ]
+    answers = answer_all(llm, queries, "Calibrating")
+    prior: dict[str, float] = {}
+    for query in queries:
+        if query.id in answers.by_id:
+            values = option_scores(answers.by_id[query.id], score)
+            prior |= zip(query.continuations, values.tolist(), strict=True)
+    return {
+        name: np.array([prior[option] for option in own])
+        for name, own in options.items()
+        if prior.keys() >= set(own)
     }
-    return {name: np.array([prior.get(o, 0.0) for o in own]) for name, own in options.items()}
 
 
 def option_scores(scores: Scores, normalization: Normalization) -> np.ndarray:
@@ -55,12 +80,15 @@ def choose_option(
     """The most probable option; of equal ones the first. Without scores nothing is chosen.
 
     Args:
-      prior: of `option_prior`, subtracted.
+      prior: of `option_prior`, subtracted; a question that it leaves out has no scores.
+      trace: what is known of the question's prompt; why there is no choice is added.
     """
     trace = dict(trace or {})
-    if question.id not in answers.by_id:
-        reason = answers.failed.get(question.id, "no prompt of it fits the model's context")
-        trace["failed"] = [reason]
+    if question.id not in answers.by_id or (prior is not None and question.id not in prior):
+        unscored = "the score of an option without the question is missing"
+        reason = answers.failed.get(question.id, unscored)
+        if question.id in answers.by_id or question.id in answers.failed:
+            trace["failed"] = [*trace.get("failed", ()), reason]
         return Prediction(question.id, trace=trace)
     values = option_scores(answers.by_id[question.id], score)
     trace["option_scores"] = [round(value, 6) for value in values.tolist()]

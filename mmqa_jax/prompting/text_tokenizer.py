@@ -1,6 +1,7 @@
 """A language model's tokenizer, end tokens and chat template, from the files of its weights.
 
-Uses only the `tokenizers` library, which loads in a fraction of the time of transformers.
+The `tokenizers` library opens what it can, in a fraction of the time of transformers; the rest
+goes through published_tokenizer.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.prompting.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from mmqa_jax.weights.formats.gguf import GGUFSource
 
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 
@@ -60,14 +64,29 @@ class TextTokenizer:
         """The text of token ids, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included."""
+        return self._tokenizer.get_vocab_size()
+
+    def save(self, folder: Path) -> None:
+        """Writes the files from which `open_tokenizer` makes an equal one."""
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.template is not None:
+            settings |= {"chat_template": self.template.source, **self.template.tokens}
+        write_json(folder / "tokenizer_config.json", settings)
+        write_json(folder / "generation_config.json", {"eos_token_id": list(self.end_ids)})
+        with atomic_write(folder / "tokenizer.json") as file:
+            file.write(self._tokenizer.to_str())
+
 
 def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     """Opens the tokenizer that comes with a model's weights.
 
     Args:
-      path: a GGUF file (its metadata); a folder with tokenizer.json and optionally
-        tokenizer_config.json, chat_template.jinja, generation_config.json, config.json; or a
-        tokenizer.json in such a folder.
+      path: a GGUF file (its metadata); a folder with tokenizer.json, tokenizer.model or what
+        tokenizer_config.json names, and optionally chat_template.jinja, generation_config.json,
+        config.json; or a tokenizer.json in such a folder.
 
     Raises:
       UserError: none there, or of an unknown kind.
@@ -76,26 +95,17 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     if path.suffix == ".gguf":
         return _of_gguf(path)
     folder = path if path.is_dir() else path.parent
-    return _of_folder(folder, path if path.suffix == ".json" else folder / "tokenizer.json")
-
-
-def _of_folder(folder: Path, file: Path) -> TextTokenizer:
-    if not file.is_file():
-        raise UserError(
-            f"{folder}: has no tokenizer.json; name the folder or GGUF file with the "
-            "tokenizer by --tokenizer, or make one with transformers' "
-            "`AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
-        )
-    try:
-        tokenizer = Tokenizer.from_str(read_text(file))
-    except UserError:
-        raise
-    except Exception as error:  # the library raises plain Exception for every mistake
-        raise UserError(
-            f"{file}: not a tokenizer ({error}); download it again, in Hugging Face's format."
-        ) from error
+    file = path if path.suffix == ".json" else folder / "tokenizer.json"
     settings = _optional(folder / "tokenizer_config.json")
-    bos, eos = (_spelling(settings.get(name)) for name in ("bos_token", "eos_token"))
+    if file.is_file():
+        tokenizer = _read_tokenizer(file)
+        special = {
+            key: _spelling(value) for key, value in settings.items() if key.endswith("_token")
+        }
+    else:
+        from mmqa_jax.prompting.published_tokenizer import open_published
+
+        tokenizer, special = open_published(folder)
     source = settings.get("chat_template")
     if isinstance(source, list):  # several by name
         source = {one["name"]: one["template"] for one in source}.get("default")
@@ -103,8 +113,21 @@ def _of_folder(folder: Path, file: Path) -> TextTokenizer:
         source = read_text(folder / "chat_template.jinja")
     template = None
     if source:
-        template = ChatTemplate(source, bos=bos, eos=eos, name=f"{folder}, chat_template")
-    return TextTokenizer(tokenizer, template, _end_ids(folder, tokenizer, eos))
+        template = ChatTemplate(source, special, name=f"{folder}, chat_template")
+    return TextTokenizer(
+        tokenizer, template, _end_ids(folder, tokenizer, special.get("eos_token", ""))
+    )
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(read_text(file))
+    except UserError:
+        raise
+    except Exception as error:  # the library raises plain Exception for every mistake
+        raise UserError(
+            f"{file}: not a tokenizer ({error}); download it again, in Hugging Face's format."
+        ) from error
 
 
 def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
@@ -130,18 +153,40 @@ def _spelling(token: Any) -> str:
 
 
 def _of_gguf(path: Path) -> TextTokenizer:
-    """Byte-level BPE of a GGUF file, as llama.cpp reads it (src/llama-vocab.cpp)."""
+    """The tokenizer of a GGUF file, as llama.cpp reads it (src/llama-vocab.cpp)."""
     from mmqa_jax.weights.formats.gguf import GGUFSource
 
     file = GGUFSource(path)
-    kind = file.metadata("tokenizer.ggml.model"), file.metadata("tokenizer.ggml.pre", "none")
-    if kind != ("gpt2", "smollm"):
-        raise UserError(
-            f"{path}: its tokenizer is {kind[0]!r} with pre-tokenizer {kind[1]!r}, but only 'gpt2' "
-            "with 'smollm' is supported; name a folder with the model's tokenizer.json by "
-            "--tokenizer."
-        )
     tokens: list[str] = file.metadata("tokenizer.ggml.tokens")
+    ids = {
+        name: number
+        for name in ("bos", "eos", "eot")
+        if (number := file.metadata(f"tokenizer.ggml.{name}_token_id", -1)) >= 0
+    }
+    kind = file.metadata("tokenizer.ggml.model"), file.metadata("tokenizer.ggml.pre", "none")
+    if kind == ("gpt2", "smollm"):
+        tokenizer = _smollm(file, tokens)
+        special = {f"{name}_token": tokens[ids[name]] for name in ("bos", "eos") if name in ids}
+        if file.metadata("tokenizer.ggml.add_bos_token", False):
+            bos = special["bos_token"]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
+            )
+    else:
+        from mmqa_jax.prompting.published_tokenizer import open_gguf
+
+        prefix = file.metadata("tokenizer.ggml.add_space_prefix", True)
+        tokenizer, special = open_gguf(path, *kind, prefix)
+    source = file.metadata("tokenizer.chat_template", "")
+    template = None
+    if source:
+        template = ChatTemplate(source, special, name=f"{path}, tokenizer.chat_template")
+    ends = dict.fromkeys(ids[name] for name in ("eos", "eot") if name in ids)
+    return TextTokenizer(tokenizer, template, tuple(ends))
+
+
+def _smollm(file: GGUFSource, tokens: list[str]) -> Tokenizer:
+    """SmolLM's byte-level BPE, whose splitting transformers does not know in a GGUF file."""
     merges = [tuple(merge.split(" ")) for merge in file.metadata("tokenizer.ggml.merges")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -155,19 +200,4 @@ def _of_gguf(path: Path) -> TextTokenizer:
         if kind in (_CONTROL, _USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
-    special = {
-        name: file.metadata(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos", "eot")
-    }
-    spelled = {name: tokens[number] if number >= 0 else "" for name, number in special.items()}
-    if file.metadata("tokenizer.ggml.add_bos_token", False):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="$bos $A".replace("$bos", spelled["bos"]),
-            special_tokens=[(spelled["bos"], special["bos"])],
-        )
-    source = file.metadata("tokenizer.chat_template", "")
-    template = None
-    if source:
-        name = f"{path}, tokenizer.chat_template"
-        template = ChatTemplate(source, bos=spelled["bos"], eos=spelled["eos"], name=name)
-    ends = dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] >= 0)
-    return TextTokenizer(tokenizer, template, tuple(ends))
+    return tokenizer

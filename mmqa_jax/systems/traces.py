@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Trace
+from mmqa_jax.systems.mavl_record import agent_tree
+from mmqa_jax.systems.prompted_parts import has_picture
 
 
 def trace_rows(
@@ -28,16 +32,57 @@ def trace_rows(
         }
 
 
-def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """What scores.json says of the prompts: dropped shots, failures and empty answers."""
+def trace_counts(
+    questions: Sequence[Question], predictions: Sequence[Prediction], shots: int = 0
+) -> dict[str, int]:
+    """What scores.json says of the prompts: what they lacked, what was dropped, failures.
+
+    Of systems with candidates also how many answers are the first candidate for want of any other,
+    and how many questions have no candidates.
+
+    Args:
+      shots: how many examples a prompt was to show.
+    """
     traces = [prediction.trace for prediction in predictions if prediction.trace]
-    return {
+    known = [trace for trace in traces if "knowledge" in trace]
+    knowledge = {
+        "questions_without_passages": sum(
+            not any(t["knowledge"]) and not t["dropped_passages"] for t in known
+        ),
+        "dropped_passages": sum(t["dropped_passages"] for t in known),
+    }
+    counts = {
+        **(knowledge if known else {}),
+        "without_caption": sum(not q.extra.get(CAPTION) and has_picture(q) for q in questions),
+        "without_picture": sum(q.image is None and has_picture(q) for q in questions),
+        "repeated_choices": sum(len(set(q.choices)) < len(q.choices) for q in questions),
+        "too_few_examples": sum(_chosen(t) < shots * len(t.get("prompts", ())) for t in traces),
         "questions_with_dropped_shots": sum(bool(t.get("dropped_shots")) for t in traces),
         "dropped_shots": sum(t.get("dropped_shots", 0) for t in traces),
         "too_long": sum(bool(t.get("too_long")) for t in traces),
         "failed": sum(bool(t.get("failed")) for t in traces),
-        "empty_answers": sum(not p.answer for p in predictions if p.trace),
+        "empty_answers": sum(not p.answer.strip() for p in predictions if p.trace),
     }
+    if any("fallback" in trace for trace in traces):
+        counts["answered_by_first_candidate"] = sum(
+            bool(t["fallback"]) and not t.get("vote", True) for t in traces if "fallback" in t
+        )
+        counts["without_candidates"] = sum(not t.get("fallback", True) for t in traces)
+    return counts
+
+
+def llm_cost(llm: Any, questions: int) -> dict[str, float]:
+    """What a row's answers cost: calls of the language model and tokens, whole and per question.
+
+    Kept answers count as fresh ones do, so that a rerun costs the same.
+    """
+    whole = dataclasses.asdict(llm.work)
+    return {**whole, **{f"{name}_per_question": n / questions for name, n in whole.items()}}
+
+
+def _chosen(trace: Mapping[str, Any]) -> int:
+    """How many shots were chosen for a question's prompts."""
+    return sum(map(len, trace.get("shots", ()))) + trace.get("dropped_shots", 0)
 
 
 def report_traces(
@@ -56,6 +101,9 @@ def report_traces(
             rows=_rows(question, prediction),
             details=_details(prediction.trace),
             picture=corpus.question_picture(question),
+            tree=agent_tree(prediction.trace, prediction.answer)
+            if "agents" in prediction.trace
+            else (),
         )
         for question, prediction in zip(questions, predictions, strict=True)
         if prediction.trace
@@ -72,10 +120,10 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         answers = (question.choices[question.answer_index],)
     rows.append(("reference", " · ".join(dict.fromkeys(answers)) or "(not published)"))
     rows.append(("answer", prediction.answer or "(none)"))
-    outputs = trace.get("outputs", ())
-    rows += [
-        ("output", f"{one['text']}  (log-probability {one['logprob']:.2f})") for one in outputs
-    ]
+    outputs = () if "agents" in trace else trace.get("outputs", ())  # those are in the tree
+    for one in outputs:
+        known = f"  (log-probability {one['logprob']:.2f})" if "logprob" in one else ""
+        rows.append(("output", one["text"] + known))
     if scores := trace.get("calibrated_scores", trace.get("option_scores")):
         pairs = zip(question.choices, scores, strict=True)
         rows.append(("scores", " · ".join(f"{choice}: {score:.2f}" for choice, score in pairs)))
@@ -83,6 +131,11 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(("caption", str(caption)))
     if dropped := trace.get("dropped_shots"):
         rows.append(("dropped", f"{dropped} shots that did not fit"))
+    if found := trace.get("knowledge"):
+        listed = (f"{one['id']} ({one['score']:.2f})" for own in found for one in own)
+        rows.append(("knowledge", " · ".join(dict.fromkeys(listed)) or "(none found)"))
+    if dropped := trace.get("dropped_passages"):
+        rows.append(("dropped", f"{dropped} passages that did not fit"))
     rows += [
         ("failed", reason) for reason in (*trace.get("failed", ()), *trace.get("too_long", ()))
     ]
@@ -90,7 +143,7 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
 
 
 def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Each prompt with its shots."""
+    """Each prompt with its shots; the prompts of agents are in their tree."""
     details = []
     prompts = trace.get("prompts", ())
     for number, (prompt, shots) in enumerate(zip(prompts, trace.get("shots", ()), strict=True), 1):
@@ -99,7 +152,8 @@ def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{shot['id']}" + (f"  {shot['similarity']:.3f}" if "similarity" in shot else "")
             for shot in shots
         )
-        details.append((name, prompt))
+        if "agents" not in trace:
+            details.append((name, prompt))
         if listed:
             details.append((f"shots of {name} and their similarity", listed))
     return details

@@ -17,7 +17,7 @@ from mmqa_jax.core.files import no_empty_folders, read_json, unfinished
 WRITTEN_BY = "written_by"  # in a JSON file of ours: --overwrite may replace its folder
 
 # Copied if they are beside the weights.
-_COMPANIONS = (
+COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"),
     "bpe_simple_vocab_16e6.txt.gz",
@@ -96,7 +96,7 @@ def whole_folder(out: Path, size: int) -> Iterator[Path]:
 
 def copy_companions(source: Path, folder: Path) -> list[str]:
     """Copies the tokenizer and generation files that are in `source`; returns their names."""
-    found = [name for name in _COMPANIONS if (source / name).is_file()]
+    found = [name for name in COMPANIONS if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, folder / name)
     return found

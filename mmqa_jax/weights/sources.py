@@ -16,7 +16,7 @@ from mmqa_jax.weights.formats.safetensors import (
 )
 from mmqa_jax.weights.formats.torch import TORCH_SUFFIXES, TorchSource
 
-_TORCH = "pytorch_model.bin"
+TORCH = "pytorch_model.bin"
 
 
 def open_source(path: str | os.PathLike) -> TensorSource:
@@ -37,10 +37,10 @@ def open_source(path: str | os.PathLike) -> TensorSource:
     if path.is_dir():
         if files_in(path, SAFETENSORS):
             return SafetensorsSource(path)
-        files = files_in(path, _TORCH)
+        files = files_in(path, TORCH)
         if not files:
             raise UserError(
-                f"{path}: holds neither {SAFETENSORS} nor {_TORCH}, nor an index of their "
+                f"{path}: holds neither {SAFETENSORS} nor {TORCH}, nor an index of their "
                 "shards; give the folder or the file of a checkpoint."
             )
         return TorchSource(files, str(files[0] if len(files) == 1 else path))

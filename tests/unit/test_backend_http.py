@@ -142,7 +142,9 @@ def test_faults_that_stay_are_counted_and_named(fault):
         assert all("after 4 tries" in failure.reason for failure in backend.failures)
         assert (backend.usage.requests, backend.usage.failures, backend.usage.retries) == (1, 2, 6)
         assert len(stub.asked) == 9
-        with pytest.raises(RunError, match=r"3 requests failed, more than server.max_failures = 2"):
+        with pytest.raises(
+            RunError, match=r"3 requests failed in a row, more than server.max_failures = 2"
+        ):
             list(backend.answer([Completion("last", "bad")]))
 
 

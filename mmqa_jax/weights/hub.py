@@ -1,0 +1,149 @@
+"""Models by their name on the Hugging Face hub: found in the local cache, downloaded when asked.
+
+huggingface_hub decides where the cache is (HF_HOME, HF_HUB_CACHE). A token for private and gated
+models is taken from HF_TOKEN in the environment and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmqa_jax.core.errors import RunError, UserError, first_names
+from mmqa_jax.weights.formats.safetensors import SAFETENSORS, files_in
+from mmqa_jax.weights.output_folder import COMPANIONS
+from mmqa_jax.weights.sources import TORCH
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+_CONFIG = "config.json"
+# Whole or in shards with their index; the first kind that a model has is the one that is read.
+_WEIGHTS = tuple(
+    re.compile(rf"{stem}(-\d+-of-\d+)?\.{suffix}(\.index\.json)?")
+    for stem, suffix in (name.rsplit(".", 1) for name in (SAFETENSORS, TORCH))
+)
+
+
+def is_hub_name(text: str | os.PathLike) -> bool:
+    """Whether a text reads ORG/NAME or ORG/NAME@REVISION and is no file or folder here."""
+    return _NAME.fullmatch(str(text)) is not None and not Path(text).exists()
+
+
+def find_model(name: str, flag: str = "--model") -> Path:
+    """A model in the local cache; nothing is fetched.
+
+    Args:
+      name: ORG/NAME or ORG/NAME@REVISION (branch, tag or commit; `main` by default).
+      flag: that named it, for messages.
+
+    Returns:
+      Its folder, or its file if the folder has only a GGUF file.
+
+    Raises:
+      UserError: it is not in the cache, or some of its files are not.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repository, revision = _split(name)
+    try:
+        # Which files have to be there is decided below.
+        found = snapshot_download(
+            repository, revision=revision, local_files_only=True, allow_patterns=[]
+        )
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"{flag}={name}: no such file or folder, and the Hugging Face cache "
+            f"({constants.HF_HUB_CACHE}) has no revision {revision} of a model of this name; "
+            "check the spelling, or add --download to fetch it."
+        ) from error
+    folder = Path(found)
+    gguf = sorted(folder.glob("*.gguf"))
+    if len(gguf) == 1 and not (folder / _CONFIG).exists():
+        return gguf[0]
+    missing = _missing(folder)
+    if missing:
+        raise UserError(
+            f"{flag}={name}: the Hugging Face cache has revision {revision} without "
+            f"{first_names(missing)}; add --download to fetch what is missing."
+        )
+    return folder
+
+
+def download_model(name: str, flag: str = "--model") -> None:
+    """Fetches a model into the local cache: config, tokenizer and weights, safetensors if it has
+    them; what is there already is not fetched again. Arguments as for `find_model`.
+
+    Raises:
+      UserError: not a name of the hub's form, no such model or revision, no access to it, or no
+        weights that can be read here.
+      RunError: the hub cannot be reached.
+    """
+    if not is_hub_name(name):
+        raise UserError(
+            f"--download: {flag}={name} is not a model's name on the Hugging Face hub; give "
+            "ORG/NAME or ORG/NAME@REVISION, or leave --download out."
+        )
+    from huggingface_hub import HfApi, errors
+
+    repository, revision = _split(name)
+    hub = HfApi(token=os.environ.get("HF_TOKEN") or False, library_name="mmqa_jax")
+    try:
+        listed = hub.list_repo_files(repository, revision=revision)
+        wanted = _wanted(listed, f"{flag}={name}")
+        hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{flag}={name}: access to it has to be granted; accept its terms on its page, and "
+            "set HF_TOKEN in the environment."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{flag}={name}: the Hugging Face hub shows no such model; check the spelling, or set "
+            "HF_TOKEN in the environment if it is private."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(
+            f"{flag}={name}: the model has no revision {revision}; name a branch, tag or commit."
+        ) from error
+    except (errors.HTTPError, ConnectionError, FileNotFoundError) as error:
+        # The library's own text names addresses.
+        raise RunError(
+            f"{flag}={name}: the Hugging Face hub cannot be reached ({type(error).__name__}); "
+            "start the command again when online, which continues the download."
+        ) from error
+
+
+def _split(name: str) -> tuple[str, str]:
+    repository, revision = _NAME.fullmatch(name).groups()
+    return repository, revision or "main"
+
+
+def _wanted(files: Sequence[str], where: str) -> list[str]:
+    """Of a repository's files those that are read."""
+    for kind in _WEIGHTS:
+        weights = [file for file in files if kind.fullmatch(file)]
+        if weights and _CONFIG in files:
+            return [_CONFIG, *weights, *(file for file in COMPANIONS if file in files)]
+    gguf = [file for file in files if file.endswith(".gguf")]
+    if len(gguf) == 1:
+        return gguf
+    if gguf:
+        raise UserError(
+            f"{where}: has {len(gguf)} GGUF files ({first_names(gguf)}); fetch one with "
+            "`hf download`, and give its path."
+        )
+    raise UserError(
+        f"{where}: has neither {SAFETENSORS} nor {TORCH} beside a {_CONFIG}, nor a GGUF file; "
+        "choose a model in the format of transformers."
+    )
+
+
+def _missing(folder: Path) -> list[str]:
+    """Files that a model in transformers' format lacks; companions are not known to exist."""
+    missing = [] if (folder / _CONFIG).exists() else [_CONFIG]
+    files = files_in(folder, SAFETENSORS) or files_in(folder, TORCH)
+    if not files:
+        return [*missing, f"weights ({SAFETENSORS} or {TORCH})"]
+    return missing + [file.name for file in files if not file.exists()]
