@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 _SHOWN = {"order": "most_similar_first", "seed": 0}
+_HEURISTICS = {"similarity": "answer_aware", "seed": 0}
 # Setting of a prompted system -> its options with their defaults, so that each can be overridden.
 OPTIONS: dict[str, dict[str, Any]] = {
     "pica": {
@@ -16,6 +17,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **_SHOWN, "shots": 8, "similarity": "question", "tags": False, "shot_answer": "first",
         "template": "pica.okvqa", "score": "sum", "calibrated": False,
     },
+    "pica_promptcap": {
+        "shots": 16, "similarity": "question_and_image", "tags": True, "max_new_tokens": 20,
+        "seed": 0,
+    },
+    "pica_oracle": {
+        **_SHOWN, "shots": 8, "similarity": "question_and_sources", "template": "pica.webqa",
+        "max_new_tokens": 64,
+    },
+    "pica_question_only": {
+        **_SHOWN, "shots": 8, "similarity": "question", "template": "pica.webqa",
+        "max_new_tokens": 64,
+    },
     "rmr": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
         "pictures": False, "max_new_tokens": 256,
@@ -24,18 +37,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.direct", "chat": False,
         "pictures": False, "max_new_tokens": 128,
     },
+    "rmr_letter": {
+        **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
+        "pictures": False, "max_new_tokens": 256,
+    },
     "rmr_choice": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.text", "options": "text",
         "score": "sum", "calibrated": False,
     },
+    "prophet": {
+        **_HEURISTICS, "shots": 20, "candidates": 10, "ensemble": 5, "max_new_tokens": 8,
+    },
+    "prophet_choice": {
+        **_HEURISTICS, "shots": 20, "candidates": 10, "score": "sum", "calibrated": False,
+    },
+    "mavl": {
+        **_HEURISTICS, "order": "most_similar_first", "shots": 8, "candidates": 5,
+        "agents": ("junior", "senior", "manager"), "plans": "planned", "votes": (2.0, 3.0, 4.0),
+        "weighting": "level", "task": "prompt", "chat": False, "passages": 1,
+        "knowledge_words": 40, "knowledge_tokens": 64, "max_new_tokens": 10,
+    },
+    "mavl_revote": {"votes": (2.0, 3.0, 4.0), "weighting": "fitted", "folds": 2},
+    "mavl_draws": {
+        **_HEURISTICS, "order": "most_similar_first", "shots": 8, "candidates": 5, "draws": 7,
+        "temperature": 0.7, "max_new_tokens": 10,
+    },
 }  # fmt: skip
 
 
-def language_model(model: str, backend: str = "engine", **engine: Any) -> dict[str, Any]:
+def language_model(
+    model: str, backend: str = "engine", cache: str = "", **engine: Any
+) -> dict[str, Any]:
     """The section `parts.llm` with every key that may be overridden.
 
     Args:
       model: as `mmqa prompt --model`.
+      cache: file of kept responses that several rows share; "" is each workdir's own.
       engine: sizes that differ from these (see configs/prompt/default.py).
     """
     sizes = {"slots": 32, "length": 1024, "buckets": (32, 128), "prefill_tokens": 256, "block": 128}
@@ -43,15 +80,30 @@ def language_model(model: str, backend: str = "engine", **engine: Any) -> dict[s
         "model": model,
         "backend": backend,
         "tokenizer": "",
+        "dtype": "auto",
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         "engine": {**sizes, **engine},
         "server": {"concurrency": 8},
+        "cache": cache,
     }
+
+
+def heuristics(candidates: str, examples: str) -> dict[str, str]:
+    """The section `parts.heuristics`: the files of a VQA model."""
+    return {"candidates": candidates, "examples": examples}
 
 
 def library(**changes: Any) -> dict[str, Any]:
     """The section `parts.library` with every key: MiniLM's similarity within the row's own data."""
     own = {"data": "", "split": "train", "folds": 1, "text_model": "minilm", "image_model": ""}
     return {**own, "text": "question", "modality": "", **changes}
+
+
+def knowledge(**changes: Any) -> dict[str, Any]:
+    """The section `parts.knowledge` with every key: the best passage by BM25."""
+    own = {"data": "", "retriever": "bm25", "top_k": 1, "max_words": 100, "modality": ""}
+    searched = {"text_model": "minilm", "index": "", "text": "question", "section_key": ""}
+    return {**own, **searched, **changes}
 
 
 def make_row(
@@ -69,7 +121,8 @@ def make_row(
     Args:
       name: of the row.
       row: its setting and parts, and where they differ from the defaults its options, published
-        figures, questions (so many, evenly over the split; 0 is all) and modality.
+        figures, questions (so many, evenly over the split; 0 is all), modality, split and where
+        (values that keys of the questions must have).
       made_by: path of an input -> where it comes from.
     """
     config = ConfigDict()
@@ -79,9 +132,10 @@ def make_row(
     config.dataset = dataset
     config.data = {
         "dir": data,
-        "split": split,
+        "split": row.get("split", split),
         "questions": row.get("questions", 0),
         "modality": row.get("modality", ""),
+        **({"where": row["where"]} if "where" in row else {}),
     }
     config.parts = row["parts"]
     config.options = {**OPTIONS.get(row["setting"], {}), **row.get("options", {})}

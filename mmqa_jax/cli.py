@@ -19,8 +19,19 @@ from typing import NoReturn
 from mmqa_jax.core.errors import RunError, UserError
 
 VERBS = (
-    *("demo", "ask", "prepare", "convert", "train", "embed", "index", "search", "rerank"),
-    *("answer", "prompt", "run", "tables", "compare", "evaluate", "report", "bench"),
+    *(
+        "demo",
+        "ask",
+        "prepare",
+        "caption",
+        "convert",
+        "train",
+        "embed",
+        "index",
+        "search",
+        "rerank",
+    ),
+    *("candidates", "answer", "prompt", "run", "tables", "compare", "evaluate", "report", "bench"),
 )
 _INTERRUPTED = 130
 

@@ -1,4 +1,4 @@
-"""The rows on A-OKVQA: RMR's table 2, and PICa and RMR with a small model that anybody can run.
+"""The rows on A-OKVQA: RMR's table 2, MAVL's tables 2 and 3, and ours with a small model.
 
 RMR's library is ScienceQA's train split. Our PICa rows take one half of val as the library of the
 other, because captions of the train pictures are not at hand.
@@ -19,6 +19,8 @@ MADE_BY = {
 TOLERANCE = 0.02
 
 _rows = config_beside(__file__, "../rows.py")
+_agents = config_beside(__file__, "../agents.py")
+MADE_BY |= _agents.made_by("aokvqa", "val")
 _SMOLLM2 = _rows.language_model("smollm2")
 _GEMINI = _rows.language_model("gemini-pro-vision", "openai")
 _HALVES = _rows.library(split="val", folds=2)
@@ -74,7 +76,34 @@ def _choice(**options) -> dict:
     }
 
 
-# Row -> setting of systems/pica.py or rmr.py, parts, options, published figures (RMR, table 2).
+def _mavl(row: str, value: float, column: str = "val", table: str = "2") -> tuple:
+    return (table, row, column, value)
+
+
+# MAVL, tables 2 and 3, whose answers on val are scored; those on test go to the leaderboard.
+_MAVL = {
+    "mavl": (_mavl("Ours", 53.8), _mavl("Ours", 53.8, table="3")),
+    "mavl_without_agents": (_mavl("x (Multi-agents)", 51.8, table="3"),),
+    "mavl_without_tools": (_mavl("x (Tools)", 52.3, table="3"),),
+    "mavl_without_planners": (_mavl("x (Planners)", 52.8, table="3"),),
+    "mavl_without_all": (_mavl("x (All)", 51.1, table="3"),),
+    "prophet_llama": (_mavl("Prophet-LLaMA", 51.2),),
+}
+_MAVL_CITED = {  # val, test
+    "Pythia": (25.2, 21.9),
+    "ClipCap": (30.9, 25.9),
+    "ViLBERT": (30.6, 25.9),
+    "LXMERT": (30.7, 25.9),
+    "KRISP": (33.7, 27.1),
+    "VLC-BERT": (None, 38.1),
+    "GPV-2": (48.6, 40.7),
+    "Unified-IO": (None, 45.2),
+    "Prophet-LLaMA": (None, 48.0),
+    "PromptCap-LLaMA": (None, 48.1),
+    "Ours": (None, 49.1),
+}
+# Row -> setting of systems/pica.py, rmr.py, prophet.py or mavl.py, parts, options, published
+# figures (RMR, table 2; MAVL, tables 2 and 3).
 ROWS = {
     "gemini": _gemini("Gemini", 44.2, 0),
     "gemini_rmr": _gemini("Gemini+RMR", 63.1, 3),
@@ -85,9 +114,12 @@ ROWS = {
     "smollm2_choice_mean": _choice(score="mean"),
     "smollm2_choice_calibrated": _choice(calibrated=True),
     "smollm2_choice_zero_shot": _choice(shots=0, calibrated=True),
+    **_agents.paper_rows("aokvqa", _MAVL, "a_okvqa_da/official"),
+    **_agents.our_rows("aokvqa", "val", 0),
+    "smollm2_prophet_choice": _agents.choice_row("aokvqa", "val"),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
-CITED = {
+_RMR_CITED = {
     name: _published(name, value)
     for name, value in {
         "Pythia": 25.2,
@@ -104,6 +136,20 @@ CITED = {
         "PaLI-3-VPD generalist": 56.5,
         "PaLI-X-VPD generalist": 62.7,
     }.items()
+}
+CITED = {
+    name: (
+        *_RMR_CITED.get(name, ()),
+        *_agents.cited(
+            [
+                _mavl(name, value, column)
+                for column, value in zip(("val", "test"), _MAVL_CITED.get(name, ()), strict=False)
+                if value is not None
+            ],
+            "a_okvqa_da/official",
+        ),
+    )
+    for name in (*_RMR_CITED, *(name for name in _MAVL_CITED if name not in _RMR_CITED))
 }
 MODES = tuple(ROWS)
 

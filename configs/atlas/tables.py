@@ -60,6 +60,21 @@ def _restricted(method: str, second_hop: bool, source_f1: float) -> dict:
     }
 
 
+_rows = config_beside(__file__, "../rows.py")
+_SMOLLM2 = _rows.language_model("smollm2", length=2048)
+
+
+def _pica(setting: str, **options) -> dict:
+    """WebQA's PICa with a small model; flags are their captions."""
+    return {
+        "system": "pica",
+        "setting": setting,
+        "parts": {"llm": _SMOLLM2, "library": _rows.library()},
+        "options": {"max_new_tokens": 32, **options},
+        "published": {},
+    }
+
+
 _READER = {"reader": {"model": ANSWER}}
 _OURS, _ALONE = {"reranker": _reranker(160.0)}, {"reranker": _reranker(0.0)}
 _ONE_HOP = {"retriever": _retriever("dense")}
@@ -67,7 +82,7 @@ _SECOND_HOP = {"retriever": _retriever("dense", second_hop=True)}
 _OWN = {"cap": "none", "select": "best"}
 _ACC, _F1 = "webqa_acc/no_lemma", "source_f1/official"
 
-# Row -> setting of systems/webqa.py, parts, options, figures of README.md.
+# Row -> setting of systems/webqa.py or pica.py, parts, options, figures of README.md.
 ROWS = {
     "question_only": {"setting": "question_only", "parts": _READER, "published": {_ACC: 0.21}},
     "oracle": {"setting": "oracle", "parts": _READER, "published": {_ACC: 0.73}},
@@ -112,6 +127,10 @@ ROWS = {
     "dense_second_hop": _retrieval("dense", True, 0.993),
     "rrf_second_hop": _retrieval("rrf", True, 0.967),
     "fused_second_hop": _retrieval("fused", True, 0.993),
+    "pica_question_only": _pica("pica_question_only"),
+    "pica_oracle": _pica("pica_oracle"),
+    "pica_oracle_zero_shot": _pica("pica_oracle", shots=0),
+    "pica_oracle_random": _pica("pica_oracle", similarity="random"),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}
@@ -120,8 +139,7 @@ MODES = tuple(ROWS)
 
 def get_config(mode: str = "full") -> ConfigDict:
     """`mode`: a row, of MODES."""
-    rows = config_beside(__file__, "../rows.py")
-    config = rows.make_row(
+    config = _rows.make_row(
         mode,
         {**ROWS[mode], "published": _cells(mode, ROWS[mode]["published"])},
         system="webqa",

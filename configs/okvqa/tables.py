@@ -1,8 +1,11 @@
-"""The rows on OK-VQA: PICa's table, and the same systems with a small model that anybody can run.
+"""The rows on OK-VQA: PICa's table, PromptCap, MAVL's tables, and the same with a small model.
 
-`pica_*` are the paper's, for a server with the completion model that the user names; `smollm2_*`
-are ours. The library of examples and the questions are the two halves of one split in our rows,
-because captions of the train pictures are not at hand; the paper's take the train split.
+`pica_*` are PICa's, for a server with the completion model that the user names, `mavl*` and
+`prophet_llama` MAVL's; `smollm2_*` are ours. The library of examples and the questions are the two
+halves of one split in our rows, because captions of the train pictures are not at hand; the papers'
+take the train split. PromptCap's own captions are written for each question; in our row VinVL's
+stand in. `smollm2_similar_factbook` and `_openstax*` are KAT-style: a passage of the World Factbook
+(in Atlas) or of textbooks follows the caption.
 """
 
 from ml_collections import ConfigDict
@@ -13,21 +16,31 @@ PAPER = "pica"
 
 DATA = "data/okvqa"
 MADE_BY = {DATA: f"mmqa prepare okvqa --raw=downloads/okvqa --out={DATA}"}
+PROMPTCAP = "downloads/promptcap/okvqa_captions.json"
+MADE_BY[PROMPTCAP] = (
+    "PromptCap's caption of every train and test question, {question_id: caption}, by its prompt "
+    "'please describe this image according to the given question: QUESTION'"
+)
+ATLAS, OPENSTAX = "data/atlas", "data/openstax"
+MADE_BY[ATLAS] = f"mmqa prepare atlas --out={ATLAS}"
+MADE_BY[OPENSTAX] = f"mmqa prepare corpus --raw=downloads/openstax --out={OPENSTAX}"
 CLIP = "weights/clip"
 MADE_BY[CLIP] = f"mmqa convert --model=clip --source=downloads/ViT-B-16.pt --out={CLIP}"
 TOLERANCE = 0.02
 
 _rows = config_beside(__file__, "../rows.py")
+_agents = config_beside(__file__, "../agents.py")
+MADE_BY |= _agents.made_by("okvqa", "test")
 _SMOLLM2 = _rows.language_model("smollm2")
 _DAVINCI = _rows.language_model("davinci-002", "openai")
 _HALVES = _rows.library(split="test", folds=2)
 _CLIP = _rows.library(text_model=CLIP, image_model=CLIP)
 
 
-def _published(row: str, value: float) -> tuple[dict, ...]:
+def _published(row: str, value: float, table: str = "2") -> tuple[dict, ...]:
     return (
         {
-            "table": "2",
+            "table": table,
             "row": row,
             "column": "accuracy",
             "published": round(value / 100, 4),
@@ -58,6 +71,23 @@ def _ours(**options) -> dict:
     }
 
 
+def _knowing(data: str, **knowledge) -> dict:
+    """With the best snippet for caption and question, or as `knowledge` says."""
+    own = {"data": data, "modality": "text", "text": "question_and_caption", "max_words": 60}
+    row = _ours()
+    row["parts"] = {**row["parts"], "knowledge": _rows.knowledge(**{**own, **knowledge})}
+    return row
+
+
+def _promptcap(llm: dict, library: dict, captions: dict, **options) -> dict:
+    return {
+        "paper": "pica",
+        "setting": "pica_promptcap",
+        "parts": {"llm": llm, "library": library, **captions},
+        "options": options,
+    }
+
+
 def _baseline(setting: str, **options) -> dict:
     return {
         "paper": "pica",
@@ -68,22 +98,65 @@ def _baseline(setting: str, **options) -> dict:
     }
 
 
-# Row -> setting of systems/pica.py, parts, options, published figures (PICa, table 2).
+def _mavl(row: str, value: float, table: str = "1") -> tuple:
+    return (table, row, "accuracy", value)
+
+
+# MAVL, tables 1 and 3.
+_MAVL = {
+    "mavl": (_mavl("Ours", 55.6), _mavl("Ours", 55.6, "3")),
+    "mavl_without_agents": (_mavl("x (Multi-agents)", 53.8, "3"),),
+    "mavl_without_tools": (_mavl("x (Tools)", 54.4, "3"),),
+    "mavl_without_planners": (_mavl("x (Planners)", 54.7, "3"),),
+    "mavl_without_all": (_mavl("x (All)", 52.4, "3"),),
+    "prophet_llama": (_mavl("Prophet-LLaMA", 52.8),),
+}
+# Row -> setting of systems/pica.py, prophet.py or mavl.py, parts, options, published figures (PICa,
+# table 2; MAVL, tables 1 and 3).
 ROWS = {
     "pica_base": _paper("PICa-Base (C)", 42.0, similarity="random"),
     "pica_base_tags": _paper("PICa-Base (C+T)", 43.3, similarity="random", tags=True),
     "pica_full": _paper("PICa-Full (C)", 46.9, ensemble=5),
     "pica_full_tags": _paper("PICa-Full (C+T)", 48.0, ensemble=5, tags=True),
+    "promptcap": _promptcap(_DAVINCI, _CLIP, {"captions": {"captions": PROMPTCAP, "tags": ""}})
+    | {"published": _published("PromptCap", 60.4, "PromptCap, abstract")},
     "smollm2_zero_shot": _ours(shots=0),
     "smollm2_random": _ours(similarity="random"),
     "smollm2_similar": _ours(),
     "smollm2_similar_tags": _ours(tags=True),
     "smollm2_ensemble": _ours(ensemble=5),
+    "smollm2_promptcap": _promptcap(_SMOLLM2, _HALVES, {}, shots=8, similarity="question")
+    | {"questions": 1000},
+    "smollm2_similar_factbook": _knowing(ATLAS),
+    "smollm2_similar_openstax": _knowing(OPENSTAX),
+    "smollm2_similar_openstax_dense": _knowing(OPENSTAX, retriever="dense"),
+    "smollm2_similar_openstax_random": _knowing(OPENSTAX, retriever="random"),
     "copy_nearest": _baseline("copy_nearest"),
     "vote_of_nearest": _baseline("vote_of_nearest", shots=16),
+    **_agents.paper_rows("okvqa", _MAVL, "vqa_accuracy/official"),
+    **_agents.our_rows("okvqa", "test", 1000),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
-CITED: dict[str, tuple[dict, ...]] = {}
+CITED: dict[str, tuple[dict, ...]] = {
+    name: _agents.cited([_mavl(name, value)], "vqa_accuracy/official")
+    for name, value in {
+        "MUTAN+AN": 27.8,
+        "Mucko": 29.2,
+        "ConceptBert": 33.7,
+        "KRISP": 38.9,
+        "MAVEx": 39.4,
+        "Visual Retriever-Reader": 39.2,
+        "VLC-BERT": 43.1,
+        "TRiG": 49.4,
+        "UnifER": 42.1,
+        "PICa-Base (Caption)": 42.0,
+        "PICa-Base (Caption+Tags)": 43.3,
+        "PICa-Full (Caption)": 46.9,
+        "PICa-Full (Caption+Tags)": 48.0,
+        "KAT": 53.1,
+        "PromptCap-LLaMA": 53.4,
+    }.items()
+}
 MODES = tuple(ROWS)
 
 

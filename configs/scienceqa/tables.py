@@ -12,10 +12,12 @@ from mmqa_jax.core.config import config_beside
 PAPER = "rmr"
 
 DATA, CLIP, LLAVA = "data/scienceqa", "weights/clip", "weights/llava"
+OPENSTAX = "data/openstax"
 MADE_BY = {
     DATA: f"mmqa prepare scienceqa --raw=downloads/scienceqa --out={DATA} (problems.json, "
     "pid_splits.json, captions.json, images/)",
     CLIP: f"mmqa convert --model=clip --source=downloads/ViT-L-14.pt --out={CLIP}",
+    OPENSTAX: f"mmqa prepare corpus --raw=downloads/openstax --out={OPENSTAX}",
     LLAVA: f"mmqa convert --model=llava --source=downloads/llava-v1.5-13b --out={LLAVA}",
 }
 TOLERANCE = 0.02
@@ -160,6 +162,14 @@ def _ours(setting: str = "rmr_choice", **options) -> dict:
     }
 
 
+def _knowing(shots: int, **knowledge) -> dict:
+    """With the best paragraph of OpenStax's textbooks in the context."""
+    row = _ours(shots=shots, calibrated=True)
+    found = _rows.knowledge(data=OPENSTAX, modality="text", **knowledge)
+    row["parts"] = {**row["parts"], "knowledge": found}
+    return row
+
+
 # Row -> setting of systems/rmr.py, parts, options, published figures.
 ROWS = {
     **_paper_rows(),
@@ -167,6 +177,9 @@ ROWS = {
     "smollm2_k3_uncalibrated": _ours(shots=3),
     "smollm2_k3_letter": _ours(shots=3, template="rmr.answer", options="letter"),
     "smollm2_k3_random": _ours(shots=3, similarity="random", calibrated=True),
+    "smollm2_k0_openstax": _knowing(0),
+    "smollm2_k0_openstax_random": _knowing(0, retriever="random"),
+    "smollm2_k1_openstax": _knowing(1),
     "smollm2_k3_rationale": _ours("rmr", shots=3, max_new_tokens=128) | {"questions": 500},
 }
 MISSING: dict[str, tuple[dict, ...]] = {}

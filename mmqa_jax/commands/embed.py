@@ -1,4 +1,4 @@
-"""`mmqa embed`: every source of a corpus as a vector."""
+"""`mmqa embed`: every source of a corpus as a vector, or a benchmark's pictures as grids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
 
-SUMMARY = "embed every source of a corpus with a trained dual encoder."
+SUMMARY = "embed every source of a corpus, or a benchmark's pictures as grids of features."
 EXAMPLE = "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index"
 
 
@@ -19,7 +19,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="workdir of a contrastive run, its folder best, or a converted CLIP",
+        help="workdir of a contrastive run, its folder best, or a converted CLIP; or a converted "
+        "CLIP ResNet (modified_resnet), for the grids that Prophet's MCAN reads",
     )
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     parser.add_argument(
@@ -35,13 +36,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Embeds the sources."""
+    """Embeds the sources, or the questions' pictures."""
     part = _part(arguments.shard)
     from mmqa_jax.core import distributed
 
     distributed.start()
+    from mmqa_jax.systems.grid_features import embed_grids, is_image_tower
     from mmqa_jax.systems.indexing import embed
 
+    if is_image_tower(Path(arguments.model)):
+        if part is not None or arguments.overwrite:
+            raise UserError(
+                "--shard and --overwrite: are for the embeddings of sources; leave them out."
+            )
+        return embed_grids(Path(arguments.data), Path(arguments.model), Path(arguments.out))
     return embed(
         Path(arguments.data),
         Path(arguments.model),

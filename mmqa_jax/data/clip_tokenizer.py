@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text
+from mmqa_jax.data.question_words import QuestionWords, read_words
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -139,15 +140,17 @@ def _byte_symbols() -> list[str]:
     return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
 
 
-def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer:
-    """Opens a tokenizer.json of either kind, or a folder with a CLIP tokenizer.
+def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer | QuestionWords:
+    """Opens a tokenizer.json of any kind, or a folder with a CLIP tokenizer.
 
     Raises:
-      UserError: it is neither; see `load_tokenizer` and `load_clip_tokenizer`.
+      UserError: it is none; see `load_tokenizer`, `load_clip_tokenizer` and `read_words`.
     """
     path = Path(path)
     if path.is_dir():
         return load_clip_tokenizer(path)
+    if path.is_file() and read_text(path).lstrip().startswith("["):
+        return read_words(path)
     if path.name == "tokenizer.json" and path.is_file() and '"BPE"' in read_text(path):
         model = read_json(path).get("model", {})
         if model.get("type") == "BPE":

@@ -234,7 +234,7 @@ class VinVLFeatures:
             )
         try:
             objects = json.loads(columns[-1])["objects"]
-            return self._detections(objects, where)
+            return self.detections(objects, where)
         except (ValueError, KeyError, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise RegionError(
@@ -242,13 +242,15 @@ class VinVLFeatures:
                 f"({reason}); fetch the file again."
             ) from error
 
-    def _detections(self, objects: Sequence[Mapping[str, Any]], where: str) -> Detections:
+    @classmethod
+    def detections(cls, objects: Sequence[Mapping[str, Any]], where: str) -> Detections:
+        """A picture's regions from the list `objects`; RegionError where they are malformed."""
         if not objects:
             raise RegionError(f"{where}: {_NONE}")
         boxes = np.array([o["rect"] for o in objects], np.float32).reshape(len(objects), -1)
         if boxes.shape[1] != 4:
             raise RegionError(f"{where}: boxes of {boxes.shape[1]} values, expected 4.")
-        vectors = {"feature": FEATURES, "scores_all": self.classes}
+        vectors = {"feature": FEATURES, "scores_all": cls.classes}
         features, classes = (
             np.array(
                 [
@@ -265,10 +267,10 @@ class VinVLFeatures:
             boxes=boxes,
             scores=np.array([o["conf"] for o in objects], np.float32),
             classes=classes,
-            labels=classes[:, self.foreground].argmax(axis=1),
+            labels=classes[:, cls.foreground].argmax(axis=1),
             words=tuple(words) if named else None,
         )
-        return _checked(found, where, self.foreground)
+        return _checked(found, where, cls.foreground)
 
 
 def _floats(text: Any, size: int, where: str) -> Float[np.ndarray, " size"]:

@@ -1,10 +1,11 @@
-"""The questions of a split, and even samples."""
+"""The questions of a split, even samples, and parts by the hash of an id."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
@@ -34,3 +35,20 @@ def evenly(items: Sequence[T], count: int) -> list[T]:
     if not 0 < count < len(items):
         return list(items)
     return [items[i * len(items) // count] for i in range(count)]
+
+
+def fold_of(name: str, folds: int) -> int:
+    """The part, 0 to folds - 1, to which a question's id is dealt by its hash."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % folds
+
+
+def trains_on(data: Mapping[str, Any], question: Question) -> bool:
+    """Whether a run with the config section `data` trains on a question.
+
+    Args:
+      data: `split`, of which only the part `fold` of `folds` if it is given, and `more_splits`.
+    """
+    if question.split in data.get("more_splits", ()):
+        return True
+    folds = data.get("folds", 1)
+    return question.split == data["split"] and fold_of(question.id, folds) == data.get("fold", 0)

@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.image_patches import PatchEncoder
-from mmqa_jax.decoding.kv_cache import KVCache
-from mmqa_jax.decoding.prefix_cache import Chunk, PrefixCache, bucket_of
+from mmqa_jax.decoding.kv_cache import Branches, KVCache
+from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
 from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.requests import Request, Result, Score, Scores, Scoring, Tokenizer, TooLong
 from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
@@ -32,6 +32,7 @@ from mmqa_jax.decoding.scheduler import (
     GeneratedSequence,
     RequestTokenizer,
     ScoredSequence,
+    Target,
     TokenizedRequest,
     TokenizedScoring,
 )
@@ -301,11 +302,14 @@ class Engine:
         tokens = np.zeros((count, bucket), np.int32)
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rows = np.full(count, self.config.slots, np.int32)  # padding rows are not written
+        branches = Branches(np.zeros(count, np.int32), np.zeros((count, bucket), np.int32))
         chunks = [one.chunks[one.encoded] for one in batch]
         pairs = list(enumerate(zip(batch, chunks, strict=True)))
         for row, (one, chunk) in pairs:
             tokens[row, : len(chunk.tokens)] = chunk.tokens
             starts[row], ends[row], rows[row] = chunk.start, chunk.end, one.slot
+            branches.trunk[row] = chunk.trunk
+            branches.begin[row, : len(chunk.branches)] = chunk.branches
             one.encoded += 1
             self.throughput.prefill_tokens += len(chunk.tokens)
         patches = None
@@ -319,7 +323,7 @@ class Engine:
             patches = np.zeros((count, bucket, width), np.float32)
             for row, features in found.items():
                 patches[row, : len(features)] = features
-        hidden = self._runner.encode(tokens, starts, ends, rows, patches)
+        hidden = self._runner.encode(tokens, starts, ends, rows, branches, patches)
 
         outputs = []
         begun = {
@@ -329,18 +333,16 @@ class Engine:
         }
         if begun:
             outputs.append((functools.partial(_append_tokens, begun), self._begin(begun, hidden)))
-        scored = {
-            row: (one, chunk)
+        targets = [
+            (row, offset, one, target)
             for row, (one, chunk) in pairs
-            if isinstance(one, ScoredSequence) and one.is_scored_by(chunk)
-        }
-        if scored:
-            targets = np.zeros((count, bucket), np.int32)
-            for row, (one, chunk) in scored.items():
-                targets[row] = one.targets(chunk, bucket)
-            outputs.append(
-                (functools.partial(_append_scores, scored), self._runner.score(hidden, targets))
-            )
+            if isinstance(one, ScoredSequence)
+            for offset, target in one.targets(chunk)
+        ]
+        most = self.config.scored_tokens
+        outputs += [
+            self._score(targets[n : n + most], hidden) for n in range(0, len(targets), most)
+        ]
         return outputs
 
     def _begin(self, begun: Mapping[int, GeneratedSequence], hidden: jax.Array):
@@ -364,6 +366,14 @@ class Engine:
             parameters.top_p[row] = request.top_p
             parameters.key[row] = draw_key(request.seed, one.draw)
         return self._runner.begin(hidden, lengths, rows, positions, parameters)
+
+    def _score(self, targets: Sequence[tuple[int, int, ScoredSequence, Target]], hidden: jax.Array):
+        """Log-probabilities of (row, offset, sequence, target); returns as `_encode`."""
+        rows, offsets, tokens = np.zeros((3, self.config.scored_tokens), np.int32)
+        for n, (row, offset, _, target) in enumerate(targets):
+            rows[n], offsets[n], tokens[n] = row, offset, target.token
+        read = functools.partial(_append_scores, [(one, target) for _, _, one, target in targets])
+        return read, self._runner.score(hidden, rows, offsets, tokens)
 
     def _decode(self, active: list[GeneratedSequence | None]) -> list[AnySequence]:
         """Starts a step of all slots and reads the previous one; returns what that one finished.
@@ -408,9 +418,9 @@ def _append_tokens(
 
 
 def _append_scores(
-    rows: Mapping[int, tuple[ScoredSequence, Chunk]], logprobs: np.ndarray, likeliest: np.ndarray
+    scored: Sequence[tuple[ScoredSequence, Target]], logprobs: np.ndarray, likeliest: np.ndarray
 ) -> list[AnySequence]:
-    """Gives every sequence the log-probabilities of its row; returns those that it finished."""
-    for row, (one, chunk) in rows.items():
-        one.append(chunk, logprobs[row], likeliest[row])
-    return [one for one, _ in rows.values() if one.finished]
+    """Gives every sequence the log-probabilities of its targets; returns those that it finished."""
+    for n, (one, target) in enumerate(scored):
+        one.append(target, float(logprobs[n]), bool(likeliest[n]))
+    return [one for one in dict.fromkeys(one for one, _ in scored) if one.finished]

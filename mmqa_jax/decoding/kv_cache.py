@@ -47,6 +47,23 @@ class LayerCache:
         return self.key.transpose(0, 3, 1, 2), self.value.swapaxes(1, 2)
 
 
+@flax.struct.dataclass
+class Branches:
+    """Continuations of one prompt side by side in the columns after it, as branches of a trunk.
+
+    A token sees the trunk and its own branch up to itself. All zeros: one sequence, every column
+    up to the token's own.
+    """
+
+    trunk: jax.Array  # int32 [R]: columns below belong to the prompt
+    begin: jax.Array  # int32 [R, L]: the column where the token's branch begins, 0 in the trunk
+
+    def positions(self, columns: jax.Array) -> jax.Array:
+        """Positions of the tokens in `columns` [R, L]: a branch continues where the trunk ends."""
+        after = self.trunk[:, None] + columns - self.begin
+        return jnp.where(self.begin > 0, after, columns)
+
+
 KVCache = tuple[LayerCache, ...]  # not one stack: a donated cache is then updated in place
 
 
@@ -92,6 +109,7 @@ def forward(
     rows: jax.Array,
     block: int,
     all_rows: bool = False,
+    branches: Branches | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the decoder on tokens that follow what their rows hold, and caches keys and values.
 
@@ -100,16 +118,18 @@ def forward(
       embedded: [R, L, H]; padding after a row's last real token is cached too, and overwritten
         before any token attends to it.
       cache: donate it.
-      starts: int [R], position of each row's first token.
-      ends: int [R], position after each row's last real token; nothing beyond is read.
+      starts: int [R], column of each row's first token.
+      ends: int [R], column after each row's last real token; nothing beyond is read.
       rows: int [R], their cache rows; a row index out of range is not written.
       block: columns read at a time; a divisor of the cache's columns.
       all_rows: the R rows are the cache's rows in order (`rows` then only says which are written).
+      branches: of the tokens; None: every row is one sequence, position and column are the same.
 
     Returns:
       Normed hidden states [R, L, H] and the cache.
     """
-    positions = starts[:, None] + jnp.arange(embedded.shape[1])  # [R, L]
+    columns = starts[:, None] + jnp.arange(embedded.shape[1])  # [R, L]
+    positions = columns if branches is None else branches.positions(columns)
     angles = positions[:, :, None, None] * inverse_frequencies(model.config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     blocks = (ends.max() + block - 1) // block
@@ -117,7 +137,7 @@ def forward(
     for layer, held in zip(model.each_layer(), cache, strict=True):
         q, k, v = layer.project(x, cos, sin)
         held = write(held, k, v, rows, starts)
-        attended = _attend(q, held, positions, None if all_rows else rows, blocks, block)
+        attended = _attend(q, held, columns, branches, None if all_rows else rows, blocks, block)
         x = layer.finish(x, attended)
         written.append(held)
     return model.norm(x), tuple(written)
@@ -149,12 +169,13 @@ def copy(
 def _attend(
     q: jax.Array,
     layer: LayerCache,
-    positions: jax.Array,
+    columns: jax.Array,
+    branches: Branches | None,
     rows: jax.Array | None,
     blocks: jax.Array,
     block: int,
 ) -> jax.Array:
-    """Causal attention of q [R, L, heads, D], at positions [R, L], over its rows of the cache.
+    """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows of the cache.
 
     The query heads of one key head become rows of one product. Returns [R, L, heads, D].
     """
@@ -168,7 +189,13 @@ def _attend(
         dtype = jnp.promote_types(q.dtype, layer.key.dtype)
     grouped = grouped.reshape(batch, kv_heads, groups * length, size)  # [R, kv, G * L, D]
     grouped = grouped.astype(dtype)
-    last = jnp.tile(positions, (1, groups))[:, None, :, None]  # [R, 1, G * L, 1]
+
+    def of_queries(x):  # [R, L] -> [R, 1, G * L, 1]
+        return jnp.tile(x, (1, groups))[:, None, :, None]
+
+    last = of_queries(columns)
+    if branches is not None:
+        trunk, begin = branches.trunk[:, None, None, None], of_queries(branches.begin)
 
     def one(n, carry):
         top, total, out = carry  # [R, kv, G * L, 1] twice, [R, kv, G * L, D]; float32
@@ -178,7 +205,11 @@ def _attend(
         scores = jnp.matmul(grouped, key, preferred_element_type=jnp.float32) * size**-0.5
         if layer.key_scale is not None:
             scores *= _columns(layer.key_scale, 2, start, block, rows)[:, :, None]
-        scores = jnp.where(start + jnp.arange(block) <= last, scores, _MASKED)
+        column = start + jnp.arange(block)
+        visible = column <= last
+        if branches is not None:
+            visible &= (column < trunk) | (column >= begin)
+        scores = jnp.where(visible, scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
         total = total * decay + weights.sum(-1, keepdims=True)

@@ -15,14 +15,23 @@ Buckets = tuple[int, ...]  # chunk sizes, ascending, each a multiple of the one 
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens that are encoded together."""
+    """Tokens in consecutive columns of the cache that are encoded together.
+
+    Attributes:
+      start: column of the first token.
+      tokens: ids; negative ones are patches of pictures.
+      trunk: where the prompt ends whose continuations follow as branches; 0: one sequence.
+      branches: of every token the column where its branch begins (0 in the trunk); () without.
+    """
 
     start: int
     tokens: tuple[int, ...]
+    trunk: int = 0
+    branches: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """The column after the last token."""
         return self.start + len(self.tokens)
 
 

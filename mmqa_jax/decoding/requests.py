@@ -141,6 +141,7 @@ class Scores:
 
     id: Hashable
     scores: tuple[Score, ...]
+    prompt_tokens: int = 0
 
 
 class Unanswerable(UserError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -115,50 +117,83 @@ class TokenizedRequest:
         return Result(self.original.id, tuple(candidates), len(self.prompt), reused)
 
 
+class Target(NamedTuple):
+    """A token whose log-probability is read from the hidden state of another."""
+
+    continuation: int  # number of its continuation in the sequence
+    token: int
+
+
 class ScoredSequence(SlotSequence):
-    """A prompt with one continuation, whose tokens' log-probabilities are read."""
+    """A prompt and continuations of it, as branches side by side in one slot.
+
+    Args:
+      request: whose sequence it is.
+      prompt: token ids.
+      continuations: token ids of each, and where their scores go.
+      buckets: chunk sizes.
+      pictures: of the prompt.
+    """
 
     def __init__(
         self,
         request: TokenizedScoring,
-        tokens: tuple[int, ...],
+        prompt: Sequence[int],
+        continuations: Sequence[Sequence[int]],
         buckets: Buckets,
         pictures: Pictures,
     ):
-        # Chunks shared by all continuations end at or before the prompt's last token, whose hidden
-        # state gives the continuation's first token.
-        shared = (request.prompt - 1) // buckets[0] * buckets[0]
-        head = split(tokens[:shared], buckets)
-        # The last token is only predicted, never encoded.
-        super().__init__(head + split(tokens[:-1], buckets, shared), len(head), pictures)
-        self.request, self.tokens = request, tokens
-        self.logprobs: list[float] = []
-        self.greedy = True
+        trunk = len(prompt)
+        tokens, begins = list(prompt), [0] * trunk
+        self._targets: dict[int, list[Target]] = collections.defaultdict(list)  # by column
+        for number, continuation in enumerate(continuations):
+            begin = len(tokens)
+            # The last token is only predicted, never encoded.
+            tokens += continuation[:-1]
+            begins += [begin] * (len(continuation) - 1)
+            for column, token in zip(
+                (trunk - 1, *range(begin, len(tokens))), continuation, strict=True
+            ):
+                self._targets[column].append(Target(number, token))
+        chunks = [
+            chunk
+            if chunk.end <= trunk
+            else chunk._replace(trunk=trunk, branches=tuple(begins[chunk.start : chunk.end]))
+            for chunk in split(tokens, buckets)
+        ]
+        # The chunk of the prompt's last token is always encoded: its hidden state is needed.
+        super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures)
+        self.request = request
+        self.logprobs: list[list[float]] = [[] for _ in continuations]
+        self.greedy = [True] * len(continuations)
+        self._unread = sum(map(len, continuations))
 
-    def targets(self, chunk: Chunk, bucket: int) -> np.ndarray:
-        """The token after each of the chunk, int32 [bucket]; 0 after its end."""
-        row = np.zeros(bucket, np.int32)
-        row[: len(chunk.tokens)] = self.tokens[chunk.start + 1 : chunk.end + 1]
-        return np.maximum(row, 0)  # patches are in the prompt, whose scores are not read
+    def targets(self, chunk: Chunk) -> list[tuple[int, Target]]:
+        """What the hidden states of a chunk predict: (offset in the chunk, target)."""
+        return [
+            (offset, target)
+            for offset in range(len(chunk.tokens))
+            for target in self._targets.get(chunk.start + offset, ())
+        ]
 
-    def is_scored_by(self, chunk: Chunk) -> bool:
-        """Whether a token of the continuation follows one of the chunk."""
-        return chunk.end >= self.request.prompt
-
-    def append(self, chunk: Chunk, logprobs: np.ndarray, likeliest: np.ndarray) -> None:
-        """Adds a chunk's row of `SlotRunner.score`."""
-        scored = slice(max(self.request.prompt - 1 - chunk.start, 0), len(chunk.tokens))
-        self.logprobs += logprobs[scored].tolist()
-        self.greedy &= bool(likeliest[scored].all())
+    def append(self, target: Target, logprob: float, likeliest: bool) -> None:
+        """Adds the log-probability of the next token of a continuation."""
+        self.logprobs[target.continuation].append(logprob)
+        self.greedy[target.continuation] &= likeliest
+        self._unread -= 1
 
     @property
     def finished(self) -> bool:
-        """Whether all of the continuation is scored."""
-        return len(self.logprobs) == len(self.tokens) - self.request.prompt
+        """Whether all continuations are scored."""
+        return not self._unread
 
 
 class TokenizedScoring:
-    """A Scoring in tokens: (prompt, continuation) pairs that share the prompt."""
+    """A Scoring in tokens.
+
+    Several continuations share a sequence: as many as fit the engine's length and whose tokens
+    after the prompt fit one chunk of the largest bucket.
+    """
 
     def __init__(
         self,
@@ -167,12 +202,20 @@ class TokenizedScoring:
         continuations: Sequence[Sequence[int]],
         pictures: Pictures,
         buckets: Buckets,
+        length: int,
     ):
-        self.original, self.prompt = original, len(prompt)
-        self.sequences = [
-            ScoredSequence(self, (*prompt, *continuation), buckets, pictures)
-            for continuation in continuations
-        ]
+        self.original = original
+        most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
+        groups: list[list[Sequence[int]]] = []
+        room = 0
+        for continuation in continuations:
+            encoded = len(continuation) - 1
+            if not groups or encoded > room:
+                groups.append([])
+                room = most
+            groups[-1].append(continuation)
+            room -= encoded
+        self.sequences = [ScoredSequence(self, prompt, own, buckets, pictures) for own in groups]
 
     def result(self) -> Scores | None:
         """The scores once all sequences are finished."""
@@ -181,9 +224,11 @@ class TokenizedScoring:
         return Scores(
             self.original.id,
             tuple(
-                Score(float(np.sum(one.logprobs)), tuple(one.logprobs), one.greedy)
+                Score(float(np.sum(logprobs)), tuple(logprobs), greedy)
                 for one in self.sequences
+                for logprobs, greedy in zip(one.logprobs, one.greedy, strict=True)
             ),
+            self.prompt,
         )
 
 
@@ -243,7 +288,9 @@ class RequestTokenizer:
         longest = max(map(len, continuations))
         if len(prompt) + longest > self._length:
             raise TooLong(request.id, len(prompt), longest, self._length)
-        return TokenizedScoring(request, prompt, continuations, pictures, self._buckets)
+        return TokenizedScoring(
+            request, prompt, continuations, pictures, self._buckets, self._length
+        )
 
     def _expand(self, request: Request | Scoring, prompt: list[int]) -> tuple[list[int], Pictures]:
         if self._patches is not None:

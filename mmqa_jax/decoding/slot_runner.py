@@ -15,6 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
 from mmqa_jax.decoding import kv_cache
+from mmqa_jax.decoding.kv_cache import Branches
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.llama import Llama, last_token
@@ -82,6 +83,11 @@ class EngineConfig:
         largest = self.buckets[-1]
         return -(-self.length // largest) * largest
 
+    @property
+    def scored_tokens(self) -> int:
+        """How many log-probabilities one program computes: few tokens of a prompt are scored."""
+        return max(1, self.prefill_tokens // 4)
+
     def rows(self, bucket: int) -> int:
         """How many chunks of a bucket are encoded at once."""
         return max(1, min(self.prefill_tokens // bucket, self.slots))
@@ -126,7 +132,7 @@ class SlotRunner:
         of_cache = jax.tree.map(lambda x: x.sharding, self.cache)
         block, decode_block = config.block or columns, config.decode_block or columns
 
-        def encode(state, cache, tokens, starts, ends, rows, patches=None):
+        def encode(state, cache, tokens, starts, ends, rows, branches, patches=None):
             model = nnx.merge(graphdef, state)
             embedded = model.embed(jnp.maximum(tokens, 0))
             if patches is not None:
@@ -140,6 +146,7 @@ class SlotRunner:
                 ends=ends,
                 rows=rows,
                 block=block,
+                branches=branches,
             )
 
         def begin(state, slots, hidden, lengths, rows, positions, parameters):
@@ -168,9 +175,9 @@ class SlotRunner:
             slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
             return cache, slots, token, logprob
 
-        def score(state, hidden, targets):
-            logits = nnx.merge(graphdef, state).logits(hidden)  # [R, L, V]
-            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        def score(state, hidden, rows, offsets, targets):
+            logits = nnx.merge(graphdef, state).logits(hidden[rows, offsets])  # [N, V]
+            chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
             return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == targets
 
         def copy(cache, source, target, end):
@@ -201,6 +208,7 @@ class SlotRunner:
         starts: np.ndarray,
         ends: np.ndarray,
         rows: np.ndarray,
+        branches: Branches,
         patches: np.ndarray | None = None,
     ) -> jax.Array:
         """Encodes chunks [R, L] into the cache; hidden states [R, L, H]. See `kv_cache.forward`.
@@ -208,7 +216,7 @@ class SlotRunner:
         patches: float32 [R, L, H], used where tokens are negative; None if there are none (a
         separate program).
         """
-        inputs = self.put((tokens, starts, ends, rows, patches))
+        inputs = self.put((tokens, starts, ends, rows, branches, patches))
         hidden, self.cache = self._encode(self._state, self.cache, *inputs)
         return hidden
 
@@ -243,9 +251,17 @@ class SlotRunner:
         )
         return token, logprob
 
-    def score(self, hidden: jax.Array, targets: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Log-probability of the token after each of [R, L], and whether it is the likeliest."""
-        return self._score(self._state, hidden, self.put(targets))
+    def score(
+        self, hidden: jax.Array, rows: np.ndarray, offsets: np.ndarray, targets: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities of tokens, and whether each is the likeliest: [N] each.
+
+        Args:
+          hidden: from `encode`, [R, L, H].
+          rows, offsets: int32 [N], the hidden states that predict the tokens.
+          targets: int32 [N], the tokens; N is `config.scored_tokens`.
+        """
+        return self._score(self._state, hidden, *self.put((rows, offsets, targets)))
 
     def copy(self, source: int, target: int, end: int) -> None:
         """Copies columns 0..end of one slot into another (rounded up to whole blocks)."""

@@ -9,8 +9,8 @@ mmbench/vanilla                the first pass is right
 seed_bench/likelihood          the choice of least loss is right (eval.py)
 seed_bench/letter              the answer is the correct letter and nothing else (LLaVA)
 
-A prediction that has a choice and no text counts by its choice under every rule. Predictions that
-name none of the choices are counted as `unparsed`.
+A prediction that has a choice and no text, or no text but that choice's, counts by its choice under
+every rule. Predictions that name none of the choices are counted as `unparsed`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def score_seed_bench(
         chosen["seed_bench/likelihood"] = [
             given[q.id].choice if q.id in given else None for q in scored
         ]
-    if not chosen or any(prediction.answer for prediction in given.values()):
+    if not chosen or not all(_by_choice(given[q.id], q) for q in scored if q.id in given):
         chosen["seed_bench/letter"] = [
             rules.exact_letter_choice(given[q.id].answer, len(q.choices)) if q.id in given else None
             for q in scored
@@ -185,11 +185,17 @@ def _chosen(questions: Sequence[Question], given: Given, rule: Rule) -> list[int
         prediction = given.get(question.id)
         if prediction is None:
             choices.append(None)
-        elif prediction.choice is not None and not prediction.answer:
+        elif _by_choice(prediction, question):
             choices.append(prediction.choice)
         else:
             choices.append(rule(prediction.answer, question))
     return choices
+
+
+def _by_choice(prediction: Prediction, question: Question) -> bool:
+    """Whether a prediction is a choice, and no text that a rule could read otherwise."""
+    choice = prediction.choice
+    return choice is not None and prediction.answer in ("", question.choices[choice])
 
 
 def _right(questions: Sequence[Question], choices: Sequence[int | None]) -> np.ndarray:

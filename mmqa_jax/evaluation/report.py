@@ -74,6 +74,22 @@ class Example:
 
 
 @dataclasses.dataclass(frozen=True)
+class TraceNode:
+    """One step of how an answer came about.
+
+    Attributes:
+      text: one line.
+      score: of an answer, which colors it; None: the step has none.
+      long: text shown on request.
+    """
+
+    text: str
+    score: float | None = None
+    long: str = ""
+    children: Sequence[TraceNode] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Trace:
     """How a prompted system came to one answer; the page shows any number of them.
 
@@ -82,6 +98,7 @@ class Trace:
       rows: (name, text) shown at once: references, answer, raw outputs.
       details: (name, text) shown on request: prompts, shots.
       picture: encoded bytes of the question's picture.
+      tree: steps of agents, shown as a tree.
     """
 
     question: str
@@ -90,6 +107,7 @@ class Trace:
     rows: Sequence[tuple[str, str]]
     details: Sequence[tuple[str, str]] = ()
     picture: bytes | None = None
+    tree: Sequence[TraceNode] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +224,38 @@ def _minutes(seconds: float) -> str:
 
 
 def _traces_json(traces: Sequence[Trace]) -> str:
-    """JSON for a script element: `<` is escaped, so that no text can end the element."""
+    """JSON for a script element: `<` is escaped, so that no text can end the element.
+
+    Prompts repeat each other's shots: every line of a long text is kept once, in `lines`, and the
+    text is the list of its lines' numbers. Thousands of questions stay a few megabytes.
+    """
+    numbers: dict[str, int] = {}
+
+    def lines(text: str) -> list[int]:
+        return [numbers.setdefault(line, len(numbers)) for line in text.split("\n")]
+
+    def node(one: TraceNode) -> dict[str, Any]:
+        return {
+            "text": one.text,
+            "score": one.score,
+            "long": lines(one.long) if one.long else [],
+            "children": [node(child) for child in one.children],
+        }
+
     rows = [
         {
-            **{k: v for k, v in vars(trace).items() if k != "picture"},
+            "question": trace.question,
+            "category": trace.category,
+            "score": trace.score,
+            "rows": trace.rows,
+            "details": [(name, lines(text)) for name, text in trace.details],
             "picture": _picture_uri(trace.picture, _THUMBNAIL_PIXELS) if trace.picture else "",
+            "tree": [node(one) for one in trace.tree],
         }
         for trace in traces
     ]
-    return json.dumps(rows, ensure_ascii=False).replace("<", "\\u003c")
+    data = {"traces": rows, "lines": list(numbers)}
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _picture_uri(picture: bytes, pixels: int = _PICTURE_PIXELS) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import webqa
+from mmqa_jax.evaluation.corpus_choices import chance, score_choices
 from mmqa_jax.evaluation.scores import Scores, merged_scores
 from mmqa_jax.evaluation.significance import bootstrap_interval
 from mmqa_jax.evaluation.tables import Table, answer_table
@@ -112,7 +113,7 @@ def score_predictions(
     sources: bool = True,
     answers: bool = True,
 ) -> Evaluation:
-    """Scores answers and cited sources.
+    """Scores answers and cited sources; of predictions that choose, the choices instead.
 
     Args:
       lemmatizer: `none` or `spacy`; by default spaCy for WebQA if it is installed, else none.
@@ -121,7 +122,11 @@ def score_predictions(
       answers: score the answers; False for a system that only finds sources.
     """
     evaluation = Evaluation()
-    if answers:
+    if any(prediction.choice is not None for prediction in predictions):
+        evaluation.scored.append(score_choices(questions, predictions))
+        evaluation.has_modalities = False
+        evaluation.notes.append(f"a random choice is right in {chance(questions):.3f} of the cases")
+    elif answers:
         _score_answers(evaluation, dataset, questions, predictions, lemmatizer)
         if bart is not None:
             _score_fluency(evaluation, questions, predictions, bart)

@@ -76,7 +76,9 @@ def to_rich(table: Table) -> rich.table.Table:
     )
     for index, column in enumerate(table.columns):
         right = table.numeric(index)
-        shown.add_column(rich.markup.escape(column), justify="right" if right else "left")
+        justify = "right" if right else "left"
+        # Cells are wrapped, never cut: names are to be copied.
+        shown.add_column(rich.markup.escape(column), justify=justify, overflow="fold")
     for row in table.rows:
         shown.add_row(*(rich.markup.escape(format_cell(cell)) for cell in row))
     return shown

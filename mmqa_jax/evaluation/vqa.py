@@ -123,6 +123,19 @@ def direct_answer_accuracy(answer: str, references: Sequence[str]) -> float:
     return min(1.0, sum(answer == reference for reference in references) / 3)
 
 
+def answer_accuracy(question: Question, answer: str) -> float | None:
+    """The accuracy of one direct answer by the benchmark's own rule; None without references.
+
+    Soft labels where a question has them, A-OKVQA's rule for a question with options, else VQA's.
+    """
+    if SOFT_LABELS in question.extra:
+        return soft_label_accuracy(answer, question.extra[SOFT_LABELS])
+    if not question.answers:
+        return None
+    rule = direct_answer_accuracy if question.choices else official_accuracy
+    return rule(answer, question.answers)
+
+
 def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Direct answers and multiple choice, whichever of the two the predictions hold.
 

@@ -15,6 +15,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Packer, PackingConfig
 from mmqa_jax.data.patch_regions import PatchRegions
+from mmqa_jax.data.picture_features import PictureFeatures, open_features
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.regions import (
     BOX,
@@ -29,6 +30,7 @@ from mmqa_jax.data.regions import (
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.vqa_inputs import CaptionInputs, GridInputs, RegionInputs, VQAInputs
 from mmqa_jax.models.presets import clip_vision, vlp_from_config
 from mmqa_jax.models.two_sided_vlp import TwoSides
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
@@ -179,3 +181,21 @@ def two_sides(
     sides = TwoSides(model["joint_layers"], second, model.get("match_type"))
     sides.check(config)
     return sides
+
+
+def make_vqa_features(config: ConfigDict) -> PictureFeatures | None:
+    """The pictures' features of a VQA run; None where captions stand for them."""
+    if config.model.image == "caption":
+        return None
+    return open_features(config.features, config.model)
+
+
+def make_vqa_inputs(
+    config: ConfigDict, tokenizer: Any, features: PictureFeatures | None, length: int
+) -> VQAInputs:
+    """What the config's VQA model reads of questions, `length` tokens or words of each."""
+    if config.model.image == "caption":
+        return CaptionInputs(tokenizer, length)
+    assert features is not None
+    kind = GridInputs if config.model.image == "grid" else RegionInputs
+    return kind(tokenizer, features, length)

@@ -11,12 +11,15 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.answer_vocabulary import FILE as ANSWERS
+from mmqa_jax.data.answer_vocabulary import read_vocabulary
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.from_config import make_packing, make_vlp_config, text_of, two_sides
 from mmqa_jax.inference.question_classifier import QuestionClassifier
 from mmqa_jax.inference.reader import Reader
+from mmqa_jax.inference.vqa_model import VQAModel
 from mmqa_jax.models.dual_encoder import DualEncoder
 from mmqa_jax.models.presets import dual_encoder_from_config, text_classifier_from_config
 from mmqa_jax.models.text_classifier import TextClassifier
@@ -24,7 +27,7 @@ from mmqa_jax.models.two_sided_vlp import TwoSides
 from mmqa_jax.models.vlp_extensions import ExtendedVLP
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.modality import MODALITIES
-from mmqa_jax.weights.folder import load_weights, read_metadata
+from mmqa_jax.weights.folder import load_converted, load_weights, read_metadata, read_record
 
 
 def load_embedder(
@@ -104,6 +107,24 @@ def load_question_classifier(folder: str | os.PathLike) -> QuestionClassifier:
     model = _load(folder, lambda: TextClassifier(model_config, rngs=nnx.Rngs(0)))
     length, batch_size = config.batches.length, config.inference.batch_size
     return QuestionClassifier(model, tokenizer, length, batch_size)
+
+
+def load_vqa_model(folder: str | os.PathLike) -> VQAModel:
+    """The trained MCAN of a VQA run.
+
+    Raises:
+      UserError: another task's run, or answers.json is not that of the weights.
+    """
+    config, tokenizer = _read_run(folder, ("vqa",))
+    answers = read_vocabulary(folder)
+    sizes = read_record(folder).config
+    heads = sizes.answers + getattr(sizes, "new_answers", 0)
+    if heads != len(answers):
+        raise UserError(
+            f"{Path(folder) / ANSWERS}: {len(answers)} answers, but the weights beside it have "
+            f"{heads}; copy both from the same run."
+        )
+    return VQAModel(config, tokenizer, answers, load_converted(folder))
 
 
 def _load_vlp(

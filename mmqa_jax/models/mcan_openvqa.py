@@ -128,6 +128,10 @@ class MCANOpenVQA(nnx.Module):
             dropout_key=dropout_key,
         )
 
+    def answer_logits(self, latent: jax.Array) -> jax.Array:
+        """latent [B, flat_out] -> [B, answers] float32; a sigmoid gives scores."""
+        return self.head(latent)
+
     def __call__(
         self,
         question_ids: jax.Array,
@@ -135,5 +139,5 @@ class MCANOpenVQA(nnx.Module):
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """As `latent` -> answer logits [B, answers] float32; a sigmoid gives scores."""
-        return self.head(self.latent(question_ids, regions, dropout_key=dropout_key))
+        """`answer_logits` of `latent`: [B, answers] float32."""
+        return self.answer_logits(self.latent(question_ids, regions, dropout_key=dropout_key))

@@ -8,7 +8,12 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import bert, clip, vlp
+from mmqa_jax.models.caption_mcan import CaptionMCANConfig
+from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.mcan import MCANConfig
+from mmqa_jax.models.mcan_layers import FusionConfig
+from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.text_classifier import TextClassifierConfig
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig, vlp_clip, vlp_patches
 
@@ -108,6 +113,41 @@ def text_classifier_from_config(
     """
     trunk = _trunk(section, vocab_size, types=2)
     return TextClassifierConfig(trunk, classes, section["pooling"])
+
+
+def vqa_from_config(
+    section: Mapping[str, Any], vocab_size: int, answers: int, new_answers: int = 0
+) -> MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig:
+    """The MCAN as the config describes it.
+
+    Args:
+      section: `image` (`grid`: Prophet's, `regions`: openvqa's, `caption`: ours) and `fusion`
+        (fields of FusionConfig); the `trunk` of the question encoder and its `changes`, but for
+        regions; for a grid `grid` and `image_features`, for regions `region_features` and
+        `word_features`, for captions `frozen_text`.
+      vocab_size: of the tokenizer.
+      answers: size of the answer vocabulary, that of the pretraining where it is extended.
+      new_answers: by which a grid's is extended.
+
+    Raises:
+      UserError: an unknown name or field, or sizes that do not fit.
+    """
+    fusion = _with(FusionConfig(), section["fusion"], "model.fusion")
+    check_known("model.image", section["image"], ("grid", "regions", "caption"))
+    if section["image"] == "regions":
+        sizes = section["word_features"], section["region_features"]
+        return MCANOpenVQAConfig(vocab_size, fusion, *sizes, answers)
+    text = _trunk(section, vocab_size, types=2)
+    if section["image"] == "caption":
+        return CaptionMCANConfig(text, fusion, answers, section.get("frozen_text", False))
+    return MCANConfig(
+        text,
+        fusion,
+        image_features=section["image_features"],
+        grid=section["grid"],
+        answers=answers,
+        new_answers=new_answers,
+    )
 
 
 def clip_vision(section: Mapping[str, Any]) -> clip.VisionConfig:

@@ -257,7 +257,7 @@ class OpenAIBackend:
                 raise _Refused(
                     f"continuation {continuation!r} adds no token to its prompt; expected some text"
                 )
-        return Scores(request.id, tuple(scores))
+        return Scores(request.id, tuple(scores), usage.prompt)
 
     def _fail(self, request_id: Hashable, error: _Failed) -> None:
         self.failures.append(Failure(request_id, str(error)))

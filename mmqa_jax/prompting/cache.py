@@ -147,6 +147,27 @@ class ResponseCache:
             ) from error
 
 
+@dataclasses.dataclass
+class Work:
+    """What answers cost, as if every draw and every continuation were asked for alone.
+
+    It does not depend on what a cache holds: a rerun counts the same.
+    """
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0  # generated, or scored
+
+    def add(self, answer: Result | Scores) -> None:
+        """Counts one answer."""
+        rows = answer.scores if isinstance(answer, Scores) else answer.candidates
+        self.calls += len(rows)
+        self.prompt_tokens += len(rows) * answer.prompt_tokens
+        self.completion_tokens += sum(
+            len(row.logprobs if isinstance(row, Score) else row.tokens) for row in rows
+        )
+
+
 class Cached:
     """A backend with a response cache.
 
@@ -157,10 +178,14 @@ class Cached:
     Args:
       backend: answers what is not in the cache.
       cache: may be shared with other backends and processes.
+
+    Attributes:
+      work: of all answers that were given, kept ones included.
     """
 
     def __init__(self, backend: Backend, cache: ResponseCache):
         self._backend, self._cache = backend, cache
+        self.work = Work()
 
     @property
     def usage(self) -> Usage:
@@ -196,7 +221,9 @@ class Cached:
             return None
         self.usage.cached += 1
         try:
-            return _restore(request, answer)
+            restored = _restore(request, answer)
+            self.work.add(restored)
+            return restored
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self._cache.path}: the response cache holds an answer that cannot be read "
@@ -216,6 +243,7 @@ class Cached:
             for result in self._backend.answer(missing.values()):
                 key = request_key(self.fingerprint, missing[result.id])
                 self._cache.put(key, _plain(result))
+                self.work.add(result)
                 yield result
 
 
@@ -251,7 +279,8 @@ def _messages(messages: Iterable[Message]) -> list[Any]:
 def _plain(result: Result | Scores) -> dict[str, Any]:
     """A result in JSON's types, without its id."""
     if isinstance(result, Scores):
-        return {"scores": [dataclasses.asdict(score) for score in result.scores]}
+        scores = [dataclasses.asdict(score) for score in result.scores]
+        return {"scores": scores, "prompt_tokens": result.prompt_tokens}
     candidates = [dataclasses.asdict(candidate) for candidate in result.candidates]
     return {"candidates": candidates, "prompt_tokens": result.prompt_tokens}
 
@@ -262,7 +291,7 @@ def _restore(request: Query, answer: dict[str, Any]) -> Result | Scores:
             Score(score["total"], tuple(score["logprobs"]), score["greedy"])
             for score in answer["scores"]
         )
-        return Scores(request.id, tuple(scores))
+        return Scores(request.id, tuple(scores), answer.get("prompt_tokens", 0))
     candidates = []
     for kept in answer["candidates"]:
         logprobs = None if kept["logprobs"] is None else tuple(kept["logprobs"])

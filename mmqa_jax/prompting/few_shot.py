@@ -12,8 +12,10 @@ from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Query
 from mmqa_jax.prompting.shots import Shot, shots_record
 from mmqa_jax.prompting.templates import PromptTemplate
+from mmqa_jax.retrieval.knowledge import Passage
 
 Order = Literal["most_similar_first", "most_similar_last"]
+NO_CONTEXT = "N/A"  # what a template's context says where there is none
 
 
 class FewShot(NamedTuple):
@@ -26,6 +28,8 @@ class FewShot(NamedTuple):
       dropped: how many more were chosen.
       reason: why there is no query.
       too_long: whether that is its length.
+      passages: those in the prompt's context, best first; None: there is no knowledge base.
+      dropped_passages: how many more were found.
     """
 
     query: Query | None
@@ -34,6 +38,8 @@ class FewShot(NamedTuple):
     dropped: int
     reason: str = ""
     too_long: bool = False
+    passages: Sequence[Passage] | None = None
+    dropped_passages: int = 0
 
 
 def few_shot(
@@ -44,21 +50,26 @@ def few_shot(
     make: Callable[[str], Query],
     check: Callable[[Query], None],
     order: Order = "most_similar_first",
+    passages: Sequence[Passage] | None = None,
 ) -> FewShot:
     """The prompt of a question with as many of its most similar shots as the context holds.
 
     Args:
-      shots: most similar first; the last ones are dropped.
+      shots: most similar first; the last ones are dropped, but not before all passages.
       fields: the template's fields of a question, shot or query.
       make: the query of a prompt's text.
       check: a backend's `check`, which raises Unanswerable. A server's never raises TooLong: it
         knows no length.
       order: of the shots in the prompt.
+      passages: knowledge that follows the question's own context, best first; the last ones are
+        dropped. None: there is no knowledge base.
     """
-    solved, reason = [fields(shot.question) for shot in shots], ""
-    for count in range(len(shots), -1, -1):
+    solved, asked, reason = [fields(shot.question) for shot in shots], fields(question), ""
+    found, none = passages or (), None if passages is None else ()
+    known = [(len(shots), read) for read in range(len(found), 0, -1)]
+    for count, read in [*known, *((count, 0) for count in range(len(shots), -1, -1))]:
         shown = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
-        text = template.render(shown, fields(question))
+        text = template.render(shown, _with_passages(asked, found[:read]))
         try:
             query = make(text)
             check(query)
@@ -66,9 +77,28 @@ def few_shot(
             reason = str(error)
             continue
         except Unanswerable as error:
-            return FewShot(None, text, (), 0, str(error))
-        return FewShot(query, text, shots[:count], len(shots) - count)
-    return FewShot(None, "", (), len(shots), reason, too_long=True)
+            return FewShot(None, text, (), 0, str(error), passages=none)
+        return FewShot(
+            query,
+            text,
+            shots[:count],
+            len(shots) - count,
+            passages=None if passages is None else found[:read],
+            dropped_passages=len(found) - read,
+        )
+    return FewShot(None, "", (), len(shots), reason, True, none, len(found))
+
+
+def _with_passages(fields: Mapping[str, str], passages: Sequence[Passage]) -> Mapping[str, str]:
+    """The fields with the passages behind the context."""
+    if not passages:
+        return fields
+    own = fields["context"].strip()
+    if own == NO_CONTEXT:
+        own = ""
+    elif own and own[-1] not in ".!?":
+        own += "."
+    return {**fields, "context": " ".join(filter(None, (own, *(p.text for p in passages))))}
 
 
 def majority_answer(question: Question) -> str:
@@ -91,13 +121,20 @@ def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> di
     """
     reasons = [p.reason for p in prompts if p.query is None and not p.too_long]
     reasons += failed
-    return {
+    record: dict[str, Any] = {
         "prompts": [p.text for p in prompts],
         "shots": [shots_record(p.shots) for p in prompts],
         "dropped_shots": sum(p.dropped for p in prompts),
         "too_long": [p.reason for p in prompts if p.too_long],
         **({"failed": reasons} if reasons else {}),
     }
+    if any(p.passages is not None for p in prompts):
+        record["knowledge"] = [
+            [{"id": one.id, "score": round(one.score, 6)} for one in p.passages or ()]
+            for p in prompts
+        ]
+        record["dropped_passages"] = sum(p.dropped_passages for p in prompts)
+    return record
 
 
 def output_record(text: str, logprob: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Choices
@@ -15,6 +16,18 @@ from mmqa_jax.prompting.stream import Answers, answer_all
 
 Normalization = Literal["sum", "mean"]
 Prior = Mapping[str, np.ndarray]
+
+_PRIOR_OPTIONS = 32  # options in a request for their prior
+
+
+def check_choices(setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError unless every question has the choices that a setting chooses from."""
+    without = sum(not question.choices for question in questions)
+    if without:
+        raise UserError(
+            f"setting {setting}: {without:,} of {len(questions):,} questions have no choices; "
+            "leave them out with config key data.where, or use a setting that writes answers."
+        )
 
 
 def option_prior(
@@ -29,18 +42,21 @@ def option_prior(
     calibration, Zhao et al. 2021; domain-conditional PMI, Holtzman et al. 2021). Questions with
     an option whose score the model does not give are left out.
     """
-    queries = []
+    distinct = []
     for option in sorted({option for own in options.values() for option in own}):
-        query = Choices(f"prior {option}", prompt, (option,))
         with contextlib.suppress(Unanswerable):
-            llm.check(query)
-            queries.append(query)
+            llm.check(Choices(option, prompt, (option,)))
+            distinct.append(option)
+    queries = [
+        Choices(f"prior {n}", prompt, tuple(distinct[n : n + _PRIOR_OPTIONS]))
+        for n in range(0, len(distinct), _PRIOR_OPTIONS)
+    ]
     answers = answer_all(llm, queries, "Calibrating")
-    prior = {
-        query.continuations[0]: option_scores(answers.by_id[query.id], score)[0]
-        for query in queries
-        if query.id in answers.by_id
-    }
+    prior: dict[str, float] = {}
+    for query in queries:
+        if query.id in answers.by_id:
+            values = option_scores(answers.by_id[query.id], score)
+            prior |= zip(query.continuations, values.tolist(), strict=True)
     return {
         name: np.array([prior[option] for option in own])
         for name, own in options.items()

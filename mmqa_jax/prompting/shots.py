@@ -1,7 +1,8 @@
 """In-context examples: a library of solved questions, and how a question's shots are chosen.
 
-PICa adds the similarities of questions and pictures (reference.md 4), RMR takes the cosine of the
-mean of both embeddings or of whichever is there (RMR, equations 2 to 4).
+PICa adds the similarities of questions and pictures, on WebQA of questions and gold sources
+(reference.md 4); RMR takes the cosine of the mean of both embeddings or of whichever is there (RMR,
+equations 2 to 4).
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ from jaxtyping import Bool, Float32, Int
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
-Similarity = Literal["random", "question", "caption", "image", "question_and_image", "bimodal"]
+Similarity = Literal[
+    *("random", "question", "caption", "image"),
+    *("question_and_image", "question_and_sources", "bimodal"),
+]
+# Similarities that are sums of others -> these.
+_SUMS = {
+    "question_and_image": ("question", "image"),
+    "question_and_sources": ("question", "sources"),
+}
 _BLOCK = 512  # queries whose similarities to the whole library are held at once
 
 
@@ -40,11 +50,13 @@ class Embedders:
       image: embeds pictures (`embed_pictures`); None: no pictures. For `bimodal` it must be the
         image side of `text` (one space).
       pixels: uint8[S, S, 3] of a question's picture for `image`; None where it has none.
+      sources: of a question's gold sources each one's text, or its pixels for `image`.
     """
 
     text: Any
     image: Any | None = None
     pixels: Callable[[Question], np.ndarray | None] = lambda question: None
+    sources: Callable[[Question], Sequence[str | np.ndarray]] = lambda question: ()
 
 
 class ExampleLibrary:
@@ -72,7 +84,7 @@ class ExampleLibrary:
         self.examples, self._embedders = list(examples), embedders
         self._text_of, self._folds = text_of, folds
         self._cache = cache or cache_dir() / "vectors"
-        self._fold = np.array([_fold(example.id, folds) for example in self.examples], int)
+        self._fold = np.array([fold_of(example.id, folds) for example in self.examples], int)
         self._row = {example.id: row for row, example in enumerate(self.examples)}
         self._kept: dict[str, Any] = {}  # the library's own vectors, by kind
 
@@ -86,8 +98,8 @@ class ExampleLibrary:
 
         Args:
           similarity: `random` (by `seed` and the query's id, whatever the other queries), or of
-            the `question`, `caption` or `image` alone, of `question_and_image` (the sum, PICa), or
-            `bimodal` (RMR).
+            the `question`, `caption` or `image` alone, of `question_and_image` (the sum, PICa),
+            `question_and_sources` (the sum, PICa on WebQA), or `bimodal` (RMR).
 
         Raises:
           UserError: shots from an empty library, or a similarity that needs an embedder.
@@ -107,10 +119,16 @@ class ExampleLibrary:
             )
         return list(self._nearest(queries, count, similarity))
 
+    def named(self, query: Question, names: Sequence[str], count: int) -> list[Shot]:
+        """The first `count` of the named examples that the library has and the query may see."""
+        allowed = self._allowed(query)
+        rows = [self._row[name] for name in names if name in self._row]
+        found = [self.examples[row] for row in rows if allowed[row]][:count]
+        return [Shot(example, float("nan")) for example in found]
+
     def _random(self, query: Question, count: int, seed: int) -> list[Shot]:
         allowed = np.flatnonzero(self._allowed(query))
-        rng = np.random.default_rng([seed, int(_digest(query.id)[:16], 16)])
-        chosen = rng.choice(allowed, min(count, len(allowed)), replace=False)
+        chosen = seeded(query.id, seed).choice(allowed, min(count, len(allowed)), replace=False)
         return [Shot(self.examples[row], float("nan")) for row in chosen]
 
     def _nearest(
@@ -126,7 +144,7 @@ class ExampleLibrary:
         self, queries: Sequence[Question], similarity: str
     ) -> Iterator[tuple[Float32[np.ndarray, "B N"], Sequence[Question]]]:
         """Blocks of queries with their similarities to all N examples."""
-        kinds = ("question", "image") if similarity == "question_and_image" else (similarity,)
+        kinds = _SUMS.get(similarity, (similarity,))
         pairs = [(self._vectors(queries, kind), self._own(kind)) for kind in kinds]
         for start in range(0, len(queries), _BLOCK):
             block = slice(start, start + _BLOCK)
@@ -143,6 +161,8 @@ class ExampleLibrary:
             return self._texts([self._text_of(question) for question in questions])
         if kind == "caption":
             return self._texts([str(question.extra.get("caption", "")) for question in questions])
+        if kind == "sources":
+            return self._sources(questions)
         texts = [self._text_of(question) for question in questions]
         if self._embedders.image is None:
             if kind == "bimodal":
@@ -169,25 +189,53 @@ class ExampleLibrary:
     def _images(
         self, questions: Sequence[Question]
     ) -> tuple[Float32[np.ndarray, "n D"], Bool[np.ndarray, " n"]]:
-        embedder = self._embedders.image
         pixels = [self._embedders.pixels(question) for question in questions]
         shown = np.array([picture is not None for picture in pixels], bool)
-        found = [picture for picture in pixels if picture is not None]
-        vectors = np.zeros((len(questions), embedder.dim), np.float32)
-        if found:
-            vectors[shown] = cached_vectors(
-                self._cache,
-                f"image {embedder.fingerprint}",
-                [picture.tobytes() for picture in found],
-                lambda: embedder.embed_pictures(found),
-            )
+        vectors = np.zeros((len(questions), self._embedders.image.dim), np.float32)
+        if shown.any():
+            vectors[shown] = self._pictures([picture for picture in pixels if picture is not None])
         return vectors, shown
+
+    def _pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
+        embedder = self._embedders.image
+        return cached_vectors(
+            self._cache,
+            f"image {embedder.fingerprint}",
+            [picture.tobytes() for picture in pictures],
+            lambda: embedder.embed_pictures(pictures),
+        )
+
+    def _sources(self, questions: Sequence[Question]) -> Float32[np.ndarray, "n D"]:
+        """The mean of the unit vectors of a question's sources; zeros where it has none.
+
+        The product of two means is the mean of the pairwise cosines (WebQA, section 6.3).
+        """
+        owned = [
+            (row, source)
+            for row, question in enumerate(questions)
+            for source in self._embedders.sources(question)
+        ]
+        means = np.zeros((len(questions), self._embedders.text.dim), np.float32)
+        for embed, kind in ((self._texts, str), (self._pictures, np.ndarray)):
+            # A source that several questions share is embedded once.
+            places: dict[str | bytes, tuple[int, Any]] = {}
+            rows, numbers = [], []
+            for row, source in owned:
+                if isinstance(source, kind):
+                    key = source if isinstance(source, str) else source.tobytes()
+                    rows.append(row)
+                    numbers.append(places.setdefault(key, (len(places), source))[0])
+            if rows:
+                vectors = embed([source for _, source in places.values()])
+                np.add.at(means, np.array(rows), vectors[numbers])
+        counts = np.bincount([row for row, _ in owned], minlength=len(questions))
+        return means / np.maximum(counts, 1)[:, None].astype(np.float32)
 
     def _allowed(self, query: Question) -> Bool[np.ndarray, " N"]:
         """Which examples may be shots of a query."""
         allowed = np.ones(len(self.examples), bool)
         if self._folds > 1:
-            allowed = self._fold != _fold(query.id, self._folds)
+            allowed = self._fold != fold_of(query.id, self._folds)
         if query.id in self._row:
             allowed[self._row[query.id]] = False
         return allowed
@@ -217,8 +265,9 @@ def _largest(scores: Float32[np.ndarray, " N"], count: int) -> Int[np.ndarray, "
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 
-def _fold(name: str, folds: int) -> int:
-    return int(_digest(name)[:8], 16) % folds
+def seeded(name: str, seed: int) -> np.random.Generator:
+    """Random numbers of one question, whatever the other questions are."""
+    return np.random.default_rng([seed, int(_digest(name)[:16], 16)])
 
 
 def _digest(name: str) -> str:

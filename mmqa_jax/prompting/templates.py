@@ -28,6 +28,10 @@ class PromptTemplate:
     shot: str
     query: str
 
+    def without_head(self) -> PromptTemplate:
+        """Its shots and its query alone."""
+        return dataclasses.replace(self, head="")
+
     def render(self, shots: Sequence[Mapping[str, str]], query: Mapping[str, str]) -> str:
         """Fields of the shots and of the query -> the prompt.
 

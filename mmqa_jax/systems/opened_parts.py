@@ -13,6 +13,13 @@ from mmqa_jax.core.config import Key, spec_of
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.systems.captions import open_captions
+from mmqa_jax.systems.file_parts import (
+    FinishedSpec,
+    HeuristicsSpec,
+    open_finished,
+    open_heuristics,
+)
 from mmqa_jax.systems.parts import (
     INDEX,
     ReaderSpec,
@@ -23,7 +30,15 @@ from mmqa_jax.systems.parts import (
     open_retriever,
     with_similarity,
 )
-from mmqa_jax.systems.prompted_parts import LibrarySpec, LLMSpec, open_library, open_llm
+from mmqa_jax.systems.prompted_parts import (
+    CaptionsSpec,
+    KnowledgeSpec,
+    LibrarySpec,
+    LLMSpec,
+    open_knowledge,
+    open_library,
+    open_llm,
+)
 from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
 
 # Part -> specification of its config section.
@@ -33,6 +48,13 @@ PART_SPECS: dict[str, Any] = {
     "reader": spec_of(ReaderSpec),
     "llm": spec_of(LLMSpec),
     "library": spec_of(LibrarySpec),
+    "heuristics": spec_of(HeuristicsSpec),
+    "finished": spec_of(FinishedSpec),
+    "knowledge": {
+        **spec_of(KnowledgeSpec, minimum=0),
+        "top_k": Key(int, required=False, minimum=1),
+    },
+    "captions": spec_of(CaptionsSpec),
 }
 
 
@@ -66,6 +88,10 @@ class OpenedParts:
             "reader": lambda spec: self._reader(ReaderSpec(**spec)),
             "llm": lambda spec: self._llm(LLMSpec(**spec)),
             "library": lambda spec: open_library(self.corpus, LibrarySpec(**spec)),
+            "heuristics": lambda spec: open_heuristics(HeuristicsSpec(**spec)),
+            "finished": lambda spec: open_finished(FinishedSpec(**spec)),
+            "knowledge": lambda spec: open_knowledge(self.corpus, KnowledgeSpec(**spec)),
+            "captions": lambda spec: open_captions(**spec),
         }
         opened = {name: openers[name](dict(spec)) for name, spec in section.items()}
         ranking = ("retriever", "reranker", "reader")

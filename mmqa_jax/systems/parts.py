@@ -124,7 +124,7 @@ def _open(corpus: Corpus, spec: RetrieverSpec, *, remember: bool) -> Callable[[f
 
     @functools.cache
     def over(modality: Any) -> Callable[[float], Retriever]:
-        return _over(corpus, spec, dense, modality, remember)
+        return retrievers_over(corpus, spec, dense, modality, remember)
 
     if spec.modality == "unknown":
         return over(None)
@@ -232,10 +232,15 @@ def _open_classifier(corpus: Corpus, spec: RetrieverSpec) -> Any:
     return fit_classifier(corpus.questions("train"), corpus)
 
 
-def _over(
-    corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any, remember: bool
+def retrievers_over(
+    corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any, remember: bool = False
 ) -> Callable[[float], Retriever]:
-    """Retrievers over the sources of one modality (None: over all), by their fusion weight."""
+    """Retrievers over the sources of one modality (None: over all), by their fusion weight.
+
+    Args:
+      dense: the dense retriever over the whole corpus; None where the method needs none.
+      remember: see HybridSearch.
+    """
     from mmqa_jax.retrieval.bm25 import BM25Retriever
     from mmqa_jax.retrieval.bm25_webqa import WebQABM25Retriever
     from mmqa_jax.retrieval.dense import DenseRetriever

@@ -3,8 +3,10 @@
 The picture becomes a caption, perhaps with tags; solved questions that resemble the query in text
 and picture precede it; of several prompts with different examples the most probable answer wins.
 PromptCap's rows are the same with its own captions, one prompt, and the most similar example last.
+WebQA's, which show sources, are in pica_webqa.py.
 
   library.select(questions, count, similarity) -> shots of every question, most similar first
+  knowledge.of_questions(questions)            -> passages for the context (as KAT; optional)
   llm.answer(queries)                          -> a continuation of every prompt
 """
 
@@ -17,11 +19,27 @@ from typing import Any, Literal
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.answer_text import pica_answer
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
-from mmqa_jax.prompting.few_shot import FewShot, Order, few_shot, majority_answer, prompts_record
-from mmqa_jax.prompting.multiple_choice import Normalization, choose_option, option_prior
-from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
+from mmqa_jax.prompting.few_shot import (
+    NO_CONTEXT,
+    FewShot,
+    Order,
+    few_shot,
+    majority_answer,
+    prompts_record,
+)
+from mmqa_jax.prompting.multiple_choice import (
+    Normalization,
+    check_choices,
+    choose_option,
+    option_prior,
+)
+from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.templates import PromptTemplate, load_template
+from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
+from mmqa_jax.systems.captions import Captions
+from mmqa_jax.systems.pica_webqa import answer_with_sources, answer_without_sources
+from mmqa_jax.systems.webqa import check_gold
 
 ShotAnswer = Literal["first", "majority"]
 
@@ -30,6 +48,7 @@ def answer_pica(
     questions: Sequence[Question],
     llm: Any,
     library: ExampleLibrary,
+    knowledge: KnowledgeBase | None = None,
     *,
     shots: int = 16,
     ensemble: int = 1,
@@ -49,28 +68,57 @@ def answer_pica(
       tags: the picture's tags follow its caption (C+T).
       shot_answer: the first annotator's answer, or the one that most gave (PromptCap).
     """
-    prompt, decoding = load_template(template), _decoding(max_new_tokens)
-    fields = _fields_of(tags, shot_answer)
+    decoding, fields = _decoding(max_new_tokens), _fields_of(tags, shot_answer)
     chosen = library.select(questions, shots * ensemble, similarity, seed=seed)
-    prompts: list[dict[tuple[str, int], FewShot]] = []  # of every question
-    for question, found in zip(questions, chosen, strict=True):
-        prompts.append({})
-        for r in range(ensemble):
-            key, own = (question.id, r), found[r * shots : (r + 1) * shots]
-            make = _completion(key, decoding)
-            prompts[-1][key] = few_shot(prompt, question, own, fields, make, llm.check, order)
-    queries = [p.query for own in prompts for p in own.values() if p.query is not None]
-    answers = answer_all(llm, queries)
-    return [
-        _most_probable(question, own, answers)
-        for question, own in zip(questions, prompts, strict=True)
-    ]
+    groups = [[found[r * shots : (r + 1) * shots] for r in range(ensemble)] for found in chosen]
+    return _answer(
+        questions, groups, passages_of(knowledge, questions), llm,
+        load_template(template), fields, decoding, order,
+    )  # fmt: skip
+
+
+def answer_promptcap(
+    questions: Sequence[Question],
+    llm: Any,
+    library: ExampleLibrary,
+    captions: Captions | None = None,
+    *,
+    shots: int = 16,
+    similarity: Similarity = "question_and_image",
+    tags: bool = True,
+    max_new_tokens: int = 20,
+    seed: int = 0,
+) -> list[Prediction]:
+    """PromptCap (Hu et al., ICCV 2023; GPT3-inference/gpt3_direct_answer.py): its captions in PICa.
+
+    The context is `caption tag, tag`, a shot's answer the majority's, the most similar shot last.
+
+    Args:
+      captions: PromptCap's, one per question; None: the questions' own captions stand in.
+    """
+
+    def fields(question: Question) -> Mapping[str, str]:
+        caption = captions.of_question(question) if captions else None
+        own = str(question.extra.get("caption", "")) if caption is None else caption
+        names = _tag_names(question) if tags else ()
+        return {
+            "context": f"{own} {', '.join(names)}".strip(),
+            "question": question.question,
+            "answer": majority_answer(question),
+        }
+
+    chosen = library.select(questions, shots, similarity, seed=seed)
+    return _answer(
+        questions, [[found] for found in chosen], [None] * len(questions), llm,
+        load_template("pica.okvqa"), fields, _decoding(max_new_tokens), "most_similar_last",
+    )  # fmt: skip
 
 
 def choose_pica(
     questions: Sequence[Question],
     llm: Any,
     library: ExampleLibrary,
+    knowledge: KnowledgeBase | None = None,
     *,
     shots: int = 8,
     similarity: Similarity = "question",
@@ -92,13 +140,15 @@ def choose_pica(
     chosen = library.select(questions, shots, similarity, seed=seed)
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
     prompts = [
-        few_shot(prompt, q, found, fields, _scoring(q.id, options[q.id]), llm.check, order)
-        for q, found in zip(questions, chosen, strict=True)
+        few_shot(prompt, q, found, fields, _scoring(q.id, options[q.id]), llm.check, order, known)
+        for q, found, known in zip(
+            questions, chosen, passages_of(knowledge, questions), strict=True
+        )
     ]
     answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
     prior = None
     if calibrated:
-        blank = prompt.render([], {"context": "N/A", "question": "N/A"})
+        blank = prompt.render([], dict.fromkeys(("context", "question"), NO_CONTEXT))
         prior = option_prior(llm, options, blank, score)
     return [
         choose_option(q, answers, prior, score=score, trace=prompts_record([p]))
@@ -139,17 +189,33 @@ def vote_of_nearest_answers(
 SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "pica": answer_pica,
     "pica_choice": choose_pica,
+    "pica_promptcap": answer_promptcap,
+    "pica_oracle": answer_with_sources,
+    "pica_question_only": answer_without_sources,
     "copy_nearest": copy_nearest_answer,
     "vote_of_nearest": vote_of_nearest_answers,
 }
-PARTS = ("llm", "library")
+PARTS = ("llm", "library", "knowledge", "captions")
+
+
+def check_questions(setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError for questions that a setting cannot answer; called before parts open."""
+    if setting == "pica_choice":
+        check_choices(setting, questions)
+    if setting == "pica_oracle":
+        check_gold(questions)
 
 
 def context(question: Question, tags: bool) -> str:
     """A picture in words: `caption`, or `caption. tag, tag` (gpt3_api_okvqa.py l.184-201)."""
     caption = str(question.extra.get("caption", ""))
-    names = question.extra.get("tags", ()) if tags else ()
+    names = _tag_names(question) if tags else ()
     return f"{caption.rstrip('.')}. {', '.join(names)}" if names else caption
+
+
+def _tag_names(question: Question) -> list[str]:
+    """The picture's tags in the order of their file (data/datasets/okvqa.py)."""
+    return [tag["class"] for tag in question.extra.get("tags", ())]
 
 
 def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Callable[[Question], Mapping[str, str]]:
@@ -163,6 +229,34 @@ def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Callable[[Question], Mapp
         }
 
     return fields
+
+
+def _answer(
+    questions: Sequence[Question],
+    groups: Sequence[Sequence[Sequence[Shot]]],
+    knowledge: Sequence[Sequence[Passage] | None],
+    llm: Any,
+    template: PromptTemplate,
+    fields: Callable[[Question], Mapping[str, str]],
+    decoding: Decoding,
+    order: Order,
+) -> list[Prediction]:
+    """One prompt for each group of shots of a question; the most probable answer wins."""
+    prompts: list[dict[tuple[str, int], FewShot]] = []  # of every question
+    for question, own, passages in zip(questions, groups, knowledge, strict=True):
+        prompts.append({})
+        for r, shots in enumerate(own):
+            key = (question.id, r)
+            make = _completion(key, decoding)
+            prompts[-1][key] = few_shot(
+                template, question, shots, fields, make, llm.check, order, passages
+            )
+    queries = [p.query for own in prompts for p in own.values() if p.query is not None]
+    answers = answer_all(llm, queries)
+    return [
+        _most_probable(question, own, answers)
+        for question, own in zip(questions, prompts, strict=True)
+    ]
 
 
 def _decoding(max_new_tokens: int) -> Decoding:

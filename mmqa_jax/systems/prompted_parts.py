@@ -1,4 +1,4 @@
-"""Opens the parts of a prompted system: its language model and its library of examples."""
+"""Opens the parts of a prompted system: its language model, library of examples and knowledge."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
+from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.systems.parts import open_embedder
+from mmqa_jax.retrieval.cached_vectors import cached_vectors
+from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
+from mmqa_jax.systems.parts import RetrieverSpec, open_dense, open_embedder, retrievers_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +31,19 @@ class LLMSpec:
         Face cache, or a server's name for it.
       backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
       tokenizer: for the engine, if the model's folder has none.
+      dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
       engine, server: values of these sections of configs/prompt/default.py that differ.
+      cache: file of a response cache that several rows share; "" is the workdir's own.
     """
 
     model: str
     backend: Literal["engine", "openai"] = "engine"
     tokenizer: str = ""
+    dtype: str = "auto"
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
+    cache: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +70,48 @@ class LibrarySpec:
     modality: Literal["", "text", "image"] = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class KnowledgeSpec:
+    """A knowledge base and how passages are found in it.
+
+    Attributes:
+      data: folder of `mmqa prepare`; "" is the row's own.
+      retriever: `bm25`, `dense`, both by scores (`fused`) or ranks (`rrf`); `random` passages are
+        a control.
+      top_k: passages of a question.
+      max_words: longer passages are cut there; 0: never.
+      modality: only snippets (`text`), only pictures' captions (`image`), or all.
+      text_model: of dense retrieval: `minilm`, a converted CLIP or a contrastive run.
+      index: folder of `mmqa embed` and `mmqa index` with that model; "": the passages' texts are
+        embedded here, and kept on disk by content.
+      text: what is searched for: the question, with hint and choices, or behind the caption.
+      section_key: see KnowledgeBase; the titles of sources that may be found for a question.
+    """
+
+    data: str = ""
+    retriever: Literal["bm25", "dense", "fused", "rrf", "random"] = "bm25"
+    top_k: int = 1
+    max_words: int = 100
+    modality: Literal["", "text", "image"] = ""
+    text_model: str = "minilm"
+    index: str = ""
+    text: Literal["question", "question_and_choices", "question_and_caption"] = "question"
+    section_key: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptionsSpec:
+    """Side files that describe pictures; see systems/captions.py.
+
+    Attributes:
+      captions: file of captions.
+      tags: file of tags; "": none.
+    """
+
+    captions: str
+    tags: str = ""
+
+
 def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> None:
     """Refuses, before anything is opened, what could only fail later.
 
@@ -71,7 +125,7 @@ def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> No
     if "template" in options:
         load_template(options["template"])
     similarity = options.get("similarity")
-    if similarity == "random" or options.get("shots", 1) == 0:
+    if similarity in ("random", "answer_aware") or options.get("shots", 1) == 0:
         return
     if not library.get("text_model", LibrarySpec.text_model):
         raise UserError(
@@ -86,7 +140,7 @@ def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> No
 
 
 def open_llm(spec: LLMSpec, cache: Path) -> Any:
-    """The language model with its response cache in the file `cache`.
+    """The language model with its response cache in the file `cache`, or in the spec's own.
 
     Raises:
       UserError: no such model or server, or an unknown setting.
@@ -95,11 +149,13 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     from mmqa_jax.prompting.cache import Cached, ResponseCache
     from mmqa_jax.prompting.open import open_backend
 
-    changes = {f"engine.{key}": value for key, value in spec.engine.items()}
+    changes: dict[str, Any] = {"model.dtype": spec.dtype}
+    changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
+    changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
     config = load_config(find_config("configs/prompt/default.py"), changes)
     backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config)
-    return Cached(backend, ResponseCache(cache))
+    return Cached(backend, ResponseCache(spec.cache or cache))
 
 
 def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:
@@ -122,6 +178,65 @@ def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:
     return ExampleLibrary(examples, embedders, text_of=_TEXTS[spec.text], folds=spec.folds)
 
 
+def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
+    """The knowledge base.
+
+    Args:
+      corpus: the row's own, whose sources are searched if the spec names no data.
+
+    Raises:
+      UserError: no such data or model, no sources of the modality, or top_k below 1.
+    """
+    from mmqa_jax.data.corpus import open_sources
+    from mmqa_jax.retrieval.knowledge import RandomRetriever
+    from mmqa_jax.retrieval.modality import one_modality
+
+    home = open_sources(spec.data) if spec.data else corpus
+    subset = one_modality(home, spec.modality) if spec.modality else home
+    if spec.retriever == "random":
+        retriever: Any = RandomRetriever(subset)
+    else:
+        dense = None if spec.retriever == "bm25" else _open_dense(home, spec)
+        method = RetrieverSpec(spec.retriever)
+        retriever = retrievers_over(home, method, dense, spec.modality or None)(DEFAULT_WEIGHT)
+    return KnowledgeBase(
+        subset,
+        retriever,
+        top_k=spec.top_k,
+        max_words=spec.max_words,
+        text_of=_TEXTS[spec.text],
+        section_key=spec.section_key,
+    )
+
+
+def _open_dense(home: Corpus, spec: KnowledgeSpec) -> Any:
+    """Dense retrieval over the texts of all sources, or over an index."""
+    from mmqa_jax.retrieval.dense import DenseRetriever
+    from mmqa_jax.retrieval.embeddings import Embeddings
+    from mmqa_jax.retrieval.exact import ExactIndex
+
+    if spec.index:
+        return open_dense(home, spec.text_model, spec.index)
+    embedder, pictures = _open_text_embedder(spec.text_model, home)
+    texts = [embedder.text_of(source) for source in home.sources]
+    vectors = cached_vectors(
+        cache_dir() / "vectors",
+        f"text {embedder.fingerprint}",
+        texts,
+        lambda: embedder.embed_questions(texts),
+    )
+    embeddings = Embeddings(vectors, embedder.fingerprint, home.fingerprint)
+    return DenseRetriever(home, embedder, ExactIndex(embeddings), pictures)
+
+
+def _open_text_embedder(model: str, corpus: Corpus) -> tuple[Any, PictureStore]:
+    from mmqa_jax.retrieval.minilm import load_minilm_embedder
+
+    if model == "minilm":
+        return load_minilm_embedder(), PictureStore(corpus, size=1)
+    return open_embedder(Path(model), corpus)
+
+
 def has_picture(question: Question) -> bool:
     """Whether a benchmark shows a picture with a question, be its file there or not."""
     return bool(question.extra.get(HAS_PICTURE, True))
@@ -130,23 +245,38 @@ def has_picture(question: Question) -> bool:
 def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> Any:
     """Embedders of the library's examples (of `home`) and of the row's questions."""
     from mmqa_jax.prompting.shots import Embedders
-    from mmqa_jax.retrieval.minilm import load_minilm_embedder
 
-    if spec.text_model == "minilm":
-        text = load_minilm_embedder()
-    else:
-        text = open_embedder(Path(spec.text_model), home)[0]
-    if not spec.image_model:
-        return Embedders(text)
-    image, pictures = open_embedder(Path(spec.image_model), home)
+    text = _open_text_embedder(spec.text_model, home)[0]
     of_examples = {question.id for question in home.questions(spec.split)}
+
+    def corpus_of(question: Question) -> Corpus:
+        return home if question.id in of_examples else corpus
+
+    if not spec.image_model:
+        return Embedders(text, sources=lambda q: _sources(corpus_of(q), None, q))
+    image, pictures = open_embedder(Path(spec.image_model), home)
     of_queries = open_embedder(Path(spec.image_model), corpus)[1] if spec.data else pictures
 
-    def pixels(question: Question) -> Any:
-        store = pictures if question.id in of_examples else of_queries
-        return store.question_pixels(question)
+    def store(question: Question) -> PictureStore:
+        return pictures if question.id in of_examples else of_queries
 
-    return Embedders(text, image, pixels)
+    return Embedders(
+        text,
+        image,
+        lambda question: store(question).question_pixels(question),
+        lambda question: _sources(corpus_of(question), store(question), question),
+    )
+
+
+def _sources(
+    corpus: Corpus, pictures: PictureStore | None, question: Question
+) -> list[str | np.ndarray]:
+    """A question's gold sources: a snippet's text, a picture's pixels, or else its caption."""
+    found: list[str | np.ndarray] = []
+    for row in corpus.positive_rows(question):
+        pixels = None if pictures is None else pictures.pixels(row)
+        found.append(corpus.sources[row].text if pixels is None else pixels)
+    return found
 
 
 def _question_and_choices(question: Question) -> str:
@@ -155,7 +285,13 @@ def _question_and_choices(question: Question) -> str:
     return " ".join(part for part in parts if part)
 
 
+def _question_and_caption(question: Question) -> str:
+    """The caption of the question's picture, then the question."""
+    return f"{question.extra.get('caption', '')} {question.question}".strip()
+
+
 _TEXTS: dict[str, Callable[[Question], str]] = {
     "question": lambda question: question.question,
     "question_and_choices": _question_and_choices,
+    "question_and_caption": _question_and_caption,
 }

@@ -5,6 +5,7 @@ nearest by cosine (equation 4) are concatenated, question, rationale and answer 
 in front of the query (equation 5); the model continues with rationale and answer (equation 8).
 
   library.select(questions, count, similarity) -> triplets of every question, most similar first
+  knowledge.of_questions(questions)            -> passages for the context (ours, optional)
   llm.answer(queries)                          -> a continuation, or the likelihood of each option
 """
 
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.multiple_choice import LETTERS, llava_choice
+from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_index, llava_choice
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -26,11 +27,24 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Query,
 )
-from mmqa_jax.prompting.few_shot import FewShot, Order, few_shot, output_record, prompts_record
-from mmqa_jax.prompting.multiple_choice import Normalization, choose_option, option_prior
+from mmqa_jax.prompting.few_shot import (
+    NO_CONTEXT,
+    FewShot,
+    Order,
+    few_shot,
+    output_record,
+    prompts_record,
+)
+from mmqa_jax.prompting.multiple_choice import (
+    Normalization,
+    check_choices,
+    choose_option,
+    option_prior,
+)
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.retrieval.knowledge import KnowledgeBase, passages_of
 
 
 def answer_rmr(
@@ -38,6 +52,7 @@ def answer_rmr(
     corpus: Corpus,
     llm: Any,
     library: ExampleLibrary,
+    knowledge: KnowledgeBase | None = None,
     *,
     shots: int = 3,
     similarity: Similarity = "bimodal",
@@ -70,8 +85,10 @@ def answer_rmr(
 
     chosen = library.select(questions, shots, similarity, seed=seed)
     prompts = [
-        few_shot(prompt, question, found, fields, asking(question), llm.check, order)
-        for question, found in zip(questions, chosen, strict=True)
+        few_shot(prompt, question, found, fields, asking(question), llm.check, order, passages)
+        for question, found, passages in zip(
+            questions, chosen, passages_of(knowledge, questions), strict=True
+        )
     ]
     answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
     return [_read(question, p, answers) for question, p in zip(questions, prompts, strict=True)]
@@ -82,6 +99,7 @@ def answer_rmr_direct(
     corpus: Corpus,
     llm: Any,
     library: ExampleLibrary,
+    knowledge: KnowledgeBase | None = None,
     *,
     shots: int = 3,
     similarity: Similarity = "bimodal",
@@ -98,16 +116,52 @@ def answer_rmr_direct(
     case and without the final period: A-OKVQA's scorer compares strings. Arguments as `answer_rmr`.
     """
     found = answer_rmr(
-        questions, corpus, llm, library, shots=shots, similarity=similarity, order=order,
+        questions, corpus, llm, library, knowledge, shots=shots, similarity=similarity, order=order,
         template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
     )  # fmt: skip
     return [dataclasses.replace(p, answer=direct_answer(p.answer), choice=None) for p in found]
+
+
+def answer_rmr_letter(
+    questions: Sequence[Question],
+    corpus: Corpus,
+    llm: Any,
+    library: ExampleLibrary,
+    knowledge: KnowledgeBase | None = None,
+    *,
+    shots: int = 3,
+    similarity: Similarity = "bimodal",
+    order: Order = "most_similar_first",
+    template: str = "rmr.rationale",
+    chat: bool = False,
+    pictures: bool = False,
+    max_new_tokens: int = 256,
+    seed: int = 0,
+) -> list[Prediction]:
+    """MMBench and SEED-Bench, whose scorers read a letter: the answer is the output's letter.
+
+    `The answer is B.`, `B. because` and `(B)` become `B`; an output that names no letter stays as
+    it is, for the scorers' own rules. Arguments as `answer_rmr`.
+    """
+    found = answer_rmr(
+        questions, corpus, llm, library, knowledge, shots=shots, similarity=similarity, order=order,
+        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
+    )  # fmt: skip
+    letters = [
+        letter_index(p.answer.strip(" .()"), len(q.choices)) if p.choice is None else p.choice
+        for q, p in zip(questions, found, strict=True)
+    ]
+    return [
+        dataclasses.replace(p, answer=p.answer if letter is None else LETTERS[letter], choice=None)
+        for p, letter in zip(found, letters, strict=True)
+    ]
 
 
 def choose_rmr(
     questions: Sequence[Question],
     llm: Any,
     library: ExampleLibrary,
+    knowledge: KnowledgeBase | None = None,
     *,
     shots: int = 3,
     similarity: Similarity = "bimodal",
@@ -137,18 +191,21 @@ def choose_rmr(
         return lambda text: Choices(question.id, text, spelled[question.id])
 
     prompts = [
-        few_shot(prompt, question, found, fields, scoring(question), llm.check, order)
-        for question, found in zip(questions, chosen, strict=True)
+        few_shot(prompt, question, found, fields, scoring(question), llm.check, order, passages)
+        for question, found, passages in zip(
+            questions, chosen, passages_of(knowledge, questions), strict=True
+        )
     ]
     answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
     prior = None
     if calibrated:
-        blank = prompt.render([], dict.fromkeys(("question", "context", "options"), "N/A"))
+        blank = prompt.render([], dict.fromkeys(("question", "context", "options"), NO_CONTEXT))
         prior = option_prior(llm, spelled, blank, score)
-    return [
+    predictions = [
         choose_option(question, answers, prior, score=score, trace=prompts_record([p]))
         for question, p in zip(questions, prompts, strict=True)
     ]
+    return [_lettered(q, chosen) for q, chosen in zip(questions, predictions, strict=True)]
 
 
 def direct_answer(text: str) -> str:
@@ -161,9 +218,16 @@ def direct_answer(text: str) -> str:
 SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "rmr": answer_rmr,
     "rmr_direct": answer_rmr_direct,
+    "rmr_letter": answer_rmr_letter,
     "rmr_choice": choose_rmr,
 }
-PARTS = ("llm", "library")
+PARTS = ("llm", "library", "knowledge")
+
+
+def check_questions(setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError for questions that a setting cannot answer; called before parts open."""
+    if setting in ("rmr_choice", "rmr_letter"):
+        check_choices(setting, questions)
 
 
 def fields(question: Question) -> Mapping[str, str]:
@@ -173,12 +237,20 @@ def fields(question: Question) -> Mapping[str, str]:
     known = question.answer_index is not None
     return {
         "question": question.question.strip(),
-        "context": " ".join(part for part in (hint, caption) if part) or "N/A",
+        "context": " ".join(part for part in (hint, caption) if part) or NO_CONTEXT,
         "options": " ".join(listed),
         "rationale": " ".join(question.rationale.split()),
         "answer": question.choices[question.answer_index] if known else "",
         "letter": LETTERS[question.answer_index] if known else "",
     }
+
+
+def _lettered(question: Question, chosen: Prediction) -> Prediction:
+    """The chosen option as `B. its text`, which every benchmark's rule reads as B."""
+    if chosen.choice is None:
+        return chosen
+    letter, text = LETTERS[chosen.choice], question.choices[chosen.choice]
+    return dataclasses.replace(chosen, answer=f"{letter}. {text}")
 
 
 def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:

@@ -31,6 +31,7 @@ from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
+from mmqa_jax.systems.mavl_record import agent_summary
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
 from mmqa_jax.systems.prompted_parts import check_prompted, has_picture
 from mmqa_jax.systems.run_report import write_row_report
@@ -42,7 +43,7 @@ from mmqa_jax.systems.settings import (
     parts_of,
     run_setting,
 )
-from mmqa_jax.systems.traces import trace_counts, trace_rows
+from mmqa_jax.systems.traces import llm_cost, trace_counts, trace_rows
 from mmqa_jax.weights.hub import is_hub_name
 
 _SPEC: dict[str, Any] = {
@@ -55,15 +56,21 @@ _SPEC: dict[str, Any] = {
         "split": str,
         "questions": Key(int, minimum=0),
         "modality": Literal["", "text", "image"],
+        "where": Key(dict, False),
     },
     "scoring": {"lemmatizer": Literal["", "none", "spacy"], "bart": str},
     "published": tuple[dict, ...],
     "made_by": tuple[tuple[str, str], ...],
 }
 # Keys of a part that are paths, besides `model`, and names of models that are installed packages.
-_PATHS = ("index", "modality_model", "data", "text_model", "image_model")
+_PATHS = (
+    *("index", "modality_model", "data", "text_model", "image_model"),
+    *("captions", "tags", "candidates", "examples", "run"),
+)
 _INSTALLED = ("minilm", "smollm2")
-_MAY_BE_ZERO = {"shots", "seed"}  # of the options that are whole numbers
+# Settings whose sources are the gold ones or none, so that they are no result.
+_GIVEN_SOURCES = ("oracle", "question_only", "pica_oracle", "pica_question_only")
+_MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +141,9 @@ def run_row(
         }
         evaluation = _evaluate(config, corpus, questions, predictions, rankings)
         evaluation.notes += notes_of(system, config.setting, questions, config.options)
-        scores = _scores(config, questions, predictions, evaluation, limit)
+        scores = _scores(
+            config, questions, predictions, evaluation, limit, recorded_parts.get("llm")
+        )
         row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
         _write(folder, row_run, parts.seconds, limit)
     return row_run
@@ -153,7 +162,8 @@ def check_row(config: ConfigDict) -> None:
     if config.get("setting") not in system.SETTINGS:
         known = ", ".join(system.SETTINGS)
         raise UserError(f"config key setting={config.get('setting')}: use one of {known}.")
-    parts = {name: PART_SPECS[name] for name in parts_of(system, config.setting)}
+    taken = parts_of(system, config.setting)
+    parts = {name: Key(PART_SPECS[name], needed) for name, needed in taken.items()}
     given = ("questions", "corpus", *system.PARTS)
     options = spec_of(system.SETTINGS[config.setting], *given, minimum=1)
     for name in _MAY_BE_ZERO & options.keys():
@@ -214,8 +224,23 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
 
 
 def row_questions(config: ConfigDict, corpus: Corpus) -> list[Question]:
-    """The questions of a row: of its split and modality, sampled evenly down to data.questions."""
+    """The questions of a row, sampled evenly down to data.questions.
+
+    They are of its split and modality, and have the values of data.where in their `extra`.
+
+    Raises:
+      UserError: there are none.
+    """
     questions = split_questions(corpus, Path(config.data.dir), config.data.split)
+    if where := dict(config.data.get("where") or {}):
+        total = len(questions)
+        questions = [q for q in questions if all(q.extra.get(k) == v for k, v in where.items())]
+        if not questions:
+            asked = " and ".join(f"{key}={value!r}" for key, value in where.items())
+            raise UserError(
+                f"config key data.where: none of the {total:,} questions of "
+                f"{config.data.dir} ({config.data.split}) has {asked}; change one of them."
+            )
     modality = config.data.modality or None
     if config.dataset in BENCHMARKS and modality:
         questions = [q for q in questions if has_picture(q) == (modality == "image")]
@@ -239,16 +264,17 @@ def _evaluate(
     hidden = not any(q.answers or q.positives or q.keywords for q in questions)
     if hidden:  # WebQA's test split
         return Evaluation(notes=["gold answers and sources of this split are not published"])
+    answers = "reader" in config.parts or "llm" in config.parts
     evaluation = score_predictions(
         config.dataset,
         questions,
         predictions,
         lemmatizer=config.scoring.lemmatizer or None,
         bart=Path(config.scoring.bart) if config.scoring.bart else None,
-        sources=config.setting not in ("oracle", "question_only"),
-        answers="reader" in config.parts,
+        sources=config.setting not in _GIVEN_SOURCES,
+        answers=answers,
     )
-    if "reader" in config.parts and config.dataset == "webqa" and not config.scoring.bart:
+    if answers and config.dataset == "webqa" and not config.scoring.bart:
         evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
     if config.parts.get("retriever", {}).get("modality") == "classified":
         modality = score_modality(questions, corpus, rankings["candidates"])
@@ -275,6 +301,7 @@ def _scores(
     predictions: Sequence[Prediction],
     evaluation: Evaluation,
     limit: int | None,
+    llm: Any,
 ) -> dict[str, Any]:
     prompted = any(prediction.trace for prediction in predictions)
     shots = config.options.get("shots", 0)
@@ -289,7 +316,9 @@ def _scores(
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
         "empty": count_empty(predictions),
-        **({"prompts": trace_counts(questions, predictions, shots)} if prompted else {}),
+        **({"prompts": trace_counts(predictions, questions, shots)} if prompted else {}),
+        **({"llm": llm_cost(llm, len(questions))} if llm is not None else {}),
+        **agent_summary(predictions),
     }
 
 

@@ -13,12 +13,13 @@ from mmqa_jax.evaluation.examples import evenly_by_category, example
 from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.tables import Table
+from mmqa_jax.systems.mavl_record import agent_summary, agent_tables
 from mmqa_jax.systems.traces import report_traces
 
 _EXAMPLES = 60
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
-    *("a_okvqa", "scienceqa", "mmbench", "seed_bench"),
+    *("a_okvqa", "scienceqa", "mmbench", "seed_bench", "choice_accuracy"),
 )
 
 
@@ -40,7 +41,9 @@ def write_row_report(
     rankings: Mapping[str, Sequence[Ranking]],
 ) -> list[Table]:
     """Writes a row's report.html; returns the tables in it."""
-    tables = evaluation.tables(row_title(scores))
+    tables = [*evaluation.tables(row_title(scores)), *agent_tables(agent_summary(predictions))]
+    if "llm" in scores:
+        tables.append(_cost_table(scores["llm"]))
     ranked = rankings.get("relevance") or rankings.get("candidates")
     per_question = evaluation.per_question()
     scorer = next(iter(evaluation.scored[-1].per_question), "") if evaluation.scored else ""
@@ -90,6 +93,13 @@ def run_facts(folder: Path, corpus: Corpus | None = None) -> dict[str, str]:
         "commit": run["git"]["commit"][:10] if run.get("git") else "not from a checkout",
         **({} if corpus is None else {"corpus": corpus.fingerprint[:16]}),
     }
+
+
+def _cost_table(cost: Mapping[str, float]) -> Table:
+    """Calls and tokens of the language model, per question and in all."""
+    names = ("calls", "prompt_tokens", "completion_tokens")
+    rows = [[name.replace("_", " "), cost[f"{name}_per_question"], cost[name]] for name in names]
+    return Table("Language model", ("cost", "per question", "all questions"), rows)
 
 
 def _cited(prediction: Prediction) -> Ranking:

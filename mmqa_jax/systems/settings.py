@@ -14,15 +14,21 @@ from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.systems import pica, rmr, webqa
+from mmqa_jax.systems import mavl, pica, prophet, rmr, webqa
 
-SYSTEMS: dict[str, ModuleType] = {"webqa": webqa, "pica": pica, "rmr": rmr}
+SYSTEMS: dict[str, ModuleType] = {
+    "webqa": webqa,
+    "pica": pica,
+    "rmr": rmr,
+    "prophet": prophet,
+    "mavl": mavl,
+}
 
 
-def parts_of(system: ModuleType, setting: str) -> tuple[str, ...]:
-    """The names of the parts that a setting needs."""
+def parts_of(system: ModuleType, setting: str) -> dict[str, bool]:
+    """The names of the parts that a setting takes -> whether it needs them."""
     taken = inspect.signature(system.SETTINGS[setting]).parameters
-    return tuple(name for name in taken if name in system.PARTS)
+    return {name: p.default is p.empty for name, p in taken.items() if name in system.PARTS}
 
 
 def options_of(system: ModuleType, setting: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def run_setting(
 
     Args:
       setting: a name of the system's SETTINGS.
-      parts: at least those of `parts_of(system, setting)`.
+      parts: at least those that the setting needs.
       options: keyword-only parameters of the setting.
 
     Returns:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
+from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table
 from mmqa_jax.systems.run import missing_inputs
 
@@ -16,9 +17,13 @@ from mmqa_jax.systems.run import missing_inputs
 PAPERS = {
     "webqa": ("webqa",),
     "pica": ("okvqa", "aokvqa"),
-    "rmr": ("scienceqa", "aokvqa"),
+    "rmr": ("scienceqa", "aokvqa", "mmbench", "seedbench", "openstax"),
+    "mavl": ("okvqa", "aokvqa"),
     "atlas": ("atlas",),
 }
+
+
+_WIDEST = 9  # columns of figures that a terminal of 120 characters holds
 
 
 def list_rows(paper: str, workdir: Path | None = None) -> list[dict[str, Any]]:
@@ -30,9 +35,9 @@ def list_rows(paper: str, workdir: Path | None = None) -> list[dict[str, Any]]:
 
     Returns:
       One dict per figure: paper, table, row, column, published, tolerance, scorer, command, needs,
-      measured, limit and status: `pass` or `fail` (of the row's whole split), `not run`,
-      `needs` (inputs are missing), `cited only`, `missing` (not implemented yet), or, of a row of
-      ours without a published figure, `measured`.
+      measured, interval (95%) and n (where scores.json has them), limit and status: `pass` or
+      `fail` (of the row's whole split), `not run`, `needs` (inputs are missing), `cited only`,
+      `missing` (not implemented yet), or, of a row of ours without a published figure, `measured`.
     """
     return [figure for dataset in PAPERS[paper] for figure in _rows_of(paper, dataset, workdir)]
 
@@ -45,7 +50,7 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
         if row.get("paper", dataset) != paper:
             continue
         config = tables.get_config(name)
-        measured = None if workdir is None else _scores(workdir, dataset, name)
+        measured = None if workdir is None else _scores(workdir, dataset, name, config.dataset)
         needs = [f"{path}: {how}" for path, how in missing_inputs(config).items()]
         command = (
             f"mmqa run --config=configs/{dataset}/tables.py:{name} "
@@ -53,13 +58,12 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
         )
         for cell in config.published or _ours(dataset, name, measured):
             listed.append(_figure(paper, name, dict(cell), command, needs, measured, config))
-    if paper != tables.PAPER:
-        return listed
     for status, rows in (("missing", tables.MISSING), ("cited only", tables.CITED)):
         for name, cells in rows.items():
             for cell in cells:
-                figure = _figure(paper, name, dict(cell), "", [], None, None)
-                listed.append({**figure, "status": status})
+                if cell.get("paper", tables.PAPER) == paper:
+                    figure = _figure(paper, name, dict(cell), "", [], None, None)
+                    listed.append({**figure, "status": status})
     return listed
 
 
@@ -81,36 +85,82 @@ def _ours(dataset: str, name: str, scores: Mapping[str, Any] | None) -> list[dic
 
 
 def rows_tables(paper: str, listed: list[dict[str, Any]]) -> list[Table]:
-    """The result of `list_rows`, one Table per table of the paper."""
-    columns = ("row", "column", "published", "measured", "status", "config row")
-    tables = []
-    for number in dict.fromkeys(figure["table"] for figure in listed):
-        rows: list[list[Cell]] = [
-            [
-                figure["row"],
-                figure["column"],
-                figure["published"],
-                figure["measured"],
-                figure["status"] + (f" (first {figure['limit']} only)" if figure["limit"] else ""),
-                figure["config_row"],
-            ]
-            for figure in listed
-            if figure["table"] == number
-        ]
-        title = f"table {number}" if number.isdigit() else number
-        tables.append(Table(f"{paper}, {title}", columns, rows))
+    """The result of `list_rows` as tables.
+
+    The papers' figures, a line per row; below them what has been measured of these rows, and of
+    our own.
+    """
+    published = [figure for figure in listed if figure["published"] is not None]
+    numbers = dict.fromkeys(figure["table"] for figure in published)
+    tables = [
+        table
+        for number in numbers
+        for table in _published(paper, [one for one in published if one["table"] == number])
+    ]
+    measured = [figure for figure in listed if figure["measured"] is not None]
+    for title in dict.fromkeys(_group(figure) for figure in measured):
+        figures = [figure for figure in measured if _group(figure) == title]
+        tables.append(_measured_table(f"{paper}, {title}", figures))
     return tables
 
 
+def _published(paper: str, figures: list[dict[str, Any]]) -> Iterator[Table]:
+    """One table of a paper, in pieces of at most _WIDEST columns."""
+    number = figures[0]["table"]
+    name = f"{paper}, table {number}" if number.isdigit() else f"{paper}, {number}"
+    columns = list(dict.fromkeys(figure["column"] for figure in figures))
+    for start in range(0, len(columns), _WIDEST):
+        shown = columns[start : start + _WIDEST]
+        rows: dict[tuple[str, str], dict[str, float]] = {}
+        for figure in figures:
+            run = figure["config_row"] if figure["command"] else f"({figure['status']})"
+            if figure["column"] in shown:
+                own = rows.setdefault((figure["row"], run), {})
+                own[figure["column"]] = figure["published"]
+        part = f" ({start // _WIDEST + 1})" if len(columns) > _WIDEST else ""
+        yield Table(
+            f"{name}, published{part}",
+            ("row", "config row", *(column.replace("_", " ") for column in shown)),
+            [[*names, *map(values.get, shown)] for names, values in rows.items()],
+        )
+
+
+def _group(figure: Mapping[str, Any]) -> str:
+    """`measured`, or `ours, DATASET`."""
+    return "measured" if figure["published"] is not None else figure["table"]
+
+
+def _measured_table(title: str, figures: list[dict[str, Any]]) -> Table:
+    """A line per measured figure; of the papers' with the published one and whether it is met."""
+    ours = figures[0]["published"] is None
+    rows: list[list[Cell]] = []
+    for one in figures:
+        value: Cell = one["measured"]
+        if one["interval"]:
+            value = Interval(one["measured"], *one["interval"])
+        note = f"first {one['limit']} only" if one["limit"] else ""
+        if not ours:
+            note = one["status"] + (f" ({note})" if note else "")
+        published = () if ours else (one["published"],)
+        rows.append([one["config_row"], one["column"], *published, value, one["n"], note])
+    between = () if ours else ("published",)
+    columns = ("config row", "score", *between, "measured [95% interval]", "n", "status")
+    return Table(title, columns, rows)
+
+
 def commands_table(paper: str, listed: list[dict[str, Any]]) -> Table:
-    """The command of every row, and the inputs that it still needs."""
+    """The config of every row that can be run, and the inputs that it still needs."""
     rows: dict[str, list[Cell]] = {}
     for figure in listed:
         if figure["command"]:
+            _, _, config = figure["command"].partition(" --config=")
             needs = "; ".join(need.partition(":")[0] for need in figure["needs"])
-            rows[figure["command"]] = [figure["config_row"], figure["command"], needs or "–"]
-    note = "What is missing and where it comes from: `mmqa tables --json`, key needs."
-    return Table(f"{paper}, commands", ("row", "command", "still needs"), list(rows.values()), note)
+            rows[figure["command"]] = [config.partition(" ")[0], needs or "–"]
+    note = (
+        "Run one with: mmqa run --config=CONFIG --workdir=runs/tables/DATASET/ROW. What is missing "
+        "and where it comes from: mmqa tables --json, key needs."
+    )
+    return Table(f"{paper}, rows to run", ("config", "still needs"), list(rows.values()), note)
 
 
 def _figure(
@@ -146,6 +196,7 @@ def _figure(
         "command": command,
         "needs": needs,
         "measured": measured,
+        **_certainty({} if measured is None else scores, cell["scorer"], cell["group"]),
         "limit": limit,
         "status": status,
     }
@@ -162,12 +213,20 @@ def _measured(scores: Mapping[str, Any], scorer: str, group: str) -> float | Non
     return None
 
 
-def _scores(workdir: Path, dataset: str, row: str) -> Mapping[str, Any] | None:
-    """scores.json of a row: in WORKDIR/DATASET/ROW, in WORKDIR/ROW or in `workdir` itself."""
+def _certainty(scores: Mapping[str, Any], scorer: str, group: str) -> dict[str, Any]:
+    """The 95% interval of a score over all questions, and over how many questions a score is."""
+    if group:
+        return {"interval": None, "n": scores.get("n_by_category", {}).get(group)}
+    interval = scores.get("intervals", {}).get(scorer)
+    return {"interval": interval, "n": scores.get("n_by_scorer", {}).get(scorer)}
+
+
+def _scores(workdir: Path, folder: str, row: str, dataset: str) -> Mapping[str, Any] | None:
+    """scores.json of a row: in WORKDIR/FOLDER/ROW, in WORKDIR/ROW or in `workdir` itself."""
     if not workdir.is_dir():
         raise UserError(f"--workdir={workdir}: no such folder; name one that holds rows' workdirs.")
-    for folder in (workdir / dataset / row, workdir / row, workdir):
-        file = folder / "scores.json"
+    for place in (workdir / folder / row, workdir / row, workdir):
+        file = place / "scores.json"
         if file.exists():
             scores = read_json(file)
             if not isinstance(scores, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Trace
+from mmqa_jax.systems.mavl_record import agent_tree
 from mmqa_jax.systems.prompted_parts import has_picture
 
 
@@ -31,15 +33,27 @@ def trace_rows(
 
 
 def trace_counts(
-    questions: Sequence[Question], predictions: Sequence[Prediction], shots: int = 0
+    predictions: Sequence[Prediction], questions: Sequence[Question] = (), shots: int = 0
 ) -> dict[str, int]:
-    """What scores.json says of the prompts: what they lacked, dropped shots, failures.
+    """What scores.json says of the prompts: what they lacked, what was dropped, failures.
+
+    Of systems with candidates also how many answers are the first candidate for want of any other,
+    and how many questions have no candidates.
 
     Args:
+      questions: of these captions, pictures and choices are counted.
       shots: how many examples a prompt was to show.
     """
     traces = [prediction.trace for prediction in predictions if prediction.trace]
-    return {
+    known = [trace for trace in traces if "knowledge" in trace]
+    knowledge = {
+        "questions_without_passages": sum(
+            not any(t["knowledge"]) and not t["dropped_passages"] for t in known
+        ),
+        "dropped_passages": sum(t["dropped_passages"] for t in known),
+    }
+    counts = {
+        **(knowledge if known else {}),
         "without_caption": sum(not q.extra.get(CAPTION) and has_picture(q) for q in questions),
         "without_picture": sum(q.image is None and has_picture(q) for q in questions),
         "repeated_choices": sum(len(set(q.choices)) < len(q.choices) for q in questions),
@@ -50,6 +64,21 @@ def trace_counts(
         "failed": sum(bool(t.get("failed")) for t in traces),
         "empty_answers": sum(not p.answer.strip() for p in predictions if p.trace),
     }
+    if any("fallback" in trace for trace in traces):
+        counts["answered_by_first_candidate"] = sum(
+            bool(t["fallback"]) and not t.get("vote", True) for t in traces if "fallback" in t
+        )
+        counts["without_candidates"] = sum(not t.get("fallback", True) for t in traces)
+    return counts
+
+
+def llm_cost(llm: Any, questions: int) -> dict[str, float]:
+    """What a row's answers cost: calls of the language model and tokens, whole and per question.
+
+    Kept answers count as fresh ones do, so that a rerun costs the same.
+    """
+    whole = dataclasses.asdict(llm.work)
+    return {**whole, **{f"{name}_per_question": n / questions for name, n in whole.items()}}
 
 
 def _chosen(trace: Mapping[str, Any]) -> int:
@@ -73,6 +102,9 @@ def report_traces(
             rows=_rows(question, prediction),
             details=_details(prediction.trace),
             picture=corpus.question_picture(question),
+            tree=agent_tree(prediction.trace, prediction.answer)
+            if "agents" in prediction.trace
+            else (),
         )
         for question, prediction in zip(questions, predictions, strict=True)
         if prediction.trace
@@ -99,6 +131,11 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(("caption", str(caption)))
     if dropped := trace.get("dropped_shots"):
         rows.append(("dropped", f"{dropped} shots that did not fit"))
+    if found := trace.get("knowledge"):
+        listed = (f"{one['id']} ({one['score']:.2f})" for own in found for one in own)
+        rows.append(("knowledge", " · ".join(dict.fromkeys(listed)) or "(none found)"))
+    if dropped := trace.get("dropped_passages"):
+        rows.append(("dropped", f"{dropped} passages that did not fit"))
     rows += [
         ("failed", reason) for reason in (*trace.get("failed", ()), *trace.get("too_long", ()))
     ]

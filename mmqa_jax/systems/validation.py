@@ -1,4 +1,4 @@
-"""What a training run is validated by: the settings of systems/webqa.py with its current weights.
+"""What a training run is validated by: systems' settings, or candidates, with current weights.
 
 Each validation holds one inference part, built before the first step, and the few sources that it
 reads. The part compiles at the first evaluation; after that only its parameters change. Parameters
@@ -17,15 +17,18 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import evenly
+from mmqa_jax.data.splits import evenly, trains_on
+from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.source_selection import (
     SELECTIONS,
     tune_threshold,
 )
+from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.evaluation.webqa import Normalizer, has_keywords, score_answers
 from mmqa_jax.inference.loading import make_embedder
 from mmqa_jax.inference.reader import Reader
+from mmqa_jax.inference.vqa_model import VQAModel
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
@@ -33,12 +36,14 @@ from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions import similarity
 from mmqa_jax.systems.parts import make_reranker
+from mmqa_jax.training.pretrained_vqa import make_answers
 from mmqa_jax.training.validation import (
     RECALL_AT,
     SECTIONS,
     ValidateAnswers,
     ValidateRetrieval,
     ValidateSelection,
+    ValidateVQA,
     Validation,
 )
 
@@ -60,6 +65,7 @@ def make_validation(
         "contrastive": _RetrievalValidation,
         "rerank": _SelectionValidation,
         "answer": _AnswerValidation,
+        "vqa": _VQAValidation,
     }
     section = SECTIONS[config.task](**config.validate.to_dict())
     evaluate = makers[config.task](section, config, corpus, tokenizer, model)
@@ -157,6 +163,32 @@ class _AnswerValidation:
         self._reader.use(model)
         predictions = self._setting(self._questions, self._reader)
         return score_answers(self._questions, predictions, lemmatizer=self._normalizer).scores
+
+
+class _VQAValidation:
+    """Accuracy of a VQA model's best answers, and recall of its candidates."""
+
+    def __init__(
+        self,
+        section: ValidateVQA,
+        config: ConfigDict,
+        corpus: Corpus,
+        tokenizer: Any,
+        model: nnx.Module,
+    ):
+        held_out = Corpus(
+            [], [q for q in corpus.questions(section.split) if not trains_on(config.data, q)]
+        )
+        self._questions = _questions(section, config, held_out, has_answers, "answers")
+        # The answers are the run's own, which it wrote before.
+        own = [q for q in corpus.questions() if q.answers and trains_on(config.data, q)]
+        answers = make_answers(config.answers, own)
+        self._model = VQAModel(config, tokenizer, answers, model)
+
+    def __call__(self, model: nnx.Module) -> dict[str, float]:
+        self._model.use(model)
+        found = self._model.candidates(self._questions)
+        return score_candidates(self._questions, found)
 
 
 def _questions(

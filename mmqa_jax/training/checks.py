@@ -14,16 +14,20 @@ from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
+from mmqa_jax.data.batches.vqa import vqa_batches
 from mmqa_jax.data.images import Alpha, Resize
 from mmqa_jax.data.packing import MaskingConfig, PackingConfig
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.inference.from_config import make_packing, region_sizes, two_sides
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
+from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.presets import (
     dual_encoder_from_config,
     text_classifier_from_config,
     vlp_from_config,
+    vqa_from_config,
 )
 from mmqa_jax.training.augmentation import augmentation_factory
 from mmqa_jax.training.loop import check_batch_size, read_section
@@ -73,10 +77,11 @@ _BATCHES = {
     "rerank": rerank_batches,
     "answer": answer_batches,
     "modality": modality_batches,
+    "vqa": vqa_batches,
 }
 _NOT_IN_BATCHES = (
     *("reader", "questions", "packer", "masking", "feed", "route_by_category"),
-    *("tokenizer", "texts", "labels"),
+    *("tokenizer", "texts", "labels", "inputs", "vocabulary"),
 )
 _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {
@@ -90,6 +95,20 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         "inference": _VLP_INFERENCE,
     },
     "modality": {"inference": {"batch_size": _POSITIVE}},
+    "vqa": {
+        "data": {
+            **_DATA,
+            "folds": optional(int, minimum=1),
+            "fold": optional(int, minimum=0),
+            "more_splits": optional(tuple[str, ...]),
+        },
+        "answers": {"file": str, "base": str, "min_questions": _POSITIVE},
+        "features": optional(
+            {"root": str, "max_missing": optional(int), "slots": optional(int, minimum=1)}
+        ),
+        "inference": {"batch_size": _POSITIVE},
+        "validate": optional(dict),  # see training.validation
+    },
     "answer": {
         **_SOURCES,
         "data": {**_DATA, "route_by_category": optional(bool)},
@@ -124,6 +143,11 @@ _CLASSIFIER = {
     "pooling": str,
     "frozen": bool,
 }
+_VQA: dict[str, dict[str, Any]] = {  # model.image -> the section `model`
+    "grid": {"grid": _POSITIVE, "image_features": _POSITIVE},
+    "regions": {"word_features": _POSITIVE, "region_features": _POSITIVE},
+    "caption": dict.fromkeys(("answer_embeddings", "frozen_text"), optional(bool)),
+}
 _TWO_SIDES = {"joint_layers": optional(int), "match_type": optional(int | None)}
 _FEATURES_KEY = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> what it needs
 _ANY_VOCABULARY = 30_522  # not known yet; no other size depends on it
@@ -155,6 +179,8 @@ def check_config(config: ConfigDict) -> None:
         _check_dual_encoder(config)
     elif task == "modality":
         _check_classifier(config)
+    elif task == "vqa":
+        _check_vqa(config)
     else:
         _check_vlp(config)
     accumulate = read_section(config.train).accumulate
@@ -238,6 +264,36 @@ def _check_classifier(config: ConfigDict) -> None:
             "config key model.frozen=True: weight decay would change the frozen BERT; set "
             "train.optimizer.weight_decay to 0.0."
         )
+
+
+def _check_vqa(config: ConfigDict) -> None:
+    model = config.model
+    image = model.get("image")
+    check_known("config key model.image", image, _VQA)
+    encoder = {} if image == "regions" else {key: _CLASSIFIER[key] for key in ("trunk", "changes")}
+    fusion = spec_of(FusionConfig, minimum=1, partial=True)
+    check_section(model, "model", {"image": str, "fusion": fusion, **encoder, **_VQA[image]})
+    vqa = vqa_from_config(model, _ANY_VOCABULARY, answers=2)
+    lengths = config.batches.lengths
+    most = vqa.text.positions if image != "regions" else max(lengths, default=0)
+    if not lengths or sorted(set(lengths)) != list(lengths) or not 3 <= lengths[0] <= most:
+        raise UserError(
+            f"config key batches.lengths={tuple(lengths)}: increasing numbers from 3 to {most} "
+            "were expected, tokens that the model reads; change them."
+        )
+    if ("features" in config) != (image != "caption"):
+        raise UserError(
+            f"config key features: model.image={image} "
+            f"{'reads no features; leave it out' if image == 'caption' else 'needs it; add it'}."
+        )
+    if model.get("frozen_text") and read_section(config.train).optimizer.name != "adam":
+        raise UserError(
+            "config key model.frozen_text=True: weight decay would change the frozen encoder; set "
+            "train.optimizer.name to adam."
+        )
+    folds, fold = config.data.get("folds", 1), config.data.get("fold", 0)
+    if fold >= folds:
+        raise UserError(f"config key data.fold={fold}: 0 to data.folds - 1 = {folds - 1} is right.")
 
 
 def _check_vlp(config: ConfigDict) -> None:

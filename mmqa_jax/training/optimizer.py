@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,14 +33,18 @@ class OptimizerOptions:
     Attributes:
       name: adam | adamw | bert_adam.
       learning_rate: the highest rate of the schedule.
-      schedule: constant | linear | cosine, after the warm-up.
+      schedule: constant | linear | cosine, after the warm-up; stairs: see `levels`.
       warmup: warm-up from 0, a number of steps, or below 1 a fraction of all steps.
       final_fraction: where linear and cosine end, as a fraction of `learning_rate`.
+      levels: of stairs: ((first step, factor on the rate), ...), the first from step 0 on. They say
+        all, so that `warmup` and `final_fraction` do not count.
       b1, b2: decay of the first and second moment.
       eps: added to the root of the second moment; None is 1e-8, for bert_adam 1e-6.
       weight_decay: decoupled; None is 0.01, for adam none.
       no_decay: regular expression over parameter names that are not decayed.
       clip_norm: the gradient's global norm is clipped to this; None does not clip.
+      clip_apart: the parameters of each of `multipliers`, and all others, have a norm of their own
+        that is clipped (Prophet stage1/utils/optim.py: its optimizer's groups).
       clip_parameter_norm: bert_adam alone: each parameter's gradient norm is clipped to this.
       multipliers: ((regular expression over parameter names, factor on the rate), ...); the
         first that matches counts.
@@ -51,15 +55,17 @@ class OptimizerOptions:
 
     name: Literal["adam", "adamw", "bert_adam"] = "adamw"
     learning_rate: float = 1e-4
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    schedule: Literal["constant", "linear", "cosine", "stairs"] = "linear"
     warmup: float = 0.1
     final_fraction: float = 0.0
+    levels: tuple[tuple[int, float], ...] = ()
     b1: float = 0.9
     b2: float = 0.999
     eps: float | None = None
     weight_decay: float | None = None
     no_decay: str = _NO_DECAY
     clip_norm: float | None = None
+    clip_apart: bool = False
     clip_parameter_norm: float = 1.0
     multipliers: tuple[tuple[str, float], ...] = ()
     every: int = 1
@@ -83,6 +89,12 @@ def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
             "config section train.optimizer: learning_rate must be above 0 and warmup not below "
             f"0; they are {options.learning_rate} and {options.warmup}."
         )
+    starts = [first for first, _ in options.levels]
+    if (0 not in starts) if options.schedule == "stairs" else starts:
+        raise UserError(
+            f"config key train.optimizer.levels={options.levels}: pairs of first step and factor, "
+            "from step 0 on, were expected for the schedule stairs, and none for others."
+        )
     for pattern in (options.no_decay, *(pattern for pattern, _ in options.multipliers)):
         try:
             re.compile(pattern)
@@ -100,6 +112,8 @@ def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:
     linear is BertAdam's `warmup_linear`: x/w below the warm-up share w, then (1-x)/(1-w), with
     x = step/steps, which makes the very first update one with rate 0.
     """
+    if options.schedule == "stairs":
+        return _stairs(options)
     warm = options.warmup if options.warmup < 1 else min(options.warmup / steps, 1.0)
 
     def schedule(step: Any) -> jax.Array:
@@ -115,6 +129,16 @@ def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:
         if warm > 0:
             level = jnp.where(x < warm, x / warm, level)
         return options.learning_rate * level
+
+    return schedule
+
+
+def _stairs(options: OptimizerOptions) -> Schedule:
+    starts, factors = (jnp.array(column) for column in zip(*sorted(options.levels), strict=True))
+
+    def schedule(step: Any) -> jax.Array:
+        level = jnp.searchsorted(starts, jnp.asarray(step), side="right") - 1
+        return options.learning_rate * factors[level]
 
     return schedule
 
@@ -136,7 +160,8 @@ def make_optimizer(
         decay = 0.0 if options.name == "adam" else 0.01
     parts = []
     if options.clip_norm is not None:
-        parts.append(optax.clip_by_global_norm(options.clip_norm))
+        clip = optax.clip_by_global_norm(options.clip_norm)
+        parts.append(_apart(clip, options.multipliers) if options.clip_apart else clip)
     if options.name == "bert_adam":
         parts.append(clip_each_parameter(options.clip_parameter_norm))
         parts.append(scale_by_bert_adam(options.b1, options.b2, options.eps or 1e-6))
@@ -214,7 +239,8 @@ def scale_by_name(multipliers: tuple[tuple[str, float], ...]) -> optax.GradientT
     patterns = [(re.compile(pattern), factor) for pattern, factor in multipliers]
 
     def factor_of(name: str) -> float:
-        return next((factor for pattern, factor in patterns if pattern.search(name)), 1.0)
+        group = _group(patterns, name)
+        return 1.0 if group is None else patterns[group][1]
 
     def init(params: Any) -> optax.EmptyState:
         names = list(flatten_named(params))
@@ -232,6 +258,23 @@ def scale_by_name(multipliers: tuple[tuple[str, float], ...]) -> optax.GradientT
         return jax.tree.map(lambda g, factor: g * factor, grads, factors), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _group(patterns: Sequence[tuple[re.Pattern[str], float]], name: str) -> int | None:
+    """The first of the multipliers that a parameter's name matches."""
+    numbers = (number for number, (pattern, _) in enumerate(patterns) if pattern.search(name))
+    return next(numbers, None)
+
+
+def _apart(
+    clip: optax.GradientTransformation, multipliers: tuple[tuple[str, float], ...]
+) -> optax.GradientTransformation:
+    """`clip` for the parameters of each multiplier, and for all others, by themselves."""
+    patterns = [(re.compile(pattern), factor) for pattern, factor in multipliers]
+    groups = {str(number): clip for number in (None, *range(len(patterns)))}
+    return optax.partition(
+        groups, lambda tree: _by_name(tree, lambda name: str(_group(patterns, name)))
+    )
 
 
 def _by_name(tree: Any, value_of: Callable[[str], Any]) -> Any:

@@ -77,8 +77,8 @@ def dual_encoder_loader(config: ConfigDict, tokenizer: Any) -> Loader | None:
         if config.model.get("clip"):
             nnx.update(model, nnx.state(load_converted(config.init, param_dtype="float32")))
             return
-        rows, layers = _bert_rows(config, tokenizer), model.text.config.layers
-        fill_bert(model.text, _bert_folder(config), num_layers=layers, rows=rows)
+        rows, layers = bert_rows(config, tokenizer), model.text.config.layers
+        fill_bert(model.text, bert_folder(config), num_layers=layers, rows=rows)
 
     return load
 
@@ -89,8 +89,8 @@ def classifier_loader(config: ConfigDict, tokenizer: WordPiece) -> Loader | None
         return None
 
     def load(model: TextClassifier) -> None:
-        rows, layers = _bert_rows(config, tokenizer), model.bert.config.layers
-        fill_bert(model.bert, _bert_folder(config), num_layers=layers, rows=rows)
+        rows, layers = bert_rows(config, tokenizer), model.bert.config.layers
+        fill_bert(model.bert, bert_folder(config), num_layers=layers, rows=rows)
 
     return load
 
@@ -105,10 +105,10 @@ def vlp_loader(config: ConfigDict, tokenizer: WordPiece) -> Loader | None:
         if config.init.endswith((".bin", ".safetensors")):
             start_vlp(config.init, vlp)
         elif config.init != "scratch":
-            rows, layers = _bert_rows(config, tokenizer), vlp.config.bert.layers
+            rows, layers = bert_rows(config, tokenizer), vlp.config.bert.layers
             init_vlp_from_bert(
                 vlp,
-                _bert_folder(config),
+                bert_folder(config),
                 num_layers=layers,
                 rows=rows,
                 new_types=config.get("new_types", ()),
@@ -120,11 +120,11 @@ def vlp_loader(config: ConfigDict, tokenizer: WordPiece) -> Loader | None:
     return load
 
 
-def _bert_folder(config: ConfigDict) -> str | os.PathLike:
+def bert_folder(config: ConfigDict) -> str | os.PathLike:
     return minilm_path() if config.init == "minilm" else config.init
 
 
-def _bert_rows(config: ConfigDict, tokenizer: WordPiece) -> np.ndarray | None:
+def bert_rows(config: ConfigDict, tokenizer: WordPiece) -> np.ndarray | None:
     """Rows of MiniLM's embedding table for a smaller vocabulary, None for its own."""
     if config.tokenizer != "minilm:corpus":
         return None

@@ -14,16 +14,21 @@ from mmqa_jax.core import distributed
 from mmqa_jax.core.config import optional
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
+from mmqa_jax.data.batches.vqa import vqa_batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import MaskingConfig
+from mmqa_jax.data.picture_features import PictureFeatures
+from mmqa_jax.data.question_words import QuestionWords, make_words
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.splits import trains_on
 from mmqa_jax.data.tokenizers import (
     WordPiece,
     minilm_tokenizer,
@@ -35,9 +40,15 @@ from mmqa_jax.inference.from_config import (
     make_packing,
     make_source_reader,
     make_vlp_config,
+    make_vqa_features,
+    make_vqa_inputs,
     two_sides,
 )
-from mmqa_jax.models.presets import dual_encoder_from_config, text_classifier_from_config
+from mmqa_jax.models.presets import (
+    dual_encoder_from_config,
+    text_classifier_from_config,
+    vqa_from_config,
+)
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
@@ -51,8 +62,12 @@ from mmqa_jax.training.pretrained import (
     dual_encoder_loader,
     vlp_loader,
 )
+from mmqa_jax.training.pretrained_vqa import make_answers, pretrained_answers, vqa_loader
 from mmqa_jax.training.rerank import RerankTask
 from mmqa_jax.training.state import Task
+from mmqa_jax.training.vqa import VQATask
+
+Tokenizer = WordPiece | ClipTokenizer | QuestionWords
 
 # The keys of the section `batches` that go to FeedConfig.
 FEED_SPEC = {"batch_size": int, "slack": optional(int), "threads": optional(int)}
@@ -68,17 +83,20 @@ class Recipe:
       load_pretrained: puts pretrained weights into a freshly initialized model, in place; None
         to train from scratch.
       title: for the progress line.
-      reader: of the sources; it counts those that could not be read. None: none are read.
+      reader: of the sources or of pictures' features; it counts those that could not be read.
+        None: none are read.
+      answers: the answers that the model chooses among, if it does.
     """
 
     task: Task
     batches: Any
     load_pretrained: Loader | None
     title: str
-    reader: SourceReader | None
+    reader: SourceReader | PictureFeatures | None
+    answers: AnswerVocabulary | None = None
 
 
-def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipTokenizer) -> Recipe:
+def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: Tokenizer) -> Recipe:
     """The recipe of a config that `check_config` accepts.
 
     Raises:
@@ -89,10 +107,14 @@ def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipT
         "rerank": _rerank,
         "answer": _answer,
         "modality": _modality,
+        "vqa": _vqa,
     }
-    is_clip = config.task == "contrastive" and bool(config.model.get("clip"))
-    if isinstance(tokenizer, ClipTokenizer) != is_clip:
-        wanted = "the folder of a converted CLIP" if is_clip else "a WordPiece tokenizer"
+    kind, wanted = WordPiece, "a WordPiece tokenizer"
+    if config.task == "contrastive" and config.model.get("clip"):
+        kind, wanted = ClipTokenizer, "the folder of a converted CLIP"
+    elif config.task == "vqa" and config.model.image == "regions":
+        kind, wanted = QuestionWords, "`words`, or openvqa's token_dict.json"
+    if not isinstance(tokenizer, kind):
         raise UserError(
             f"config key tokenizer={config.tokenizer}: the model reads another kind of tokens; "
             f"name {wanted}."
@@ -108,13 +130,14 @@ def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: WordPiece | ClipT
     return recipes[config.task](config, corpus, questions, tokenizer)
 
 
-def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece | ClipTokenizer:
+def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer:
     """The run's tokenizer, saved as tokenizer.json in its folder.
 
     Args:
       name: `minilm`; `minilm:corpus`, MiniLM's with only the tokens that the corpus and the
         training questions need, the answers' first; `corpus:N`, a WordPiece of N tokens trained
-        on them; the path of a tokenizer.json; or the folder of a converted CLIP.
+        on them; `words`, the words of all questions (openvqa); the path of a tokenizer.json; or
+        the folder of a converted CLIP.
       corpus: what it is trained on.
       folder: of the run; a tokenizer that is already there is used.
     """
@@ -125,9 +148,11 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> WordPiece | ClipT
     return open_tokenizer(kept)
 
 
-def _new_tokenizer(name: str, corpus: Corpus) -> WordPiece | ClipTokenizer:
+def _new_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
     if name == "minilm":
         return minilm_tokenizer()
+    if name == "words":
+        return make_words(question.question for question in corpus.questions())
     if name == "minilm:corpus":
         texts, answers = _all_texts(corpus), _answers(corpus)
         return restrict_vocabulary(minilm_tokenizer(), texts, first=answers)
@@ -207,6 +232,20 @@ def _modality(
     loader = classifier_loader(config, tokenizer)
     task = ModalityTask(model, config.model.frozen)
     return Recipe(task, batches, loader, "Training the modality classifier", None)
+
+
+def _vqa(config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    del questions  # those of the config's fold and of further splits
+    own = [q for q in corpus.questions() if q.answers and trains_on(config.data, q)]
+    answers = make_answers(config.answers, own)
+    old = pretrained_answers(config, answers)
+    model = vqa_from_config(config.model, tokenizer.vocab_size, old, len(answers) - old)
+    reader = make_vqa_features(config)
+    lengths = config.batches.lengths
+    inputs = [make_vqa_inputs(config, tokenizer, reader, length) for length in lengths]
+    batches = vqa_batches(inputs, own, answers, _feed(config), **_options(config))
+    loader = vqa_loader(config, tokenizer, answers)
+    return Recipe(VQATask(model), batches, loader, "Training the VQA model", reader, answers)
 
 
 def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:

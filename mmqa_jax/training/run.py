@@ -18,6 +18,7 @@ from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.loop import train
+from mmqa_jax.training.pretrained_vqa import keep_vocabulary
 from mmqa_jax.training.recipes import make_recipe, make_tokenizer
 from mmqa_jax.training.validation import Validation, read_best
 from mmqa_jax.weights.folder import RECORD, read_metadata
@@ -68,6 +69,8 @@ def run_training(
         else:
             tokenizer = make_tokenizer(config.tokenizer, corpus, folder)
             recipe = make_recipe(config, corpus, tokenizer)
+            if recipe.answers is not None:
+                keep_vocabulary(recipe.answers, folder)
             validation = None
             if config.train.get("evaluate_every", 0) and not only_start:
                 assert make_validation is not None, "this caller cannot evaluate"

@@ -93,10 +93,25 @@ class ValidateAnswers:
     sources: Literal["oracle", "none"] = "oracle"
 
 
+@dataclasses.dataclass(frozen=True)
+class ValidateVQA:
+    """The section `validate` of a VQA run: questions of the split that it does not train on.
+
+    Attributes:
+      split, questions: as in ValidateRetrieval, of those with answers.
+      metric: decides on the best step (evaluation.candidates).
+    """
+
+    split: str
+    questions: int
+    metric: Literal["accuracy", "recall@10"]
+
+
 SECTIONS: Mapping[str, type] = {
     "contrastive": ValidateRetrieval,
     "rerank": ValidateSelection,
     "answer": ValidateAnswers,
+    "vqa": ValidateVQA,
 }
 
 
@@ -107,8 +122,8 @@ class BestWeights:
     ahead of them: a killed run that resumes has the same best step as an uninterrupted one.
 
     Args:
-      workdir: of the run; its config.json and tokenizer.json are copied, so that the folder is all
-        that other verbs need.
+      workdir: of the run; its config.json, tokenizer.json and answers.json are copied, so that the
+        folder is all that other verbs need.
       model: the run's.
       metadata: for model.json.
       metric: what the checkpoints' scores are.
@@ -156,7 +171,8 @@ class BestWeights:
             self._write(self._checkpoints.restore_params(best.step, params), best)
 
     def _write(self, params: Any, best: Best) -> None:
-        kept = [self._workdir / name for name in ("config.json", "tokenizer.json")]
+        names = ("config.json", "tokenizer.json", "answers.json")
+        kept = [self._workdir / name for name in names if (self._workdir / name).exists()]
         replace_trained(
             self._folder,
             self._model.merge(params),

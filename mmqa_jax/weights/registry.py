@@ -185,6 +185,12 @@ TRAINED = (
         model="dual_encoder.DualEncoder",
         config="dual_encoder.DualEncoderConfig",
     ),
+    Architecture(
+        name="caption_mcan",
+        title="MCAN on captions",
+        model="caption_mcan.CaptionMCAN",
+        config="caption_mcan.CaptionMCANConfig",
+    ),
 )
 
 

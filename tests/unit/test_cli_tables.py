@@ -91,7 +91,7 @@ PUBLISHED |= {
 }
 CLASSIFIER = "clip2_classified"
 PUBLISHED["bert-base-cased.txt", CLASSIFIER, "modality"] = 99.987
-NOT_RUN = {"pica_q_only": "missing", "pica": "missing", "human": "cited only"}
+NOT_RUN = {"human": "cited only"}
 
 
 @pytest.fixture
@@ -252,11 +252,11 @@ def test_every_row_is_listed(paper):
         config = tables.get_config(row)
         check_row(config)
         # Where every input comes from is known.
-        parts = [p.to_dict() for p in config.parts.values()]
+        parts = [p.to_dict() for name, p in config.parts.items() if name != "llm"]
         parts += [part["similarity"] for part in parts if part.get("similarity")]
-        keys = ("model", "index", "modality_model")
+        keys = ("model", "index", "modality_model", "text_model", "image_model", "captions", "tags")
         paths = {config.data.dir, *(part.get(key) for part in parts for key in keys)}
-        assert {path for path in paths if path} <= dict(config.made_by).keys()
+        assert {path for path in paths if path} - {"minilm"} <= dict(config.made_by).keys()
 
 
 def write_scores(folder: Path, row: str, **changes) -> None:
@@ -264,6 +264,8 @@ def write_scores(folder: Path, row: str, **changes) -> None:
     record = {
         "dataset": "webqa", "row": row, "split": "val", "limit": None, "n": 100,
         "scores": {"source_f1/official": 0.659, "webqa_acc/official": 0.336},
+        "intervals": {"source_f1/official": [0.6, 0.71]},
+        "n_by_scorer": {"source_f1/official": 100},
         "by_category": {"text": {"webqa_acc/official": 0.5}},
         "by_modality": {
             "image": {"source_f1/official": 0.7112}, "text": {"source_f1/official": 0.7249},
@@ -291,7 +293,7 @@ def test_measured_figures_pass_within_the_tolerance(elsewhere):
             ("7", "source_f1_text"): (0.7249, "fail"),  # 3.01 points above
         }
         others = {row["status"] for row in listed if row["config_row"] != "vlp"}
-        assert others == {"needs", "missing", "cited only"}
+        assert others == {"needs", "cited only"}
 
 
 def test_categories_are_measured_by_their_name(elsewhere):
@@ -313,7 +315,10 @@ def test_a_part_of_the_split_passes_nothing(elsewhere):
     listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
     assert of_figure(listed, "6", "vlp", "source_f1")["status"] == "not run"
     shown = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown").out
-    assert "| 0.689 | 0.659 | not run (first 100 only) | vlp |" in shown
+    assert (
+        "| vlp | source_f1 | 0.689 | 0.659 [0.600, 0.710] | 100 | not run (first 100 only) |"
+        in shown
+    )
 
 
 def test_another_split_passes_nothing(elsewhere):
@@ -336,25 +341,70 @@ def test_the_tables_that_are_shown(elsewhere):
     for table in "678":
         assert f"webqa, table {table}" in ended.out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ended.out.splitlines()]
-    (row,) = (row for row in rows if row[:2] == ["Restr. VLP, predicted sources", "source_f1"])
-    assert row[2:] == ["0.689", "0.659", "pass", "vlp"]
-    (row,) = (row for row in rows if row[:1] == ["vlp_oracle"])
-    assert row[1].startswith("mmqa run --config=configs/webqa/tables.py:vlp_oracle --workdir=")
-    assert row[2] == "data/webqa; runs/vlp_qa"
+    (row,) = (row for row in rows if row[:2] == ["Restr. VLP, predicted sources", "vlp"])
+    assert row[2:] == ["0.426", "0.367", "0.226", "0.689"]
+    (row,) = (row for row in rows if row[:2] == ["Human, oracle sources", "(cited only)"])
+    assert row[2:] == ["0.551", "0.943", "0.524", "0.905"]
+    (row,) = (row for row in rows if row[:2] == ["vlp", "source_f1"])
+    assert row[2:] == ["0.689", "0.659 [0.600, 0.710]", "100", "pass"]
+    (row,) = (row for row in rows if row[:1] == ["configs/webqa/tables.py:vlp_oracle"])
+    assert row[1] == "data/webqa; runs/vlp_qa"
+
+
+def test_intervals_and_numbers_of_questions(elsewhere):
+    """Over all questions they are those of scores.json; of a category there is no interval."""
+    write_scores(elsewhere / "vlp", "vlp", n_by_category={"text": 55})
+    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
+    figure = of_figure(listed, "6", "vlp", "source_f1")
+    assert (figure["interval"], figure["n"]) == ([0.6, 0.71], 100)
+    image = of_figure(listed, "7", "vlp", "source_f1_image")
+    assert (image["measured"], image["interval"], image["n"]) == (0.7112, None, None)
+    assert of_figure(listed, "6", "vlp_oracle", "acc")["interval"] is None
+
+
+def test_the_rows_of_ours_that_were_run(elsewhere):
+    """Beside the papers', with value, interval and n; OpenStax's scores say `corpus`."""
+    scores = {"choice_accuracy/recorded_choice": 0.5}
+    more = {
+        "scores": scores, "intervals": {next(iter(scores)): [0.4, 0.6]},
+        "n_by_scorer": {next(iter(scores)): 313}, "by_category": {}, "by_modality": {},
+    }  # fmt: skip
+    folder = elsewhere / "openstax" / "smollm2_k0"
+    write_scores(folder, "smollm2_k0", dataset="corpus", split="test", **more)
+    ended = mmqa("tables", "rmr", f"--workdir={elsewhere}", "--markdown")
+    assert "rmr, ours, openstax" in ended.out
+    assert "| smollm2_k0 | choice_accuracy/recorded_choice | 0.500 [0.400, 0.600] | 313 |" in (
+        ended.out
+    )
+    rows = done("tables", "rmr", f"--workdir={elsewhere}")["rows"]
+    measured = [row for row in rows if row["measured"] is not None]
+    assert [(row["table"], row["status"], row["n"]) for row in measured] == [
+        ("ours, openstax", "measured", 313)
+    ]
+
+
+def test_tables_fit_a_terminal_of_120_characters(elsewhere):
+    write_scores(elsewhere / "vlp", "vlp")
+    for paper in ("webqa", "pica", "rmr", "atlas"):
+        lines = mmqa("tables", paper, f"--workdir={elsewhere}").out.splitlines()
+        assert max(map(len, lines)) <= 120
+        assert not any("…" in line for line in lines)
 
 
 def test_all_papers(elsewhere):
     rows = done("tables")["rows"]
-    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "atlas"}
+    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "mavl", "atlas"}
     assert [row for row in rows if row["paper"] == "atlas"] == done("tables", "atlas")["rows"]
 
 
 def test_wrong_flags(refused):
-    refused("tables", "mavl", message=r"mavl.*webqa.*pica.*rmr.*atlas")
+    refused("tables", "vilt", message=r"vilt.*webqa.*pica.*rmr.*mavl.*atlas")
     refused("tables", "webqa", "--workdir=nowhere", message=r"--workdir=nowhere: no such folder")
 
 
-@pytest.mark.parametrize("dataset", ["okvqa", "aokvqa", "scienceqa"])
+@pytest.mark.parametrize(
+    "dataset", ["okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "openstax"]
+)
 def test_rows_of_the_benchmarks(dataset):
     """Every row is one that `mmqa run` takes, and where its inputs come from is known."""
     from mmqa_jax.core.config import load_module
@@ -362,7 +412,7 @@ def test_rows_of_the_benchmarks(dataset):
     tables = load_module(ROOT / f"configs/{dataset}/tables.py")
     listed = {
         (row["config_row"], row["command"])
-        for paper in ("pica", "rmr")
+        for paper in ("pica", "rmr", "mavl")
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]
     }
@@ -370,11 +420,11 @@ def test_rows_of_the_benchmarks(dataset):
     for name in tables.MODES:
         config = tables.get_config(name)
         check_row(config)
-        assert config.dataset == dataset
-        paths = {config.data.dir}
-        for part in config.parts.values():
-            named = {"data": "", "text_model": "", "image_model": "", **part}
-            paths |= {named[key] for key in ("data", "text_model", "image_model")} - {"", "minilm"}
+        assert config.dataset == {"openstax": "corpus"}.get(dataset, dataset)
+        keys = ("data", "text_model", "image_model", "index", "captions", "tags")
+        keys += ("candidates", "examples", "run")
+        named = [part.get(key) for part in config.parts.values() for key in keys]
+        paths = {config.data.dir, *filter(None, named)} - {"minilm"}
         assert paths <= dict(config.made_by).keys()
 
 

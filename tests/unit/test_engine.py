@@ -204,11 +204,7 @@ def test_scores_equal_the_forward_pass(engine, log_probs):
         choices = [rng.integers(0, MODEL.vocab_size, n) for n in (1, 3, 12, 32)]
         likely, _ = greedy(log_probs, prompt, 4)
         requests.append(Scoring(number, prompt, [*choices, likely]))
-    before = engine.throughput.reused_tokens
     found = {scores.id: scores.scores for scores in engine.score(requests)}
-    assert engine.throughput.reused_tokens - before >= 4 * (
-        24 + 32 + 64 + 120
-    )  # the prompt's chunks
     for request in requests:
         prompt = list(request.prompt)
         for score, tokens in zip(found[request.id], request.continuations, strict=True):
@@ -219,6 +215,29 @@ def test_scores_equal_the_forward_pass(engine, log_probs):
             assert score.mean == pytest.approx(want.mean(), abs=1e-4)
             assert score.greedy == (list(tokens) == rows.argmax(-1).tolist())
         assert found[request.id][-1].greedy
+
+
+def test_continuations_share_one_pass_over_the_prompt(engine):
+    rng = np.random.default_rng(8)
+    prompt = rng.integers(0, MODEL.vocab_size, 70)
+    choices = [rng.integers(0, MODEL.vocab_size, n) for n in (1, 3, 12, 4)]
+    before = dataclasses.replace(engine.throughput)
+    engine.loglikelihood(prompt, choices)
+    assert engine.throughput.prefill_tokens - before.prefill_tokens == 70 + 0 + 2 + 11 + 3
+    assert engine.throughput.reused_tokens == before.reused_tokens
+
+
+def test_columns_of_branches_are_not_reused_as_a_sequence(engine, log_probs):
+    """A prompt with the tokens of an earlier prompt and all its continuations, in that order."""
+    rng = np.random.default_rng(9)
+    prompt = rng.integers(0, MODEL.vocab_size, 10)
+    one, other = rng.integers(0, MODEL.vocab_size, (2, 15))  # both begin in the first chunk
+    engine.loglikelihood(prompt, [one, other])
+    whole = [*prompt, *one[:-1], *other[:-1]]  # its columns hold exactly these tokens
+    (result,) = engine.generate([Request(0, whole, 3, logprobs=True)])
+    tokens, logprobs = greedy(log_probs, whole, 3)
+    assert list(result.candidates[0].tokens) == tokens
+    np.testing.assert_allclose(result.candidates[0].logprobs, logprobs, rtol=0, atol=1e-4)
 
 
 def test_loglikelihood_of_text_is_cut_as_in_the_harness(engine, log_probs):

@@ -14,7 +14,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConfig, said_before
 
 MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14

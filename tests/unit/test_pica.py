@@ -16,11 +16,12 @@ from mmqa_jax.systems.pica import (
     vote_of_nearest_answers,
 )
 
+TAGS = [{"class": "cat", "conf": 0.9}, {"class": "mat", "conf": 0.5}]  # as the reader keeps them
 ANSWERS = ("blue", "red", "red", "red", "green")
 
 
 def example(n: int, **more) -> Question:
-    extra = {"caption": f"picture {n}.", "tags": ["cat", "mat"]}
+    extra = {"caption": f"picture {n}.", "tags": TAGS}
     return Question(
         f"e{n}", "train", f"ask {n} ?", answers=(ANSWERS[n % 5], *ANSWERS), extra=extra, **more
     )

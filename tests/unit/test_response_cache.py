@@ -96,6 +96,20 @@ def test_only_what_is_missing_is_asked(tmp_path):
     assert other.asked == [0]
 
 
+def test_what_answers_cost_does_not_depend_on_the_cache():
+    drawn = tuple(Candidate("t", (1,) * n, -1.0, None, "stop") for n in (2, 3))
+    scored = (Score(-1.0, (-1.0, -0.5), False), Score(-1.0, (-1.0,), True))
+    answers = {1: Result(1, drawn, 7, 5), 2: Scores(2, scored, 10)}
+    cache = ResponseCache(":memory:")
+    for _ in range(2):  # asked, then kept
+        served = Cached(Echoing(answers), cache)
+        assert len([*served.answer([Completion(1, "a"), Choices(2, "b", ("c", "d"))])]) == 2
+        # Two draws and two continuations, each with its prompt.
+        assert vars(served.work) == {
+            "calls": 4, "prompt_tokens": 2 * 7 + 2 * 10, "completion_tokens": 2 + 3 + 2 + 1
+        }  # fmt: skip
+
+
 def test_the_key_holds_all_that_an_answer_depends_on():
     red, blue = Picture(b"\x89PNG red", "a.png"), Picture(b"\x89PNG blue", "a.png")
     drawn = Decoding(temperature=1.0)

@@ -6,11 +6,21 @@ import pytest
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.multiple_choice import llava_choice
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.systems.rmr import answer_rmr, answer_rmr_direct, choose_rmr, direct_answer, fields
+from mmqa_jax.systems.rmr import (
+    answer_rmr,
+    answer_rmr_direct,
+    answer_rmr_letter,
+    check_questions,
+    choose_rmr,
+    direct_answer,
+    fields,
+)
 
 TRIPLETS = [
     Question(
@@ -91,7 +101,8 @@ def test_pictures_go_to_a_model_that_sees(library):
 def test_the_likeliest_option(library, options, spelled):
     llm = FakeLLM(score=lambda prompt, option: (-1.0,) if option == spelled else (-2.0,))
     predictions = choose_rmr(QUERIES, llm, library, shots=2, options=options)
-    assert {(p.choice, p.answer) for p in predictions} == {(2, "three")}
+    assert {(p.choice, p.answer) for p in predictions} == {(2, "C. three")}
+    assert {llava_choice(p.answer, 3) for p in predictions} == {2}
 
 
 def test_calibration_removes_a_preference(library):
@@ -137,3 +148,32 @@ def test_direct_answers(library, text, answer):
     assert {(p.answer, p.choice) for p in predictions} == {(answer, None)}
     assert "Options" not in llm.seen[0].prompt
     assert "The answer is " in llm.seen[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("A cat is red. The answer is B.", "B"),
+        ("B", "B"),
+        ("(C)", "C"),
+        ("B.", "B"),
+        ("B. because", "B"),
+        ("D", "D"),  # of three choices: no letter, left to the scorer
+        ("The answer is two", "The answer is two"),
+        ("", ""),
+    ],
+)
+def test_letters(library, text, answer):
+    """A letter alone, which MMBench's and SEED-Bench's scorers read; never a choice."""
+    llm = FakeLLM(lambda prompt: (text, -1.0))
+    predictions = answer_rmr_letter(QUERIES, CORPUS, llm, library, shots=1)
+    assert {(p.answer, p.choice) for p in predictions} == {(answer, None)}
+    assert predictions[0].trace["outputs"][0]["text"] == text
+
+
+@pytest.mark.parametrize("setting", ["rmr_choice", "rmr_letter"])
+def test_questions_without_choices_are_refused(setting):
+    check_questions(setting, QUERIES)
+    check_questions("rmr_direct", [Question("x", "test", "?")])
+    with pytest.raises(UserError, match=rf"setting {setting}: 1 of 4 questions have no choices"):
+        check_questions(setting, [*QUERIES, Question("x", "test", "?")])

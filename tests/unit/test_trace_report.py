@@ -35,8 +35,15 @@ SCORES = {"q1": {"vqa_accuracy/paper": 2 / 3}}
 
 
 def traces_of(page: str) -> list[dict]:
+    """The traces as the page's script reads them: long texts are lists of lines' numbers."""
     found = re.search(r'<script type="application/json" id="trace-data">(.*?)</script>', page, re.S)
-    return json.loads(found[1])
+    data = json.loads(found[1])
+    for trace in data["traces"]:
+        trace["details"] = [
+            [name, "\n".join(data["lines"][n] for n in numbers)]
+            for name, numbers in trace["details"]
+        ]
+    return data["traces"]
 
 
 def test_traces_are_data():
@@ -68,7 +75,7 @@ def test_rows_and_counts():
     assert (one["question_id"], one["answer"], one["scores"]) == ("q1", "red", SCORES["q1"])
     assert one["prompts"] == TRACE["prompts"]
     assert two["failed"] == ["timed out"]
-    assert trace_counts(QUESTIONS, PREDICTIONS, 1) == {
+    assert trace_counts(PREDICTIONS, QUESTIONS, 1) == {
         "without_caption": 1,
         "without_picture": 2,
         "repeated_choices": 0,
@@ -80,7 +87,7 @@ def test_rows_and_counts():
         "empty_answers": 1,
     }
     # Two prompts with one example each, and one that did not fit: less than 2 each.
-    assert trace_counts(QUESTIONS, PREDICTIONS, 2)["too_few_examples"] == 1
+    assert trace_counts(PREDICTIONS, QUESTIONS, 2)["too_few_examples"] == 1
 
 
 def test_pictures_are_thumbnails():

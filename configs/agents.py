@@ -1,0 +1,178 @@
+"""The rows of Prophet and MAVL, the same on OK-VQA and A-OKVQA. Not an experiment itself.
+
+The paper's need LLaMA-2 7B, captions of the train pictures, the candidates and answer-aware
+examples of Prophet's authors, and passages of Wikipedia in the interchange format. Ours take
+SmolLM2-135M-Instruct, one half of the split as the library of the other, candidates of a VQA model
+trained on that other half, and OpenStax's paragraphs.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from mmqa_jax.core.config import config_beside
+
+_rows = config_beside(__file__, "rows.py")
+LLAMA, WIKIPEDIA, OPENSTAX = "weights/llama2_7b", "data/wikipedia", "data/openstax"
+MADE_BY = {
+    LLAMA: f"mmqa convert --model=llama --source=downloads/Llama-2-7b-hf --out={LLAMA}",
+    WIKIPEDIA: f"mmqa prepare corpus --raw=downloads/wikipedia --out={WIKIPEDIA}",
+    OPENSTAX: f"mmqa prepare corpus --raw=downloads/openstax --out={OPENSTAX}",
+}
+TOLERANCE = 0.02
+Figure = tuple[str, str, str, float]  # table, row, column, accuracy in percent
+
+_WITHOUT_AGENTS = {"agents": ("manager",), "votes": (4.0,)}
+# Row of table 3 -> options of the setting `mavl`.
+ABLATIONS = {
+    "mavl": {},
+    "mavl_without_agents": _WITHOUT_AGENTS,
+    "mavl_without_planners": {"plans": "all"},
+    "mavl_without_tools": {"plans": "none"},
+    "mavl_without_all": {"plans": "none", **_WITHOUT_AGENTS},
+}
+
+
+def figures(found: Sequence[Figure], scorer: str) -> tuple[dict, ...]:
+    """Published figures as a row's `published`."""
+    return tuple(
+        {
+            "table": table,
+            "row": row,
+            "column": column,
+            "published": round(value / 100, 4),
+            "tolerance": TOLERANCE,
+            "scorer": scorer,
+            "group": "",
+        }
+        for table, row, column, value in found
+    )
+
+
+def cited(found: Sequence[Figure], scorer: str) -> tuple[dict, ...]:
+    """Figures of MAVL's tables that it cites, or that only a leaderboard gives."""
+    return tuple({**figure, "paper": "mavl"} for figure in figures(found, scorer))
+
+
+def paper_rows(dataset: str, published: Mapping[str, Sequence[Figure]], scorer: str) -> dict:
+    """The rows of MAVL's tables that are run.
+
+    Args:
+      dataset: whose files of Prophet's authors are in downloads/prophet.
+      published: row -> its figures.
+    """
+    llm = _rows.language_model(LLAMA, length=4096, buckets=(32, 128, 512), prefill_tokens=1024)
+    heuristics = _rows.heuristics(*_prophets_files(dataset))
+    parts = {
+        "llm": llm,
+        "library": _rows.library(text_model=""),
+        "heuristics": heuristics,
+    }
+    rows = {
+        name: {"setting": "mavl", "parts": {**parts, "knowledge": _rows.knowledge(data=WIKIPEDIA)},
+               "options": options}
+        for name, options in ABLATIONS.items()
+    }  # fmt: skip
+    rows["prophet_llama"] = {
+        "setting": "prophet",
+        "parts": parts,
+        "options": {"shots": 8, "candidates": 5, "ensemble": 1},
+    }
+    return {
+        name: {
+            **row,
+            "paper": "mavl",
+            "system": row["setting"],
+            "published": figures(published.get(name, ()), scorer),
+        }
+        for name, row in rows.items()
+    }
+
+
+def our_rows(dataset: str, split: str, questions: int) -> dict:
+    """The same systems with SmolLM2, and what the paper lacks.
+
+    Args:
+      split: whose halves are each other's library.
+      questions: of every row; 0 is all.
+    """
+    parts = _our_parts(dataset, split)
+    team = {**parts, "knowledge": _rows.knowledge(data=OPENSTAX, modality="text")}
+    asked = {"chat": True, "task": "test_input"}
+    finished = {"finished": {"run": _finished(dataset)}}
+    rows = {
+        "smollm2_prophet": ("prophet", parts, {"shots": 8, "candidates": 5, "ensemble": 5}),
+        "smollm2_prophet_one": ("prophet", parts, {"shots": 8, "candidates": 5, "ensemble": 1}),
+        **{
+            f"smollm2_{name}": ("mavl", team, {**asked, **options})
+            for name, options in ABLATIONS.items()
+        },
+        "smollm2_mavl_oracle": ("mavl", team, {"plans": "oracle"}),
+        "smollm2_mavl_probability": ("mavl_revote", finished, {"weighting": "probability"}),
+        "smollm2_mavl_fitted": ("mavl_revote", finished, {"weighting": "fitted"}),
+        "smollm2_draws": ("mavl_draws", parts, {}),
+        "vqa_model_alone": ("prophet_candidate", {"heuristics": parts["heuristics"]}, {}),
+    }
+    return {
+        name: {
+            "paper": "mavl",
+            "system": setting.partition("_")[0],
+            "setting": setting,
+            "parts": own,
+            "options": options,
+            "questions": questions,
+        }
+        for name, (setting, own, options) in rows.items()
+    }
+
+
+def choice_row(dataset: str, split: str) -> dict:
+    """Prophet's prompt with SmolLM2, multiple choice."""
+    return {
+        "paper": "mavl",
+        "system": "prophet",
+        "setting": "prophet_choice",
+        "parts": _our_parts(dataset, split),
+        "options": {"shots": 8, "candidates": 5},
+    }
+
+
+def _our_parts(dataset: str, split: str) -> dict:
+    cache = f"runs/{dataset}_responses.sqlite"
+    return {
+        "llm": _rows.language_model("smollm2", cache=cache, length=2048, prefill_tokens=512),
+        "library": _rows.library(split=split, folds=2, text_model=""),
+        "heuristics": _rows.heuristics(*_our_files(dataset)),
+    }
+
+
+def made_by(dataset: str, split: str) -> dict[str, str]:
+    """Path of an input of these rows -> where it comes from."""
+    authors = "assets of github.com/MILVLG/prophet"
+    ours = (
+        f"mmqa candidates --data=data/{dataset} --split={split} --examples_split={split} "
+        f"--model runs/{dataset}_mcan_0 runs/{dataset}_mcan_1 --out=runs/{dataset}_candidates"
+    )
+    finished = f"mmqa run --config=configs/{dataset}/tables.py:smollm2_mavl"
+    return {
+        **MADE_BY,
+        **dict.fromkeys(_prophets_files(dataset), authors),
+        **dict.fromkeys(_our_files(dataset), ours),
+        _finished(dataset): f"{finished} --workdir={_finished(dataset)}",
+    }
+
+
+def _prophets_files(dataset: str) -> tuple[str, str]:
+    short = {"okvqa": "ok", "aokvqa": "aok_val"}[dataset]
+    folder = "downloads/prophet/assets"
+    return (
+        f"{folder}/candidates_{short}.json",
+        f"{folder}/answer_aware_examples_{short}.json",
+    )
+
+
+def _our_files(dataset: str) -> tuple[str, str]:
+    folder = f"runs/{dataset}_candidates"
+    return f"{folder}/candidates.json", f"{folder}/answer_aware_examples.json"
+
+
+def _finished(dataset: str) -> str:
+    return f"runs/tables/{dataset}/smollm2_mavl"

@@ -1,0 +1,49 @@
+"""`mmqa candidates`: answer candidates and answer-aware examples, Prophet's stage 1 in use."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+
+SUMMARY = "answer candidates and answer-aware examples of a trained VQA model."
+EXAMPLE = (
+    "mmqa candidates --data=data/okvqa --model runs/mcan_0 runs/mcan_1 --examples_split=test "
+    "--out=runs/candidates"
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    flags.add_data(parser)
+    flags.add_split(parser)
+    parser.add_argument(
+        "--model",
+        required=True,
+        nargs="+",
+        help="workdir of a VQA run, or several of them that were trained on different folds: each "
+        "serves the questions that it was not trained on",
+    )
+    parser.add_argument(
+        "--examples_split",
+        default="train",
+        help="examples are the questions of this split that the model was trained on (train)",
+    )
+    parser.add_argument(
+        "--out", required=True, help="folder for candidates.json and answer_aware_examples.json"
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Writes both files, and prints how good the candidates are."""
+    from mmqa_jax.systems.candidates import write_stage
+
+    return write_stage(
+        Path(arguments.data),
+        [Path(model) for model in arguments.model],
+        Path(arguments.out),
+        split=arguments.split,
+        examples_split=arguments.examples_split,
+    )

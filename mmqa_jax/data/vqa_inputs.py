@@ -1,0 +1,109 @@
+"""What a VQA model reads of a question: its tokens, and the picture or what stands for it.
+
+One class for each MCAN; all give `question_ids` int32[B, L] and `image`, and count in `truncated`
+int32[B] the tokens that did not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmqa_jax.data.datasets.benchmark import CAPTION
+from mmqa_jax.data.packing import Packed
+from mmqa_jax.data.picture_features import PictureFeatures
+from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.tokenizers import WordPiece, text_inputs
+from mmqa_jax.data.truncation import cut
+
+
+class VQAInputs(Protocol):
+    """Questions -> the arrays of a batch."""
+
+    def __call__(self, questions: Sequence[Question]) -> Packed: ...
+
+
+class GridInputs:
+    """For Prophet's MCAN: `image` float32[B, cells, F], zeros where a picture has no features.
+
+    Args:
+      tokenizer: BERT's.
+      features: of the pictures, by image id.
+      length: tokens of a question, [CLS] and [SEP] among them.
+    """
+
+    def __init__(self, tokenizer: WordPiece, features: PictureFeatures, length: int):
+        self._tokenizer, self._features, self._length = tokenizer, features, length
+
+    def __call__(self, questions: Sequence[Question]) -> Packed:
+        tokens = self._tokenizer.encode_batch([plain(q.question) for q in questions])
+        ids, _, lost = text_inputs(tokens, self._length, self._tokenizer)
+        image = self._features.batch([image_id(question) for question in questions])
+        return {"question_ids": ids, "image": image, "truncated": lost}
+
+
+class RegionInputs:
+    """For openvqa's MCAN: `image` float32[B, slots, F], zeros behind a picture's last region.
+
+    Args:
+      words: of the run's questions.
+      features: as for GridInputs.
+      length: words of a question.
+    """
+
+    def __init__(self, words: QuestionWords, features: PictureFeatures, length: int):
+        self._words, self._features, self._length = words, features, length
+
+    def __call__(self, questions: Sequence[Question]) -> Packed:
+        ids = np.zeros((len(questions), self._length), np.int32)
+        lost = np.zeros(len(questions), np.int32)
+        for row, question in enumerate(questions):
+            found = self._words.encode(question.question)
+            kept = found[: self._length]
+            ids[row, : len(kept)] = kept
+            lost[row] = len(found) - len(kept)
+        image = self._features.batch([image_id(question) for question in questions])
+        return {"question_ids": ids, "image": image, "truncated": lost}
+
+
+class CaptionInputs:
+    """For MCAN on captions: question and caption as a pair; `image` bool[B, L], the caption's part.
+
+    Half of the tokens are the question's at most. Without a caption, its part is [SEP] alone.
+
+    Args:
+      tokenizer: BERT's.
+      length: tokens of both, special tokens among them.
+    """
+
+    def __init__(self, tokenizer: WordPiece, length: int):
+        self._tokenizer, self._length = tokenizer, length
+
+    def __call__(self, questions: Sequence[Question]) -> Packed:
+        tokenizer = self._tokenizer
+        asked = tokenizer.encode_batch([plain(q.question) for q in questions])
+        captions = tokenizer.encode_batch([str(q.extra.get(CAPTION, "")) for q in questions])
+        shown = [cut(question, self._length // 2, None) for question in asked]
+        pairs = [
+            [*question, tokenizer.sep_id, *caption]
+            for question, caption in zip(shown, captions, strict=True)
+        ]
+        ids, real, lost = text_inputs(pairs, self._length, tokenizer)
+        first = np.array([2 + len(question) for question in shown])  # of the caption's part
+        for row, (whole, kept) in enumerate(zip(asked, shown, strict=True)):
+            lost[row] += len(whole) - len(kept)
+        image = real & (np.arange(self._length) >= first[:, None])
+        return {"question_ids": ids, "image": image, "truncated": lost}
+
+
+def plain(question: str) -> str:
+    """A question as Prophet tokenizes it (load_data.py, `bert_tokenize`)."""
+    return question.lower().replace("?", "")
+
+
+def image_id(question: Question) -> Any:
+    """The number of a question's picture in COCO, or the picture's name."""
+    return question.extra.get("image_id", question.image)

@@ -1,0 +1,90 @@
+"""A trained MCAN in use: answer candidates, and the latents by which examples are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float32
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.schema import Question
+from mmqa_jax.inference.from_config import make_vqa_features, make_vqa_inputs
+
+CANDIDATES = 10  # Prophet's CANDIDATE_NUM
+
+
+class VQAModel:
+    """Holds the parameters and the jitted function; all batches have one size and one length.
+
+    Args:
+      config: of the run.
+      tokenizer: of the run.
+      answers: of the run.
+      model: possibly abstract, if `use` gives the parameters.
+    """
+
+    def __init__(
+        self, config: ConfigDict, tokenizer: Any, answers: AnswerVocabulary, model: nnx.Module
+    ):
+        self.config, self.answers = config, answers
+        self.features = make_vqa_features(config)
+        longest = max(config.batches.lengths)
+        self._inputs = make_vqa_inputs(config, tokenizer, self.features, longest)
+        self._batch_size = config.inference.batch_size
+        graphdef, self._state = nnx.split(model)
+
+        def run(state: Any, question_ids: jax.Array, image: jax.Array) -> tuple[jax.Array, ...]:
+            module = nnx.merge(graphdef, state)
+            latent = module.latent(question_ids, image)
+            return jax.nn.sigmoid(module.answer_logits(latent).astype(jnp.float32)), latent
+
+        self._run = jax.jit(run)
+
+    def use(self, model: nnx.Module) -> None:
+        """Continues with the parameters of another model of the same config; compiles nothing."""
+        _, self._state = nnx.split(model)
+
+    def candidates(
+        self, questions: Sequence[Question], count: int = CANDIDATES
+    ) -> dict[str, list[tuple[str, float]]]:
+        """question_id -> the `count` answers with the highest scores, best first."""
+        return self.candidates_and_latents(questions, count)[0]
+
+    def candidates_and_latents(
+        self, questions: Sequence[Question], count: int = CANDIDATES
+    ) -> tuple[dict[str, list[tuple[str, float]]], Float32[np.ndarray, "n D"]]:
+        """As `candidates`, and the fused feature of every question."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        latents = [np.zeros((0, self.latent_size), np.float32)]
+        with Progress("Answer candidates", len(questions), "questions") as progress:
+            for batch, scores, latent in self._batches(questions):
+                for question, row in zip(batch, scores, strict=True):
+                    best = np.argsort(-row, kind="stable")[:count]
+                    found[question.id] = [(self.answers.answers[i], float(row[i])) for i in best]
+                latents.append(latent)
+                progress.advance(len(batch))
+        return found, np.concatenate(latents)
+
+    @property
+    def latent_size(self) -> int:
+        """Values of a latent."""
+        return self.config.model.fusion.flat_out
+
+    def _batches(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[Sequence[Question], np.ndarray, np.ndarray]]:
+        for start in range(0, len(questions), self._batch_size):
+            batch = questions[start : start + self._batch_size]
+            filled = [*batch, *[batch[-1]] * (self._batch_size - len(batch))]
+            arrays = self._inputs(filled)
+            inputs = jax.device_put((arrays["question_ids"], arrays["image"]))
+            scores, latents = map(fetch, self._run(self._state, *inputs))
+            yield batch, scores[: len(batch)], latents[: len(batch)]

@@ -1,0 +1,142 @@
+"""Prophet's stage 1 in use (prophet/stage1/heuristics.py): what its prompts are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_out
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import split_questions, trains_on
+from mmqa_jax.evaluation.candidates import score_candidates
+from mmqa_jax.evaluation.vqa import has_answers
+from mmqa_jax.inference.loading import load_vqa_model
+from mmqa_jax.prompting.candidates import (
+    ANSWER_AWARE,
+    CANDIDATES,
+    Candidates,
+    write_answer_aware,
+    write_candidates,
+)
+
+EXAMPLES = 100  # Prophet's EXAMPLE_NUM
+
+
+def write_stage(
+    data: Path, models: Sequence[Path], out: Path, *, split: str, examples_split: str
+) -> dict[str, Any]:
+    """Candidates of the questions of a split and of their examples, and which examples are near.
+
+    A model serves the questions of `split` that it was not trained on; its examples are those of
+    `examples_split` that it was trained on. An example that no model serves as a question gets the
+    candidates of the model that was trained on it, as in Prophet.
+
+    Raises:
+      UserError: a question that no model may serve, or two do.
+    """
+    check_out(out, folder=True)
+    corpus = open_corpus(data)
+    questions = split_questions(corpus, data, split)
+    library = [q for q in split_questions(corpus, data, examples_split) if q.answers]
+    shares = [_share(folder, questions, library) for folder in models]
+    _check(models, shares, questions, split, examples_split)
+    served: Candidates = {}
+    of_examples: Candidates = {}
+    examples: dict[str, list[str]] = {}
+    missing = 0
+    for folder, share in zip(models, shares, strict=True):
+        model = load_vqa_model(folder)
+        found, latents = model.candidates_and_latents(share.asked)
+        found_own, latents_own = model.candidates_and_latents(share.own)
+        served |= found
+        of_examples |= found_own
+        examples |= nearest(share.asked, latents, share.own, latents_own)
+        if model.features is not None:
+            model.features.warn_missing()
+            missing += model.features.missing.count
+    out.mkdir(parents=True, exist_ok=True)
+    write_candidates(out / CANDIDATES, of_examples | served)
+    write_answer_aware(out / ANSWER_AWARE, examples)
+    scored = [question for question in questions if has_answers(question)]
+    scores = score_candidates(scored, served) if scored else {}
+    for name, value in scores.items():
+        print(f"{name:<12} {value:.4f}")
+    print(f"{len(served):,} questions, {len(of_examples):,} examples: {out}")
+    return {
+        "questions": len(served),
+        "examples": len(of_examples),
+        "pictures_without_features": missing,
+        "scores": scores,
+        "out": str(out),
+    }
+
+
+def nearest(
+    questions: Sequence[Question],
+    latents: Float32[np.ndarray, "n D"],
+    examples: Sequence[Question],
+    of_examples: Float32[np.ndarray, "N D"],
+) -> dict[str, list[str]]:
+    """question_id -> ids of the examples whose latents have the highest cosine, best first."""
+    units, their_units = (
+        x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
+        for x in (latents, of_examples)
+    )
+    found = {}
+    for question, unit in zip(questions, units, strict=True):
+        order = np.argsort(-(their_units @ unit), kind="stable")[:EXAMPLES]
+        found[question.id] = [examples[row].id for row in order]
+    return found
+
+
+class _Share(NamedTuple):
+    """What one model serves."""
+
+    asked: list[Question]
+    own: list[Question]  # its examples
+
+
+def _share(folder: Path, questions: Sequence[Question], library: Sequence[Question]) -> _Share:
+    data = read_config(folder).data
+    if "split" not in data:
+        raise UserError(f"--model {folder}: is no workdir of a VQA run; name one.")
+    return _Share(
+        [question for question in questions if not trains_on(data, question)],
+        [question for question in library if trains_on(data, question)],
+    )
+
+
+def _check(
+    models: Sequence[Path],
+    shares: Sequence[_Share],
+    questions: Sequence[Question],
+    split: str,
+    examples_split: str,
+) -> None:
+    served: set[str] = set()
+    for folder, (asked, own) in zip(models, shares, strict=True):
+        if not asked or not own:
+            what = f"none of {examples_split}" if asked else f"all of {split}"
+            raise UserError(
+                f"--model {folder}: was trained on {what}; name another --split or "
+                "--examples_split."
+            )
+        twice = sum(question.id in served for question in asked)
+        if twice:
+            raise UserError(
+                f"--model {folder}: {twice:,} of its questions are another model's already; name "
+                "runs that were trained on different folds of one data set."
+            )
+        served |= {question.id for question in asked}
+    if left := len(questions) - len(served):
+        raise UserError(
+            f"--model: {left:,} of the {len(questions):,} questions of {split} are in every "
+            "model's training; add a run of another fold, or name another --split."
+        )

@@ -1,0 +1,202 @@
+"""`mmqa caption`: Oscar+'s captions of pictures from a detector's regions (run_captioning.py).
+
+Written as VinVL's captions TSV, which every benchmark's reader takes; the detector's own labels as
+a tags TSV.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from tokenizers import decoders
+
+from mmqa_jax.core.config import config_fingerprint
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write, check_out
+from mmqa_jax.core.journal import Journal
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.data.regions import (
+    Detections,
+    RegionError,
+    VinVLFeatures,
+    oscar_regions,
+    read_class_names,
+    tag_words,
+)
+from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
+from mmqa_jax.data.vinvl_rows import PictureRow, VinVLRows, read_sizes
+from mmqa_jax.decoding.oscar_caption import write_captions
+from mmqa_jax.models.oscar_layout import OscarLayout
+from mmqa_jax.weights.folder import load_converted, read_metadata, read_record
+
+
+def caption_pictures(
+    features: Path,
+    model: Path,
+    tokenizer: Path,
+    out: Path,
+    *,
+    tags: Path | None = None,
+    sizes: Path | None = None,
+    names: Path | None = None,
+    batch_size: int = 64,
+    num_beams: int = 5,
+) -> dict[str, Any]:
+    """Captions every picture of a TSV of regions; continues an interrupted job.
+
+    A picture without readable regions gets an empty list, and is counted.
+
+    Args:
+      features: TSV of VinVL's detections with its lineidx.
+      model: converted Oscar.
+      tokenizer: its tokenizer.json.
+      out, tags: TSVs of captions and of object labels to write.
+      sizes: hw.tsv, where the rows of `features` do not hold image_h and image_w.
+      names: the detector's class names, where the rows do not hold them.
+
+    Raises:
+      UserError: another model, or a picture whose size is not known.
+    """
+    for path in (out, *([] if tags is None else [tags])):
+        check_out(path)
+    rows = VinVLRows(features)
+    known = {} if sizes is None else read_sizes(sizes)
+    words = None if names is None else read_class_names(names, VinVLFeatures)
+    captioner = OscarCaptioner(model, load_tokenizer(tokenizer), num_beams)
+    status = features.stat()
+    inputs = {
+        "features": [str(features.resolve()), status.st_size, status.st_mtime_ns],
+        "model": read_metadata(model),
+        "beams": num_beams,
+    }
+    journal_file = out.with_name(f".{out.name}.journal")
+    with (
+        Journal(journal_file, config_fingerprint(inputs)) as journal,
+        Progress("Captions", len(rows), "pictures") as progress,
+    ):
+        for start in range(0, len(rows), batch_size):
+            numbers = range(start, min(start + batch_size, len(rows)))
+            if not all(str(number) in journal for number in numbers):
+                batch = [_complete(rows[number], known, words) for number in numbers]
+                journal.add(_captioned(captioner, numbers, batch, batch_size))
+            progress.advance(len(numbers))
+        done = [journal[str(number)] for number in range(len(rows))]
+    _write_tsv(out, ((row["name"], row["captions"]) for row in done))
+    if tags is not None:
+        _write_tsv(tags, ((row["name"], row["tags"]) for row in done))
+    journal_file.unlink()
+    missing = {row["name"]: row["problem"] for row in done if row["problem"]}
+    print(f"{len(done):,} pictures, {len(missing):,} of them without regions: {out}")
+    return {"pictures": len(done), "without_regions": len(missing), "captions": str(out)}
+
+
+class OscarCaptioner:
+    """Regions and their labels to captions.
+
+    Args:
+      folder: converted Oscar.
+      tokenizer: its.
+      num_beams: see decoding.oscar_caption.
+    """
+
+    def __init__(self, folder: Path, tokenizer: WordPiece, num_beams: int):
+        record = read_record(folder)
+        if record.architecture.name != "oscar":
+            raise UserError(
+                f"--model={folder}: holds a model of kind {record.architecture.name!r}, oscar was "
+                "expected; convert one with `mmqa convert --model=oscar`."
+            )
+        self._model = nnx.split(load_converted(folder))
+        self._tokenizer, self._num_beams = tokenizer, num_beams
+        self._layout = OscarLayout(
+            region_features=record.config.region_features,
+            cls_id=tokenizer.cls_id,
+            sep_id=tokenizer.sep_id,
+            pad_id=tokenizer.pad_id,
+            mask_id=tokenizer.mask_id,
+        )
+
+    def __call__(self, pictures: Sequence[tuple[Detections, tuple[int, int]]]) -> list[dict]:
+        """Each picture's best caption, {"caption", "conf"}."""
+        labels, regions = [], []
+        for found, size in pictures:
+            order = np.argsort(-found.scores, kind="stable")
+            regions.append(oscar_regions(found, size)[order])
+            words = tag_words(found)
+            labels.append(self._tokenizer.encode(" ".join(words[n] for n in order)))
+        tokenizer = self._tokenizer
+        result = write_captions(
+            *self._model,
+            self._layout.prompt(labels, regions),
+            mask_id=tokenizer.mask_id,
+            sep_id=tokenizer.sep_id,
+            pad_id=tokenizer.pad_id,
+            num_beams=self._num_beams,
+            only_best=True,
+        )
+        tokens, lengths, scores = map(fetch, (result.tokens, result.lengths, result.scores))
+        return [
+            {
+                "caption": self._text(tokens[row, 0, : lengths[row, 0]]),
+                "conf": math.exp(scores[row, 0]),
+            }
+            for row in range(len(pictures))
+        ]
+
+    def _text(self, tokens: np.ndarray) -> str:
+        """As the original's tokenizer decodes: no space before punctuation."""
+        special = {self._tokenizer.sep_id, self._tokenizer.cls_id, self._tokenizer.pad_id}
+        words = [self._tokenizer.token(int(i)) for i in tokens if int(i) not in special]
+        return decoders.WordPiece(cleanup=True).decode(words)
+
+
+def _complete(
+    row: PictureRow, known: Mapping[str, tuple[int, int]], names: Sequence[str] | None
+) -> PictureRow:
+    """The row with the picture's size and its regions' words."""
+    size = known.get(row.name, row.size)
+    if isinstance(row.found, RegionError):
+        return row
+    if size is None:
+        raise UserError(
+            f"picture {row.name}: its height and width are in no row of the features; give VinVL's "
+            "hw.tsv with --sizes."
+        )
+    found = row.found._replace(words=tag_words(row.found, names))
+    return row._replace(size=size, found=found)
+
+
+def _captioned(
+    captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[PictureRow], batch_size: int
+) -> dict[str, dict[str, Any]]:
+    """Row number -> what the journal keeps of it."""
+    shown = [(row.found, row.size) for row in batch if not isinstance(row.found, RegionError)]
+    captions = iter(())
+    if shown:
+        # One shape: the last batch is filled up.
+        filled = [*shown, *[shown[-1]] * (batch_size - len(shown))]
+        captions = iter(captioner(filled))
+    values = {}
+    for number, row in zip(numbers, batch, strict=True):
+        if isinstance(row.found, RegionError):
+            kept = {"captions": [], "tags": [], "problem": str(row.found)}
+        else:
+            words, scores = tag_words(row.found), row.found.scores.tolist()
+            tags = [{"class": w, "conf": s} for w, s in zip(words, scores, strict=True)]
+            tags.sort(key=lambda tag: -tag["conf"])
+            kept = {"captions": [next(captions)], "tags": tags, "problem": ""}
+        values[str(number)] = {"name": row.name, **kept}
+    return values
+
+
+def _write_tsv(path: Path, rows: Iterable[tuple[str, list[dict]]]) -> None:
+    with atomic_write(path) as file:
+        for name, objects in rows:
+            file.write(f"{name}\t{json.dumps(objects, ensure_ascii=False)}\n")

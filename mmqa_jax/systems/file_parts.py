@@ -1,0 +1,66 @@
+"""Parts that are files which another stage wrote: a VQA model's heuristics, a finished run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
+from mmqa_jax.prompting.heuristics import AnswerHeuristics
+
+
+@dataclasses.dataclass(frozen=True)
+class HeuristicsSpec:
+    """What a VQA model says of the questions: files of `mmqa candidates` or of Prophet's authors.
+
+    Attributes:
+      candidates: its answers with confidences, of the questions and of the examples.
+      examples: ids of answer-aware examples; "": shots are chosen as the library does.
+    """
+
+    candidates: str
+    examples: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedSpec:
+    """A finished run of another row: its workdir."""
+
+    run: str
+
+
+def open_heuristics(spec: HeuristicsSpec) -> AnswerHeuristics:
+    """The answer heuristics.
+
+    Raises:
+      UserError: a file that is malformed.
+    """
+    examples = load_answer_aware(spec.examples) if spec.examples else {}
+    return AnswerHeuristics(load_candidates(spec.candidates), examples)
+
+
+def open_finished(spec: FinishedSpec) -> Mapping[str, Mapping[str, Any]]:
+    """Question id -> its line in the trace.jsonl of a finished run.
+
+    Raises:
+      UserError: the folder holds no such file, or a line is malformed.
+    """
+    path = Path(spec.run) / "trace.jsonl"
+    if not path.is_file():
+        raise UserError(
+            f"config key parts.finished.run={spec.run}: has no trace.jsonl; name the workdir of a "
+            "finished run of a prompted row."
+        )
+    rows = {}
+    for number, row in read_jsonl(path):
+        if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
+            raise UserError(
+                f'{path}, line {number}: expected an object with a text "question_id"; run that '
+                "row again."
+            )
+        rows[row["question_id"]] = row
+    return rows

@@ -1,0 +1,156 @@
+"""What agents did, from their traces: a tree per question, and summaries over all questions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.data.schema import Prediction
+from mmqa_jax.evaluation.report import TraceNode
+from mmqa_jax.evaluation.tables import Cell, Table
+from mmqa_jax.prompting.tools import TOOL_NAMES
+from mmqa_jax.prompting.voting import vote
+
+_ACTIONS = tuple(TOOL_NAMES)
+
+
+def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
+    """A question's agents with plans, tools' outputs, prompts and answers, then the vote."""
+    prompts = {
+        tuple(one["actions"]): prompt
+        for one, prompt in zip(trace["by_actions"], trace["prompts"], strict=True)
+    }
+    nodes = []
+    for agent in trace["agents"]:
+        said = f"the planner said: {agent['said']}" if agent["said"] else ""
+        refused = f"; refused: {', '.join(agent['refused'])}" if agent["refused"] else ""
+        steps = [TraceNode(f"plan: {_actions(agent['plan'])}{refused}", long=said)]
+        for action in agent["plan"]:
+            found = trace["tools"].get(str(action), "")
+            steps.append(TraceNode(f"{TOOL_NAMES[action]}: {found or 'nothing found'}"))
+        steps.append(TraceNode("prompt", long=prompts.get(tuple(agent["used"]), "")))
+        name = f"{agent['agent']}: {agent['answer'] or '(no answer)'}"
+        sure = f"{agent['votes']:g} votes, probability {agent['probability']:.2f}"
+        nodes.append(TraceNode(f"{name} ({sure})", score=agent["score"], children=steps))
+    sums = sorted(trace["vote"].items(), key=lambda pair: -pair[1])
+    counted = ", ".join(f"{name} {weight:.3g}" for name, weight in sums)
+    changes = [
+        TraceNode(f"without the {agent['agent']}: {other or trace['fallback'] or '(none)'}")
+        for agent, other in _left_out(trace["agents"])
+        if (other or trace["fallback"]) != answer
+    ]
+    if not sums:
+        changes = [TraceNode("no agent answered: the first candidate")]
+    nodes.append(TraceNode(f"vote: {counted or '–'} → {answer or '(none)'}", children=changes))
+    return nodes
+
+
+def agent_summary(predictions: Iterable[Prediction]) -> dict[str, Any]:
+    """Over all questions: what each agent planned, used and answered, and what actions changed.
+
+    An action's effect is measured where a question was answered with and without it, all else
+    equal: `better` and `worse` count questions' pairs of such answers whose score differs.
+    """
+    traces = [p.trace for p in predictions if "agents" in p.trace]
+    if not traces:
+        return {}
+    roles = [agent["agent"] for agent in traces[0]["agents"]]
+    teams = [{agent["agent"]: agent for agent in trace["agents"]} for trace in traces]
+    agents = {role: _of_agent([team[role] for team in teams]) for role in roles}
+    return {
+        "agents": agents,
+        "actions": {str(action): _of_action(action, traces) for action in _ACTIONS},
+        "changed_by_leaving_out": {
+            role: sum(_changes(trace, role) for trace in traces) for role in roles
+        },
+        "all_agree": sum(len(trace["vote"]) == 1 for trace in traces),
+    }
+
+
+def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """The summary as the report shows it; [] for systems without agents."""
+    if not summary:
+        return []
+    actions = [str(action) for action in _ACTIONS]
+    columns = ["agent", *(f"plans {a}" for a in actions), *(f"uses {a}" for a in actions)]
+    columns += ["empty plans", "refused", "no answer", "accuracy alone", "decides"]
+    rows: list[list[Cell]] = [
+        [
+            role,
+            *(own["planned"][a] for a in actions),
+            *(own["used"][a] for a in actions),
+            *(own["empty_plans"], own["refused_actions"], own["no_answer"], own["accuracy"]),
+            summary["changed_by_leaving_out"][role],
+        ]
+        for role, own in summary["agents"].items()
+    ]
+    note = (
+        "Questions. Refused: plans that name unknown actions or those above the agent's level. "
+        "Uses: the tool gave something. Decides: without the agent the vote is another."
+    )
+    effects: list[list[Cell]] = [
+        [f"{a}: {TOOL_NAMES[int(a)]}", *own.values()] for a, own in summary["actions"].items()
+    ]
+    seen = (
+        "Pairs of answers to one question whose prompts differ in this action alone. The oracle's "
+        "row has all such pairs; a row with planners those in which its agents differ."
+    )
+    heads = ("action", "pairs", "answer changed", "better", "worse", "mean change")
+    return [Table("Agents", columns, rows, note), Table("Actions", heads, effects, seen)]
+
+
+def _of_agent(own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    scores = [agent["score"] for agent in own if agent["score"] is not None]
+    return {
+        "planned": {str(a): sum(a in agent["plan"] for agent in own) for a in _ACTIONS},
+        "used": {str(a): sum(a in agent["used"] for agent in own) for a in _ACTIONS},
+        "empty_plans": sum(not agent["plan"] for agent in own),
+        "refused_actions": sum(bool(agent["refused"]) for agent in own),
+        "no_answer": sum(not agent["answer"] for agent in own),
+        "accuracy": float(np.mean(scores)) if scores else None,
+    }
+
+
+def _of_action(action: int, traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    pairs = [pair for trace in traces for pair in _pairs(action, trace["by_actions"])]
+    changes = [b["score"] - a["score"] for a, b in pairs if None not in (a["score"], b["score"])]
+    return {
+        "pairs": len(pairs),
+        "changed": sum(a["answer"] != b["answer"] for a, b in pairs),
+        "better": sum(change > 0 for change in changes),
+        "worse": sum(change < 0 for change in changes),
+        "mean_change": float(np.mean(changes)) if changes else None,
+    }
+
+
+def _pairs(
+    action: int, answers: Sequence[Mapping[str, Any]]
+) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Answers without and with an action whose prompts are the same otherwise."""
+    for a, b in itertools.permutations(answers, 2):
+        if set(b["actions"]) - set(a["actions"]) == {action} and len(b["actions"]) - 1 == len(
+            a["actions"]
+        ):
+            yield a, b
+
+
+def _left_out(
+    agents: Sequence[Mapping[str, Any]],
+) -> Iterable[tuple[Mapping[str, Any], str]]:
+    """Every agent, and what the others elect without it."""
+    for agent in agents:
+        others = [one for one in reversed(agents) if one is not agent]
+        yield agent, vote([(one["answer"], one["ballot"]) for one in others])[0]
+
+
+def _changes(trace: Mapping[str, Any], role: str) -> bool:
+    elected = max(trace["vote"], key=trace["vote"].get, default="")
+    others = {agent["agent"]: other for agent, other in _left_out(trace["agents"])}
+    return others[role] != elected
+
+
+def _actions(plan: Sequence[int]) -> str:
+    return ", ".join(f"Action_{action}" for action in plan) or "no action"

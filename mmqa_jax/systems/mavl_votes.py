@@ -1,0 +1,266 @@
+"""MAVL's vote, and what replaces it beyond the paper: fitted weights, draws of one prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.splits import fold_of
+from mmqa_jax.evaluation.answer_text import prep_ans
+from mmqa_jax.evaluation.vqa import answer_accuracy
+from mmqa_jax.prompting.backends import Decoding
+from mmqa_jax.prompting.few_shot import FewShot, Order, prompts_record
+from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
+from mmqa_jax.prompting.plans import Actions, Plan, Role
+from mmqa_jax.prompting.shots import ExampleLibrary
+from mmqa_jax.prompting.stream import Answers, answer_all
+from mmqa_jax.prompting.tools import Outputs, answer_prompt, used_actions
+from mmqa_jax.prompting.voting import fit_weights, vote
+
+Weighting = Literal["level", "probability"]
+# Keys of trace.jsonl that belong to the finished run, not to its agents.
+_OF_THE_RUN = ("question_id", "question", "answer", "choice", "references", "scores")
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """One agent's answer to one question.
+
+    Attributes:
+      plan: what it planned; `used` of these gave something.
+      votes: by its level.
+      answer: normalized by `prep_ans`; "" where it gave none.
+      probability: of the answer's tokens.
+      score: of the answer; None without references.
+    """
+
+    role: Role
+    plan: Plan
+    used: Actions
+    votes: float
+    answer: str
+    probability: float
+    score: float | None
+
+
+class Asked(NamedTuple):
+    """All that was asked and answered for one question.
+
+    Attributes:
+      prompts: by the actions that they use; their queries' ids are (question id, used actions).
+      answers, outputs: of the model and of the tools, for all questions.
+      failed: why steps before the answers gave nothing.
+    """
+
+    question: Question
+    prompts: Mapping[Actions, FewShot]
+    answers: Answers
+    outputs: Outputs
+    failed: Sequence[str]
+
+    def agent(self, role: Role, plans: Sequence[Plan], votes: float) -> Agent:
+        """An agent's answer; of several plans that with the best one, with fewer actions first."""
+        found = []
+        for plan in plans:
+            used = used_actions(self.outputs, self.question, plan.actions)
+            answer, probability = self.answer(used)
+            score = answer_accuracy(self.question, answer)
+            found.append(Agent(role, plan, used, votes, answer, probability, score))
+        return max(found, key=lambda agent: agent.score or 0.0)
+
+    def answer(self, used: Actions) -> tuple[str, float]:
+        """The normalized answer to a prompt and its probability; ("", 0) where there is none."""
+        result = self.answers.by_id.get((self.question.id, used))
+        if result is None:
+            return "", 0.0
+        return prep_ans(result.text.strip()), math.exp(result.candidates[0].total)
+
+    def record(self) -> dict[str, Any]:
+        """Its prompts, the answers to them, what tools gave, and failures, for the trace."""
+        ids = [(self.question.id, used) for used in self.prompts]
+        results = [self.answers.by_id.get(name) for name in ids]
+        failed = [*self.failed, *(self.answers.failed[n] for n in ids if n in self.answers.failed)]
+        return {
+            **prompts_record(list(self.prompts.values())),
+            "outputs": [
+                {"text": r.text, "logprob": r.candidates[0].total} for r in results if r is not None
+            ],
+            "tools": {
+                str(action): texts[self.question.id]
+                for action, texts in self.outputs.items()
+                if self.question.id in texts
+            },
+            # By the actions that the prompts use, in the order of `prompts`.
+            "by_actions": [
+                {
+                    "actions": list(used),
+                    "answer": self.answer(used)[0],
+                    "score": answer_accuracy(self.question, self.answer(used)[0]),
+                }
+                for used in self.prompts
+            ],
+            **({"failed": failed} if failed else {}),
+        }
+
+
+def elect(asked: Asked, team: Sequence[Agent], weighting: Weighting, fallback: str) -> Prediction:
+    """Equation 8: the answer with most votes; of equal ones that of the higher level.
+
+    Args:
+      team: from the lowest level to the highest.
+      fallback: the answer where no agent has one, a VQA model's first candidate.
+    """
+    agents = [_with_ballot(_agent_record(agent), weighting) for agent in team]
+    return _elected_by(agents, asked.question, asked.record(), fallback)
+
+
+def revote(
+    questions: Sequence[Question],
+    finished: Mapping[str, Mapping[str, Any]],
+    *,
+    votes: tuple[float, ...] = (2.0, 3.0, 4.0),
+    weighting: Weighting | Literal["fitted"] = "fitted",
+    folds: int = 2,
+) -> list[Prediction]:
+    """Another vote on the answers of a finished run of `mavl`; no model is asked (ours).
+
+    Args:
+      finished: question id -> its line in that run's trace.jsonl.
+      votes: of each agent of that run; where weights are fitted, the start of the search.
+      weighting: as `answer_mavl`; `fitted`: the votes of a question are those that do best on the
+        questions of the other parts.
+      folds: the questions are dealt into so many parts by the hash of their ids, as the library's.
+    """
+    lost = [question.id for question in questions if "agents" not in finished.get(question.id, {})]
+    if lost:
+        raise UserError(
+            f"config key parts.finished.run: no agents' answers to {len(lost):,} of "
+            f"{len(questions):,} questions there, the first is {lost[0]}; name a finished run of a "
+            "row of setting mavl on the same questions."
+        )
+    weights = dict.fromkeys(range(folds), votes)
+    if weighting == "fitted":
+        weights = {fold: _fitted(questions, finished, votes, fold, folds) for fold in range(folds)}
+    predictions = []
+    for question in questions:
+        own = weights[fold_of(question.id, folds)]
+        trace = {k: v for k, v in finished[question.id].items() if k not in _OF_THE_RUN}
+        counted = "level" if weighting == "fitted" else weighting
+        agents = [
+            _with_ballot({**agent, "votes": number}, counted)
+            for agent, number in zip(trace["agents"], own, strict=True)
+        ]
+        predictions.append(_elected_by(agents, question, trace, trace["fallback"]))
+    return predictions
+
+
+def vote_on_draws(
+    questions: Sequence[Question],
+    llm: Any,
+    library: ExampleLibrary,
+    heuristics: AnswerHeuristics,
+    *,
+    draws: int = 7,
+    temperature: float = 0.7,
+    shots: int = 8,
+    candidates: int = 5,
+    similarity: ShotSelection = "answer_aware",
+    order: Order = "most_similar_first",
+    max_new_tokens: int = 10,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Self-consistency (Wang et al., 2023): the most frequent of several drawn answers (ours).
+
+    Its prompt is that of an agent with Tool_1. As many draws as MAVL has calls of the language
+    model make it the baseline with the same budget: three plans, knowledge, three answers. Of
+    equally frequent answers that of the most probable draw wins.
+    """
+    found = heuristics.select(questions, library, shots, similarity, seed=seed)
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens, temperature=temperature, n=draws, seed=seed, stop=("\n",),
+        logprobs=True,
+    )  # fmt: skip
+    known = {q.id: q for own in found for q in (shot.question for shot in own)}
+    known |= {question.id: question for question in questions}
+    outputs: Outputs = {1: {n: heuristics.listed(q, candidates) for n, q in known.items()}}
+    prompts = {
+        q.id: answer_prompt(q, used_actions(outputs, q, (1,)), own, outputs, llm, decoding, order)
+        for q, own in zip(questions, found, strict=True)
+    }
+    answers = answer_all(llm, [p.query for p in prompts.values() if p.query is not None])
+    predictions = []
+    for question in questions:
+        prompt, trace = prompts[question.id], prompts_record([prompts[question.id]])
+        drawn = ()
+        if prompt.query is not None and prompt.query.id in answers.by_id:
+            drawn = answers.by_id[prompt.query.id].candidates
+        elif prompt.query is not None:
+            trace["failed"] = [answers.failed[prompt.query.id]]
+        trace["outputs"] = [{"text": c.text, "logprob": c.total} for c in drawn]
+        ballots = [((c.text or "").strip(), 1.0) for c in drawn]
+        predictions.append(_elected(question, ballots, trace, heuristics.best(question)))
+    return predictions
+
+
+def _elected(
+    question: Question,
+    ballots: Sequence[tuple[str, float]],
+    trace: Mapping[str, Any],
+    fallback: str,
+) -> Prediction:
+    answer, sums = vote(ballots)
+    fallback = prep_ans(fallback)
+    record = {**trace, "vote": sums, "fallback": fallback}
+    return Prediction(question.id, answer or fallback, trace=record)
+
+
+def _agent_record(agent: Agent) -> dict[str, Any]:
+    return {
+        "agent": agent.role,
+        "plan": list(agent.plan.actions),
+        "refused": list(agent.plan.refused),
+        "said": agent.plan.said,
+        "used": list(agent.used),
+        "votes": agent.votes,
+        "answer": agent.answer,
+        "probability": round(agent.probability, 6),
+        "score": agent.score,
+    }
+
+
+def _with_ballot(agent: dict[str, Any], weighting: Weighting) -> dict[str, Any]:
+    sure = agent["probability"] if weighting == "probability" else 1.0
+    return {**agent, "ballot": agent["votes"] * sure}
+
+
+def _elected_by(
+    agents: Sequence[Mapping[str, Any]],
+    question: Question,
+    trace: Mapping[str, Any],
+    fallback: str,
+) -> Prediction:
+    ballots = [(agent["answer"], agent["ballot"]) for agent in reversed(agents)]
+    return _elected(question, ballots, {**trace, "agents": agents}, fallback)
+
+
+def _fitted(
+    questions: Sequence[Question],
+    finished: Mapping[str, Mapping[str, Any]],
+    start: Sequence[float],
+    fold: int,
+    folds: int,
+) -> tuple[float, ...]:
+    """The weights that do best on the questions outside a part."""
+    teams = [
+        finished[question.id]["agents"][::-1]
+        for question in questions
+        if fold_of(question.id, folds) != fold
+        and finished[question.id]["agents"][0]["score"] is not None
+    ]
+    answers = [[agent["answer"] for agent in team] for team in teams]
+    scores = [[agent["score"] for agent in team] for team in teams]
+    return fit_weights(answers, scores, start[::-1])[::-1]

@@ -1,0 +1,228 @@
+"""Training of the MCANs against Prophet's and openvqa's, restated in torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from compare import deviation, jit, randomize
+from flax import nnx
+from shared_data import SHARED, require
+from test_mcan import CONFIG as FINETUNED
+from test_mcan import TorchMCAN
+from torch import nn
+
+from mmqa_jax.core.config import load_module
+from mmqa_jax.data.answer_vocabulary import AnswerVocabulary, make_vocabulary
+from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
+from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.answer_text import prep_ans
+from mmqa_jax.models.mcan import MCAN
+from mmqa_jax.training.optimizer import make_optimizer, read_options
+from mmqa_jax.training.vqa import VQATask
+from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.models.mcan import mcan_key_map, publish_mcan
+from mmqa_jax.weights.published import load_checkpoint
+from mmqa_jax.weights.sources import open_source
+
+ROWS, STEPS = 3, 3
+EPOCH = 443_757 // 64
+# Softmax ignores the bias of keys, and a shift of all of AttFlat's scores: rounding alone.
+NO_GRADIENT = r"key\.bias|linear_k\.bias|linear_q\.bias|attflat_\w+\.mlp\.linear\.bias"
+
+
+def small(new_answers: int):
+    return dataclasses.replace(
+        FINETUNED,
+        text=dataclasses.replace(FINETUNED.text, pooler=False, dropout=0.0, attention_dropout=0.0),
+        fusion=dataclasses.replace(FINETUNED.fusion, dropout=0.0),
+        grid=3,
+        new_answers=new_answers,
+    )
+
+
+class Pretrained(TorchMCAN):
+    """Without MCANForFinetune's new answers."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.proj1 = nn.Linear(config.fusion.flat_out, 0)
+
+
+def batch(answers: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, FINETUNED.text.vocab_size, (ROWS, 13)).astype("i4")
+    ids[np.arange(13) >= np.array([13, 5, 2])[:, None]] = 0
+    return {
+        "question_ids": ids,
+        "image": rng.normal(size=(ROWS, 9, FINETUNED.image_features)).astype("f4"),
+        "targets": rng.choice([0.0, 0.3, 0.6, 0.9, 1.0], (ROWS, answers)).astype("f4"),
+    }
+
+
+def groups(model: nn.Module, rate: float) -> list[dict]:
+    """optim.py, `get_optim`: BERT's parameters are a group of their own, at 0.01 of the rate."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if "bert" not in n], "lr": rate},
+        {"params": [p for n, p in named if "bert" in n], "lr": 0.01 * rate},
+    ]
+
+
+def their_updates(model: nn.Module, arrays: dict, mode: str) -> list[tuple[float, dict, dict]]:
+    """Loss, gradients and the parameters afterwards of each step, which is an epoch here."""
+    betas = {"betas": (0.9, 0.98), "eps": 1e-9}
+    if mode == "pretrain":
+        rates, optimizer = [0.25, 0.5, 0.75], torch.optim.Adam(groups(model, 7e-5), **betas)
+    elif mode == "head":
+        optimizer = torch.optim.Adam(model.proj1.parameters(), 1e-3, **betas)
+        rates = [1.0] * STEPS
+    else:
+        optimizer, rates = torch.optim.AdamW(groups(model, 5e-5), **betas), [1.0, 1.0, 0.2]
+    highest = [group["lr"] for group in optimizer.param_groups]
+    done = []
+    for scale in rates:
+        optimizer.zero_grad()
+        logits, _ = model(torch.tensor(arrays["question_ids"]), torch.tensor(arrays["image"]))
+        loss = nn.BCEWithLogitsLoss(reduction="sum")(logits, torch.tensor(arrays["targets"]))
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        for group, rate in zip(optimizer.param_groups, highest, strict=True):
+            group["lr"] = rate * scale
+            if mode == "pretrain":
+                norm = torch.nn.utils.clip_grad_norm_(group["params"], 2.0)
+                assert norm > 2.0
+        optimizer.step()
+        after = {n: p.detach().clone() for n, p in model.named_parameters()}
+        done.append((loss.item(), gradients, after))
+    return done
+
+
+@pytest.mark.parametrize("mode", ["pretrain", "head", "finetune"])
+def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
+    """configs/okvqa/mcan.py, its batch and its epochs scaled down."""
+    config = small(0 if mode == "pretrain" else 4)
+    torch.manual_seed(0)
+    theirs = randomize((Pretrained if mode == "pretrain" else TorchMCAN)(config), 1)
+    tensors = {k: v for k, v in theirs.state_dict().items() if v.numel()}
+    torch.save({"state_dict": tensors}, tmp_path / "epoch.pkl")
+    source = open_source(tmp_path / "epoch.pkl")
+    ours = load_checkpoint(MCAN, Checkpoint(config, mcan_key_map, source, "prophet"), config)
+    arrays = batch(config.answers + config.new_answers)
+    start = {n: p.detach().clone() for n, p in theirs.named_parameters()}
+    wanted = their_updates(theirs, arrays, mode)
+
+    path = Path(__file__).parents[2] / "configs/okvqa/mcan.py"
+    section = load_module(path).get_config(mode).train.optimizer.to_dict()
+    epoch = {"pretrain": EPOCH, "head": 1, "finetune": 2 * 140}[mode]
+    section["levels"] = tuple((at // epoch, factor) for at, factor in section["levels"])
+    section["eps"] *= 64 / ROWS  # the mean over a batch, see the config
+    if "clip_norm" in section:
+        section["clip_norm"] *= 64 / ROWS
+    options = read_options(section)
+    transform, _ = make_optimizer(options, STEPS)
+    task = VQATask(config)
+    graphdef, params = nnx.split(ours)
+
+    def loss_of(params):
+        return task.loss(nnx.merge(graphdef, params), arrays, None)[0]
+
+    @jit
+    def step(params, state):
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        changes, state = transform.update(gradients, state, params)
+        return loss, optax.apply_updates(params, changes), state
+
+    state = transform.init(params)
+    before = start
+    clear = {name: np.ones(value.shape, bool) for name, value in start.items()}
+    for theirs_loss, gradients, after in wanted:
+        loss, params, state = step(params, state)
+        np.testing.assert_allclose(ROWS * loss, theirs_loss, rtol=1e-5)
+        source = publish_mcan(config, params).source
+        changes, total = [], 0
+        for name, value in after.items():
+            if not value.numel():
+                continue
+            if torch.equal(value, before[name]):
+                np.testing.assert_array_equal(source.read(name), value, err_msg=name)
+                continue
+            # Adam blows up what is nothing but rounding.
+            clear[name] &= np.abs(gradients[name].numpy()) > 1e-4
+            pair = source.read(name) - start[name].numpy(), (value - start[name]).numpy()
+            total += value.numel()
+            changes.append([x[clear[name]] for x in pair])
+        got, want = map(np.concatenate, zip(*changes, strict=True))
+        assert len(want) > 0.8 * total
+        assert deviation(got, want) < 1e-3
+        before = after
+
+
+def test_schedules_of_both_originals():
+    """Prophet `schedule_step`, openvqa `WarmupOptimizer.rate` and `adjust_lr`, by epoch."""
+    path = Path(__file__).parents[2] / "configs/okvqa/mcan.py"
+    module = load_module(path)
+    for mode, highest in (("pretrain", 7e-5), ("openvqa", 1e-4)):
+        train = module.get_config(mode).train
+        _, schedule = make_optimizer(read_options(train.optimizer.to_dict()), train.steps)
+        factors = [0.25, 0.5, 0.75, *[1.0] * 7, 0.2, 0.2, 0.04]
+        assert train.steps == 13 * EPOCH
+        for epoch, factor in enumerate(factors):
+            for at in (0, EPOCH - 1):
+                rate = schedule(epoch * EPOCH + at)
+                np.testing.assert_allclose(rate, highest * factor, rtol=1e-6)
+
+
+def soft_target(answers, ans_to_ix):
+    """prophet/stage1/utils/load_data.py:22-29."""
+    ans_score = np.zeros(len(ans_to_ix), np.float32)
+    for ans in answers:
+        ans = prep_ans(ans)
+        if ans in ans_to_ix:
+            ans_score[ans_to_ix[ans]] = min(1.0, ans_score[ans_to_ix[ans]] + 0.3)
+    return ans_score
+
+
+def get_score(occur):
+    """openvqa vqa_loader.py, `get_score`."""
+    return [0.0, 0.3, 0.6, 0.9][occur] if occur < 4 else 1.0
+
+
+def test_targets_are_the_originals_on_annotators_answers():
+    answers = ("Cat", "cat.", "the cat", "two dogs", "2 dogs", "bird", "no, sir", *["fish"] * 5)
+    vocabulary = AnswerVocabulary(["cat", "2 dogs", "fish", "bird", "no sir", "horse"])
+    question = Question("1", "train", "?", answers=answers)
+    index = {answer: number for number, answer in enumerate(vocabulary.answers)}
+    made = vocabulary.dense([vocabulary.targets(question)])[0]
+    np.testing.assert_array_equal(made, soft_target(answers, index))
+    counts = [3, 2, 5, 1, 1, 0]
+    np.testing.assert_allclose(made, [get_score(count) for count in counts], rtol=1e-6)
+
+
+def test_targets_from_the_published_soft_labels():
+    """Annotators whose counts give these weights, through Prophet's own formula."""
+    file = SHARED / "okvqa/val_soft_labels.json"
+    require(file)
+    rows = json.loads(file.read_text())
+    questions = [
+        Question(str(r["question_id"]), "test", r["sent"], answers=tuple(r["label"]),
+                 extra={SOFT_LABELS: r["label"]})
+        for r in rows
+    ]  # fmt: skip
+    vocabulary = make_vocabulary(questions, 2)
+    index = {answer: number for number, answer in enumerate(vocabulary.answers)}
+    assert len(index) > 2000
+    for row, question in zip(rows, questions, strict=True):
+        annotators = [
+            answer
+            for answer, weight in row["label"].items()
+            for _ in range(4 if weight == 1 else round(3 * weight))  # OK-VQA's counts are even
+        ]
+        made = vocabulary.dense([vocabulary.targets(question)])[0]
+        np.testing.assert_allclose(made, soft_target(annotators, index), rtol=0, atol=1e-6)

@@ -1,0 +1,110 @@
+"""What agents did: the tree of a question, summaries, and long texts kept once in the report."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from mavl_team import FULL, QUESTIONS, FakeKnowledge, heuristics, library, team_llm
+from test_mavl import by_tools
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.evaluation.report import ReportData, Trace, TraceNode, render_report
+from mmqa_jax.systems.mavl import answer_mavl
+from mmqa_jax.systems.mavl_record import agent_summary, agent_tables, agent_tree
+from mmqa_jax.systems.traces import report_traces, trace_counts
+
+
+@pytest.fixture(scope="module")
+def predictions():
+    plans = {**FULL, "senior": "Action_1, Action_3"}
+    return answer_mavl(
+        QUESTIONS, team_llm(plans, by_tools), library(), heuristics(), FakeKnowledge(), shots=1
+    )
+
+
+def data_of(page: str) -> dict:
+    found = re.search(r'<script type="application/json" id="trace-data">(.*?)</script>', page, re.S)
+    return json.loads(found[1])
+
+
+def test_the_tree_of_a_question(predictions):
+    junior, senior, manager, voted = agent_tree(predictions[0].trace, predictions[0].answer)
+    assert junior.text == "junior: soup (2 votes, probability 0.61)"
+    assert junior.score == 1.0
+    assert [step.text for step in senior.children] == [
+        "plan: Action_1; refused: Action_3",
+        "Candidates: soup(0.90), stew(0.12)",
+        "prompt",
+    ]
+    assert senior.children[0].long == "the planner said: Action_1, Action_3"
+    assert manager.children[3].text == "LLM_Knowledge: Known of 0"
+    assert manager.children[-1].long == predictions[0].trace["prompts"][-1]
+    assert manager.score == 0.0
+    assert voted.text == "vote: soup 5, tea 4 → soup"
+    # Without junior or senior the manager's four votes win.
+    assert [step.text for step in voted.children] == ["without the junior: tea",
+                                                      "without the senior: tea"]  # fmt: skip
+
+
+def test_the_summary(predictions):
+    summary = agent_summary(predictions)
+    assert summary["agents"]["senior"]["refused_actions"] == 3
+    assert summary["agents"]["senior"]["used"] == {"1": 3, "2": 0, "3": 0}
+    assert summary["agents"]["manager"]["accuracy"] == 0.0
+    assert summary["changed_by_leaving_out"] == {"junior": 3, "senior": 3, "manager": 0}
+    assert summary["all_agree"] == 0
+    agents, actions = agent_tables(summary)
+    assert [row[0] for row in agents.rows] == ["junior", "senior", "manager"]
+    assert [row[1] for row in actions.rows] == [0, 0, 0]  # no two prompts differ in one action
+    assert agent_summary([]) == {}
+    assert agent_tables({}) == []
+
+
+def test_nothing_found_and_nobody_answers():
+    of = heuristics()
+    del of.candidates["q1"]
+    found = answer_mavl(
+        QUESTIONS, team_llm(FULL, lambda prompt: ("", -1.0)), library(), of, shots=0
+    )
+    *_, voted = agent_tree(found[0].trace, found[0].answer)
+    assert voted.text == "vote: – → soup"
+    assert [step.text for step in voted.children] == ["no agent answered: the first candidate"]
+    junior = agent_tree(found[1].trace, found[1].answer)[0]
+    assert junior.text.startswith("junior: (no answer)")
+    assert "Candidates: nothing found" in [step.text for step in junior.children]
+    counts = trace_counts(found)
+    assert counts["answered_by_first_candidate"] == 2
+    assert counts["without_candidates"] == 1
+
+
+def test_the_report_holds_the_tree_and_each_line_once(predictions):
+    shown = report_traces(Corpus([], QUESTIONS), QUESTIONS, predictions, {}, "s")
+    page = render_report(ReportData("run", traces=shown, trace_scorer="s"))
+    data = data_of(page)
+    lines = data["lines"]
+    assert len(lines) == len(set(lines))
+    kept = ["\n".join(lines[n] for n in numbers) for _, numbers in data["traces"][0]["details"]]
+    assert predictions[0].trace["prompts"][0] in kept
+    prompt = data["traces"][0]["tree"][0]["children"][-1]
+    assert "\n".join(lines[n] for n in prompt["long"]) == predictions[0].trace["prompts"][0]
+
+
+def test_no_text_of_a_tree_is_markup():
+    evil = "</script><script>alert('x')</script>"
+    node = TraceNode(evil, long=evil, children=[TraceNode(evil)])
+    page = render_report(ReportData("run", traces=[Trace("?", "", None, [], tree=[node])]))
+    assert page.count("<script") == page.count("</script>") == 2
+    assert data_of(page)["traces"][0]["tree"][0]["children"][0]["text"] == evil
+
+
+def test_five_thousand_questions_stay_small(predictions):
+    """Every question shows the same shots: their lines are kept once."""
+    shots = "\n".join(f"Question: {n}, and some more words of it ?" for n in range(60))
+    traces = [
+        Trace(f"ask {n}", "", 0.0, [], [("prompt", f"{shots}\nQuestion: own {n}")] * 3)
+        for n in range(5000)
+    ]
+    assert len(render_report(ReportData("run", traces=traces))) < 6_000_000
+    assert 5000 * 3 * len(shots) > 30_000_000

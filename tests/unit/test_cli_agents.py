@@ -1,0 +1,129 @@
+"""`mmqa run` of Prophet's and MAVL's rows, with a tiny language model on OK-VQA's official files."""
+
+from __future__ import annotations
+
+import pytest
+from cli_runs import ROOT, done, rows_of, write_documents
+from tiny_llm import write_folder
+from vqa_files import write_okvqa
+
+from mmqa_jax.core.files import read_json
+from mmqa_jax.prompting.candidates import write_answer_aware, write_candidates
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
+IDS = ("25", "26", "35")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agents")
+    write_okvqa(folder / "raw")
+    done("prepare", "okvqa", f"--raw={folder / 'raw'}", f"--out={folder / 'data'}")
+    write_documents(folder / "documents", [])
+    done("prepare", "corpus", f"--raw={folder / 'documents'}", f"--out={folder / 'knowledge'}")
+    write_folder(folder / "llm")
+    write_candidates(
+        folder / "candidates.json", {name: [("race", 0.6), ("two", 0.2)] for name in IDS[:2]}
+    )
+    write_answer_aware(folder / "examples.json", {name: list(IDS) for name in IDS})
+    return folder
+
+
+def flags(inputs, row, workdir, **changes):
+    values = {"data.dir": inputs / "data"}
+    if row.startswith("smollm2") and "finished" not in str(changes):
+        values |= {
+            "parts.llm.model": inputs / "llm",
+            "parts.llm.cache": inputs / "responses.sqlite",
+            "parts.heuristics.candidates": inputs / "candidates.json",
+            "parts.heuristics.examples": inputs / "examples.json",
+            "options.shots": 0,
+        }
+        values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+        if "mavl" in row:
+            values["parts.knowledge.data"] = inputs / "knowledge"
+    values |= changes
+    config = f"--config={ROOT}/configs/okvqa/tables.py:{row}"
+    return [
+        "run",
+        config,
+        f"--workdir={workdir}",
+        *(f"--config.{k}={v}" for k, v in values.items()),
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    """MAVL's workdir and result; planners and knowledge do not fit 192 letters."""
+    workdir = tmp_path_factory.mktemp("run") / "mavl"
+    changes = {"options.max_new_tokens": 4, "options.plans": "all"}
+    return workdir, done(*flags(inputs, "smollm2_mavl", workdir, **changes))
+
+
+def test_mavl(finished):
+    """Everything that did not work out is counted, and shown in the report."""
+    workdir, result = finished
+    manager = result["agents"]["manager"]
+    assert manager["planned"] == {"1": 3, "2": 3, "3": 3}
+    assert manager["used"]["1"] == 2  # one question has no candidates
+    assert manager["used"]["3"] == 0
+    assert result["prompts"]["failed"] == 3
+    assert result["prompts"]["without_candidates"] == 1
+    traces = rows_of(workdir / "trace.jsonl")
+    assert all("more than engine.length" in trace["failed"][0] for trace in traces)
+    cost = result["llm"]
+    assert cost["calls"] == sum(len(trace["outputs"]) for trace in traces) >= 3
+    assert cost["calls_per_question"] == pytest.approx(cost["calls"] / 3)
+    assert cost["prompt_tokens"] > 3 * 60
+    page = (workdir / "report.html").read_text()
+    assert "Language model" in page
+    assert "Decides: without the agent" in page
+
+
+def test_a_rerun_costs_the_same_and_asks_nothing(inputs, finished, tmp_path):
+    """From the response cache that rows share."""
+    _, result = finished
+    changes = {"options.max_new_tokens": 4, "options.plans": "all"}
+    again = done(*flags(inputs, "smollm2_mavl", tmp_path / "run", **changes))
+    assert again == result
+
+
+@pytest.mark.parametrize("row", ["smollm2_mavl_fitted", "smollm2_mavl_probability"])
+def test_another_vote_on_a_finished_run(inputs, finished, tmp_path, row):
+    workdir, _ = finished
+    run = flags(inputs, row, tmp_path / "run", **{"parts.finished.run": workdir})
+    result = done(*run)
+    assert result["questions"] == 3
+    assert "llm" not in result
+    compared = done("compare", workdir, tmp_path / "run")
+    assert [one["n"] for one in compared["runs"]] == [3, 3]
+
+
+def test_a_run_that_is_not_there(inputs, tmp_path, refused):
+    run = flags(inputs, "smollm2_mavl_fitted", tmp_path / "run", **{"parts.finished.run": tmp_path})
+    refused(*run, message=r"parts\.finished\.run=.*: has no trace\.jsonl")
+
+
+def test_prophet_and_draws(inputs, tmp_path):
+    run = flags(inputs, "smollm2_draws", tmp_path / "draws", **{"options.draws": 3})
+    result = done(*run)
+    assert result["llm"]["calls"] == 9
+    workdir = tmp_path / "alone"
+    values = {"parts.heuristics.candidates": inputs / "candidates.json",
+              "parts.heuristics.examples": inputs / "examples.json"}  # fmt: skip
+    done(*flags(inputs, "vqa_model_alone", workdir, **values))
+    assert [p["answer"] for p in rows_of(workdir / "predictions.jsonl")] == ["race", "race", ""]
+    assert not (workdir / "trace.jsonl").exists()
+    assert "llm" not in read_json(workdir / "scores.json")
+
+
+def test_another_splits_candidates(inputs, tmp_path, refused):
+    write_candidates(tmp_path / "other.json", {"999": [("race", 0.6)]})
+    run = flags(
+        inputs, "smollm2_prophet", tmp_path / "run",
+        **{"parts.heuristics.candidates": tmp_path / "other.json"},
+    )  # fmt: skip
+    refused(*run, message=r"parts\.heuristics\.candidates: no candidates for any of the 3")
+    assert not (tmp_path / "run" / "predictions.jsonl").exists()

@@ -1,0 +1,200 @@
+"""`mmqa train` of a VQA model and `mmqa candidates`, without pictures and on authors' grids."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from cli_runs import ROOT, done, mmqa, quickly_and_quietly, tree
+from flax import nnx
+from vqa_files import write_okvqa
+
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.splits import fold_of
+from mmqa_jax.inference.loading import load_vqa_model
+from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
+from mmqa_jax.systems.candidates import nearest
+from mmqa_jax.training.run import run_training
+from mmqa_jax.weights.folder import load_converted
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+TINY = {
+    "tokenizer": "corpus:200", "batches.lengths": "(24,)", "batches.batch_size": 4,
+    "batches.threads": 0, "inference.batch_size": 2, "train.steps": 60,
+    "train.checkpoint_every": 0, "train.log_every": 20, "train.optimizer.learning_rate": 1e-2,
+}  # fmt: skip
+FUSION = {"hidden": 16, "heads": 2, "mlp": 16, "layers": 1, "flat_mlp": 8, "flat_out": 12}
+
+
+def flags_of(workdir, data, mode="runlocal", **changes) -> list[str]:
+    values = {**TINY, "data.dir": data, **changes}
+    flags = ["train", f"--config={ROOT}/configs/okvqa/mcan.py:{mode}", f"--workdir={workdir}"]
+    return flags + [f"--config.{key}={value}" for key, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def trained(cli_cache, tmp_path_factory):
+    """OK-VQA's files, and a run on each half of the test split."""
+    folder = tmp_path_factory.mktemp("vqa")
+    raw = write_okvqa(folder / "raw")
+    done("prepare", "okvqa", f"--raw={raw}", f"--out={folder / 'data'}")
+    with quickly_and_quietly(cli_cache):
+        for fold in (0, 1):
+            result = done(*flags_of(folder / f"run{fold}", folder / "data", **{"data.fold": fold}))
+            assert result["task"] == "vqa"
+    return folder
+
+
+def run_candidates(trained, out, *models, **flags):
+    names = [f"--{key}={value}" for key, value in flags.items()]
+    paths = [str(trained / model) for model in models]
+    return mmqa(
+        "candidates", f"--data={trained / 'data'}", "--model", *paths, *names, f"--out={out}",
+        "--json",
+    )  # fmt: skip
+
+
+def test_each_half_is_served_by_the_others_model(trained, tmp_path):
+    ended = run_candidates(trained, tmp_path, "run0", "run1", examples_split="test")
+    assert ended.code == 0, ended.err
+    questions = open_corpus(trained / "data").questions("test")
+    candidates = load_candidates(tmp_path / "candidates.json")
+    examples = load_answer_aware(tmp_path / "answer_aware_examples.json")
+    assert candidates.keys() == examples.keys() == {q.id for q in questions}
+    halves = {fold: [q for q in questions if fold_of(q.id, 2) == fold] for fold in (0, 1)}
+    assert all(halves.values())
+    for fold, half in halves.items():
+        model = load_vqa_model(trained / f"run{1 - fold}")
+        found = model.candidates(half)
+        for question in half:
+            assert candidates[question.id] == pytest.approx(found[question.id])
+            assert set(examples[question.id]) == {q.id for q in halves[1 - fold]}
+    value = ended.value
+    assert value["questions"] == 3
+    assert set(value["scores"]) >= {"accuracy", "recall@10", "oracle@10"}
+
+
+def test_a_model_learns_its_questions(trained):
+    """The best answer to a training question is its own, the confidences fall."""
+    model = load_vqa_model(trained / "run0")
+    corpus = open_corpus(trained / "data")
+    own = [q for q in corpus.questions("test") if fold_of(q.id, 2) == 0]
+    own += corpus.questions("train")
+    found = model.candidates(own)
+    for question in own:
+        target = model.answers.targets(question)
+        answers = [answer for answer, _ in found[question.id]]
+        assert target[model.answers.answers.index(answers[0])] == max(target.values())
+        confidences = [confidence for _, confidence in found[question.id]]
+        assert confidences == sorted(confidences, reverse=True)
+
+
+def test_examples_are_by_cosine():
+    class Named:
+        def __init__(self, name):
+            self.id = name
+
+    asked, library = [Named("q")], [Named(n) for n in "abcd"]
+    latents = np.array([[1.0, 0.0]], "f4")
+    of_library = np.array([[0.1, 1.0], [9.0, 9.0], [0.5, 0.1], [-1.0, 0.0]], "f4")
+    assert nearest(asked, latents, library, of_library) == {"q": ["c", "b", "a", "d"]}
+
+
+def test_prophets_own_split(trained, tmp_path):
+    """One model on train: candidates of test and of its own examples, as heuristics.py."""
+    flags = flags_of(
+        tmp_path / "run", trained / "data", **{"train.steps": 2, "data.split": "train"}
+    )
+    flags += ["--config.data.folds=1", "--config.data.more_splits=()"]
+    done(*flags)
+    shutil.copytree(tmp_path / "run", trained / "whole", dirs_exist_ok=True)
+    ended = run_candidates(trained, tmp_path / "out", "whole")
+    assert ended.code == 0, ended.err
+    candidates = load_candidates(tmp_path / "out/candidates.json")
+    assert candidates.keys() == {"15", "25", "26", "35"}
+    examples = load_answer_aware(tmp_path / "out/answer_aware_examples.json")
+    assert examples == {name: ["15"] for name in ("25", "26", "35")}
+
+
+@pytest.mark.parametrize(
+    ("models", "flags", "message"),
+    [
+        (["run0"], {"examples_split": "test"}, "of the 3 questions of test are in every model's"),
+        (["run0", "run0"], {"examples_split": "test"}, "are another model's already"),
+        (["run0", "run1"], {"split": "train"}, r"run0: was trained on all of train"),
+        (["data"], {}, "data"),
+    ],
+)
+def test_runs_that_do_not_fit(models, flags, message, trained, tmp_path):
+    ended = run_candidates(trained, tmp_path / "out", *models, **flags)
+    assert ended.code == 2
+    assert message in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_of_another_run(trained, tmp_path):
+    """A vocabulary that differs from the head's, or from that of a run that resumes."""
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run0", run)
+    answers = json.loads((run / "answers.json").read_text())
+    (run / "answers.json").write_text(json.dumps([*answers, "zebra"]))
+    before = tree(run)
+    flags = (f"--data={trained / 'data'}", f"--out={tmp_path / 'out'}", "--examples_split=test")
+    ended = mmqa("candidates", "--model", run, trained / "run1", *flags)
+    assert ended.code == 2
+    assert f"{len(answers) + 1} answers, but the weights beside it have {len(answers)}" in ended.err
+    ended = mmqa(*flags_of(run, trained / "data", **{"train.steps": 60, "data.fold": 0}))
+    assert ended.code == 0  # complete: nothing is read
+    (run / "model.json").unlink()
+    ended = mmqa(*flags_of(run, trained / "data", **{"data.fold": 0}))
+    assert ended.code == 2
+    assert "this run began with other answers" in ended.err
+    assert before.keys() - tree(run).keys() == {"model.json"}
+
+
+def test_prophets_recipe_on_grids(trained, tmp_path):
+    """Pretraining, the new head alone, then all: each stage starts from the one before."""
+    for name, number in (("train2014", 1), ("val2014", 2), ("val2014", 3)):
+        folder = tmp_path / "grids" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        grid = np.random.default_rng(number).normal(size=(2, 2, 6)).astype("f4")
+        np.savez(folder / f"COCO_{name}_{number:012d}.npz", x=grid)
+    (tmp_path / "vqav2.json").write_text('["ivy", "zebra"]')
+
+    def stage(mode, **more):
+        changes = {
+            **{f"model.fusion.{key}": value for key, value in FUSION.items()},
+            **{key: value for key, value in TINY.items() if "learning_rate" not in key},
+            "model.grid": 2, "model.image_features": 6, "features.root": str(tmp_path / "grids"),
+            "train.steps": 2, "answers.min_questions": 1, "data.dir": str(trained / "data"),
+        }  # fmt: skip
+        config = load_config(f"{ROOT}/configs/okvqa/mcan.py:{mode}", {**changes, **more})
+        config.model.changes = {"hidden": 16, "layers": 1, "heads": 2, "mlp": 16}
+        run_training(config, tmp_path / mode)
+
+    first = {"data.split": "train", "answers.file": str(tmp_path / "vqav2.json")}
+    stage("pretrain", init="scratch", **first)
+    base = {"answers.base": str(tmp_path / "pretrain")}
+    stage("head", init=str(tmp_path / "pretrain"), **base)
+    stage("finetune", init=str(tmp_path / "head"), **base)
+    runs = {name: load_vqa_model(tmp_path / name) for name in ("pretrain", "head", "finetune")}
+    assert runs["head"].answers.answers == ("ivy", "zebra", "vine")
+    with pytest.raises(UserError, match="its head has 2 answers, and the first 2 of the run's 2"):
+        stage("finetune", init=str(tmp_path / "pretrain"), **{"answers.base": ""})
+    # The head's stage moves the new answers alone; they start at 0 and the mean of the others.
+    states = {name: flatten_named(read_state(tmp_path / name)) for name in runs}
+    for name, value in states["pretrain"].items():
+        np.testing.assert_array_equal(states["head"][name], value, err_msg=name)
+    assert not np.array_equal(states["finetune"]["head/bias"], states["head"]["head/bias"])
+    assert np.abs(states["head"]["new_head/kernel"]).max() < 5e-3
+    assert np.abs(states["head"]["new_head/kernel"]).max() > 0
+
+
+def read_state(folder):
+    return nnx.state(load_converted(folder))
