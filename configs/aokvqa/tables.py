@@ -76,17 +76,21 @@ def _choice(**options) -> dict:
     }
 
 
-def _mavl(row: str, value: float, column: str = "val", table: str = "2") -> tuple:
-    return (table, row, column, value)
+def _mavl(row: str, value: float, column: str = "val") -> tuple:
+    return ("2", row, column, value)
+
+
+def _ablated(row: str, value: float) -> tuple:
+    return ("3", row, "A-OKVQA", value)
 
 
 # MAVL, tables 2 and 3, whose answers on val are scored; those on test go to the leaderboard.
 _MAVL = {
-    "mavl": (_mavl("Ours", 53.8), _mavl("Ours", 53.8, table="3")),
-    "mavl_without_agents": (_mavl("x (Multi-agents)", 51.8, table="3"),),
-    "mavl_without_tools": (_mavl("x (Tools)", 52.3, table="3"),),
-    "mavl_without_planners": (_mavl("x (Planners)", 52.8, table="3"),),
-    "mavl_without_all": (_mavl("x (All)", 51.1, table="3"),),
+    "mavl": (_mavl("Ours", 53.8), _ablated("Ours", 53.8)),
+    "mavl_without_agents": (_ablated("x (Multi-agents)", 51.8),),
+    "mavl_without_tools": (_ablated("x (Tools)", 52.3),),
+    "mavl_without_planners": (_ablated("x (Planners)", 52.8),),
+    "mavl_without_all": (_ablated("x (All)", 51.1),),
     "prophet_llama": (_mavl("Prophet-LLaMA", 51.2),),
 }
 _MAVL_CITED = {  # val, test

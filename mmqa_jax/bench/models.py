@@ -16,19 +16,19 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import torch
 from flax import nnx
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from mmqa_jax.bench import Options, torch_reference
+from mmqa_jax.bench.mcan import random_batch, torch_mcan
+from mmqa_jax.bench.our_side import OurTrainStep, in_types, maker
 from mmqa_jax.bench.runner import MATMUL, Case, Peak, Work, measure, program_flops, start_device
-from mmqa_jax.core.mesh import init_sharded, make_mesh
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig, bart_base, bart_large_cnn
@@ -36,18 +36,16 @@ from mmqa_jax.models.bert import Bert, BertConfig, bert_base_uncased
 from mmqa_jax.models.clip import CLIP, CLIPConfig, vit_b_32, vit_l_14
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b, smollm2_135m
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs, mixed_mask, vlp_base_x101
+from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig, mcan_large, mcan_small
+from mmqa_jax.models.vlp import VLPConfig, VLPInputs, mixed_mask, vlp_base_x101
 from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
 from mmqa_jax.weights.models.bart import publish_bart
 from mmqa_jax.weights.models.bert import publish_bert
 from mmqa_jax.weights.models.clip import publish_clip
 
-if TYPE_CHECKING:
-    from mmqa_jax.training.answer import AnswerTask
-
 ROWS = (
     *("clip_image", "clip_text", "bert", "vlp", "vlp_train", "vlp_train_dropout"),
-    *("bart_score", "llama_prefill"),
+    *("mcan_train", "mcan_train_dropout", "bart_score", "llama_prefill"),
 )
 _ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 # Largest deviation from the peer, as a share of its largest value: the sides compute the same.
@@ -67,6 +65,8 @@ class Suite:
     bert_batch: tuple[int, int]  # rows, tokens
     vlp: VLPConfig
     vlp_batch: tuple[int, int, int]  # rows, regions, tokens
+    mcan: MCANOpenVQAConfig
+    mcan_batch: tuple[int, int, int]  # rows, words, regions
     bart: BartConfig
     bart_batch: tuple[int, int, int]  # rows, source tokens, target tokens
     llama: LlamaConfig
@@ -82,6 +82,7 @@ def small() -> Suite:
         clip=vit_b_32(), pictures=8, texts=16,
         bert=bert_base_uncased(), bert_batch=(8, 128),
         vlp=vlp_base_x101(), vlp_batch=(2, 100, 200),
+        mcan=mcan_small(20_000), mcan_batch=(8, 14, 100),
         bart=bart_base(), bart_batch=(4, 128, 64),
         llama=smollm2_135m(), llama_batch=(1, 512),
         matmul=2048,
@@ -94,6 +95,7 @@ def full() -> Suite:
         clip=vit_l_14(), pictures=128, texts=256,
         bert=bert_base_uncased(), bert_batch=(64, 512),
         vlp=vlp_base_x101(), vlp_batch=(64, 100, 200),
+        mcan=mcan_large(20_000), mcan_batch=(64, 14, 100),
         bart=bart_large_cnn(), bart_batch=(32, 512, 128),
         llama=llama2_7b(), llama_batch=(4, 1024),
         matmul=8192, dtype="bfloat16", attention="cudnn",
@@ -132,6 +134,7 @@ def cases(suite: Suite, wanted: tuple[str, ...]) -> Iterator[Case]:
         (_clip, ("clip_image", "clip_text")),
         (_bert, ("bert",)),
         (_vlp, ("vlp", "vlp_train", "vlp_train_dropout")),
+        (_mcan, ("mcan_train", "mcan_train_dropout")),
         (_bart, ("bart_score",)),
         (_llama, ("llama_prefill",)),
     )
@@ -146,7 +149,7 @@ def _clip(suite: Suite) -> Iterator[Case]:
         both = (dataclasses.replace(x, **changes) for x in (suite.clip.vision, suite.clip.text))
         return CLIP(CLIPConfig(*both), rngs=nnx.Rngs(0))
 
-    ours = _in_types(build)
+    ours = in_types(build)
     model = ours(suite.dtype)
     theirs = torch_reference.torch_model(publish_clip(model.config, nnx.state(model)))
     vision, text = suite.clip.vision, suite.clip.text
@@ -181,7 +184,7 @@ def _clip(suite: Suite) -> Iterator[Case]:
 
 def _bert(suite: Suite) -> Iterator[Case]:
     config = suite.bert
-    ours = _in_types(_maker(Bert, config))
+    ours = in_types(maker(Bert, config))
     published = publish_bert(config, nnx.state(ours(suite.dtype)))
     rows, length = suite.bert_batch
     rng = np.random.default_rng(1)
@@ -211,9 +214,8 @@ def _vlp(suite: Suite) -> Iterator[Case]:
         changed = dataclasses.replace(config, bert=dataclasses.replace(trunk, **changes))
         return ExtendedVLP(changed, rngs=nnx.Rngs(0))
 
-    ours = _in_types(build)
+    ours = in_types(build)
     theirs = torch_reference.torch_vlp(ours("float32"))
-    on_gpu = suite.dtype == "bfloat16"
     rows, regions, length = suite.vlp_batch
     work = f"{trunk.layers}x{trunk.hidden}, {rows} x ({regions} regions + {length - regions})"
     inputs, targets = _vlp_batch(suite)
@@ -231,36 +233,79 @@ def _vlp(suite: Suite) -> Iterator[Case]:
         (copy.deepcopy(theirs), lambda model, **inputs: model(inputs), inputs | {"mask": mask}),
     )
     batch = {"inputs": VLPInputs(**inputs), **targets, "masked_weights": np.ones((rows, _MASKED))}
+    arrays = {**inputs, **targets, "mask": mask}
     # Parameters that are trained stay float32 in every compute type.
     model = ours(suite.dtype, "float32")
-    step = _OurTrainStep(model, AnswerTask(config), batch)
-    graphdef, params = nnx.split(ours(suite.dtype, "float32", abstract=True, unroll=True))
+    unrolled = ours(suite.dtype, "float32", abstract=True, unroll=True)
+    task = AnswerTask(config)
+    yield from _training(suite, "vlp_train", work, (model, unrolled, task, batch), theirs, arrays)
+
+
+def _training(
+    suite: Suite,
+    name: str,
+    work: str,
+    ours: tuple[nnx.Module, nnx.Module, Any, Mapping[str, Any]],
+    theirs: torch.nn.Module,
+    arrays: Mapping[str, np.ndarray],
+) -> Iterator[Case]:
+    """The rows of a training step, without and with dropout.
+
+    Args:
+      ours: the model, an abstract one with its layers unrolled, the task and its batch.
+      theirs: PyTorch's model, with a `loss` of `arrays`.
+    """
+    on_gpu = suite.dtype == "bfloat16"
+    model, unrolled, task, batch = ours
+    step = OurTrainStep(model, task, batch, _ADAMW)
+    graphdef, params = nnx.split(unrolled)
 
     def loss(params):  # the optimizer's operations are negligible
-        return AnswerTask(config).loss(nnx.merge(graphdef, params), batch, None)[0]
+        return task.loss(nnx.merge(graphdef, params), batch, None)[0]
 
     flops = program_flops(jax.value_and_grad(loss), params)
-    arrays = {**inputs, **targets, "mask": mask}
     low = None
     if not on_gpu:
         low = torch_reference.TrainStep(copy.deepcopy(theirs), arrays, "bfloat16", _ADAMW)
     peer = torch_reference.TrainStep(theirs, arrays, suite.dtype, _ADAMW, compiled=on_gpu)
     # With dropout the losses of one step differ by chance.
-    for name, dropout, agreement in (
-        ("vlp_train", False, _AGREEMENT[suite.dtype]),
-        ("vlp_train_dropout", True, 0.1),
+    for row, dropout, agreement in (
+        (name, False, _AGREEMENT[suite.dtype]),
+        (f"{name}_dropout", True, 0.1),
     ):
         yield Case(
-            name,
+            row,
             "ms",
             functools.partial(step, dropout),
             functools.partial(peer, dropout),
             others={"peer_bfloat16": functools.partial(low, dropout)} if low else {},
             flops=flops,
-            read_bytes=_bytes(model),
+            read_bytes=_bytes(unrolled),
             agreement=agreement,
             notes={"work": f"{work}, AdamW"},
         )
+
+
+def _mcan(suite: Suite) -> Iterator[Case]:
+    from mmqa_jax.training.vqa import VQATask
+
+    config = suite.mcan
+
+    def build(**changes):
+        fusion = dataclasses.replace(config.fusion, **changes)
+        return MCANOpenVQA(dataclasses.replace(config, fusion=fusion), rngs=nnx.Rngs(0))
+
+    ours = in_types(build)
+    theirs = torch_mcan(config, nnx.state(ours("float32")))
+    batch = random_batch(config, suite.mcan_batch)
+    rows, words, regions = suite.mcan_batch
+    fusion = config.fusion
+    work = f"{fusion.layers}x{fusion.hidden}, {rows} x ({words} words + {regions} regions)"
+    model = ours(suite.dtype, "float32")
+    unrolled = ours(suite.dtype, "float32", abstract=True, unroll=True)
+    yield from _training(
+        suite, "mcan_train", work, (model, unrolled, VQATask(config), batch), theirs, batch
+    )
 
 
 def _vlp_batch(suite: Suite) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -289,7 +334,7 @@ def _vlp_batch(suite: Suite) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
 
 def _bart(suite: Suite) -> Iterator[Case]:
     config = suite.bart
-    ours = _in_types(_maker(Bart, config))
+    ours = in_types(maker(Bart, config))
     theirs = torch_reference.torch_model(publish_bart(config, nnx.state(ours(suite.dtype))))
     rows, source, target = suite.bart_batch
     rng = np.random.default_rng(3)
@@ -316,7 +361,7 @@ def _bart(suite: Suite) -> Iterator[Case]:
 
 def _llama(suite: Suite) -> Iterator[Case]:
     config = suite.llama
-    ours = _in_types(_maker(Llama, config))
+    ours = in_types(maker(Llama, config))
     theirs = torch_reference.torch_llama(ours(suite.dtype))
     rows, length = suite.llama_batch
     arrays = {"ids": np.random.default_rng(4).integers(0, config.vocab_size, (rows, length))}
@@ -399,73 +444,6 @@ def _our_work(
     inputs = jax.device_put(dict(arrays))
     run = jax.jit(lambda state, inputs: call(nnx.merge(graphdef, state), **inputs))
     return lambda: jax.tree.leaves(jax.block_until_ready(run(state, inputs)))[0]
-
-
-class _OurTrainStep:
-    """AdamW on one batch, step after step; the counterpart of `torch_reference.TrainStep`.
-
-    The first step donates the model's arrays.
-    """
-
-    def __init__(self, model: VLP, task: AnswerTask, batch: dict[str, Any]):
-        self._graphdef, params = nnx.split(model)
-        options = dict(_ADAMW)
-        b1, b2 = options.pop("betas")
-        self._optimizer = optax.adamw(options.pop("lr"), b1, b2, **options)
-        self._task, self._batch = task, jax.device_put(batch)
-        # All on one device, where every step leaves it: it would be compiled twice otherwise.
-        self._carry = jax.device_put(
-            (params, self._optimizer.init(params), jnp.zeros((), jnp.int32)), jax.devices()[0]
-        )
-        self._step = jax.jit(self._one, donate_argnums=0, static_argnums=2)
-
-    def _one(self, carry: Any, batch: Any, dropout: bool) -> tuple[Any, jax.Array]:
-        params, moments, number = carry
-        key = jax.random.fold_in(jax.random.key(0), number) if dropout else None
-
-        def loss(params):
-            return self._task.loss(nnx.merge(self._graphdef, params), batch, key)[0]
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, moments = self._optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments, number + 1), value
-
-    def __call__(self, dropout: bool) -> jax.Array:
-        """One step; returns the loss before it."""
-        self._carry, loss = jax.block_until_ready(self._step(self._carry, self._batch, dropout))
-        return loss
-
-
-def _maker(kind: type[nnx.Module], config: Any) -> Callable[..., nnx.Module]:
-    return lambda **changes: kind(dataclasses.replace(config, **changes), rngs=nnx.Rngs(0))
-
-
-def _in_types(build: Callable[..., nnx.Module]) -> Callable[..., nnx.Module]:
-    """One random model in several compute types.
-
-    Args:
-      build: makes the module with changes of its config.
-
-    Returns:
-      (dtype, params=None, abstract=False, **changes) -> the model with compute type `dtype`; its
-      parameters are a copy in `params`, or in `dtype` too, or shapes only if `abstract`.
-    """
-    mesh = make_mesh(devices=jax.devices()[:1])
-    state = nnx.state(init_sharded(lambda: build(dtype="float32"), mesh))
-
-    def of_type(
-        dtype: str, params: str | None = None, *, abstract: bool = False, **changes: Any
-    ) -> nnx.Module:
-        graphdef = nnx.split(nnx.eval_shape(lambda: build(dtype=dtype, **changes)))[0]
-
-        def cast(x: jax.Array) -> Any:
-            if abstract:
-                return jax.ShapeDtypeStruct(x.shape, params or dtype)
-            return jnp.array(x, params or dtype)
-
-        return nnx.merge(graphdef, jax.tree.map(cast, state))
-
-    return of_type
 
 
 def _real_tokens(rng: np.random.Generator, rows: int, length: int) -> np.ndarray:

@@ -57,6 +57,7 @@ def normalize_answer(text: str) -> str:
     return process_digit_article(process_punctuation(strip_whitespace(text)))
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def prep_ans(text: str) -> str:
     """Prophet's normalization of answers (prophet evaluation/ans_punct.py, `prep_ans`).
 

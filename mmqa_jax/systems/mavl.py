@@ -129,6 +129,17 @@ def answer_mavl(
     return predictions
 
 
+def notes(setting: str, questions: Sequence[Question], options: Mapping[str, Any]) -> list[str]:
+    """What a reader of the results has to know."""
+    if setting == "mavl_revote":
+        return ["another vote on the answers of a finished run, which is what they cost"]
+    said = {
+        "oracle": "plans are chosen by the reference answers: a bound, not a result",
+        "none": "agents without tools share one prompt: their greedy answers are the same",
+    }
+    return [said[options["plans"]]] if options.get("plans") in said else []
+
+
 def _fixed(role: Role, plans: str) -> Sequence[Plan]:
     """The plans of a team without planners."""
     every = every_plan(role)

@@ -316,7 +316,7 @@ def _scores(
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
         "empty": count_empty(predictions),
-        **({"prompts": trace_counts(predictions, questions, shots)} if prompted else {}),
+        **({"prompts": trace_counts(questions, predictions, shots)} if prompted else {}),
         **({"llm": llm_cost(llm, len(questions))} if llm is not None else {}),
         **agent_summary(predictions),
     }

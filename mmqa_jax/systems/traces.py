@@ -33,7 +33,7 @@ def trace_rows(
 
 
 def trace_counts(
-    predictions: Sequence[Prediction], questions: Sequence[Question] = (), shots: int = 0
+    questions: Sequence[Question], predictions: Sequence[Prediction], shots: int = 0
 ) -> dict[str, int]:
     """What scores.json says of the prompts: what they lacked, what was dropped, failures.
 
@@ -41,7 +41,6 @@ def trace_counts(
     and how many questions have no candidates.
 
     Args:
-      questions: of these captions, pictures and choices are counted.
       shots: how many examples a prompt was to show.
     """
     traces = [prediction.trace for prediction in predictions if prediction.trace]
@@ -121,7 +120,8 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         answers = (question.choices[question.answer_index],)
     rows.append(("reference", " · ".join(dict.fromkeys(answers)) or "(not published)"))
     rows.append(("answer", prediction.answer or "(none)"))
-    for one in trace.get("outputs", ()):
+    outputs = () if "agents" in trace else trace.get("outputs", ())  # those are in the tree
+    for one in outputs:
         known = f"  (log-probability {one['logprob']:.2f})" if "logprob" in one else ""
         rows.append(("output", one["text"] + known))
     if scores := trace.get("calibrated_scores", trace.get("option_scores")):
@@ -143,7 +143,7 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
 
 
 def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Each prompt with its shots."""
+    """Each prompt with its shots; the prompts of agents are in their tree."""
     details = []
     prompts = trace.get("prompts", ())
     for number, (prompt, shots) in enumerate(zip(prompts, trace.get("shots", ()), strict=True), 1):
@@ -152,7 +152,8 @@ def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{shot['id']}" + (f"  {shot['similarity']:.3f}" if "similarity" in shot else "")
             for shot in shots
         )
-        details.append((name, prompt))
+        if "agents" not in trace:
+            details.append((name, prompt))
         if listed:
             details.append((f"shots of {name} and their similarity", listed))
     return details

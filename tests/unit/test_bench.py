@@ -115,6 +115,8 @@ def tiny():
     from mmqa_jax.models.bert import BertConfig
     from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
     from mmqa_jax.models.llama_config import LlamaConfig
+    from mmqa_jax.models.mcan_layers import FusionConfig
+    from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
     from mmqa_jax.models.vlp import VLPConfig
 
     bert = BertConfig(vocab_size=50, hidden=32, layers=2, heads=2, mlp=48, positions=64)
@@ -129,6 +131,11 @@ def tiny():
         bert_batch=(2, 24),
         vlp=VLPConfig(dataclasses.replace(bert, types=6, eps=1e-5), 9, 7, (10,)),
         vlp_batch=(2, 5, 30),
+        mcan=MCANOpenVQAConfig(
+            40, FusionConfig(hidden=16, heads=2, mlp=24, layers=2, flat_mlp=12, flat_out=20),
+            word_features=10, region_features=14, answers=9,
+        ),
+        mcan_batch=(3, 8, 6),
         bart=BartConfig(
             vocab_size=40, hidden=16, encoder_layers=1, decoder_layers=1, encoder_heads=2,
             decoder_heads=2, encoder_mlp=24, decoder_mlp=24, positions=32,
@@ -169,13 +176,14 @@ def test_models_rows_compare_the_same_work(models_run):
         low, high = row["ratio_range"]
         assert low <= row["ratio"] <= high
         assert row["peer_bfloat16"] > 0
-        if name not in ("matmul", "vlp_train_dropout"):
+        if name != "matmul" and not name.endswith("_dropout"):
             assert row["deviation"] < 2e-5, row
     # The peak is the fastest of all products of squares, so these cannot surpass it.
     assert rows["matmul"]["of_peak"] <= 1
     assert rows["matmul"]["peer_of_peak"] <= 1
     # A step with dropout is another step.
-    assert 2e-5 < rows["vlp_train_dropout"]["deviation"] < 0.1
+    for name in ("vlp_train_dropout", "mcan_train_dropout"):
+        assert 2e-5 < rows[name]["deviation"] < 0.1
 
 
 def test_a_row_whose_sides_differ_stops_the_bench(models_run):

@@ -161,7 +161,7 @@ def test_pica_with_knowledge(library):
         expected = plain["q0", r].replace("Context: Sky", f"Context: Sky. {passage.text}")
         assert prompts["q0", r] == expected != plain["q0", r]
         assert prompts["q2", r] == plain["q2", r]
-    counts = trace_counts(predictions)
+    counts = trace_counts(QUESTIONS, predictions)
     assert (counts["questions_without_passages"], counts["dropped_passages"]) == (1, 0)
 
 

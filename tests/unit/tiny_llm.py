@@ -103,9 +103,9 @@ def flag(color: tuple[int, int, int] = (200, 30, 40), size: tuple[int, int] = (6
     return Picture(file.getvalue(), "red.png")
 
 
-def write_folder(folder: Path) -> Path:
+def write_folder(folder: Path, model: LlamaConfig = MODEL) -> Path:
     """Writes the model as transformers would."""
-    published = publish_llama(MODEL, nnx.state(Llama(MODEL, rngs=nnx.Rngs(3))))
+    published = publish_llama(model, nnx.state(Llama(model, rngs=nnx.Rngs(3))))
     folder.mkdir()
     write_published(folder, published, more={"eos_token_id": END})
     letters().save(str(folder / "tokenizer.json"))

@@ -1,0 +1,115 @@
+"""`mmqa embed` with an image tower: grids as Prophet's MCAN reads them, and resumption."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from cli_runs import done, mmqa, png, tree
+from flax import nnx
+from vqa_files import write_okvqa
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.grid_records import GridRecords, write_grids
+from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
+from mmqa_jax.data.picture_features import open_features
+from mmqa_jax.models.clip import normalize_pixels
+from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
+from mmqa_jax.systems.grid_features import embed_grids
+from mmqa_jax.weights.folder import save_trained
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+CONFIG = ModifiedResNetConfig(8, (1, 1, 1, 1), image_size=64, embed_dim=6)
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory):
+    """A random image tower as `mmqa convert` writes it."""
+    folder = tmp_path_factory.mktemp("tower")
+    model = ModifiedResNet(CONFIG, rngs=nnx.Rngs(0))
+    save_trained(folder, model, nnx.state(model), {})
+    return folder, model
+
+
+def test_grids_of_a_benchmarks_pictures(tower, tmp_path):
+    folder, model = tower
+    raw = write_okvqa(tmp_path / "raw", pictures=True)  # pictures 1 and 2 of 1, 2 and 3
+    done("prepare", "okvqa", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    result = embed_grids(tmp_path / "data", folder, tmp_path / "grids", side=64)
+    assert result == {"pictures": 2, "shape": [2, 2, 256], "broken_pictures": 0}
+    features = open_features(
+        {"root": tmp_path / "grids"}, {"image": "grid", "grid": 2, "image_features": 256}
+    )
+    pixels = decode_to_pixels(png((1, 2, 3)), 64, "squash", alpha="dropped")
+    with jax.default_matmul_precision("highest"):
+        grid = model.grid_features(normalize_pixels(jax.numpy.asarray(pixels)[None]))
+    found = features.batch([2, 3])
+    np.testing.assert_allclose(found[0], grid.reshape(4, 256), rtol=2e-3, atol=1e-4)  # float16
+    assert not found[1].any()
+    assert features.missing.names == ["3"]
+    before = tree(tmp_path / "grids")
+    assert embed_grids(tmp_path / "data", folder, tmp_path / "grids", side=64) == result
+    assert tree(tmp_path / "grids") == before  # a finished job is left as it is
+
+
+def test_the_verb_chooses_by_the_model(tower, tmp_path):
+    folder, _ = tower
+    raw = write_okvqa(tmp_path / "raw")
+    done("prepare", "okvqa", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    flags = ("embed", f"--data={tmp_path / 'data'}", f"--model={folder}", f"--out={tmp_path / 'g'}")
+    ended = mmqa(*flags)
+    assert ended.code == 2
+    assert "its questions have no pictures" in ended.err
+    ended = mmqa(*flags, "--shard=0/2")
+    assert "--shard and --overwrite: are for the embeddings of sources" in ended.err
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_killed_job_goes_on_where_it_was(tmp_path):
+    """Each shard is computed once; the result is that of a job that nobody killed."""
+    pictures = {n: f"{n}.jpg" for n in range(7)}
+    asked: list[str] = []
+
+    def encode(names, limit=None):
+        if limit is not None and len(asked) >= limit:
+            raise Killed
+        asked.extend(names)
+        broken = PictureError("3.jpg: broken.")
+        return [broken if n == "3.jpg" else np.full((1, 1, 2), int(n[0]), "f4") for n in names]
+
+    def job(folder, limit=None, model="a"):
+        broken = BrokenPictures(7, limit=2)
+        write_grids(
+            folder, pictures, lambda names: encode(names, limit), shape=(1, 1, 2), model=model,
+            broken=broken, shard=2,
+        )  # fmt: skip
+        return broken
+
+    with pytest.raises(Killed):
+        job(tmp_path / "a", limit=4)
+    assert not (tmp_path / "a/manifest.json").exists()
+    broken = job(tmp_path / "a")
+    assert asked == [f"{n}.jpg" for n in range(7)]
+    assert broken.names == ["3.jpg"]
+    found = GridRecords(tmp_path / "a")
+    assert len(found) == 6
+    assert [float(found.read(n)[0].max()) for n in (0, 1, 2, 4, 5, 6)] == [0, 1, 2, 4, 5, 6]
+    with pytest.raises(UserError, match="no grid features of picture 3"):
+        found.read(3)
+    job(tmp_path / "b")
+    names = [name for name in tree(tmp_path / "b") if "array_record" in name]
+    assert names
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    asked.clear()
+    job(tmp_path / "a")
+    assert not asked
+    job(tmp_path / "a", model="b")  # another model: everything again
+    assert len(asked) == 7
+    assert json.loads((tmp_path / "a/manifest.json").read_text())["model"] == "b"
