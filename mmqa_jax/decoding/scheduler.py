@@ -204,7 +204,7 @@ class TokenizedScoring:
         buckets: Buckets,
         length: int,
     ):
-        self.original = original
+        self.original, self.prompt = original, len(prompt)
         most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
         groups: list[list[Sequence[int]]] = []
         room = 0
