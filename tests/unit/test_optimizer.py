@@ -71,6 +71,38 @@ def test_a_filter_trains_its_parameters_alone_and_keeps_no_state_of_the_others()
         assert not [name for name in flatten_named(shapes) if "head" in name or "norm/" in name]
 
 
+def test_groups_are_clipped_apart_as_in_torch():
+    """Prophet stage1/utils/optim.py: each group's norm by itself, and each at its own rate."""
+    import torch
+
+    start, grads = start_and_gradients()
+    params = {key: torch.nn.Parameter(torch.tensor(value)) for key, value in start.items()}
+    inner = [params[name] for name in params if name.startswith("dense/")]
+    outer = [params[name] for name in params if not name.startswith("dense/")]
+    groups = [{"params": outer, "lr": 0.05}, {"params": inner, "lr": 0.005}]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98), eps=1e-6)
+    for grad in grads:
+        for key, value in grad.items():
+            params[key].grad = torch.tensor(value)
+        for group in groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        optimizer.step()
+    section = {
+        "name": "adam", "learning_rate": 0.05, "schedule": "stairs", "levels": ((0, 1.0),),
+        "b2": 0.98, "eps": 1e-6, "clip_norm": 1.0, "clip_apart": True,
+        "multipliers": ((r"^dense/", 0.1),),
+    }  # fmt: skip
+    theirs = {name: value.detach().numpy() for name, value in params.items()}
+    assert_close(updated(section, start, grads), theirs)
+
+
+@pytest.mark.parametrize("section", [{"schedule": "stairs"}, {"levels": ((0, 1.0),)},
+                                     {"schedule": "stairs", "levels": ((5, 1.0),)}])  # fmt: skip
+def test_stairs_that_cannot_be(section):
+    with pytest.raises(UserError, match="pairs of first step and factor, from step 0 on"):
+        read_options(section)
+
+
 def test_filters_that_cannot_be():
     with pytest.raises(UserError, match=r"trainable: 'nothing' matches no parameter"):
         updated({"name": "adamw", "trainable": "nothing"}, *start_and_gradients())
