@@ -19,19 +19,9 @@ from typing import NoReturn
 from mmqa_jax.core.errors import RunError, UserError
 
 VERBS = (
-    *(
-        "demo",
-        "ask",
-        "prepare",
-        "caption",
-        "convert",
-        "train",
-        "embed",
-        "index",
-        "search",
-        "rerank",
-    ),
-    *("candidates", "answer", "prompt", "run", "tables", "compare", "evaluate", "report", "bench"),
+    *("demo", "ask", "prepare", "caption", "convert", "train", "embed", "index", "search"),
+    *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
+    *("evaluate", "report", "bench"),
 )
 _INTERRUPTED = 130
 

@@ -191,8 +191,8 @@ def _small(config: ConfigDict) -> None:
         },
         "answer_embeddings": True,
     }
-    config.batches.update({"lengths": (16, 24, 32), "threads": 1})
-    config.train.steps = 600
+    config.batches.update({"lengths": (16, 28), "threads": 1})
+    config.train.steps = 300
     config.train.optimizer = {
         "name": "adam",
         "learning_rate": 1e-3,
@@ -201,7 +201,7 @@ def _small(config: ConfigDict) -> None:
         "b2": 0.98,
         "clip_norm": 2.0,
     }
-    config.train.update({"log_every": 10, "checkpoint_every": 150, "evaluate_every": 150})
+    config.train.update({"log_every": 10, "checkpoint_every": 100, "evaluate_every": 150})
     config.validate = {"split": "test", "questions": 500, "metric": "recall@10"}
 
 

@@ -13,12 +13,17 @@ PAPER = "rmr"
 
 DATA, CLIP, LLAVA = "data/scienceqa", "weights/clip", "weights/llava"
 OPENSTAX = "data/openstax"
+FINETUNED, RETRIEVER = "data/runs/rmr-finetune", "data/runs/rmr-retriever"
 MADE_BY = {
     DATA: f"mmqa prepare scienceqa --raw=downloads/scienceqa --out={DATA} (problems.json, "
     "pid_splits.json, captions.json, images/)",
     CLIP: f"mmqa convert --model=clip --source=downloads/ViT-L-14.pt --out={CLIP}",
     OPENSTAX: f"mmqa prepare corpus --raw=downloads/openstax --out={OPENSTAX}",
     LLAVA: f"mmqa convert --model=llava --source=downloads/llava-v1.5-13b --out={LLAVA}",
+    FINETUNED: "mmqa train --config=configs/scienceqa/rmr_finetune.py "
+    f"--config.data.dir={DATA} --workdir={FINETUNED}",
+    RETRIEVER: "mmqa judge and mmqa train with configs/scienceqa/rmr_retriever.py, as it says "
+    f"(--workdir={RETRIEVER})",
 }
 TOLERANCE = 0.02
 COLUMNS = ("NAT", "SOC", "LAN", "TXT", "IMG", "NO", "G1-6", "G7-12", "AVG")
@@ -39,6 +44,8 @@ _NAMES = {
 }
 _SMOLLM2 = _rows.language_model("smollm2", length=2048)
 _MINILM = _rows.library(text="question_and_choices")
+_FINETUNED = _rows.language_model(FINETUNED, length=2048)
+_TRAINED = _rows.library(text="question_and_choices", text_model=RETRIEVER)
 
 
 def _cells(table: str, row: str, values: tuple[float | None, ...]) -> tuple[dict, ...]:
@@ -153,11 +160,13 @@ def _paper_rows() -> dict[str, dict]:
     return rows
 
 
-def _ours(setting: str = "rmr_choice", **options) -> dict:
+def _ours(
+    setting: str = "rmr_choice", llm: dict = _SMOLLM2, library: dict = _MINILM, **options
+) -> dict:
     return {
         "paper": "rmr",
         "setting": setting,
-        "parts": {"llm": _SMOLLM2, "library": _MINILM},
+        "parts": {"llm": llm, "library": library},
         "options": options,
     }
 
@@ -180,6 +189,8 @@ ROWS = {
     "smollm2_k0_openstax": _knowing(0),
     "smollm2_k0_openstax_random": _knowing(0, retriever="random"),
     "smollm2_k1_openstax": _knowing(1),
+    **{f"smollm2_finetuned_k{k}": _ours(llm=_FINETUNED, shots=k, calibrated=True) for k in (0, 3)},
+    "smollm2_trained_retriever_k3": _ours(library=_TRAINED, shots=3, calibrated=True),
     "smollm2_k3_rationale": _ours("rmr", shots=3, max_new_tokens=128) | {"questions": 500},
 }
 MISSING: dict[str, tuple[dict, ...]] = {}

@@ -123,7 +123,7 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores a question-answering benchmark as its BenchmarkScoring says."""
     from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation import benchmarks
-    from mmqa_jax.evaluation.scores import predictions_by_question
+    from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
 
     dataset, path = arguments.dataset, Path(arguments.predictions)
     scoring = benchmarks.BENCHMARKS[dataset]
@@ -139,6 +139,7 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     if missing:
         notes.append(f"{missing:,} of {len(questions):,} questions have no prediction and count 0")
     result: dict[str, Any] = {"dataset": dataset, "split": split, "n": 0, "missing": missing}
+    result["empty"] = count_empty(given)
     if arguments.submission:
         result["submission"] = arguments.submission
         check_out(Path(arguments.submission))

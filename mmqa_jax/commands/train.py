@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     distributed.start()
     from mmqa_jax.core.config import load_config
+    from mmqa_jax.systems.extensions.trainable_rmr import make_examples
     from mmqa_jax.systems.validation import make_validation
     from mmqa_jax.training.run import run_training
 
@@ -45,5 +46,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         config,
         Path(arguments.workdir),
         make_validation=make_validation,
+        make_examples=make_examples,
         only_start=arguments.only_start,
     )

@@ -20,7 +20,6 @@ from jaxtyping import Float
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.images import BrokenPictures, PictureError
-from mmqa_jax.data.picture_features import FeatureError
 from mmqa_jax.data.picture_records import finish_folder, inputs_signature, unfinished_folder
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
@@ -28,6 +27,10 @@ MANIFEST = "manifest.json"
 
 _WHAT = "grid features of pictures"
 _SPLIT = "pictures"
+
+
+class FeatureError(UserError):
+    """This picture has no readable features; others may have."""
 
 
 def is_grid_records(folder: str | os.PathLike) -> bool:

@@ -25,13 +25,10 @@ import numpy as np
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.data.grid_records import FeatureError, GridRecords, is_grid_records
 from mmqa_jax.data.images import BrokenPictures
 
 _ID = re.compile(r"(\d+)(\.jpg)?\.npz$")
-
-
-class FeatureError(UserError):
-    """This picture has no readable features; others may have."""
 
 
 class NpzFiles:
@@ -159,8 +156,6 @@ def open_features(section: Mapping[str, Any], model: Mapping[str, Any]) -> Pictu
     Raises:
       UserError: no features there.
     """
-    from mmqa_jax.data.grid_records import GridRecords, is_grid_records
-
     root = section["root"]
     files = GridRecords(root) if is_grid_records(root) else NpzFiles(root)
     missing = BrokenPictures(

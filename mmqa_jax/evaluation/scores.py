@@ -118,6 +118,11 @@ def predictions_by_question(
     return found
 
 
+def count_empty(predictions: Iterable[Prediction]) -> int:
+    """How many predictions have neither a text nor a choice; they score 0."""
+    return sum(not p.answer.strip() and p.choice is None for p in predictions)
+
+
 def questions_that_count(
     questions: Sequence[Question], counts: Callable[[Question], bool], what: str
 ) -> list[Question]:

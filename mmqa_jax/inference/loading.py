@@ -33,11 +33,11 @@ from mmqa_jax.weights.folder import load_converted, load_weights, read_metadata,
 def load_embedder(
     folder: str | os.PathLike, *, one_shape: bool = False
 ) -> tuple[Embedder, ConfigDict]:
-    """The trained dual encoder of a contrastive run, and the run's config.
+    """The trained dual encoder of a contrastive or example-retrieval run, and the run's config.
 
     `one_shape`: for a few texts, see `_one_shape`.
     """
-    config, tokenizer = _read_run(folder, ("contrastive",))
+    config, tokenizer = _read_run(folder, ("contrastive", "example_retrieval"))
     if one_shape:
         _one_shape(config)
     model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
@@ -167,7 +167,7 @@ def _one_shape(config: ConfigDict) -> None:
     would go into tracing.
     """
     config.model.changes = {**config.model.get("changes", {}), "unroll": 1}
-    if config.task == "contrastive":
+    if config.task in ("contrastive", "example_retrieval"):
         config.inference.buckets = (max(config.inference.buckets),)
         config.inference.batch_size = 1
         return

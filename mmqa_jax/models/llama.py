@@ -162,7 +162,7 @@ class LlamaLayer(nnx.Module):
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Causal: x [B, L, H], mask bool [B, 1, 1, L], false at padding -> [B, L, H]."""
+        """Causal: x [B, L, H], mask bool [B, 1, 1 or L, L], false where unseen -> [B, L, H]."""
         q, k, v = self.project(x, cos, sin)
         attended = grouped_attention(
             q,
@@ -238,7 +238,8 @@ class Llama(nnx.Module):
         Args:
           embedded: [B, L, H].
           attention_mask: [B, L], true at real tokens; not needed where padding is on the right,
-            since a token never sees what follows it.
+            since a token never sees what follows it. Or [B, L, L], true where a token (axis 1) may
+            see another (axis 2): several sequences in a row do not see each other.
           positions: int [B, L] of rotary positions; None is 0..L-1 in every row, also behind
             padding on the left (only distances matter).
           dropout_key: drops attention weights at `config.attention_dropout`.
@@ -278,14 +279,15 @@ class Llama(nnx.Module):
             yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
 
     def _prepare(self, embedded, attention_mask, positions):
-        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
+        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1 or L, L] or None)."""
         length = embedded.shape[1]
         if positions is None:
             check_length(length, self.config.positions)
             positions = jnp.arange(length)[None]
         angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(self.config)
         if attention_mask is not None:
-            attention_mask = attention_mask.astype(bool)[:, None, None, :]
+            length = attention_mask.shape[-1]
+            attention_mask = attention_mask.astype(bool).reshape(len(embedded), 1, -1, length)
         return (jnp.cos(angles), jnp.sin(angles)), attention_mask
 
     def _scan(self, x: jax.Array, body: Callable, dropout_key: jax.Array | None):

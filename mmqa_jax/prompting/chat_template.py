@@ -35,7 +35,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special: Mapping[str, str] | None = None, *, name: str = "chat template"
     ):
-        self.source, self._special, self._name = source, dict(special or {}), name
+        self.source, self.tokens, self._name = source, dict(special or {}), name
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt from the messages' texts; see ChatFormat."""
@@ -45,7 +45,7 @@ class ChatTemplate:
         plain = [{"role": message.role, "content": message.text} for message in messages]
         try:
             (text,), _ = render_jinja_template(
-                [plain], chat_template=self.source, add_generation_prompt=True, **self._special
+                [plain], chat_template=self.source, add_generation_prompt=True, **self.tokens
             )
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -134,3 +135,8 @@ def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> di
         ]
         record["dropped_passages"] = sum(p.dropped_passages for p in prompts)
     return record
+
+
+def output_record(text: str, logprob: float) -> dict[str, Any]:
+    """What trace.jsonl keeps of an output; a server may give no log-probability (NaN)."""
+    return {"text": text, **({} if math.isnan(logprob) else {"logprob": logprob})}

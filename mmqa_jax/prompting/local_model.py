@@ -25,7 +25,16 @@ from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import MIB, in_mebibytes, is_converted, load_converted, read_record
+from mmqa_jax.weights.folder import (
+    MIB,
+    RECORD,
+    WEIGHTS,
+    in_mebibytes,
+    is_converted,
+    is_weights_folder,
+    load_converted,
+    read_record,
+)
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
@@ -61,9 +70,9 @@ def open_backend(
     """Opens a LLaMA or LLaVA as a backend; its weights are loaded on first use.
 
     Args:
-      model: a name of NAMES, a folder of `mmqa convert`, a published checkpoint in any layout
-        that `mmqa convert --model=llama` (or llava) reads, or a name on the Hugging Face hub (see
-        weights.hub).
+      model: a name of NAMES, a folder of `mmqa convert`, the workdir of a language-model run (or
+        its folder best), a published checkpoint in any layout that `mmqa convert --model=llama` (or
+        llava) reads, or a name on the Hugging Face hub (see weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config, engine: see ModelConfig and EngineConfig; an engine without config is as long as the
         model, up to 2,048 tokens.
@@ -84,7 +93,7 @@ def open_backend(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     # Engine sizes change answers at most in their last bits; rounding changes more.
     numerics = [dtype, engine.cache_dtype, engine.weights, jax.default_backend(), __version__]
-    parts = [kind, content_hash(path), text.fingerprint, numerics]
+    parts = [kind, weights_hash(path), text.fingerprint, numerics]
 
     def make_engine() -> Engine:
         mesh = None
@@ -116,6 +125,13 @@ def _find(model: str | os.PathLike) -> Path:
     return Path(model)
 
 
+def weights_hash(path: Path) -> str:
+    """Of what a model's answers depend on: a run's folder holds much else."""
+    if is_weights_folder(path) and not is_converted(path):
+        return content_hash(path / WEIGHTS) + content_hash(path / RECORD)
+    return content_hash(path)
+
+
 def content_hash(path: str | os.PathLike) -> str:
     """SHA-256 over names and bytes of a file, or of all files of a folder (hidden ones aside)."""
     path = Path(path)
@@ -143,7 +159,7 @@ def _shown(file: Path, folder: Path) -> bool:
 
 def _kind(path: Path) -> str:
     """Which of _KINDS is at a path."""
-    if is_converted(path):
+    if is_weights_folder(path):
         kind = read_record(path).architecture.name
         if kind not in _KINDS:
             raise UserError(f"--model={path}: contains a {kind}; give a LLaMA or LLaVA.")
@@ -154,13 +170,13 @@ def _kind(path: Path) -> str:
 
 
 def _config_of(kind: str, path: Path) -> Any:
-    if is_converted(path):
+    if is_weights_folder(path):
         return read_record(path).config
     return architecture(kind).open(path).config
 
 
 def _load(kind: str, path: Path, dtype: str, mesh: Mesh | None) -> nnx.Module:
-    if not is_converted(path):
+    if not is_weights_folder(path):
         return load_published(kind, path, mesh=mesh, param_dtype=dtype, dtype=dtype)
     config = replace_fields(read_record(path).config, dtype=dtype)
     return load_converted(path, mesh=mesh, param_dtype=dtype, config=config)

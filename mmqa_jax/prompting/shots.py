@@ -34,6 +34,25 @@ _SUMS = {
 _BLOCK = 512  # queries whose similarities to the whole library are held at once
 
 
+def question_and_choices(question: Question) -> str:
+    """The question with its hint and choices, as text to embed."""
+    parts = (question.question, str(question.extra.get("hint", "")), " ".join(question.choices))
+    return " ".join(part for part in parts if part)
+
+
+def question_and_caption(question: Question) -> str:
+    """The caption of the question's picture, then the question."""
+    return f"{question.extra.get('caption', '')} {question.question}".strip()
+
+
+# What is embedded of a question, by the name that configs have for it.
+TEXTS: dict[str, Callable[[Question], str]] = {
+    "question": lambda question: question.question,
+    "question_and_choices": question_and_choices,
+    "question_and_caption": question_and_caption,
+}
+
+
 class Shot(NamedTuple):
     """A solved question shown before the query."""
 

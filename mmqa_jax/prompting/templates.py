@@ -43,6 +43,20 @@ class PromptTemplate:
         parts += [string.Template(self.shot).substitute(shot) for shot in shots]
         return "".join((*parts, string.Template(self.query).substitute(query)))
 
+    def solve(self, example: Mapping[str, str]) -> str:
+        """What completes the query of a solved example: its shot without its query.
+
+        Raises:
+          UserError: the shots of this template do not begin with their query.
+        """
+        shot, query = (string.Template(t).substitute(example) for t in (self.shot, self.query))
+        if not shot.startswith(query):
+            raise UserError(
+                "option template: a shot of it does not begin with its query, so that nothing "
+                "can be learned from it; use one whose shots do, such as rmr.rationale."
+            )
+        return shot.removeprefix(query).rstrip()
+
 
 @functools.cache
 def load_template(name: str) -> PromptTemplate:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.prompting.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -63,6 +63,21 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included."""
+        return self._tokenizer.get_vocab_size()
+
+    def save(self, folder: Path) -> None:
+        """Writes the files from which `open_tokenizer` makes an equal one."""
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.template is not None:
+            settings |= {"chat_template": self.template.source, **self.template.tokens}
+        write_json(folder / "tokenizer_config.json", settings)
+        write_json(folder / "generation_config.json", {"eos_token_id": list(self.end_ids)})
+        with atomic_write(folder / "tokenizer.json") as file:
+            file.write(self._tokenizer.to_str())
 
 
 def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:

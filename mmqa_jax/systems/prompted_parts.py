@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT
@@ -175,7 +176,7 @@ def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:
     if spec.modality:
         examples = [q for q in examples if has_picture(q) == (spec.modality == "image")]
     embedders = _example_embedders(corpus, home, spec) if spec.text_model else None
-    return ExampleLibrary(examples, embedders, text_of=_TEXTS[spec.text], folds=spec.folds)
+    return ExampleLibrary(examples, embedders, text_of=TEXTS[spec.text], folds=spec.folds)
 
 
 def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
@@ -204,7 +205,7 @@ def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
         retriever,
         top_k=spec.top_k,
         max_words=spec.max_words,
-        text_of=_TEXTS[spec.text],
+        text_of=TEXTS[spec.text],
         section_key=spec.section_key,
     )
 
@@ -277,21 +278,3 @@ def _sources(
         pixels = None if pictures is None else pictures.pixels(row)
         found.append(corpus.sources[row].text if pixels is None else pixels)
     return found
-
-
-def _question_and_choices(question: Question) -> str:
-    """The question with its hint and choices, as text to embed."""
-    parts = (question.question, str(question.extra.get("hint", "")), " ".join(question.choices))
-    return " ".join(part for part in parts if part)
-
-
-def _question_and_caption(question: Question) -> str:
-    """The caption of the question's picture, then the question."""
-    return f"{question.extra.get('caption', '')} {question.question}".strip()
-
-
-_TEXTS: dict[str, Callable[[Question], str]] = {
-    "question": lambda question: question.question,
-    "question_and_choices": _question_and_choices,
-    "question_and_caption": _question_and_caption,
-}

@@ -27,7 +27,14 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Query,
 )
-from mmqa_jax.prompting.few_shot import NO_CONTEXT, FewShot, Order, few_shot, prompts_record
+from mmqa_jax.prompting.few_shot import (
+    NO_CONTEXT,
+    FewShot,
+    Order,
+    few_shot,
+    output_record,
+    prompts_record,
+)
 from mmqa_jax.prompting.multiple_choice import (
     Normalization,
     check_choices,
@@ -65,7 +72,9 @@ def answer_rmr(
       pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
     """
     prompt = load_template(template)
-    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n\n", "\nQuestion:"), logprobs=True)
+    # Few servers of chat models give log-probabilities, some refuse requests that ask for them.
+    stop = ("\n\n", "\nQuestion:")
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
 
     def asking(question: Question) -> Callable[[str], Query]:
         data = corpus.question_picture(question) if pictures else None
@@ -252,7 +261,7 @@ def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
         return Prediction(question.id, trace=trace)
     candidate = answers.by_id[question.id].candidates[0]
     text = (candidate.text or "").strip()
-    trace["outputs"] = [{"text": text, "logprob": candidate.total}]
+    trace["outputs"] = [output_record(text, candidate.total)]
     return Prediction(
         question.id, text, choice=llava_choice(text, len(question.choices)), trace=trace
     )

@@ -25,7 +25,7 @@ from mmqa_jax.data.splits import evenly, split_questions
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.retrieval_tables import score_modality
-from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, score_predictions
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.fusion import check_weight
@@ -303,6 +303,8 @@ def _scores(
     limit: int | None,
     llm: Any,
 ) -> dict[str, Any]:
+    prompted = any(prediction.trace for prediction in predictions)
+    shots = config.options.get("shots", 0)
     return {
         "dataset": config.dataset,
         "row": config.row,
@@ -313,7 +315,8 @@ def _scores(
         **evaluation.summary(),
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
-        **({"prompts": trace_counts(predictions)} if any(p.trace for p in predictions) else {}),
+        "empty": count_empty(predictions),
+        **({"prompts": trace_counts(questions, predictions, shots)} if prompted else {}),
         **({"llm": llm_cost(llm, len(questions))} if llm is not None else {}),
         **agent_summary(predictions),
     }

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Trace
 from mmqa_jax.systems.mavl_record import agent_tree
+from mmqa_jax.systems.prompted_parts import has_picture
 
 
 def trace_rows(
@@ -30,11 +32,16 @@ def trace_rows(
         }
 
 
-def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """What scores.json says of the prompts: what was dropped, failures and empty answers.
+def trace_counts(
+    questions: Sequence[Question], predictions: Sequence[Prediction], shots: int = 0
+) -> dict[str, int]:
+    """What scores.json says of the prompts: what they lacked, what was dropped, failures.
 
     Of systems with candidates also how many answers are the first candidate for want of any other,
     and how many questions have no candidates.
+
+    Args:
+      shots: how many examples a prompt was to show.
     """
     traces = [prediction.trace for prediction in predictions if prediction.trace]
     known = [trace for trace in traces if "knowledge" in trace]
@@ -46,11 +53,15 @@ def trace_counts(predictions: Sequence[Prediction]) -> dict[str, int]:
     }
     counts = {
         **(knowledge if known else {}),
+        "without_caption": sum(not q.extra.get(CAPTION) and has_picture(q) for q in questions),
+        "without_picture": sum(q.image is None and has_picture(q) for q in questions),
+        "repeated_choices": sum(len(set(q.choices)) < len(q.choices) for q in questions),
+        "too_few_examples": sum(_chosen(t) < shots * len(t.get("prompts", ())) for t in traces),
         "questions_with_dropped_shots": sum(bool(t.get("dropped_shots")) for t in traces),
         "dropped_shots": sum(t.get("dropped_shots", 0) for t in traces),
         "too_long": sum(bool(t.get("too_long")) for t in traces),
         "failed": sum(bool(t.get("failed")) for t in traces),
-        "empty_answers": sum(not p.answer for p in predictions if p.trace),
+        "empty_answers": sum(not p.answer.strip() for p in predictions if p.trace),
     }
     if any("fallback" in trace for trace in traces):
         counts["answered_by_first_candidate"] = sum(
@@ -67,6 +78,11 @@ def llm_cost(llm: Any, questions: int) -> dict[str, float]:
     """
     whole = dataclasses.asdict(llm.work)
     return {**whole, **{f"{name}_per_question": n / questions for name, n in whole.items()}}
+
+
+def _chosen(trace: Mapping[str, Any]) -> int:
+    """How many shots were chosen for a question's prompts."""
+    return sum(map(len, trace.get("shots", ()))) + trace.get("dropped_shots", 0)
 
 
 def report_traces(
@@ -105,9 +121,9 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
     rows.append(("reference", " · ".join(dict.fromkeys(answers)) or "(not published)"))
     rows.append(("answer", prediction.answer or "(none)"))
     outputs = () if "agents" in trace else trace.get("outputs", ())  # those are in the tree
-    rows += [
-        ("output", f"{one['text']}  (log-probability {one['logprob']:.2f})") for one in outputs
-    ]
+    for one in outputs:
+        known = f"  (log-probability {one['logprob']:.2f})" if "logprob" in one else ""
+        rows.append(("output", one["text"] + known))
     if scores := trace.get("calibrated_scores", trace.get("option_scores")):
         pairs = zip(question.choices, scores, strict=True)
         rows.append(("scores", " · ".join(f"{choice}: {score:.2f}" for choice, score in pairs)))

@@ -15,7 +15,13 @@ from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.systems.run_report import run_facts
 from mmqa_jax.training.validation import read_best
 
-TASKS = {"contrastive": "retriever", "rerank": "source selector", "answer": "reader"}
+TASKS = {
+    "contrastive": "retriever",
+    "rerank": "source selector",
+    "answer": "reader",
+    "example_retrieval": "retriever of examples",
+    "language_model": "language model",
+}
 METRICS = "metrics.jsonl"
 _VALIDATION = "eval/"
 

@@ -35,6 +35,8 @@ from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions import similarity
+from mmqa_jax.systems.extensions.example_judging import ExampleRetrievalValidation
+from mmqa_jax.systems.extensions.trainable_rmr import LanguageModelValidation
 from mmqa_jax.systems.parts import make_reranker
 from mmqa_jax.training.pretrained_vqa import make_answers
 from mmqa_jax.training.validation import (
@@ -66,6 +68,8 @@ def make_validation(
         "rerank": _SelectionValidation,
         "answer": _AnswerValidation,
         "vqa": _VQAValidation,
+        "example_retrieval": ExampleRetrievalValidation,
+        "language_model": LanguageModelValidation,
     }
     section = SECTIONS[config.task](**config.validate.to_dict())
     evaluate = makers[config.task](section, config, corpus, tokenizer, model)

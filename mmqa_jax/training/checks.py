@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -12,6 +12,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
+from mmqa_jax.data.batches.language_model import language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.batches.vqa import vqa_batches
@@ -22,6 +24,8 @@ from mmqa_jax.inference.from_config import make_packing, region_sizes, two_sides
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
 from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import LoraConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.presets import (
     dual_encoder_from_config,
@@ -29,10 +33,13 @@ from mmqa_jax.models.presets import (
     vlp_from_config,
     vqa_from_config,
 )
+from mmqa_jax.prompting.shots import TEXTS
+from mmqa_jax.prompting.training_examples import ExampleOptions
 from mmqa_jax.training.augmentation import augmentation_factory
+from mmqa_jax.training.base_llm import check_trainable, llama_of
 from mmqa_jax.training.loop import check_batch_size, read_section
 from mmqa_jax.training.pretrained import check_clip_frontend, check_clip_init
-from mmqa_jax.training.recipes import FEED_SPEC
+from mmqa_jax.training.recipes import DUAL_ENCODERS, FEED_SPEC
 from mmqa_jax.training.validation import SECTIONS
 
 _POSITIVE = Key(int, minimum=1)
@@ -77,11 +84,13 @@ _BATCHES = {
     "rerank": rerank_batches,
     "answer": answer_batches,
     "modality": modality_batches,
+    "example_retrieval": example_retrieval_batches,
+    "language_model": language_model_batches,
     "vqa": vqa_batches,
 }
 _NOT_IN_BATCHES = (
-    *("reader", "questions", "packer", "masking", "feed", "route_by_category"),
-    *("tokenizer", "texts", "labels", "inputs", "vocabulary"),
+    *("reader", "questions", "packer", "masking", "feed", "route_by_category", "tokenizer"),
+    *("texts", "labels", "inputs", "vocabulary", "versions", "shares", "rows", "text_of"),
 )
 _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {
@@ -108,6 +117,19 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         ),
         "inference": {"batch_size": _POSITIVE},
         "validate": optional(dict),  # see training.validation
+    },
+    "example_retrieval": {
+        "data": {"dir": str, "split": str, "scores": str, "text": Literal[tuple(TEXTS)]},
+        "pictures": {"size": int, "resize": Resize, "alpha": optional(Alpha)},
+        "target_temperature": Key(float, minimum=1e-3),
+        "inference": {"batch_size": _POSITIVE, "buckets": tuple[int, ...]},
+        "validate": optional(dict),
+    },
+    "language_model": {
+        "examples": spec_of(ExampleOptions),
+        "library": dict,  # see systems.prompted_parts.LibrarySpec
+        "inference": {"batch_size": _POSITIVE},
+        "validate": optional(dict),
     },
     "answer": {
         **_SOURCES,
@@ -175,15 +197,22 @@ def check_config(config: ConfigDict) -> None:
             f"config key inference.no_repeat_ngram={ngram}: 0 (words may repeat) or 2 to "
             f"inference.max_new_tokens = {most} was expected; change one of them."
         )
-    if task == "contrastive":
+    if task in DUAL_ENCODERS:
         _check_dual_encoder(config)
     elif task == "modality":
         _check_classifier(config)
     elif task == "vqa":
         _check_vqa(config)
+    elif task == "language_model":
+        _check_language_model(config)
     else:
         _check_vlp(config)
     accumulate = read_section(config.train).accumulate
+    if task == "language_model" and accumulate > 1:
+        raise UserError(
+            f"config key train.accumulate={accumulate}: the loss is the mean over the targets of "
+            "the whole batch; leave it out, and set model.changes.remat to full to save memory."
+        )
     if task == "contrastive" and accumulate > 1:
         raise UserError(
             f"config key train.accumulate={accumulate}: the contrastive loss needs its whole "
@@ -232,11 +261,13 @@ def _check_dual_encoder(config: ConfigDict) -> None:
         check_clip_init(config, dual_encoder)
     text = dual_encoder.text
     most = text.context if isinstance(text, TextConfig) else text.positions
-    for key, length in (
-        ("batches.query_length", config.batches.query_length),
-        ("batches.source_lengths", max(config.batches.source_lengths, default=0)),
-        ("inference.buckets", max(config.inference.buckets, default=0)),
-    ):
+    lengths = {"inference.buckets": max(config.inference.buckets, default=0)}
+    if config.task == "contrastive":
+        lengths["batches.query_length"] = config.batches.query_length
+        lengths["batches.source_lengths"] = max(config.batches.source_lengths, default=0)
+    else:
+        lengths["batches.length"] = config.batches.length
+    for key, length in lengths.items():
         if length > most:
             raise UserError(
                 f"config key {key}: {length} tokens, but the text tower reads at most {most}; use "
@@ -247,6 +278,22 @@ def _check_dual_encoder(config: ConfigDict) -> None:
         raise UserError(
             f"config key pictures.size={config.pictures.size}: the vision tower takes {side}; set "
             "pictures.size and model.vision.image_size to the same number."
+        )
+
+
+def _check_language_model(config: ConfigDict) -> None:
+    spec = {"changes": spec_of(LlamaConfig, minimum=1, partial=True), "lora": Any}
+    check_section(config.model, "model", spec)
+    if config.model.lora is not None:
+        check_section(config.model.lora, "model.lora", spec_of(LoraConfig, minimum=1))
+    llama_of(config, _ANY_VOCABULARY)
+    check_trainable(config)
+    ExampleOptions(**config.examples.to_dict())
+    length, targets = config.batches.length, config.batches.targets
+    if not 0 < targets < length:
+        raise UserError(
+            f"config key batches.targets={targets}: 1 to batches.length - 1 = {length - 1} tokens "
+            "of a row can be learned; change one of them."
         )
 
 

@@ -34,6 +34,7 @@ from mmqa_jax.training.state import (
     Task,
     TrainState,
     abstract_state,
+    finished,
     initial_state,
     make_step,
     split_model,
@@ -80,6 +81,7 @@ def train(
     seed: int,
     validation: Validation | None = None,
     load_pretrained: Callable[[nnx.Module], None] | None = None,
+    finish: Callable[[nnx.Module], nnx.Module] | None = None,
     title: str = "Training",
     metadata: Mapping[str, Any] | None = None,
     only_start: bool = False,
@@ -100,6 +102,7 @@ def train(
         are logged as `eval/NAME`. All processes call it.
       load_pretrained: puts pretrained weights into the freshly initialized model, in place,
         before the first step of a run (not when it resumes).
+      finish: the trained module -> the one whose weights are kept for other verbs; None: itself.
       title: shown in front of the progress.
       metadata: JSON values for model.json, which describe the model.
       only_start: takes no step: the weights that are saved are the initial ones.
@@ -138,9 +141,8 @@ def train(
         )
         best = None
         if validation is not None and validation.metric is not None:
-            best = BestWeights(
-                folder, checkpoints, model, {**(metadata or {}), "seed": seed}, validation.metric
-            )
+            described = {**(metadata or {}), "seed": seed}
+            best = BestWeights(folder, checkpoints, model, described, validation.metric, finish)
             best.repair(abstract.params)
         if load_pretrained is not None and first == 0:
             state = with_pretrained(state, model, load_pretrained)
@@ -172,7 +174,7 @@ def train(
                     stop.leave(title, step, folder)
             checkpoints.wait()
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
-        save_trained(folder, model.merge(state.params), state.params, metadata)
+        save_trained(folder, *finished(model, state.params, finish), metadata)
     return state.params
 
 

@@ -48,6 +48,8 @@ class OptimizerOptions:
       clip_parameter_norm: bert_adam alone: each parameter's gradient norm is clipped to this.
       multipliers: ((regular expression over parameter names, factor on the rate), ...); the
         first that matches counts.
+      trainable: regular expression over parameter names: the others stay as they are, and have no
+        optimizer state; None: all are trained.
       every: batches to an update, which takes the mean of their gradients; `train.steps` counts
         batches. Unlike `train.accumulate`, which takes a batch in parts, it lets batches of
         different shapes share an update, and only one batch is in memory.
@@ -68,6 +70,7 @@ class OptimizerOptions:
     clip_apart: bool = False
     clip_parameter_norm: float = 1.0
     multipliers: tuple[tuple[str, float], ...] = ()
+    trainable: str | None = None
     every: int = 1
 
 
@@ -84,6 +87,11 @@ def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
             "config key train.optimizer.weight_decay: adam has no weight decay; set "
             "train.optimizer.name to adamw or leave weight_decay out."
         )
+    if options.name == "bert_adam" and options.trainable is not None:
+        raise UserError(
+            "config key train.optimizer.trainable: bert_adam trains all parameters; set "
+            "train.optimizer.name to adamw or leave trainable out."
+        )
     if options.warmup < 0 or options.learning_rate <= 0:
         raise UserError(
             "config section train.optimizer: learning_rate must be above 0 and warmup not below "
@@ -95,7 +103,8 @@ def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
             f"config key train.optimizer.levels={options.levels}: pairs of first step and factor, "
             "from step 0 on, were expected for the schedule stairs, and none for others."
         )
-    for pattern in (options.no_decay, *(pattern for pattern, _ in options.multipliers)):
+    patterns = [options.no_decay, *(pattern for pattern, _ in options.multipliers)]
+    for pattern in [*patterns, options.trainable or ""]:
         try:
             re.compile(pattern)
         except re.error as error:
@@ -177,10 +186,35 @@ def make_optimizer(
     if options.multipliers:
         parts.append(scale_by_name(options.multipliers))
     parts.append(optax.scale_by_learning_rate(schedule))
-    if options.every == 1:
-        return optax.chain(*parts), schedule
-    several = optax.MultiSteps(optax.chain(*parts), options.every).gradient_transformation()
-    return several, lambda step: schedule(step // options.every)
+    optimizer = optax.chain(*parts)
+    if options.every > 1:
+        optimizer = optax.MultiSteps(optimizer, options.every).gradient_transformation()
+    if options.trainable is not None:
+        optimizer = only(options.trainable, optimizer)
+    return optimizer, lambda step: schedule(step // options.every)
+
+
+def only(pattern: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer over the parameters whose name matches; the others are not updated."""
+    matches = re.compile(pattern)
+
+    def trained(params: Any) -> Any:
+        return _by_name(params, lambda name: bool(matches.search(name)))
+
+    def frozen(params: Any) -> Any:
+        return _by_name(params, lambda name: not matches.search(name))
+
+    def init(params: Any) -> Any:
+        names = list(flatten_named(params))
+        if not any(map(matches.search, names)):
+            raise UserError(
+                f"config key train.optimizer.trainable: {pattern!r} matches no parameter; "
+                f"parameters are named like {names[0]!r}."
+            )
+        return both.init(params)
+
+    both = optax.chain(optax.masked(optimizer, trained), optax.masked(optax.set_to_zero(), frozen))
+    return optax.GradientTransformation(init, both.update)
 
 
 class BertAdamState(NamedTuple):

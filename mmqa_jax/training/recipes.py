@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
 from mmqa_jax.data.batches.feed import FeedConfig
+from mmqa_jax.data.batches.language_model import RowSize, language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.batches.vqa import vqa_batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.example_scores import judged_questions
 from mmqa_jax.data.packing import MaskingConfig
 from mmqa_jax.data.picture_features import PictureFeatures
 from mmqa_jax.data.question_words import QuestionWords, make_words
@@ -50,11 +54,16 @@ from mmqa_jax.models.presets import (
     vqa_from_config,
 )
 from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.prompting.shots import TEXTS
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.prompting.training_examples import TrainingExamples
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
 from mmqa_jax.training.answer import AnswerTask
 from mmqa_jax.training.augmentation import make_augmentation
+from mmqa_jax.training.base_llm import base_fingerprint, base_loader, lora_of, make_llama
 from mmqa_jax.training.contrastive import ContrastiveTask
+from mmqa_jax.training.language_model import LanguageModelTask
 from mmqa_jax.training.modality import ModalityTask
 from mmqa_jax.training.pretrained import (
     Loader,
@@ -64,11 +73,17 @@ from mmqa_jax.training.pretrained import (
 )
 from mmqa_jax.training.pretrained_vqa import make_answers, pretrained_answers, vqa_loader
 from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.training.retriever_distillation import DistillationTask
 from mmqa_jax.training.state import Task
 from mmqa_jax.training.vqa import VQATask
 
-Tokenizer = WordPiece | ClipTokenizer | QuestionWords
+Tokenizer = WordPiece | ClipTokenizer | QuestionWords | TextTokenizer
 
+# (config, corpus, questions, tokenizer, row size) -> what a language model is trained on.
+MakeExamples = Callable[
+    [ConfigDict, Corpus, list[Question], TextTokenizer, RowSize], TrainingExamples
+]
+DUAL_ENCODERS = ("contrastive", "example_retrieval")  # tasks that train one
 # The keys of the section `batches` that go to FeedConfig.
 FEED_SPEC = {"batch_size": int, "slack": optional(int), "threads": optional(int)}
 
@@ -86,6 +101,8 @@ class Recipe:
       reader: of the sources or of pictures' features; it counts those that could not be read.
         None: none are read.
       answers: the answers that the model chooses among, if it does.
+      finish: as of training.loop.train.
+      metadata: further JSON values for model.json; a run resumes with equal ones alone.
     """
 
     task: Task
@@ -94,10 +111,20 @@ class Recipe:
     title: str
     reader: SourceReader | PictureFeatures | None
     answers: AnswerVocabulary | None = None
+    finish: Callable[[Any], Any] | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: Tokenizer) -> Recipe:
+def make_recipe(
+    config: ConfigDict,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    make_examples: MakeExamples | None = None,
+) -> Recipe:
     """The recipe of a config that `check_config` accepts.
+
+    Args:
+      make_examples: systems.extensions.trainable_rmr.make_examples; a language model needs it.
 
     Raises:
       UserError: no questions, or a tokenizer or config section that does not fit.
@@ -108,12 +135,17 @@ def make_recipe(config: ConfigDict, corpus: Corpus, tokenizer: Tokenizer) -> Rec
         "answer": _answer,
         "modality": _modality,
         "vqa": _vqa,
+        "example_retrieval": _example_retrieval,
+        "language_model": functools.partial(_language_model, make_examples),
     }
-    kind, wanted = WordPiece, "a WordPiece tokenizer"
-    if config.task == "contrastive" and config.model.get("clip"):
+    kind: type = WordPiece
+    wanted = "a WordPiece tokenizer"
+    if config.task in DUAL_ENCODERS and config.model.get("clip"):
         kind, wanted = ClipTokenizer, "the folder of a converted CLIP"
     elif config.task == "vqa" and config.model.image == "regions":
         kind, wanted = QuestionWords, "`words`, or openvqa's token_dict.json"
+    elif config.task == "language_model":
+        kind, wanted = TextTokenizer, "that of a language model"
     if not isinstance(tokenizer, kind):
         raise UserError(
             f"config key tokenizer={config.tokenizer}: the model reads another kind of tokens; "
@@ -246,6 +278,53 @@ def _vqa(config: ConfigDict, corpus: Corpus, questions: list[Question], tokenize
     batches = vqa_batches(inputs, own, answers, _feed(config), **_options(config))
     loader = vqa_loader(config, tokenizer, answers)
     return Recipe(VQATask(model), batches, loader, "Training the VQA model", reader, answers)
+
+
+def _example_retrieval(
+    config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
+) -> Recipe:
+    model = dual_encoder_from_config(config.model, tokenizer.vocab_size)
+    rows = judged_questions(config.data.scores, corpus, config.data.split)
+    batches = example_retrieval_batches(
+        tokenizer,
+        {question.id: question for question in corpus.questions()},
+        rows,
+        TEXTS[config.data.text],
+        _feed(config),
+        **_options(config),
+    )
+    task = DistillationTask(model, config.target_temperature)
+    loader = dual_encoder_loader(config, tokenizer)
+    return Recipe(task, batches, loader, "Training the retriever of examples", None)
+
+
+def _language_model(
+    make_examples: MakeExamples | None,
+    config: ConfigDict,
+    corpus: Corpus,
+    questions: list[Question],
+    tokenizer: TextTokenizer,
+) -> Recipe:
+    assert make_examples is not None, "this caller cannot render examples"
+    model, lora = make_llama(config, tokenizer), lora_of(config)
+    size = RowSize(config.batches.length, config.batches.targets)
+    examples = make_examples(config, corpus, questions, tokenizer, size)
+    batches = language_model_batches(
+        examples.versions, examples.shares, _feed(config), **_options(config)
+    )
+    task = LanguageModelTask(model, lora)
+    return Recipe(
+        task,
+        batches,
+        base_loader(config),
+        "Fine-tuning the language model",
+        None,
+        finish=task.finish,
+        metadata={
+            "base": base_fingerprint(config),
+            "token_ids": {"eos_token_id": list(tokenizer.end_ids)},
+        },
+    )
 
 
 def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:

@@ -16,10 +16,12 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.prompting import text_tokenizer
+from mmqa_jax.training.base_llm import make_text_tokenizer
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.loop import train
 from mmqa_jax.training.pretrained_vqa import keep_vocabulary
-from mmqa_jax.training.recipes import make_recipe, make_tokenizer
+from mmqa_jax.training.recipes import MakeExamples, make_recipe, make_tokenizer
 from mmqa_jax.training.validation import Validation, read_best
 from mmqa_jax.weights.folder import RECORD, read_metadata
 
@@ -33,6 +35,7 @@ def run_training(
     corpus: Corpus | None = None,
     *,
     make_validation: MakeValidation | None = None,
+    make_examples: MakeExamples | None = None,
     only_start: bool = False,
 ) -> dict[str, Any]:
     """Trains what the config describes, or resumes it.
@@ -42,6 +45,7 @@ def run_training(
       folder: the run's workdir.
       corpus: the opened corpus, if the caller has it.
       make_validation: systems.validation.make_validation; needed if the config evaluates.
+      make_examples: as of training.recipes.make_recipe.
       only_start: saves the initial weights, without training: published weights, or those of
         another run, for the other verbs.
 
@@ -65,10 +69,10 @@ def run_training(
                 "--only_start out to resume that run."
             )
         if is_trained(folder, steps):
-            open_tokenizer(folder / "tokenizer.json")  # raises if it is damaged
+            _open_tokenizer(config, folder)  # raises if it is damaged
         else:
-            tokenizer = make_tokenizer(config.tokenizer, corpus, folder)
-            recipe = make_recipe(config, corpus, tokenizer)
+            tokenizer = _make_tokenizer(config, corpus, folder)
+            recipe = make_recipe(config, corpus, tokenizer, make_examples)
             if recipe.answers is not None:
                 keep_vocabulary(recipe.answers, folder)
             validation = None
@@ -85,8 +89,9 @@ def run_training(
                 seed=config.seed,
                 validation=validation,
                 load_pretrained=recipe.load_pretrained,
+                finish=recipe.finish,
                 title=recipe.title,
-                metadata={"task": config.task, "corpus": corpus.fingerprint},
+                metadata={"task": config.task, "corpus": corpus.fingerprint, **recipe.metadata},
                 only_start=only_start,
             )
             if recipe.reader is not None:
@@ -94,6 +99,18 @@ def run_training(
     result = {"task": config.task, "steps": steps, "workdir": str(folder)}
     best = read_best(folder)
     return result if best is None else {**result, "best": best}
+
+
+def _make_tokenizer(config: ConfigDict, corpus: Corpus, folder: Path) -> Any:
+    if config.task == "language_model":
+        return make_text_tokenizer(config, corpus, folder)
+    return make_tokenizer(config.tokenizer, corpus, folder)
+
+
+def _open_tokenizer(config: ConfigDict, folder: Path) -> Any:
+    if config.task == "language_model":
+        return text_tokenizer.open_tokenizer(folder)
+    return open_tokenizer(folder / "tokenizer.json")
 
 
 def is_trained(folder: Path, steps: int) -> bool:

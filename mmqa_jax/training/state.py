@@ -115,6 +115,17 @@ def with_pretrained(
     return dataclasses.replace(state, params=params)
 
 
+def finished(
+    model: Model, params: Any, finish: Callable[[nnx.Module], nnx.Module] | None
+) -> tuple[nnx.Module, Any]:
+    """The module whose weights are kept, and its parameters; `finish` None: the trained one."""
+    module = model.merge(params)
+    if finish is None:
+        return module, params
+    module = finish(module)
+    return module, nnx.state(module, nnx.Param)
+
+
 def _fresh(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 

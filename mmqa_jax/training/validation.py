@@ -15,10 +15,14 @@ from flax import nnx
 from mmqa_jax.core import distributed
 from mmqa_jax.core.checkpoint import Best, Checkpoints
 from mmqa_jax.evaluation.source_selection import Cap, Select
-from mmqa_jax.training.state import Model
+from mmqa_jax.training.state import Model, finished
 from mmqa_jax.weights.folder import RECORD, read_metadata, replace_trained
 
 BEST = "best"  # in a run's workdir
+_KEPT = (
+    *("config.json", "answers.json"),
+    *("tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+)
 RECALL_AT = (1, 2, 5, 10, 20, 100)
 RetrievalMetric = Literal[
     "recall@1", "recall@2", "recall@5", "recall@10", "recall@20", "recall@100", "mrr"
@@ -107,11 +111,46 @@ class ValidateVQA:
     metric: Literal["accuracy", "recall@10"]
 
 
+@dataclasses.dataclass(frozen=True)
+class ValidateLanguageModel:
+    """The section `validate` of a language-model run: multiple choice by likelihood.
+
+    Attributes:
+      split, questions: as in ValidateRetrieval, of those with choices and a known answer.
+      shots: numbers of retrieved examples, each validated on its own.
+      template: of the prompts, after which the options' texts are scored.
+      metric: decides on the best step: the mean of the accuracies, or of the log-likelihoods per
+        token of the right options.
+    """
+
+    split: str
+    questions: int
+    shots: tuple[int, ...] = (0, 3)
+    template: str = "rmr.text"
+    metric: Literal["accuracy", "log_likelihood"] = "accuracy"
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidateExampleRetrieval:
+    """The section `validate` of an example-retrieval run: which of its candidates is nearest.
+
+    Attributes:
+      split: of the judged questions.
+      metric: decides on the best step: the language model's mean score of the nearest candidate,
+        or how often that is the most helpful one.
+    """
+
+    split: str
+    metric: Literal["score_of_nearest", "recall@1"] = "score_of_nearest"
+
+
 SECTIONS: Mapping[str, type] = {
     "contrastive": ValidateRetrieval,
     "rerank": ValidateSelection,
     "answer": ValidateAnswers,
     "vqa": ValidateVQA,
+    "example_retrieval": ValidateExampleRetrieval,
+    "language_model": ValidateLanguageModel,
 }
 
 
@@ -122,11 +161,12 @@ class BestWeights:
     ahead of them: a killed run that resumes has the same best step as an uninterrupted one.
 
     Args:
-      workdir: of the run; its config.json, tokenizer.json and answers.json are copied, so that the
-        folder is all that other verbs need.
+      workdir: of the run; its config.json, answers.json and the files of its tokenizer are copied,
+        so that the folder is all that other verbs need.
       model: the run's.
       metadata: for model.json.
       metric: what the checkpoints' scores are.
+      finish: as of training.loop.train.
     """
 
     def __init__(
@@ -136,9 +176,10 @@ class BestWeights:
         model: Model,
         metadata: Mapping[str, Any],
         metric: str,
+        finish: Callable[[nnx.Module], nnx.Module] | None = None,
     ):
         self._workdir, self._folder = workdir, workdir / BEST
-        self._checkpoints, self._model = checkpoints, model
+        self._checkpoints, self._model, self._finish = checkpoints, model, finish
         self._metadata, self._metric = metadata, metric
 
     def beats(self, score: float | None) -> bool:
@@ -171,12 +212,10 @@ class BestWeights:
             self._write(self._checkpoints.restore_params(best.step, params), best)
 
     def _write(self, params: Any, best: Best) -> None:
-        names = ("config.json", "tokenizer.json", "answers.json")
-        kept = [self._workdir / name for name in names if (self._workdir / name).exists()]
+        kept = [self._workdir / name for name in _KEPT]
         replace_trained(
             self._folder,
-            self._model.merge(params),
-            params,
+            *finished(self._model, params, self._finish),
             {**self._metadata, "step": best.step, "metric": self._metric, "value": best.score},
             [file for file in kept if file.exists()],
         )

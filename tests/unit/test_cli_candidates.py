@@ -73,7 +73,11 @@ def test_each_half_is_served_by_the_others_model(trained, tmp_path):
         model = load_vqa_model(trained / f"run{1 - fold}")
         found = model.candidates(half)
         for question in half:
-            assert candidates[question.id] == pytest.approx(found[question.id])
+            (words, scores), (answers, confidences) = (
+                zip(*rows[question.id], strict=True) for rows in (candidates, found)
+            )
+            assert words == answers
+            assert scores == pytest.approx(confidences)
             assert set(examples[question.id]) == {q.id for q in halves[1 - fold]}
     value = ended.value
     assert value["questions"] == 3
@@ -183,7 +187,7 @@ def test_prophets_recipe_on_grids(trained, tmp_path):
         np.savez(folder / f"COCO_{name}_{number:012d}.npz", x=grid)
     (tmp_path / "vqav2.json").write_text('["ivy", "zebra"]')
 
-    def stage(mode, **more):
+    def stage(mode, name, **more):
         changes = {
             **{f"model.fusion.{key}": value for key, value in FUSION.items()},
             **{key: value for key, value in TINY.items() if "learning_rate" not in key},
@@ -192,17 +196,17 @@ def test_prophets_recipe_on_grids(trained, tmp_path):
         }  # fmt: skip
         config = load_config(f"{ROOT}/configs/okvqa/mcan.py:{mode}", {**changes, **more})
         config.model.changes = {"hidden": 16, "layers": 1, "heads": 2, "mlp": 16}
-        run_training(config, tmp_path / mode)
+        run_training(config, tmp_path / name)
 
     first = {"data.split": "train", "answers.file": str(tmp_path / "vqav2.json")}
-    stage("pretrain", init="scratch", **first)
+    stage("pretrain", "pretrain", init="scratch", **first)
     base = {"answers.base": str(tmp_path / "pretrain")}
-    stage("head", init=str(tmp_path / "pretrain"), **base)
-    stage("finetune", init=str(tmp_path / "head"), **base)
+    stage("head", "head", init=str(tmp_path / "pretrain"), **base)
+    stage("finetune", "finetune", init=str(tmp_path / "head"), **base)
     runs = {name: load_vqa_model(tmp_path / name) for name in ("pretrain", "head", "finetune")}
     assert runs["head"].answers.answers == ("ivy", "zebra", "vine")
     with pytest.raises(UserError, match="its head has 2 answers, and the first 2 of the run's 2"):
-        stage("finetune", init=str(tmp_path / "pretrain"), **{"answers.base": ""})
+        stage("finetune", "other", init=str(tmp_path / "pretrain"), **{"answers.base": ""})
     # The head's stage moves the new answers alone; they start at 0 and the mean of the others.
     states = {name: flatten_named(read_state(tmp_path / name)) for name in runs}
     for name, value in states["pretrain"].items():

@@ -20,7 +20,7 @@ def test_every_verb_has_help_with_a_working_example():
     ended = mmqa("--help")
     assert ended.code == 0
     for verb in VERBS:
-        assert re.search(rf"^ +{verb} +\w", ended.out, re.MULTILINE), verb
+        assert re.search(rf"^ +{verb}\s+\w", ended.out, re.MULTILINE), verb
         own = mmqa(verb, "--help")
         assert own.code == 0
         example = own.out.partition("example:\n")[2].strip()

@@ -54,6 +54,32 @@ def assert_close(ours, theirs, atol=2e-6):
         np.testing.assert_allclose(ours[name], value, atol=atol, rtol=1e-5, err_msg=name)
 
 
+def test_a_filter_trains_its_parameters_alone_and_keeps_no_state_of_the_others():
+    """The trained ones move as if there were no others, also under the gradient's norm."""
+    start, grads = start_and_gradients()
+    section = {"name": "adamw", "clip_norm": 0.5, "trainable": r"^dense/"}
+    got = updated(section, start, grads)
+    alone = {name: x for name, x in start.items() if name.startswith("dense/")}
+    their_grads = [{name: grad[name] for name in alone} for grad in grads]
+    want = updated({"name": "adamw", "clip_norm": 0.5}, alone, their_grads)
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, want.get(name, start[name]), err_msg=name)
+    assert any((got[name] != start[name]).any() for name in alone)
+    for every in (1, 2):
+        optimizer, _ = make_optimizer(read_options({**section, "every": every}), STEPS)
+        shapes = jax.eval_shape(optimizer.init, nest(start))
+        assert not [name for name in flatten_named(shapes) if "head" in name or "norm/" in name]
+
+
+def test_filters_that_cannot_be():
+    with pytest.raises(UserError, match=r"trainable: 'nothing' matches no parameter"):
+        updated({"name": "adamw", "trainable": "nothing"}, *start_and_gradients())
+    with pytest.raises(UserError, match=r"'\(' is not a regular expression"):
+        read_options({"trainable": "("})
+    with pytest.raises(UserError, match="bert_adam trains all parameters"):
+        read_options({"name": "bert_adam", "trainable": "x"})
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_and_adamw_equal_torch(name):
     import torch
