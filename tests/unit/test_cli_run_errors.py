@@ -141,7 +141,7 @@ def test_a_config_file_that_is_not_there(refused, tmp_path):
             r"config key setting=restrict: use one of question_only, .*restricted",
         ),
         ("setting=oracle", r"config key options\.cap: unknown; remove it\."),
-        ("system=mavl", r"row vlp: the system mavl is not implemented yet"),
+        ("system=vlp", r"config key system=vlp: use one of webqa, pica, rmr, prophet, mavl"),
         ("dataset=webq", r"config key dataset='webq': .*did you mean 'webqa'"),
         ("data.modality=video", r"config key data\.modality='video'"),
         ("data.questions=-1", r"config key data\.questions=-1: at least 0"),
