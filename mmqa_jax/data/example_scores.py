@@ -43,7 +43,7 @@ def write_example_scores(path: str | os.PathLike, rows: Iterable[ExampleScores])
         (
             {
                 "question_id": row.question_id,
-                "alone": row.alone,
+                "alone": None if row.alone is None else round(row.alone, 6),
                 "candidates": [
                     {"id": name, "similarity": round(similarity, 6), "score": round(score, 6)}
                     for name, similarity, score in zip(

@@ -204,7 +204,7 @@ class TokenizedScoring:
         buckets: Buckets,
         length: int,
     ):
-        self.original = original
+        self.original, self._prompt_tokens = original, len(prompt)
         most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
         groups: list[list[Sequence[int]]] = []
         room = 0
@@ -228,7 +228,7 @@ class TokenizedScoring:
                 for one in self.sequences
                 for logprobs, greedy in zip(one.logprobs, one.greedy, strict=True)
             ),
-            self.prompt,
+            self._prompt_tokens,
         )
 
 

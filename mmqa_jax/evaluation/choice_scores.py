@@ -160,7 +160,8 @@ def score_seed_bench(
         chosen["seed_bench/likelihood"] = [
             given[q.id].choice if q.id in given else None for q in scored
         ]
-    if not chosen or not all(_by_choice(given[q.id], q) for q in scored if q.id in given):
+    answered = [q for q in scored if q.id in given and given[q.id].answer]
+    if not chosen or not all(_by_choice(given[q.id], q) for q in answered):
         chosen["seed_bench/letter"] = [
             rules.exact_letter_choice(given[q.id].answer, len(q.choices)) if q.id in given else None
             for q in scored
@@ -194,8 +195,10 @@ def _chosen(questions: Sequence[Question], given: Given, rule: Rule) -> list[int
 
 def _by_choice(prediction: Prediction, question: Question) -> bool:
     """Whether a prediction is a choice, and no text that a rule could read otherwise."""
-    choice = prediction.choice
-    return choice is not None and prediction.answer in ("", question.choices[choice])
+    if prediction.choice is None:
+        return False
+    text = question.choices[prediction.choice]
+    return prediction.answer in ("", text, f"{rules.LETTERS[prediction.choice]}. {text}")
 
 
 def _right(questions: Sequence[Question], choices: Sequence[int | None]) -> np.ndarray:

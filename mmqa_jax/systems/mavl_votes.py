@@ -67,12 +67,12 @@ class Asked(NamedTuple):
         found = []
         for plan in plans:
             used = used_actions(self.outputs, self.question, plan.actions)
-            answer, probability = self.answer(used)
+            answer, probability = self.said(used)
             score = answer_accuracy(self.question, answer)
             found.append(Agent(role, plan, used, votes, answer, probability, score))
         return max(found, key=lambda agent: agent.score or 0.0)
 
-    def answer(self, used: Actions) -> tuple[str, float]:
+    def said(self, used: Actions) -> tuple[str, float]:
         """The normalized answer to a prompt and its probability; ("", 0) where there is none."""
         result = self.answers.by_id.get((self.question.id, used))
         if result is None:
@@ -98,8 +98,8 @@ class Asked(NamedTuple):
             "by_actions": [
                 {
                     "actions": list(used),
-                    "answer": self.answer(used)[0],
-                    "score": answer_accuracy(self.question, self.answer(used)[0]),
+                    "answer": self.said(used)[0],
+                    "score": answer_accuracy(self.question, self.said(used)[0]),
                 }
                 for used in self.prompts
             ],

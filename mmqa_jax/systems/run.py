@@ -157,7 +157,8 @@ def check_row(config: ConfigDict) -> None:
             "configs/webqa/tables.py:vlp."
         )
     if config.system not in SYSTEMS:
-        raise UserError(f"row {config.row}: the system {config.system} is not implemented yet.")
+        known = ", ".join(SYSTEMS)
+        raise UserError(f"config key system={config.system}: use one of {known}.")
     system = SYSTEMS[config.system]
     if config.get("setting") not in system.SETTINGS:
         known = ", ".join(system.SETTINGS)

@@ -22,6 +22,7 @@ from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
 from mmqa_jax.training.optimizer import read_options
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
@@ -36,11 +37,14 @@ def base_path(name: str) -> Path:
     Raises:
       UserError: nothing there, or another architecture.
     """
-    path = NAMES[name]() if name in NAMES else Path(name)
+    if is_hub_name(name):
+        path = find_model(name)
+    else:
+        path = NAMES[name]() if name in NAMES else Path(name)
     if not path.exists():
         raise UserError(
             f"config key init={name}: no such file or folder; name a LLaMA as `mmqa prompt "
-            f"--model` does ({', '.join(NAMES)}, a folder or a GGUF file), or {SCRATCH}."
+            f"--model` does ({', '.join(NAMES)}, a folder, a GGUF file or ORG/NAME), or {SCRATCH}."
         )
     if is_weights_folder(path) and (kind := read_record(path).architecture.name) != "llama":
         raise UserError(f"config key init={name}: holds a {kind}, a llama was expected.")

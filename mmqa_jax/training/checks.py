@@ -90,7 +90,7 @@ _BATCHES = {
 }
 _NOT_IN_BATCHES = (
     *("reader", "questions", "packer", "masking", "feed", "route_by_category", "tokenizer"),
-    *("texts", "labels", "inputs", "vocabulary", "versions", "shares", "rows", "text_of"),
+    *("texts", "labels", "inputs", "vocabulary", "versions", "probabilities", "rows", "text_of"),
 )
 _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {

@@ -74,7 +74,7 @@ def test_nothing_found_and_nobody_answers():
     junior = agent_tree(found[1].trace, found[1].answer)[0]
     assert junior.text.startswith("junior: (no answer)")
     assert "Candidates: nothing found" in [step.text for step in junior.children]
-    counts = trace_counts(found)
+    counts = trace_counts(QUESTIONS, found)
     assert counts["answered_by_first_candidate"] == 2
     assert counts["without_candidates"] == 1
 

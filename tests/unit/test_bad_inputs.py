@@ -293,8 +293,17 @@ def test_an_option_without_a_prior_is_not_taken_for_a_certain_one():
         Question("whole", "val", "?", choices=("red", "blue")),
         Question("lost", "val", "?", choices=("red", "green")),
     ]
-    llm = FakeLLM(score=lambda prompt, option: (-1.0,), fail=["prior  green"])
+
+    class WithoutGreen(FakeLLM):
+        def check(self, query):
+            if query.continuations == (" green",):
+                raise Unanswerable("continuation ' green' adds no token")
+
+    llm = WithoutGreen(score=lambda prompt, option: (-1.0,))
     whole, lost = choose_pica(questions, llm, NO_SHOTS, shots=0, calibrated=True)
     assert whole.choice == 0
-    assert lost.choice is None
-    assert lost.trace["failed"] == ["the score of an option without the question is missing"]
+    missing = ["the score of an option without the question is missing"]
+    assert (lost.choice, lost.trace["failed"]) == (None, missing)
+    llm = FakeLLM(score=lambda prompt, option: (-1.0,), fail=["prior 0"])
+    found = choose_pica(questions, llm, NO_SHOTS, shots=0, calibrated=True)
+    assert [(one.choice, one.trace["failed"]) for one in found] == [(None, missing)] * 2

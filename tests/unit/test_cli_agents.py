@@ -97,6 +97,7 @@ def test_another_vote_on_a_finished_run(inputs, finished, tmp_path, row):
     result = done(*run)
     assert result["questions"] == 3
     assert "llm" not in result
+    assert any("another vote on the answers of a finished run" in n for n in result["notes"])
     compared = done("compare", workdir, tmp_path / "run")
     assert [one["n"] for one in compared["runs"]] == [3, 3]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -165,6 +166,7 @@ def test_seed_bench_without_videos(inputs, tmp_path):
     ended = run(inputs, "seedbench", "smollm2_k3", tmp_path / "run")
     assert ended.code == 0, ended.err
     assert (ended.value["questions"], set(ended.value["scores"])) == (3, {"seed_bench/likelihood"})
+    assert (ended.value["prompts"]["failed"], ended.value["prompts"]["too_long"]) == (0, 0)
     letters = {"options.chat": False, "options.pictures": False, "options.max_new_tokens": 4}
     ended = run(inputs, "seedbench", "llava_rmr_letter", tmp_path / "letters", **letters)
     assert set(ended.value["scores"]) == {"seed_bench/letter"}
@@ -180,7 +182,7 @@ def test_a_choice_with_its_own_text_counts_as_chosen(inputs):
     question = Question("7", "val", "?", choices=texts, answer_index=0, extra={"pass": 0})
     for index, text in enumerate(texts):
         expected = float(index == 0)
-        for answer in ("", text):
+        for answer in ("", text, f"{'ABC'[index]}. {text}"):
             chosen = [Prediction("7", answer, choice=index)]
             assert score_mmbench([question], chosen).scored[0].scores == {
                 "mmbench/vanilla": expected
@@ -189,8 +191,10 @@ def test_a_choice_with_its_own_text_counts_as_chosen(inputs):
         "1", "test", "?", choices=texts, answer_index=0, category="c",
         extra={"question_type_id": 1, "data_type": "image"},
     )  # fmt: skip
-    (scores,) = score_seed_bench([seed], [Prediction("1", "A dog", choice=0)]).scored
-    assert scores.scores == {"seed_bench/likelihood": 1.0}
+    failed = dataclasses.replace(seed, id="2")  # by the model: neither choice nor text
+    given = [Prediction("1", "A. A dog", choice=0), Prediction("2")]
+    (scores,) = score_seed_bench([seed, failed], given).scored
+    assert scores.scores == {"seed_bench/likelihood": 0.5}
     problems = of_scienceqa(inputs)
     given = [Prediction(q.id, q.choices[0], choice=0) for q in problems]
     values = score_scienceqa(problems, given).scored[0].scores

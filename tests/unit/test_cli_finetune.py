@@ -25,7 +25,7 @@ TINY = {
     "examples.templates": "('rmr.rationale', 'rmr.text')",
     "examples.shots": 1, "batches.length": 192, "batches.targets": 96, "batches.batch_size": 2,
     "batches.threads": 0, "train.steps": 12, "train.checkpoint_every": 6, "train.log_every": 3,
-    "train.evaluate_every": 6, "validate.questions": 2, "validate.shots": "(0, 1)",
+    "train.evaluate_every": 6, "train.keep": 2, "validate.questions": 2, "validate.shots": "(0, 1)",
     "train.optimizer.learning_rate": 0.02, "train.optimizer.warmup": 0.0,
 }  # fmt: skip
 
@@ -134,6 +134,7 @@ def interrupted(inputs, tmp_path):
     for name in ("checkpoints/12", "weights", "best"):
         shutil.rmtree(tmp_path / "run" / name)
     (tmp_path / "run" / "model.json").unlink()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")] == ["6"]
     return tmp_path / "run"
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.schema import Question, Source, source_text
 from mmqa_jax.prompting.backends import Completion
 from mmqa_jax.prompting.few_shot import few_shot, prompts_record
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary, Shot
 from mmqa_jax.prompting.templates import PromptTemplate
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, RandomRetriever, passages_of
+from mmqa_jax.systems import prompted_parts
 from mmqa_jax.systems.pica import answer_pica
+from mmqa_jax.systems.prompted_parts import KnowledgeSpec, open_knowledge
 from mmqa_jax.systems.rmr import choose_rmr
 from mmqa_jax.systems.traces import trace_counts
 
@@ -161,7 +165,7 @@ def test_pica_with_knowledge(library):
         expected = plain["q0", r].replace("Context: Sky", f"Context: Sky. {passage.text}")
         assert prompts["q0", r] == expected != plain["q0", r]
         assert prompts["q2", r] == plain["q2", r]
-    counts = trace_counts(predictions)
+    counts = trace_counts(QUESTIONS, predictions)
     assert (counts["questions_without_passages"], counts["dropped_passages"]) == (1, 0)
 
 
@@ -174,3 +178,48 @@ def test_rmr_with_knowledge(library):
     )
     assert by_id["q2"].endswith("Question: Zzz?\nContext: N/A\nAnswer:")
     assert sum(prompt.count("membrane") for prompt in by_id.values()) == 1
+
+
+class TextEmbedder(FakeEmbedder):
+    """As an Embedder: sources by their text, questions with no picture."""
+
+    text_of = staticmethod(source_text)
+
+    def embed_questions(self, texts, pictures=None):
+        assert pictures is None or set(pictures) == {None}
+        return super().embed_questions(texts)
+
+
+@pytest.fixture
+def embedder(monkeypatch, tmp_path):
+    """In place of MiniLM."""
+    made = TextEmbedder()
+    store = PictureStore(CORPUS, size=1)
+    monkeypatch.setattr(prompted_parts, "_open_text_embedder", lambda model, corpus: (made, store))
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
+    return made
+
+
+@pytest.mark.parametrize("modality", ["", "text"])
+def test_dense_knowledge(embedder, modality):
+    """The nearest texts of the modality; the collection is embedded once."""
+    spec = KnowledgeSpec(retriever="dense", top_k=2, modality=modality)
+    knowledge = open_knowledge(CORPUS, spec)
+    assert embedder.computed == len(CORPUS)
+    found = knowledge.of_questions(QUESTIONS)
+    kept = [s for s in CORPUS.sources if modality in ("", s.modality)]
+    vectors = FakeEmbedder().embed_questions([source_text(source) for source in kept])
+    asked = FakeEmbedder().embed_questions([question.question for question in QUESTIONS])
+    for own, scores in zip(found, asked @ vectors.T, strict=True):
+        expected = [kept[i].id for i in np.argsort(-scores)[:2] if scores[i] > 0]
+        assert [passage.id for passage in own] == expected
+    before = embedder.computed
+    open_knowledge(CORPUS, spec)
+    assert embedder.computed == before
+
+
+@pytest.mark.parametrize("retriever", ["bm25", "fused", "rrf", "random"])
+def test_every_retriever(embedder, retriever):
+    spec = KnowledgeSpec(retriever=retriever, top_k=1, modality="image")
+    found = open_knowledge(CORPUS, spec).of_questions(QUESTIONS[:1])
+    assert ids(found) == [["flag"]]

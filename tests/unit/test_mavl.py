@@ -20,6 +20,7 @@ from mavl_team import (
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 from mmqa_jax.systems.mavl import answer_mavl
 from mmqa_jax.systems.mavl_record import agent_summary
@@ -303,15 +304,23 @@ def test_another_vote_on_a_finished_run():
         revote(QUESTIONS, {k: v for k, v in finished.items() if k != "q2"})
 
 
-def test_fitted_weights_know_nothing_of_their_own_question():
-    """Each part's weights come from the other part alone: its own scores change nothing."""
-    finished = {p.question_id: dict(p.trace) for p in run(team_llm(FULL, by_tools))}
-    before = {p.question_id: p.trace["agents"] for p in revote(QUESTIONS, finished)}
-    for name in finished:
-        changed = {k: dict(v) for k, v in finished.items()}
-        changed[name]["agents"] = [{**a, "score": 0.0} for a in changed[name]["agents"]]
-        after = {p.question_id: p.trace["agents"] for p in revote(QUESTIONS, changed)}
-        assert [a["votes"] for a in after[name]] == [a["votes"] for a in before[name]]
+def test_fitted_weights_come_from_the_other_half():
+    """Where the junior is right in one half and the manager in the other, both halves lose."""
+    questions = [Question(f"n{n}", "val", "?", answers=("soup",)) for n in range(20)]
+    finished = {}
+    for question in questions:
+        right = (1.0, 0.0, 0.0) if fold_of(question.id, 2) else (0.0, 0.0, 1.0)
+        finished[question.id] = {
+            "fallback": "", "agents": [
+                {"answer": name, "score": score, "probability": 0.5, "votes": 1.0, "agent": name}
+                for name, score in zip(("junior", "senior", "manager"), right, strict=True)
+            ],
+        }  # fmt: skip
+    elected = {p.question_id: p.answer for p in revote(questions, finished)}
+    for question in questions:
+        assert elected[question.id] == ("manager" if fold_of(question.id, 2) else "junior")
+    fitted = {tuple(a["votes"] for a in p.trace["agents"]) for p in revote(questions, finished)}
+    assert len(fitted) == 2
 
 
 def test_self_consistency():
@@ -348,7 +357,6 @@ def test_wrong_input(options, message):
 
 
 def test_examples_of_the_own_half_are_never_shown():
-    from mmqa_jax.data.splits import fold_of
     from mmqa_jax.prompting.shots import ExampleLibrary
 
     halves = ExampleLibrary(EXAMPLES, folds=2)

@@ -66,7 +66,10 @@ def test_probabilities_of_equal_answers_add_up():
     options = {"shots": 1, "ensemble": 3}
     (first, *_) = answer_prophet(QUESTIONS, Told(), library(), heuristics(), **options)
     assert first.answer == "soup"  # 2 exp(-1) > exp(-.5)
-    said[1] = ("", -0.1)
+    said[0] = (" The tea", -0.1)
+    (first, *_) = answer_prophet(QUESTIONS, Told(), library(), heuristics(), **options)
+    assert first.answer == "tea"  # exp(-.1) > 2 exp(-1)
+    said |= {0: (" The tea", -0.5), 1: ("", -0.1)}
     (first, *_) = answer_prophet(QUESTIONS, Told(), library(), heuristics(), **options)
     assert first.answer == "tea"
     said |= {0: ("the", 0.0), 2: ("\n", 0.0)}

@@ -44,7 +44,7 @@ class RowSize(NamedTuple):
 
 def language_model_batches(
     versions: Sequence[Sequence[TokenExample]],
-    shares: Sequence[float],
+    probabilities: Sequence[float],
     feed: FeedConfig,
     *,
     length: int,
@@ -55,17 +55,19 @@ def language_model_batches(
     A batch: the arrays of `packed_batch`, and index int32[B, M]: the examples of each row.
 
     Args:
-      versions: of every example, as many as `shares`, each of which fits a row.
-      shares: probability of each version in an epoch; they sum up to 1.
+      versions: of every example, as many as `probabilities`, each of which fits a row.
+      probabilities: of each version in an epoch; they sum up to 1.
       length, targets: see RowSize.
     """
-    size, count = RowSize(length, targets), len(shares)
+    size, count = RowSize(length, targets), len(probabilities)
     flat = [example for own in versions for example in own]
     sizes = np.array([(len(example.tokens), example.targets) for example in flat])
 
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((14, feed.seed, epoch))
-        chosen = np.arange(len(versions)) * count + rng.choice(count, len(versions), p=shares)
+        chosen = np.arange(len(versions)) * count + rng.choice(
+            count, len(versions), p=probabilities
+        )
         rows = pack_rows(sizes[chosen := rng.permutation(chosen)], size)
         members = np.full((len(rows), max(map(len, rows))), -1)
         for row, own in enumerate(rows):
