@@ -83,7 +83,13 @@ def language_model(
         "dtype": "auto",
         "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
         "engine": {**sizes, **engine},
-        "server": {"concurrency": 8},
+        "server": {
+            "concurrency": 8,
+            "timeout": 120.0,
+            "retries": 6,
+            "max_failures": 10,
+            "max_tokens_key": "max_completion_tokens",
+        },
         "cache": cache,
     }
 
