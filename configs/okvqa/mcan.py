@@ -4,6 +4,7 @@ Facts: MILVLG/prophet configs/{pretrain,finetune}.yml, prophet/stage1/{pretrain,
 utils/optim.py; MILVLG/openvqa configs/vqa/mcan_small.yml, openvqa/utils/optim.py. The originals
 sum the loss over a batch of 64, we take its mean: `clip_norm` and `eps` are divided by 64.
 
+    mmqa prepare vqav2 --raw=downloads/vqav2 --out=data/vqav2
     mmqa train --config=configs/okvqa/mcan.py:pretrain --config.data.dir=data/vqav2 \\
                --workdir=runs/mcan_pretrain
     mmqa train --config=configs/okvqa/mcan.py:head --config.init=runs/mcan_pretrain \\
@@ -42,7 +43,9 @@ _BERT = ((r"^bert/", 0.01),)
 
 
 def get_config(mode: str = "finetune") -> ConfigDict:
-    """`pretrain`: on VQAv2; its answers are those of `config.answers.file`, openvqa's list.
+    """`pretrain`: on VQAv2's train split; its answers are those of `config.answers.file`, openvqa's
+    list. Prophet's for OK-VQA adds val without OK-VQA's test pictures, and Visual Genome:
+    `--config.data.more_splits="('val',)"`, and steps in proportion.
 
     `head`: finetuning's first epoch, only the classes of answers that VQAv2 lacks.
     `finetune`: the other five epochs, all parameters.

@@ -8,7 +8,7 @@ from pathlib import Path
 from mmqa_jax.core.errors import UserError
 
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
-BENCHMARKS = ("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench")
+BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench")
 
 
 def add_config(parser: argparse.ArgumentParser, default: str | None = None) -> None:

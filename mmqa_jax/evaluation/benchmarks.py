@@ -43,6 +43,14 @@ class BenchmarkScoring:
 
 
 BENCHMARKS: dict[str, BenchmarkScoring] = {
+    "vqav2": BenchmarkScoring(
+        split="val",
+        formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
+        read_predictions=vqa_formats.read_okvqa_predictions,
+        has_reference=vqa.has_answers,
+        score=vqa.score_okvqa,
+        write_submission=vqa_formats.write_okvqa_submission,
+    ),
     "okvqa": BenchmarkScoring(
         split="test",
         formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",

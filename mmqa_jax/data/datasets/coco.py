@@ -22,9 +22,9 @@ FOLDERS_2017 = (
 )
 
 
-def picture_2014(split: str, image_id: int) -> str:
-    """COCO 2014's file name of a picture; `split` is train or val."""
-    return f"COCO_{split}2014_{image_id:012d}.jpg"
+def picture_of(split: str, image_id: int) -> str:
+    """The file name of a picture of train2014, val2014 or test2015."""
+    return f"COCO_{split}_{image_id:012d}.jpg"
 
 
 def picture_2017(image_id: int) -> str:

@@ -15,12 +15,10 @@ pictures are the benchmark's test split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json
 from mmqa_jax.data.datasets import coco
 from mmqa_jax.data.datasets.benchmark import (
     CAPTION,
@@ -28,6 +26,14 @@ from mmqa_jax.data.datasets.benchmark import (
     Benchmark,
     OfficialFiles,
     PictureFolders,
+)
+from mmqa_jax.data.datasets.vqa_json import (
+    Reference,
+    check_same,
+    entries,
+    read_annotations,
+    read_questions,
+    text_of,
 )
 from mmqa_jax.data.schema import Question
 
@@ -59,15 +65,6 @@ ATTRIBUTION = (
 )
 
 
-class _Reference(NamedTuple):
-    """What is known of one question's answer."""
-
-    image_id: int
-    answers: tuple[str, ...]
-    category: str
-    extra: dict[str, Any]
-
-
 def read_okvqa(folder: Path) -> Benchmark:
     """Reads what there is of the official files in `folder`.
 
@@ -95,7 +92,7 @@ def read_okvqa(folder: Path) -> Benchmark:
                 extra[TAGS] = tags[image_id]
             if image_id in by_people:
                 extra[PEOPLE_CAPTIONS] = by_people[image_id]
-            name = coco.picture_2014(coco_split, image_id)
+            name = coco.picture_of(f"{coco_split}2014", image_id)
             questions.append(
                 Question(
                     id=str(question_id),
@@ -128,7 +125,7 @@ def read_okvqa(folder: Path) -> Benchmark:
     )
 
 
-def _split(files: OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, _Reference]]:
+def _split(files: OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, Reference]]:
     """question_id -> (image_id, question, reference) of one of COCO's splits; {} if absent."""
     asked_in = files.optional(
         f"OpenEnded_mscoco_{coco_split}2014_questions.json",
@@ -147,53 +144,24 @@ def _split(files: OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, _
     asked = {q: (image_id, text) for q, (image_id, text, _) in labelled.items()}
     known = {question_id: reference for question_id, (_, _, reference) in labelled.items()}
     if asked_in is not None:
-        asked = _questions(asked_in)
+        asked = read_questions(asked_in)
         if annotated_in is not None:
-            known = _annotations(annotated_in)
-        _check_same(known, asked, annotated_in or labels_in, asked_in)
+            known = read_annotations(annotated_in, "question_type", CATEGORIES)
+        check_same(known, asked, annotated_in or labels_in, asked_in)
     elif annotated_in is not None:
         raise UserError(
             f"{annotated_in}: its questions are missing; put "
             f"OpenEnded_mscoco_{coco_split}2014_questions.json beside it."
         )
-    hidden = _Reference(0, (), "", {})
+    hidden = Reference(0, (), "", {})
     return {q: (image_id, text, known.get(q, hidden)) for q, (image_id, text) in asked.items()}
 
 
-def _questions(path: Path) -> dict[int, tuple[int, str]]:
-    """question_id -> (image_id, question)."""
-    found: dict[int, tuple[int, str]] = {}
-    for where, row, question_id in _entries(path, "questions"):
-        found[question_id] = (_number(row, "image_id", where), _text(row, "question", where))
-    return found
-
-
-def _annotations(path: Path) -> dict[int, _Reference]:
-    """question_id -> the annotators' answers and the category."""
-    found: dict[int, _Reference] = {}
-    for where, row, question_id in _entries(path, "annotations"):
-        answers = row.get("answers")
-        if not isinstance(answers, list) or not answers:
-            raise UserError(f"{where}: holds no list of answers; fetch the annotations again.")
-        rows = [answer if isinstance(answer, dict) else {} for answer in answers]
-        kind = str(row.get("question_type", ""))
-        extra: dict[str, Any] = {}
-        if all(isinstance(answer.get("raw_answer"), str) for answer in rows):
-            extra["raw_answers"] = [answer["raw_answer"] for answer in rows]
-        found[question_id] = _Reference(
-            _number(row, "image_id", where),
-            tuple(_text(answer, "answer", f"{where}, answers") for answer in rows),
-            CATEGORIES.get(kind, kind),
-            extra,
-        )
-    return found
-
-
-def _soft_labels(path: Path) -> dict[int, tuple[int, str, _Reference]]:
+def _soft_labels(path: Path) -> dict[int, tuple[int, str, Reference]]:
     """question_id -> (image_id, question, soft labels and the category)."""
     names = list(CATEGORIES.values())
-    found: dict[int, tuple[int, str, _Reference]] = {}
-    for where, row, question_id in _entries(path, None):
+    found: dict[int, tuple[int, str, Reference]] = {}
+    for where, row, question_id in entries(path, None):
         labels = row.get("label")
         if not isinstance(labels, dict) or not all(
             isinstance(weight, int | float) and 0 <= weight <= 1 for weight in labels.values()
@@ -202,57 +170,17 @@ def _soft_labels(path: Path) -> dict[int, tuple[int, str, _Reference]]:
                 f"{where}: `label` must be an object of answer -> weight in 0..1; fetch the file "
                 "again."
             )
-        digits = _text(row, "img_id", where).rpartition("_")[2]
+        digits = text_of(row, "img_id", where).rpartition("_")[2]
         if not digits.isdecimal():
             raise UserError(f"{where}: img_id ends in no number; fetch the file again.")
         kind = row.get("class")
         known = type(kind) is int and 0 <= kind < len(names)
         ordered = sorted(labels, key=lambda answer: -labels[answer])
-        reference = _Reference(
+        reference = Reference(
             int(digits), tuple(ordered), names[kind] if known else "", {SOFT_LABELS: labels}
         )
-        found[question_id] = (int(digits), _text(row, "sent", where), reference)
+        found[question_id] = (int(digits), text_of(row, "sent", where), reference)
     return found
-
-
-def _entries(path: Path, key: str | None) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(place for messages, entry, question_id) of a JSON list, or of the list under `key`."""
-    data = read_json(path)
-    rows = data.get(key) if key is not None and isinstance(data, dict) else data
-    if not isinstance(rows, list):
-        expected = "a list" if key is None else f'an object with a list "{key}"'
-        raise UserError(f"{path}: {expected} was expected; fetch OK-VQA's file again.")
-    seen: set[int] = set()
-    for number, row in enumerate(rows, start=1):
-        where = f"{path}, entry {number}"
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: an object was expected; fetch the file again.")
-        check_text(row, where)
-        question_id = _number(row, "question_id", where)
-        if question_id in seen:
-            raise UserError(f"{where}: question_id {question_id} appears twice; remove one.")
-        seen.add(question_id)
-        yield where, row, question_id
-
-
-def _check_same(
-    known: Mapping[int, _Reference],
-    asked: Mapping[int, tuple[int, str]],
-    answers_in: Path | None,
-    asked_in: Path,
-) -> None:
-    """UserError for answers to other questions, or to questions on other pictures."""
-    for question_id, reference in known.items():
-        if question_id not in asked:
-            raise UserError(
-                f"{answers_in}: answers question {question_id}, which is not in {asked_in.name}; "
-                "take both files from the same release and split."
-            )
-        if reference.image_id != asked[question_id][0]:
-            raise UserError(
-                f"{answers_in}: question {question_id} is on picture {reference.image_id} there, "
-                f"but on {asked[question_id][0]} in {asked_in.name}; take both from one release."
-            )
 
 
 def _captions(files: OfficialFiles) -> dict[int, str]:
@@ -294,19 +222,3 @@ def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
     found["picture files"] = picture_files
     names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
     return {name: found[name] for name in names}
-
-
-def _number(row: Mapping[str, Any], key: str, where: str) -> int:
-    value = row.get(key)
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if type(value) is not int:
-        raise UserError(f"{where}: {key} is {value!r}; expected a whole number.")
-    return value
-
-
-def _text(row: Mapping[str, Any], key: str, where: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {key} is {value!r:.60}; expected text.")
-    return value

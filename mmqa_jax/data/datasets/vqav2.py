@@ -1,0 +1,134 @@
+"""VQAv2's official files (https://visualqa.org), on which Prophet's VQA model is pretrained.
+
+    v2_OpenEnded_mscoco_{train,val}2014_questions.json, v2_OpenEnded_mscoco_test2015_questions.json
+    v2_mscoco_{train,val}2014_annotations.json          ten answers and an answer type each
+    train2014/ val2014/ test2015/                       COCO's pictures
+
+OK-VQA's test questions are on pictures of val2014. Where OK-VQA's file lies beside the others
+(OpenEnded_mscoco_val2014_questions.json), the questions on these pictures are a split of their
+own, so that nobody pretrains on them by mistake (Prophet's `v2valvg_no_ok`, here without Visual
+Genome's questions).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets import coco
+from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFolders
+from mmqa_jax.data.datasets.vqa_json import (
+    Reference,
+    check_same,
+    read_annotations,
+    read_questions,
+)
+from mmqa_jax.data.schema import Question
+
+# Split -> COCO's split, which names the files.
+COCO_SPLIT = {"train": "train2014", "val": "val2014", "test": "test2015"}
+ON_OKVQA_TEST = "val_on_okvqa_test"  # questions of val on pictures of OK-VQA's test questions
+_OKVQA = "OpenEnded_mscoco_val2014_questions.json"
+_FOLDERS = (*coco.FOLDERS_2014, "test2015", "images/test2015")
+# Goyal et al. (CVPR 2017), as counted on the page that the files are published on.
+PUBLISHED_COUNTS = {
+    "train questions": 443_757,
+    "val questions": 214_354,
+    "test questions": 447_793,
+}
+ATTRIBUTION = (
+    "VQAv2 (Goyal et al., CVPR 2017), annotations CC BY 4.0; pictures: COCO, under Flickr's terms "
+    "of use."
+)
+
+
+def read_vqav2(folder: Path) -> Benchmark:
+    """Reads what there is of the official files in `folder`.
+
+    `Question.answers` are the annotators' ten answers, the category is the answer type (yes/no,
+    number, other).
+
+    Raises:
+      UserError: no questions, or the file and entry that is malformed, repeated or belongs to
+        other questions.
+    """
+    files = OfficialFiles(folder)
+    pictures = PictureFolders(folder, _FOLDERS)
+    okvqa = files.optional(_OKVQA, without=f"no split {ON_OKVQA_TEST}")
+    held_out = {} if okvqa is None else read_questions(okvqa)
+    on_okvqa = {image_id for image_id, _ in held_out.values()}
+    questions: list[Question] = []
+    for split, coco_split in COCO_SPLIT.items():
+        asked, known = _split(files, split, coco_split)
+        hidden = Reference(0, (), "", {})
+        for question_id, (image_id, text) in asked.items():
+            name = coco.picture_of(coco_split, image_id)
+            reference = known.get(question_id, hidden)
+            questions.append(
+                Question(
+                    id=str(question_id),
+                    split=ON_OKVQA_TEST if split == "val" and image_id in on_okvqa else split,
+                    question=text,
+                    image=name if name in pictures else None,
+                    answers=reference.answers,
+                    category=reference.category,
+                    extra={"image_id": image_id, **reference.extra},
+                )
+            )
+    if not questions:
+        raise UserError(
+            f"{folder}: holds none of VQAv2's questions; put "
+            "v2_OpenEnded_mscoco_train2014_questions.json and v2_mscoco_train2014_annotations.json "
+            "there."
+        )
+    names = sorted({q.image for q in questions if q.image is not None})
+    if not names:
+        files.missing["train2014/, val2014/"] = "no pictures; read their features instead"
+    return Benchmark(
+        name="vqav2",
+        questions=questions,
+        counts=_counts(questions, len(names)),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=pictures if names else None,
+        inputs=pictures.signature(names) if names else None,
+    )
+
+
+def _split(
+    files: OfficialFiles, split: str, coco_split: str
+) -> tuple[dict[int, tuple[int, str]], dict[int, Reference]]:
+    """Questions and references of a split by question_id; empty if its files are absent."""
+    asked_in = files.optional(
+        f"v2_OpenEnded_mscoco_{coco_split}_questions.json", without=f"no split {split}"
+    )
+    if asked_in is None:
+        return {}, {}
+    asked = read_questions(asked_in)
+    if split == "test":  # its answers are not published
+        return asked, {}
+    annotated_in = files.optional(
+        f"v2_mscoco_{coco_split}_annotations.json", without=f"no answers of split {split}"
+    )
+    if annotated_in is None:
+        return asked, {}
+    known = read_annotations(annotated_in, "answer_type", {})
+    check_same(known, asked, annotated_in, asked_in)
+    return asked, known
+
+
+def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
+    """All of val's questions are counted as val's; those on OK-VQA's pictures again."""
+    found = Counter(
+        f"{'val' if q.split == ON_OKVQA_TEST else q.split} questions" for q in questions
+    )
+    found["val questions on OK-VQA's test pictures"] = sum(
+        q.split == ON_OKVQA_TEST for q in questions
+    )
+    found["questions with answers"] = sum(bool(q.answers) for q in questions)
+    found["picture files"] = picture_files
+    names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
+    return {name: found[name] for name in names}
