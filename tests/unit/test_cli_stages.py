@@ -49,8 +49,8 @@ def test_wrong_flags_of_the_stages(verb, flag, message, wrong, refused):
 @pytest.mark.parametrize(
     ("verb", "task", "expected"),
     [
-        ("embed", "rerank", "contrastive"),
-        ("search", "answer", "contrastive"),
+        ("embed", "rerank", "contrastive or example_retrieval"),
+        ("search", "answer", "contrastive or example_retrieval"),
         ("rerank", "answer", "rerank"),
         ("answer", "rerank", "answer"),
     ],

@@ -41,7 +41,7 @@ def test_wrong_configs(flag, message, refused, data, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "vqa"}, r"config key task=vqa: unknown; use one of contrastive, rerank, answer"),
+        ({"task": "vlp"}, r"config key task=vlp: unknown; use one of contrastive, rerank, answer"),
         ({"data.split": "dev"}, r"config key data\.split=dev: .*no such questions"),
         ({"tokenizer": "corpus:5"}, r"vocab_size=5: .*give at least"),
         ({"model.trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown"),
