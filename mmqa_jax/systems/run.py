@@ -68,8 +68,8 @@ _PATHS = (
     *("captions", "tags", "candidates", "examples", "run"),
 )
 _INSTALLED = ("minilm", "smollm2")
-# Settings whose sources are the gold ones or none, so that they are no result.
-_GIVEN_SOURCES = ("oracle", "question_only", "pica_oracle", "pica_question_only")
+# Parts that find sources; without them, a row's sources are the gold ones or none, and no result.
+_FINDING = ("retriever", "reranker")
 _MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
@@ -272,7 +272,7 @@ def _evaluate(
         predictions,
         lemmatizer=config.scoring.lemmatizer or None,
         bart=Path(config.scoring.bart) if config.scoring.bart else None,
-        sources=config.setting not in _GIVEN_SOURCES,
+        sources=any(part in config.parts for part in _FINDING),
         answers=answers,
     )
     if answers and config.dataset == "webqa" and not config.scoring.bart:
