@@ -42,23 +42,17 @@ class BenchmarkScoring:
     holds_references: Callable[[Path], bool] = lambda path: False
 
 
+_OPEN_ANSWERS = BenchmarkScoring(
+    split="test",
+    formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
+    read_predictions=vqa_formats.read_okvqa_predictions,
+    has_reference=vqa.has_answers,
+    score=vqa.score_okvqa,
+    write_submission=vqa_formats.write_okvqa_submission,
+)
 BENCHMARKS: dict[str, BenchmarkScoring] = {
-    "vqav2": BenchmarkScoring(
-        split="val",
-        formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
-        read_predictions=vqa_formats.read_okvqa_predictions,
-        has_reference=vqa.has_answers,
-        score=vqa.score_okvqa,
-        write_submission=vqa_formats.write_okvqa_submission,
-    ),
-    "okvqa": BenchmarkScoring(
-        split="test",
-        formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
-        read_predictions=vqa_formats.read_okvqa_predictions,
-        has_reference=vqa.has_answers,
-        score=vqa.score_okvqa,
-        write_submission=vqa_formats.write_okvqa_submission,
-    ),
+    "okvqa": _OPEN_ANSWERS,
+    "vqav2": dataclasses.replace(_OPEN_ANSWERS, split="val"),
     "aokvqa": BenchmarkScoring(
         split="val",
         formats="predictions.jsonl, or the official {id: {direct_answer, multiple_choice}} as JSON",
