@@ -306,6 +306,8 @@ def _scores(
 ) -> dict[str, Any]:
     prompted = any(prediction.trace for prediction in predictions)
     shots = config.options.get("shots", 0)
+    # A corpus of one's own need not have pictures or captions.
+    shown = questions if config.dataset in BENCHMARKS else ()
     return {
         "dataset": config.dataset,
         "row": config.row,
@@ -317,7 +319,7 @@ def _scores(
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
         "empty": count_empty(predictions),
-        **({"prompts": trace_counts(questions, predictions, shots)} if prompted else {}),
+        **({"prompts": trace_counts(shown, predictions, shots)} if prompted else {}),
         **({"llm": llm_cost(llm, len(questions))} if llm is not None else {}),
         **agent_summary(predictions),
     }
