@@ -51,8 +51,8 @@ _OPEN_ANSWERS = BenchmarkScoring(
     write_submission=vqa_formats.write_okvqa_submission,
 )
 BENCHMARKS: dict[str, BenchmarkScoring] = {
-    "okvqa": _OPEN_ANSWERS,
     "vqav2": dataclasses.replace(_OPEN_ANSWERS, split="val"),
+    "okvqa": _OPEN_ANSWERS,
     "aokvqa": BenchmarkScoring(
         split="val",
         formats="predictions.jsonl, or the official {id: {direct_answer, multiple_choice}} as JSON",
