@@ -20,13 +20,13 @@ def get_config(mode: str = "") -> ConfigDict:
 
     `full`: all parameters are trained.
 
-    `pod`: all parameters of LLaMA-2-7B, on a v5e-256, a v5p-64 or 64 H100s: 256 rows of 2,048 tokens
-    an update, parameters and optimizer state split over all devices, products in bfloat16. 8 H100s
-    take the same update in 8 parts (`--config.train.accumulate=8`). Batch and rate are ours, as RMR
-    trains nothing.
+    `pod`: all parameters of LLaMA-2-7B, on a v5e-256, a v5p-64 or 64 H100s: 256 rows of 2,048
+    tokens an update, parameters and optimizer state split over all devices, products in bfloat16.
+    8 H100s take the same update in 8 parts (`--config.train.accumulate=8`). Batch and rate are
+    ours, as RMR trains nothing.
 
-    `cpu`: a quarter of an hour on two cores, on the answers' texts alone (`rmr.text`), which the rows
-    that choose by likelihood ask for.
+    `cpu`: a quarter of an hour on two cores, on the answers' texts alone (`rmr.text`), which the
+    rows that choose by likelihood ask for.
 
     `runlocal`: a few steps of a tiny model from scratch, for tests.
     """
