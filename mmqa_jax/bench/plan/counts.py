@@ -284,9 +284,7 @@ class _Counter:
                 return one.arrays[0].bytes
         return total
 
-    def _written_of(
-        self, inner: Computation, root: Instruction, results: Sequence[Array]
-    ) -> float:
+    def _written_of(self, inner: Computation, root: Instruction, results: Sequence[Array]) -> float:
         """Bytes that a fused computation writes: an update in place only what it changes."""
         if root.opcode == "tuple" and len(root.operands) == len(results):
             parts = [inner.instructions.get(name) for name in root.operands]
