@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -52,10 +54,10 @@ def bools(*shape: int) -> jax.ShapeDtypeStruct:
 HIDDEN, MLP, LENGTH, REGIONS, FEATURES, PLACES = 256, 1024, 128, 32, 256, 64
 
 
-def vlp_config(layers: int) -> ExtendedVLPConfig:
+def vlp_config(layers: int, dropout: float = 0.1) -> ExtendedVLPConfig:
     bert = BertConfig(
         vocab_size=2048, hidden=HIDDEN, layers=layers, heads=4, mlp=MLP, types=6, eps=1e-5,
-        dtype="bfloat16",
+        dtype="bfloat16", dropout=dropout, attention_dropout=dropout,
     )  # fmt: skip
     return ExtendedVLPConfig.of(VLPConfig(bert, FEATURES, PLACES, visual_hidden=(FEATURES,)))
 
@@ -104,13 +106,11 @@ def vlp_answer() -> dict[str, Any]:
     }
     tokens = rows * LENGTH
     head = 2 * rows * masks * HIDDEN * (HIDDEN + 2048)
-    # said_before, whether there is a copy head or not: answer tokens against columns.
-    said = 0
-    flops = region_flops(rows) + layers * bert_flops(tokens, tokens, LENGTH) + head + said
+    flops = region_flops(rows) + layers * bert_flops(tokens, tokens, LENGTH) + head
     return {
         "topology": "v5e:2x4",
         "mesh": {"data": 2, "fsdp": 4},
-        "task": AnswerTask(vlp_config(layers), questions_per_mean=2),
+        "task": AnswerTask(vlp_config(layers, dropout=0.0), questions_per_mean=2),
         "batch": batch,
         "flops": flops,
     }
@@ -195,6 +195,8 @@ def facts(name: str) -> dict[str, Any]:
     )
     compiled = step.lower(made["batch"]).compile()
     text = compiled.as_text()
+    if folder := os.environ.get("PROGRAMS_TEXT"):  # to look at
+        Path(folder, f"{name}.hlo").write_text(text)
     counts = count(text)
     return {
         "devices": len(devices),
