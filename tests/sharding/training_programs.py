@@ -90,6 +90,7 @@ def vlp_select() -> dict[str, Any]:
     return {
         "topology": "v5e:2x4",
         "mesh": {"data": 8},
+        "layers": layers,
         "task": RerankTask(vlp_config(layers)),
         "batch": batch,
         "flops": flops,
@@ -199,7 +200,8 @@ def facts(name: str) -> dict[str, Any]:
         Path(folder, f"{name}.hlo").write_text(text)
     counts = count(text)
     return {
-        "devices": len(devices),
+        "mesh": dict(mesh.shape),
+        "layers": made.get("layers"),
         "flops": counts.total_flops,
         # Backward, a product has two: by its factor and by its weights.
         "model_flops": 3 * made["flops"] / len(devices),
