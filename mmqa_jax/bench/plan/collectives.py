@@ -67,9 +67,7 @@ def groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
     return [tuple(map(int, text.split(","))) for text in listed]
 
 
-def axis_of(
-    members: Sequence[Sequence[int]], mesh: Mapping[str, int], order: Sequence[str] | None = None
-) -> str:
+def axis_of(members: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
     """The mesh axes along which the devices of a group differ, such as `data` or `data+fsdp`.
 
     Args:
@@ -79,7 +77,7 @@ def axis_of(
     Returns:
       "" if no group has two members; "?" if a position is not on the mesh.
     """
-    names, sizes = list(order or mesh), tuple(mesh.values())
+    names, sizes = list(mesh), tuple(mesh.values())
     total = math.prod(sizes)
     varying: set[int] = set()
     for group in members:

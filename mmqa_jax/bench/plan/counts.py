@@ -52,8 +52,8 @@ class Counts:
       flops: by the type of the factors, "f32:highest" where six passes are asked for.
       bytes: read and written in main memory.
       collectives: how often, and bytes (see Collective).
-      loops: turns of every `while`, inner ones as often as their loop turns; None: not known, and
-        counted once.
+      loops: turns of every `while` of the program, inner ones included; None: not known, and counted
+        as one turn.
       copies, copied_bytes: of copies within main memory.
       unknown: custom calls whose FLOPs are not stated.
     """
@@ -284,9 +284,7 @@ class _Counter:
                 return one.arrays[0].bytes
         return total
 
-    def _written_of(
-        self, inner: Computation, root: Instruction, results: Sequence[Array]
-    ) -> float:
+    def _written_of(self, inner: Computation, root: Instruction, results: Sequence[Array]) -> float:
         """Bytes that a fused computation writes: an update in place only what it changes."""
         if root.opcode == "tuple" and len(root.operands) == len(results):
             parts = [inner.instructions.get(name) for name in root.operands]

@@ -14,7 +14,15 @@ import re
 from mmqa_jax.bench.plan.hlo import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
-_SAME_VALUE = {"bitcast", "copy", "convert", "reshape", "copy-done", "copy-start", "optimization-barrier"}
+_SAME_VALUE = {
+    "bitcast",
+    "copy",
+    "convert",
+    "reshape",
+    "copy-done",
+    "copy-start",
+    "optimization-barrier",
+}
 
 
 @dataclasses.dataclass(frozen=True)
