@@ -7,6 +7,7 @@ neither data nor weights are needed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from mmqa_jax.bench.plan.flops import traced_flops
+from mmqa_jax.bench.plan.flops import jaxpr_flops, traced_flops
 from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh, replicated
 from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.inference.from_config import make_packing, make_vlp_config
 from mmqa_jax.inference.question_classifier import make_probabilities
 from mmqa_jax.inference.reranker import make_relevance
@@ -49,6 +51,15 @@ from mmqa_jax.training.loop import read_section
 from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import Task, abstract_state, make_step, split_model
 
+ENGINE = ("decode", "prefill")
+_INFERENCE = {  # task -> the program that uses what it trains
+    "contrastive": "embed",
+    "rerank": "rerank",
+    "answer": "answer",
+    "vqa": "candidates",
+    "modality": "modality",
+    "example_retrieval": "embed",
+}
 # Language models whose sizes are known without their weights.
 PRESETS: dict[str, Callable[..., LlamaConfig]] = {
     "smollm2": llama_config.smollm2_135m,
@@ -69,38 +80,53 @@ def preset(name: str) -> LlamaConfig:
     return PRESETS[name]()
 
 
-def programs(
-    config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
-) -> list[Program]:
-    """All programs of a config.
-
-    Args:
-      config: of `mmqa train` (its inference programs are planned, too).
-      devices: possibly compile-only ones; training takes them all, inference runs on one.
-      model: for a language model, a name of PRESETS in place of `config.init`.
+def program_names(config: ConfigDict) -> tuple[str, ...]:
+    """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
 
     Raises:
-      UserError: a config that cannot be trained, a mesh that does not divide.
+      UserError: a config of neither.
     """
-    train = training_program(config, devices, model)
+    if "task" in config:
+        own = _INFERENCE.get(config.task)
+        return ("train",) if own is None else ("train", own)
+    if "engine" in config:
+        return ENGINE
+    raise UserError(
+        "--config: has neither a `task` to train nor an `engine`; name a config of `mmqa train` or "
+        "configs/prompt/default.py."
+    )
+
+
+def make_program(
+    name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
+) -> Program:
+    """One of `program_names(config)`.
+
+    Args:
+      devices: possibly compile-only ones; training and the engine take them all, the other
+        programs run on one.
+      model: of a language model, a name of PRESETS in place of its weights.
+
+    Raises:
+      UserError: a config that cannot be trained or served, a mesh that does not divide.
+    """
+    if name in ENGINE:
+        return _engine(config, devices, model)[name]
+    if name == "train":
+        return _train(config, devices, model)
     makers: dict[str, Callable[[ConfigDict, Mesh], Program]] = {
-        "contrastive": _embed,
+        "embed": _embed,
         "rerank": _rerank,
         "answer": _answer,
-        "vqa": _candidates,
+        "candidates": _candidates,
         "modality": _modality,
-        "example_retrieval": _embed,
     }
-    if config.task not in makers:
-        return [train]
-    alone = make_mesh({"data": 1}, devices[:1])
-    return [train, makers[config.task](config, alone)]
+    check_config(config, devices, files=False)
+    return makers[name](config, make_mesh({"data": 1}, devices[:1]))
 
 
-def training_program(
-    config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
-) -> Program:
-    """`train`: the jitted step, over all devices."""
+def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None) -> Program:
+    """The jitted step of training, over all devices."""
     config = _with_preset(config, model)
     check_config(config, devices, files=False)
     options = read_section(config.train.to_dict())
@@ -219,6 +245,71 @@ def set_key(config: ConfigDict, path: str, value: Any) -> None:
             section[last] = value
 
 
+def _engine(
+    config: ConfigDict, devices: Sequence[jax.Device], model: str | None
+) -> dict[str, Program]:
+    """The engine's step of all slots, and its batch of chunks of prompts, with sequences as long
+    as `engine.length`."""
+    if model is None:
+        raise UserError(
+            "--model is missing: the config's engine serves any language model; name one of "
+            f"{', '.join(sorted(PRESETS))}."
+        )
+    from mmqa_jax.decoding.abstract_programs import engine_programs
+
+    mesh = make_mesh(engine_mesh(config, len(devices)), devices)
+    sizes = EngineConfig(**config.engine.to_dict())
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    llama = dataclasses.replace(preset(model), dtype=dtype)
+    if sizes.length > llama.positions:
+        raise UserError(
+            f"config key engine.length={sizes.length}: {model} reads at most {llama.positions} "
+            "tokens; lower it."
+        )
+    made = engine_programs(llama, sizes, mesh)
+
+    def program(name: str, examples: int) -> Program:
+        function, arguments = made[name]
+        state, cache = arguments[:2]
+
+        @functools.cache
+        def trace() -> jax.stages.Traced:
+            with jax.set_mesh(mesh):
+                return function.trace(*arguments)
+
+        weights, held = shard_bytes(state), shard_bytes(cache)
+        # Of an embedding table that is no output head only the rows of the tokens are read.
+        looked_up = 0 if llama.tied else shard_bytes(nnx.to_pure_dict(state)["tokens"])
+        return Program(
+            name=name,
+            lower=lambda: trace().lower(),
+            mesh=dict(mesh.shape),
+            model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
+            parameters=weights,
+            cache=held,
+            floor_bytes=weights - looked_up + (held if name == "decode" else 0),
+            examples=examples,
+            unit="tokens",
+            input_bytes=examples * 4,
+        )
+
+    bucket = sizes.buckets[-1]
+    return {
+        "decode": program("decode", sizes.slots),
+        "prefill": program("prefill", bucket * sizes.rows(bucket)),
+    }
+
+
+def engine_mesh(config: ConfigDict, devices: int) -> dict[str, int]:
+    """The engine's mesh; one that asks for a single device is spread over all, on `tensor`."""
+    mesh = config.model.mesh.to_dict()
+    if all(size == 1 for size in mesh.values()):
+        return {**mesh, "tensor": devices}
+    return mesh
+
+
 def _on_one(
     name: str,
     mesh: Mesh,
@@ -242,18 +333,16 @@ def _on_one(
     )
     function = make(graphdef)
 
-    def lower() -> jax.stages.Lowered:
+    @functools.cache
+    def trace() -> jax.stages.Traced:
         with jax.set_mesh(mesh):
-            return function.lower(state, *placed, **options)
-
-    def flops() -> float:
-        return traced_flops(functools.partial(function, **options), state, *placed)
+            return function.trace(state, *placed, **options)
 
     return Program(
         name=name,
-        lower=lower,
+        lower=lambda: trace().lower(),
         mesh=dict(mesh.shape),
-        model_flops=functools.cache(flops),
+        model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
         parameters=shard_bytes(state),
         examples=examples,
         unit=unit,
@@ -322,11 +411,8 @@ class _WithGraph:
     def __init__(self, function: Any, graphdef: Any):
         self._function, self._graphdef = function, graphdef
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._function(self._graphdef, *arguments, **options)
-
-    def lower(self, *arguments: Any, **options: Any) -> jax.stages.Lowered:
-        return self._function.lower(self._graphdef, *arguments, **options)
+    def trace(self, *arguments: Any, **options: Any) -> jax.stages.Traced:
+        return self._function.trace(self._graphdef, *arguments, **options)
 
 
 def _vlp(model: Any) -> ExtendedVLP:

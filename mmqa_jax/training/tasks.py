@@ -1,4 +1,4 @@
-"""Model and loss of every task as its config describes them; no data is needed, only a vocabulary."""
+"""Model and loss of every task as its config describes them: no data, only a vocabulary's size."""
 
 from __future__ import annotations
 

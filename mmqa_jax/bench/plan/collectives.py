@@ -56,7 +56,8 @@ def groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
         shape, sizes, order = (
             tuple(map(int, text.split(","))) if text else None for text in iota.groups()
         )
-        assert shape is not None and sizes is not None
+        assert shape is not None
+        assert sizes is not None
         numbers = np.arange(math.prod(sizes)).reshape(sizes)
         numbers = numbers.transpose(order) if order else numbers
         return [tuple(map(int, row)) for row in numbers.reshape(shape[0], -1)]

@@ -52,8 +52,8 @@ class Counts:
       flops: by the type of the factors, "f32:highest" where six passes are asked for.
       bytes: read and written in main memory.
       collectives: how often, and bytes (see Collective).
-      loops: turns of every `while` of the program, inner ones included; None: not known, and counted
-        as one turn.
+      loops: turns of every `while` of the program, inner ones included; None: not known, and
+        counted as one turn.
       copies, copied_bytes: of copies within main memory.
       unknown: custom calls whose FLOPs are not stated.
     """

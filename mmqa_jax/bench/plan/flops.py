@@ -12,8 +12,8 @@ import jax
 def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
     """FLOPs of the products (dots, convolutions) in one call on arrays of these shapes.
 
-    Loops of a known length are multiplied out; of a conditional the dearest branch counts, and a
-    `while` of unknown length counts once. Nothing is compiled.
+    Loops are multiplied out, a `while` by the constant that its counter stays below (else once);
+    of a conditional the dearest branch counts. Nothing is compiled.
     """
     return jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
 
@@ -39,9 +39,25 @@ def _equation(equation: Any) -> float:
     inner = sum(jaxpr_flops(own) for own in _inner(params))
     if name == "scan":
         return inner * params["length"]
+    if name == "while":
+        return inner * (_most_turns(params["cond_jaxpr"].jaxpr) or 1)
+    if name == "shard_map":  # what one device does
+        return inner * params["mesh"].size
     if name == "pallas_call":
         return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
     return inner
+
+
+def _most_turns(condition: Any) -> int | None:
+    """The constant below which a loop's counter stays; None: there is none."""
+    limits = [
+        int(variable.val)
+        for equation in condition.eqns
+        if equation.primitive.name == "lt"
+        for variable in equation.invars[1:]
+        if hasattr(variable, "val")
+    ]
+    return min(limits, default=None)
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:

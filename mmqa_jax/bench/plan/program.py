@@ -15,6 +15,7 @@ from mmqa_jax.bench.plan.collectives import Collective
 from mmqa_jax.bench.plan.counts import Counts, count
 from mmqa_jax.core.errors import UserError
 
+_EXCEEDS = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
 _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) ?(?:i?B)? of ([\d.]+)([KMGT]?) ?(?:i?B)? hbm")
 _ASKED = re.compile(r"(?:allocate|allocating|requires|total of) ([\d.]+) ?([KMGT]?)i?B?(?:ytes)?")
 _UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -130,12 +131,13 @@ def compile_program(program: Program, hosts: tuple[int, ...] | None = None) -> C
 def needed_bytes(message: str) -> float | None:
     """The bytes that a program asked for, from the message that refuses it; None: another error.
 
-    The TPU's compiler says `Used 20.30G of 15.75G hbm`, allocators `Out of memory allocating ...
+    The TPU's compiler says `HLO temporaries (258.00G) exceeds available HBM (15.75G)`, arguments
+    and results included, or `Used 20.30G of 15.75G hbm`; allocators `Out of memory allocating ...
     bytes`.
     """
     if "RESOURCE_EXHAUSTED" not in message and "memory" not in message.lower():
         return None
-    found = _USED.search(message) or _ASKED.search(message)
+    found = next((m for p in (_EXCEEDS, _USED, _ASKED) if (m := p.search(message))), None)
     return None if found is None else float(found[1]) * _UNIT[found[2]]
 
 

@@ -63,6 +63,8 @@ def _tpu(name: str, version: str) -> Topology:
     # Only compiles: looks for no TPU in the cloud, and lets other processes load libtpu as well.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # it complains without a name
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     from jax.experimental import topologies
 
     try:
@@ -84,11 +86,11 @@ def _check_libtpu(name: str) -> None:
         )
     asked = [text for text in metadata.requires("jax") or () if text.startswith("libtpu")]
     wanted = re.search(r"==\s*([\d.]+?)\.?\*?\s*(?:;|$)", asked[0]) if asked else None
-    installed = metadata.version("libtpu")
+    installed, jax = metadata.version("libtpu"), metadata.version("jax")
     if wanted is not None and not f"{installed}.".startswith(f"{wanted[1]}."):
         raise UserError(
-            f"--topology={name}: libtpu {installed} is installed, but jax {metadata.version('jax')} "
-            f"needs libtpu {wanted[1]}; {advice}"
+            f"--topology={name}: libtpu {installed} is installed, but jax {jax} needs "
+            f"libtpu {wanted[1]}; {advice}"
         )
 
 
