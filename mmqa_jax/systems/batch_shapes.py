@@ -74,9 +74,10 @@ def vlp_batch(config: ConfigDict, rows: int, *, inference: bool = False) -> VLPI
 
 
 def largest_bucket(packing: PackingConfig) -> Bucket:
-    """The one with the most columns, region slots included."""
+    """The one with the most columns, region slots included; of several that with most pictures."""
     slots = packing.slots_per_picture
-    return max((Bucket(*b) for b in packing.buckets), key=lambda b: b.pictures * slots + b.text)
+    buckets = [Bucket(*b) for b in packing.buckets]
+    return max(buckets, key=lambda b: (b.pictures * slots + b.text, b.pictures))
 
 
 def _contrastive(config: ConfigDict) -> dict[str, Any]:

@@ -29,7 +29,14 @@ _FREE = {
 _NO_WORK = {  # custom calls that only hand on or mark memory
     *("AllocateBuffer", "ConcatBitcast", "SliceBitcast", "AsyncCollectiveStart"),
     *("AsyncCollectiveDone", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
-    *("annotate_device_placement", "MoveToHost", "MoveToDevice", "TopK", "PinToDevice"),
+    *(
+        "AssumeGatherIndicesInBound",
+        "annotate_device_placement",
+        "MoveToHost",
+        "MoveToDevice",
+        "TopK",
+        "PinToDevice",
+    ),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _HANDED_ON = {"bitcast", "get-tuple-element", "reshape"}
