@@ -215,11 +215,6 @@ def check_config(
     else:
         _check_vlp(config, files)
     accumulate = read_section(config.train).accumulate
-    if task == "language_model" and accumulate > 1:
-        raise UserError(
-            f"config key train.accumulate={accumulate}: the loss is the mean over the targets of "
-            "the whole batch; leave it out, and set model.changes.remat to full to save memory."
-        )
     if task == "contrastive" and accumulate > 1:
         raise UserError(
             f"config key train.accumulate={accumulate}: the contrastive loss needs its whole "

@@ -25,7 +25,11 @@ class Task(Protocol):
     def loss(
         self, model: nnx.Module, batch: Any, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Scalar loss and scalar metrics of one batch; pure and traced."""
+        """Scalar loss and scalar metrics of one batch; pure and traced.
+
+        A task whose mean is not over the rows also has `whole(batch)`: the batch with further
+        entries [B, ...], which the loss of a part of it needs to know of all of it.
+        """
 
 
 @jax.tree_util.register_dataclass
@@ -196,6 +200,7 @@ def make_step(
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def accumulated(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
+        batch = task.whole(batch) if hasattr(task, "whole") else batch
         # [B, ...] -> [B / k, k, ...]: part i is column i, so each device keeps its own rows.
         columns = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]), batch)
 

@@ -18,9 +18,26 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from mmqa_jax.core.mesh import MESH_AXES, state_shardings
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models import bart, bart_config, bert, caption_mcan, clip, dual_encoder, llama
-from mmqa_jax.models import llama_config, llava, lora, mcan, mcan_openvqa, modified_resnet, oscar
-from mmqa_jax.models import text_classifier, two_sided_vlp, vlp, vlp_extensions
+from mmqa_jax.models import (
+    bart,
+    bart_config,
+    bert,
+    caption_mcan,
+    clip,
+    dual_encoder,
+    llama,
+    llama_config,
+    llava,
+    lora,
+    mcan,
+    mcan_openvqa,
+    modified_resnet,
+    oscar,
+    text_classifier,
+    two_sided_vlp,
+    vlp,
+    vlp_extensions,
+)
 from mmqa_jax.models.mcan_layers import FusionConfig
 
 GOLDEN = Path(__file__).with_name("shardings.txt")
