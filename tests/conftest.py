@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from mmqa_jax.core.host import skip_absent_tpu
+
+skip_absent_tpu()  # before a test imports jax; processes that tests start inherit it
+
 # Files of tests/unit that train or compile models; `--quick` leaves them out.
 _SLOW = frozenset(
     f"test_{name}.py"

@@ -29,7 +29,14 @@ _FREE = {
 _NO_WORK = {  # custom calls that only hand on or mark memory
     *("AllocateBuffer", "ConcatBitcast", "SliceBitcast", "AsyncCollectiveStart"),
     *("AsyncCollectiveDone", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
-    *("annotate_device_placement", "MoveToHost", "MoveToDevice", "TopK", "PinToDevice"),
+    *(
+        "AssumeGatherIndicesInBound",
+        "annotate_device_placement",
+        "MoveToHost",
+        "MoveToDevice",
+        "TopK",
+        "PinToDevice",
+    ),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _HANDED_ON = {"bitcast", "get-tuple-element", "reshape"}
@@ -52,8 +59,8 @@ class Counts:
       flops: by the type of the factors, "f32:highest" where six passes are asked for.
       bytes: read and written in main memory.
       collectives: how often, and bytes (see Collective).
-      loops: turns of every `while`, inner ones as often as their loop turns; None: not known, and
-        counted once.
+      loops: turns of every `while` of the program, inner ones included; None: not known, and
+        counted as one turn.
       copies, copied_bytes: of copies within main memory.
       unknown: custom calls whose FLOPs are not stated.
     """

@@ -85,7 +85,7 @@ class Instruction:
     @functools.cached_property
     def called(self) -> dict[str, str]:
         """`calls`, `to_apply`, `body` or `condition` -> name of the computation."""
-        return {key: name for key, name in _CALLED.findall(self.attributes)}
+        return dict(_CALLED.findall(self.attributes))
 
     @functools.cached_property
     def branches(self) -> tuple[str, ...]:
