@@ -45,21 +45,22 @@ pass_on() { kill -s "$1" "${left[@]}" 2>/dev/null || true; }
 trap 'pass_on TERM' TERM INT
 code=0 killer=""
 while [ ${#left[@]} -gt 0 ]; do
-  ended="" status=0
-  wait -n -p ended "${left[@]}" || status=$?
-  if [ -z "$ended" ]; then # a signal came
-    continue
-  fi
   for index in "${!left[@]}"; do
-    [ "${left[index]}" != "$ended" ] || unset "left[index]"
+    if kill -0 "${left[index]}" 2>/dev/null; then
+      continue
+    fi
+    status=0
+    wait "${left[index]}" || status=$?
+    unset "left[index]"
+    if [ "$status" != 0 ] && [ "$code" = 0 ]; then
+      code="$status"
+      pass_on TERM
+      # One that waits for the failed process may not hear TERM.
+      (sleep 30 && pass_on KILL) &
+      killer=$!
+    fi
   done
-  if [ "$status" != 0 ] && [ "$code" = 0 ]; then
-    code="$status"
-    pass_on TERM
-    # One that waits for the failed process may not hear TERM.
-    (sleep 30 && pass_on KILL) &
-    killer=$!
-  fi
+  sleep 0.2
 done
 [ -z "$killer" ] || kill "$killer" 2>/dev/null || true
 wait # for the last lines of output
