@@ -43,7 +43,7 @@ done
 left=("${jobs[@]}")
 pass_on() { kill -s "$1" "${left[@]}" 2>/dev/null || true; }
 trap 'pass_on TERM' TERM INT
-code=0 killer=""
+code=0 deadline=""
 while [ ${#left[@]} -gt 0 ]; do
   for index in "${!left[@]}"; do
     if kill -0 "${left[index]}" 2>/dev/null; then
@@ -55,13 +55,12 @@ while [ ${#left[@]} -gt 0 ]; do
     if [ "$status" != 0 ] && [ "$code" = 0 ]; then
       code="$status"
       pass_on TERM
-      # One that waits for the failed process may not hear TERM.
-      (sleep 30 && pass_on KILL) &
-      killer=$!
+      deadline=$((SECONDS + 30))
     fi
   done
+  # One that waits for the failed process may not hear TERM.
+  [ -z "$deadline" ] || [ "$SECONDS" -lt "$deadline" ] || pass_on KILL
   sleep 0.2
 done
-[ -z "$killer" ] || kill "$killer" 2>/dev/null || true
 wait # for the last lines of output
 exit "$code"
