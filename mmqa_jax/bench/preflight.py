@@ -9,6 +9,7 @@ itself, so that what is checked is also the way in which the hosts will talk. Pr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
 _FACTS_BYTES = 8192  # of one process's facts as JSON
@@ -282,7 +283,8 @@ def _write_speed(folder: Path, marker: str | None) -> dict[str, Any]:
     except OSError as error:
         return {"error": error.strerror or str(error), "write_mb": 0.0, "read_mb": 0.0}
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
     size = _DISK_MIB * 2**20 / 1e6
     return {"error": "", "write_mb": size / written, "read_mb": size / read}
 
@@ -322,9 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         verdicts = run(arguments.workdir, arguments.data, arguments.devices)
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"preflight: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     import jax
 
     failed = [verdict.name for verdict in verdicts if verdict.state == "FAIL"]
