@@ -7,11 +7,16 @@ die() {
   exit 2
 }
 
-# The words of a command, quoted for a shell, on one line.
+# The words of a command as a shell reads them, on one line.
 quoted() {
-  local line
-  line="$(printf '%q ' "$@")"
-  printf '%s' "${line% }"
+  local word line=""
+  for word in "$@"; do
+    case "$word" in
+      "" | *[!A-Za-z0-9_@%+=:,./-]*) word="'${word//\'/\'\\\'\'}'" ;;
+    esac
+    line+="${line:+ }$word"
+  done
+  printf '%s' "$line"
 }
 
 # Runs a command; with dry_run=1 prints it instead.

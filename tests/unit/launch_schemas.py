@@ -178,7 +178,6 @@ SCHEMAS = {
         resources=_object(
             accelerators=_TEXT,
             use_spot={"type": "boolean"},
-            job_recovery=_object(max_restarts_on_errors=_COUNT),
         ),
         file_mounts=_map(
             _object(("source",), source=_TEXT, mode={"enum": ["MOUNT", "COPY", "MOUNT_CACHED"]})
