@@ -3,6 +3,7 @@ they find each other as JAX does under Slurm, train, fail, are restarted and que
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -53,8 +54,10 @@ def slurm(tmp_path):
     copy.write_text((ROOT / "launch" / "slurm.sbatch").read_text())
     path = [str(stubs), str(Path(sys.executable).parent), os.environ["PATH"]]
 
+    started = []
+
     def start(*command: str, **environment: str) -> subprocess.Popen:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", str(copy), *command],
             cwd=tmp_path,
             env=os.environ
@@ -73,9 +76,15 @@ def slurm(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:  # with its tasks, if the test gave up
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def free_job() -> int:
