@@ -66,10 +66,8 @@ class MeshIndex:
         each = -(-len(self) // len(devices))  # rows of a device, the last ones padding
         self._block = min(block_rows, each)
         self._blocks = -(-each // self._block)
-        dtype = jnp.bfloat16 if approximate else jnp.float32
-        self._check_fits(dtype)
-        self._vectors = self._split(embeddings.vectors, np.dtype(dtype))
-        self._everything: jax.Array | None = None  # the mask of all rows
+        self._dtype = np.dtype(jnp.bfloat16 if approximate else jnp.float32)
+        self._check_fits()
 
     def __len__(self) -> int:
         return len(self.embeddings.vectors)
@@ -135,22 +133,26 @@ class MeshIndex:
         sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))
         return jax.make_array_from_callback(shape, sharding, part)
 
+    @functools.cached_property
+    def _vectors(self) -> jax.Array:  # read when the first search needs them
+        return self._split(self.embeddings.vectors, self._dtype)
+
+    @functools.cached_property
+    def _everything(self) -> jax.Array:
+        return self._split(np.ones(len(self), bool), np.dtype(bool))
+
     def _mask(self, allowed: np.ndarray | None) -> jax.Array:
-        if allowed is not None:
-            return self._split(allowed, np.dtype(bool))
-        if self._everything is None:
-            self._everything = self._split(np.ones(len(self), bool), np.dtype(bool))
-        return self._everything
+        return self._everything if allowed is None else self._split(allowed, np.dtype(bool))
 
     def _on_all(self, array: np.ndarray) -> jax.Array:
         sharding = NamedSharding(self._mesh, PartitionSpec())
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    def _check_fits(self, dtype: jnp.dtype) -> None:
+    def _check_fits(self) -> None:
         stats = self._mesh.local_devices[0].memory_stats() or {}
         free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
         dim = self.embeddings.vectors.shape[1]
-        needed = self._blocks * self._block * dim * jnp.dtype(dtype).itemsize
+        needed = self._blocks * self._block * dim * self._dtype.itemsize
         needed += 3 * _QUERY_BATCH * self._block * 4  # scores of a block, and what sorts them
         if free and needed > free:
             raise UserError(
