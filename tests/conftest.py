@@ -22,7 +22,7 @@ _SLOW = frozenset(
         *("backends", "bench", "bench_llm", "bench_rerank", "bench_retrieval", "cached_reranker"),
         *("cli_answer", "cli_candidates", "cli_caption", "cli_choices", "cli_compare"),
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
-        *("cli_prompt", "grid_stage"),
+        *("cli_prompt", "grid_stage", "launch_slurm"),
         *("cli_run", "cli_run_errors", "run_resume"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),

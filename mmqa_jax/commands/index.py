@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core.errors import UserError
+
 SUMMARY = "build a nearest-neighbor index over embeddings."
 EXAMPLE = "mmqa index --embeddings=runs/index --kind=auto"
 
@@ -15,14 +17,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embeddings", required=True, help="folder written by `mmqa embed`")
     parser.add_argument(
         "--kind",
-        choices=("auto", "scann", "exact"),
+        choices=("auto", "scann", "exact", "mesh", "mesh_approx"),
         default="auto",
-        help="auto: ScaNN where it is available, exact otherwise",
+        help="auto: ScaNN where it is available, exact otherwise; mesh: exact, the sources split "
+        "over all devices; mesh_approx: the same with half the memory and TPU-KNN",
+    )
+    parser.add_argument(
+        "--index",
+        default="",
+        metavar="milvus://HOST:PORT/COLLECTION",
+        help="fill a collection of Milvus instead, or finish filling it; give the same to the "
+        "--index of other verbs (a server's token: MILVUS_TOKEN)",
     )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Builds the index."""
+    if arguments.index and arguments.kind != "auto":
+        raise UserError(
+            f"--index and --kind={arguments.kind}: Milvus has its own kind; give one of them."
+        )
+    from mmqa_jax.core import distributed
+
+    distributed.start()
     from mmqa_jax.systems.indexing import index
 
-    return index(Path(arguments.embeddings), arguments.kind)
+    return index(Path(arguments.embeddings), arguments.kind, arguments.index)

@@ -29,6 +29,7 @@ class ExactIndex:
     """
 
     kind = "exact"
+    is_exact = True
 
     def __init__(self, embeddings: Embeddings, *, block_rows: int = 65_536, query_batch: int = 256):
         check_embeddings(embeddings)

@@ -1,5 +1,7 @@
 """Search over embedded sources: ScaNN (approximate, CPU, Linux), or exact where it is missing.
 
+For sources that outgrow a machine: split over a mesh (mesh_index.py), or in Milvus (milvus.py).
+
 An index stores only what is derived from the embeddings; the vectors themselves stay in their
 memory-mapped file and are passed in again when an index is loaded.
 """
@@ -13,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -30,8 +32,11 @@ from mmqa_jax.retrieval.exact import (
     search_within,
 )
 from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
+from mmqa_jax.retrieval.mesh_index import MeshIndex
 
-Kind = Literal["auto", "scann", "exact"]
+Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx"]
+KINDS = get_args(Kind)
+_ON_MESH = ("mesh", "mesh_approx")
 _VERB = "mmqa index"
 _QUERY_BATCH = 1024  # a top 2,000 of one modality needs about 7,000 results per query in memory
 
@@ -85,6 +90,7 @@ class ScannIndex:
     """
 
     kind = "scann"
+    is_exact = False
 
     def __init__(self, embeddings: Embeddings, searcher: Any, parameters: ScannParameters):
         self.embeddings = embeddings
@@ -191,24 +197,26 @@ class ScannIndex:
 
 def build_index(
     embeddings: Embeddings, kind: Kind = "auto", parameters: ScannParameters | None = None
-) -> ExactIndex | ScannIndex:
+) -> ExactIndex | ScannIndex | MeshIndex:
     """Builds an index.
 
     Args:
-      kind: "scann", "exact", or "auto": ScaNN if it can be imported, otherwise exact, with a
-        note on stderr.
+      kind: "scann", "exact", "mesh" or "mesh_approx" (see mesh_index.py), or "auto": ScaNN if it
+        can be imported, otherwise exact, with a note on stderr.
       parameters: ScaNN's, chosen from the number of rows if None.
 
     Raises:
       UserError: empty corpus, unknown kind, or "scann" if ScaNN cannot be imported.
     """
-    if kind not in ("auto", "scann", "exact"):
-        raise UserError(f"index: kind {kind!r} is not known; use auto, scann or exact.")
+    if kind not in KINDS:
+        raise UserError(f"index: kind {kind!r} is not known; use one of {', '.join(KINDS)}.")
     if kind == "scann" and not scann_available():
         raise UserError(
             "index: ScaNN cannot be imported (it is Linux-only); install `scann` or use kind "
             "auto or exact."
         )
+    if kind in _ON_MESH:
+        return MeshIndex(embeddings, approximate=kind == "mesh_approx")
     if kind == "exact" or not _scann_or_note(kind):
         return ExactIndex(embeddings)
     return ScannIndex.build(embeddings, parameters)
@@ -224,7 +232,8 @@ def is_current(
     parameters = parameters or ScannParameters.for_rows(len(embeddings.vectors))
     scann = kind == "scann" or (kind == "auto" and scann_available())
     recorded = dataclasses.asdict(parameters) if scann else {}
-    expected = index_manifest(embeddings, "scann" if scann else "exact", recorded)
+    built = "scann" if scann else "exact" if kind == "auto" else kind
+    expected = index_manifest(embeddings, built, recorded)
     try:
         return read_manifest(folder, INDEX_WHAT, _VERB) == expected
     except UserError:
@@ -233,7 +242,7 @@ def is_current(
 
 def load_index(
     folder: str | os.PathLike, embeddings: Embeddings, model_fingerprint: str | None = None
-) -> ExactIndex | ScannIndex:
+) -> ExactIndex | ScannIndex | MeshIndex:
     """Opens a saved index over the embeddings it was built from.
 
     Args:
@@ -248,6 +257,8 @@ def load_index(
     expected = index_manifest(embeddings, manifest.get("kind", ""))
     expected.pop("parameters")
     check_manifest(folder, manifest, expected, _VERB)
+    if manifest["kind"] in _ON_MESH:
+        return MeshIndex(embeddings, approximate=manifest["kind"] == "mesh_approx")
     if manifest["kind"] == "exact" or not _scann_or_note("auto"):
         return ExactIndex(embeddings)
     if (folder / "scann_docids.pkl").exists():  # ScaNN would unpickle it; we never write one

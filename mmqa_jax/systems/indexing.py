@@ -8,11 +8,15 @@ from typing import Any
 from mmqa_jax.core.files import check_out, read_json, write_json
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.retrieval.embeddings import open_embeddings
+from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings
+from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.index import build_index, is_current
+from mmqa_jax.retrieval.milvus import ingest, open_milvus
+from mmqa_jax.retrieval.recall import recall_against
 from mmqa_jax.systems.parts import EMBEDDINGS, INDEX, open_embedder
 
 _SHARD_ROWS = 1024
+_COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth
 
 
 def embed(
@@ -52,9 +56,16 @@ def embed(
     return result
 
 
-def index(folder: Path, kind: str) -> dict[str, Any]:
-    """Builds the index over the embeddings in `folder`, unless it is up to date."""
+def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
+    """Builds the index over the embeddings in `folder`, unless it is up to date.
+
+    Args:
+      kind: see retrieval.index.build_index.
+      place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
+    """
     embeddings = open_embeddings(folder / EMBEDDINGS)
+    if place:
+        return _fill(place, embeddings)
     current = is_current(folder / INDEX, embeddings, kind)
     if not current:
         build_index(embeddings, kind).save(folder / INDEX)
@@ -62,3 +73,19 @@ def index(folder: Path, kind: str) -> dict[str, Any]:
     rows, state = len(embeddings.vectors), "is up to date" if current else "built"
     print(f"Index of {rows:,} sources ({kind}) {state}: {folder / INDEX}")
     return {"rows": rows, "kind": kind, "built": not current}
+
+
+def _fill(place: str, embeddings: Embeddings) -> dict[str, Any]:
+    """Fills a collection of Milvus, or finishes that, and compares it with exact search."""
+    rows = len(embeddings.vectors)
+    with Progress("Filling Milvus", rows, "sources") as progress:
+        sent = ingest(place, embeddings, on_progress=lambda done: progress.reach(done, rows))
+    made = open_milvus(place, embeddings.model_fingerprint, embeddings.corpus_fingerprint)
+    print(f"Index of {rows:,} sources (milvus) {'built' if sent else 'is up to date'}: {place}")
+    result = {"rows": rows, "kind": made.kind, "built": sent}
+    if rows > _COMPARED_ROWS:
+        return result
+    top_k = min(20, rows)
+    recall = recall_against(made, ExactIndex(embeddings), top_k)
+    print(f"recall@{top_k} against exact search: {recall:.4f}")
+    return {**result, f"recall@{top_k}": recall}

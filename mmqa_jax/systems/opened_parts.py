@@ -13,6 +13,7 @@ from mmqa_jax.core.config import Key, spec_of
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.retrieval.milvus import PREFIX
 from mmqa_jax.systems.captions import open_captions
 from mmqa_jax.systems.file_parts import (
     FinishedSpec,
@@ -101,9 +102,11 @@ class OpenedParts:
         def make(journal: Journal) -> Any:
             return ResumableRetriever(open_retriever(self.corpus, spec), journal, self.seconds)
 
-        # Folders are identified by content, not by path.
-        settings = dataclasses.replace(spec, model="", index="", modality_model="")
-        index = spec.index and f"{spec.index}/{INDEX}"
+        # Folders are identified by content, not by path; a collection of Milvus by its name.
+        in_milvus = spec.index.startswith(PREFIX)
+        named = spec.index if in_milvus else ""
+        settings = dataclasses.replace(spec, model="", index=named, modality_model="")
+        index = "" if in_milvus or not spec.index else f"{spec.index}/{INDEX}"
         folders = (spec.model, index, spec.modality_model)
         return self._once("retriever", settings, folders, make)
 

@@ -29,7 +29,8 @@ class RetrieverSpec:
       method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
         reciprocal-rank fusion.
       model: workdir of a contrastive run, or a converted CLIP (not for bm25).
-      index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25).
+      index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
+        collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;
         `classified` those of the modality that a classifier predicts.
       modality_model: workdir of a modality run, the paper's BERT classifier (classified); by
@@ -145,19 +146,27 @@ def open_dense(
       one_shape: here and below, for a few questions: see inference/loading.py.
     """
     from mmqa_jax.retrieval.dense import DenseRetriever
-    from mmqa_jax.retrieval.embeddings import open_embeddings
-    from mmqa_jax.retrieval.exact import ExactIndex
-    from mmqa_jax.retrieval.index import load_index
 
     embedder, pictures = open_embedder(Path(model), corpus, one_shape=one_shape)
-    embeddings = open_embeddings(Path(index) / EMBEDDINGS, embedder.fingerprint, corpus.fingerprint)
-    loaded = load_index(Path(index) / INDEX, embeddings, embedder.fingerprint)
-    if exact and not isinstance(loaded, ExactIndex):
+    loaded = _open_index(index, embedder.fingerprint, corpus.fingerprint)
+    if exact and not loaded.is_exact:
         raise UserError(
-            f"{Path(index) / INDEX}: searches approximately, but parts.retriever.index_kind=exact; "
-            f"run `mmqa index --embeddings={index} --kind=exact`."
+            f"{index}: searches approximately, but parts.retriever.index_kind=exact; run `mmqa "
+            "index --kind=exact` over its embeddings."
         )
     return DenseRetriever(corpus, embedder, loaded, pictures)
+
+
+def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> Any:
+    """The index in a folder of `mmqa index`, or in Milvus."""
+    from mmqa_jax.retrieval.embeddings import open_embeddings
+    from mmqa_jax.retrieval.index import load_index
+    from mmqa_jax.retrieval.milvus import PREFIX, open_milvus
+
+    if index.startswith(PREFIX):
+        return open_milvus(index, model_fingerprint, corpus_fingerprint)
+    embeddings = open_embeddings(Path(index) / EMBEDDINGS, model_fingerprint, corpus_fingerprint)
+    return load_index(Path(index) / INDEX, embeddings, model_fingerprint)
 
 
 def open_embedder(

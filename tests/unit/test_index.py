@@ -18,6 +18,7 @@ from mmqa_jax.retrieval.index import (
 )
 
 needs_scann = pytest.mark.skipif(not scann_available(), reason="ScaNN cannot be imported here")
+KINDS = [pytest.param("scann", marks=needs_scann), "exact"]
 TREE = ScannParameters(leaves=70, leaves_to_search=35)
 
 
@@ -140,7 +141,7 @@ def test_the_chosen_parameters_find_the_top_20():
     assert recall(index.search(queries, 20)[0], expected) >= 0.99
 
 
-@pytest.mark.parametrize("kind", [pytest.param("scann", marks=needs_scann), "exact"])
+@pytest.mark.parametrize("kind", [*KINDS, "mesh", "mesh_approx"])
 def test_save_and_load(tmp_path, kind):
     embeddings, queries = clustered(1500, dim=32)
     parameters = ScannParameters(leaves=20, leaves_to_search=10)
@@ -195,7 +196,7 @@ def test_without_scann(monkeypatch, capsys):
         build_index(embeddings, "scann")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("scann", marks=needs_scann), "exact"])
+@pytest.mark.parametrize("kind", [*KINDS, "mesh"])
 def test_bad_input(kind):
     embeddings, queries = clustered(100, dim=8)
     index = build_index(embeddings, kind)
@@ -229,7 +230,7 @@ def test_restricted_search():
         index.search_within(queries, [[0]], 2)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("scann", marks=needs_scann), "exact"])
+@pytest.mark.parametrize("kind", [*KINDS, "mesh"])
 def test_an_index_is_current_until_something_differs(tmp_path, kind):
     embeddings, _ = clustered(100, dim=8)
     folder = tmp_path / "index"

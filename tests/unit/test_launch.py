@@ -1,0 +1,265 @@
+"""launch/: what every launcher would do (golden files), and what those for one machine do.
+
+After a change of a launcher, MMQA_UPDATE_GOLDEN=1 writes the golden files anew: read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from launch_schemas import SCHEMAS
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+GOLDEN = Path(__file__).parent / "golden" / "launch"
+SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch")])
+TRAIN = (
+    *("mmqa", "train", "--config=configs/atlas/rerank.py", "--config.data.dir=/runs/atlas"),
+    "--workdir=/runs/a run",
+)
+EMBED = ("mmqa", "embed", "--data=/runs/atlas", "--model=/runs/contrastive", "--out=/runs/index")
+IMAGE = "IMAGE=registry/mmqa:tpu"
+_TPU = ("--name=mmqa", "--zone=us-west4-a", "--project=lab", "--dry_run")
+DRY_RUNS = {
+    "slurm": ("slurm.sbatch", "--dry_run", *TRAIN),
+    "slurm_array": ("slurm_array.sbatch", "--dry_run", *EMBED),
+    "babysit": ("babysit.sh", "--dry_run", "--max_restarts=5", *TRAIN),
+    "two_processes": ("two_processes.sh", "--dry_run", *TRAIN),
+    "preflight": ("preflight.sh", "--dry_run", "--workdir=/runs/a run", "--devices=256"),
+    "device_check": ("device_check.sh", "--dry_run"),
+    "image": ("image.sh", "--dry_run", "--tag=registry/mmqa:tpu", "--accelerator=tpu", "--push"),
+    "tpu_vm_create": ("tpu_vm.sh", "create", *_TPU, "--type=v5litepod-256", "--spot"),
+    "tpu_vm_wait": ("tpu_vm.sh", "wait", *_TPU),
+    "tpu_vm_setup": ("tpu_vm.sh", "setup", *_TPU),
+    "tpu_vm_preflight": ("tpu_vm.sh", "preflight", *_TPU, *TRAIN),
+    "tpu_vm_run": ("tpu_vm.sh", "run", *_TPU, *TRAIN),
+    "tpu_vm_logs": ("tpu_vm.sh", "logs", *_TPU),
+    "tpu_vm_stop": ("tpu_vm.sh", "stop", *_TPU),
+    "tpu_vm_delete": ("tpu_vm.sh", "delete", *_TPU),
+    "xpk": (
+        *("xpk.sh", "--cluster=pod", "--zone=us-west4-a", "--project=lab", "--name=rerank"),
+        *("--image=registry/mmqa:tpu", "--dry_run", *TRAIN),
+    ),
+    "jobset-tpu": (
+        *("submit.sh", "gke/jobset-tpu.yaml", IMAGE, "TOPOLOGY=16x16", "HOSTS=64"),
+        *("--dry_run", "--", *TRAIN),
+    ),
+    "jobset-gpu": ("submit.sh", "gke/jobset-gpu.yaml", IMAGE, "--dry_run", "--", *TRAIN),
+    "indexed-job-inference": (
+        *("submit.sh", "gke/indexed-job-inference.yaml", IMAGE, "SHARDS=64", "--dry_run"),
+        *("--", *EMBED),
+    ),
+    "ray_cluster": (
+        *("submit.sh", "ray_cluster.yaml", IMAGE, "--dry_run", "--", *EMBED, "--engine=ray"),
+    ),
+    "skypilot": (
+        *("submit.sh", "skypilot.yaml", "BUCKET=gs://runs", "HOSTS=2", "--dry_run"),
+        *("--", *TRAIN),
+    ),
+}
+MANIFESTS = ("jobset-tpu", "jobset-gpu", "indexed-job-inference", "ray_cluster", "skypilot")
+
+
+def launch(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a launcher to its end, with this interpreter's `python` and `mmqa`."""
+    return subprocess.run(
+        ["bash", str(LAUNCH / name), *arguments],
+        cwd=ROOT,
+        env=env(**environment),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def env(**more: str) -> dict[str, str]:
+    path = os.pathsep.join(
+        [more.pop("PATH", ""), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "TMPDIR": "/tmp"} | more
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_dry_runs(name):
+    ended = launch(*DRY_RUNS[name])
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    printed = ended.stdout.replace(str(ROOT), "ROOT")
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("MMQA_UPDATE_GOLDEN"):
+        golden.write_text(printed)
+    assert printed == golden.read_text()
+
+
+def test_every_launcher_has_a_golden_file():
+    tried = {arguments[0] for arguments in DRY_RUNS.values()}
+    tried |= {Path(a[1]).name for a in DRY_RUNS.values() if a[0] == "submit.sh"}
+    ours = {
+        "common.sh",
+        "setup.sh",
+        "demo.sh",
+        "test.sh",
+    }  # sourced, or there to run on one machine
+    files = {path.name for path in [*SCRIPTS, *LAUNCH.rglob("*.yaml")]}
+    assert files - ours == tried
+    assert {path.stem for path in GOLDEN.iterdir()} == set(DRY_RUNS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shell_is_sound(script):
+    """By shellcheck; without it (the extra `test` has it), by bash's parser alone."""
+    found = shutil.which("shellcheck", path=env()["PATH"])
+    check = [found, "-x", "-P", str(LAUNCH)] if found else ["bash", "-n"]
+    ended = subprocess.run([*check, str(script)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_follow_their_schemas(name):
+    jsonschema = pytest.importorskip("jsonschema")
+    manifest = yaml.safe_load((GOLDEN / f"{name}.txt").read_text())
+    schema = SCHEMAS[manifest.get("kind", "SkyPilot")]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(manifest, schema)
+    manifest["specs"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="'specs' was unexpected"):
+        jsonschema.validate(manifest, schema)
+
+
+@pytest.mark.parametrize("name", ["jobset-tpu", "jobset-gpu", "indexed-job-inference"])
+def test_manifests_run_the_command_as_it_was_given(name, tmp_path):
+    """The shell of the pod finds the words again, spaces and all."""
+    manifest = yaml.safe_load((GOLDEN / f"{name}.txt").read_text())
+    job = manifest["spec"]
+    if manifest["kind"] == "JobSet":
+        job = job["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in job["template"]["spec"]["volumes"]
+    }
+    for program in ("mmqa", "bash"):
+        fake = tmp_path / program
+        fake.write_text('#!/bin/sh\nprintf "%s\\n" "$(basename "$0")" "$@"\n')
+        fake.chmod(0o755)
+    ended = subprocess.run(
+        [shutil.which("bash"), *container["args"][1:]],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "JOB_COMPLETION_INDEX": "7"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    words = [*EMBED, "--shard=7/64"] if manifest["kind"] == "Job" else list(TRAIN)
+    assert lines[-len(words) :] == words
+
+
+def test_the_dockerfile_copies_what_is_there():
+    lines = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line and line[0] != "#"]
+    known = {"FROM", "ARG", "COPY", "RUN", "ENV", "WORKDIR", "ENTRYPOINT", "CMD"}
+    assert {name for name, _ in instructions} == known
+    for name, rest in instructions:
+        if name == "COPY":
+            *sources, _ = rest.split()
+            assert all((ROOT / source).exists() for source in sources), rest
+    arguments = {rest.partition("=")[0] for name, rest in instructions if name == "ARG"}
+    given = re.findall(r"--build-arg (\w+)=", (GOLDEN / "image.txt").read_text())
+    assert arguments == set(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("babysit.sh",), "no command"),
+        (("babysit.sh", "--backoff=soon", "true"), "'soon' is not a whole number"),
+        (("babysit.sh", "--limit=3", "true"), "unknown flag '--limit=3'"),
+        (("two_processes.sh", "--processes=0", "true"), "give a positive number"),
+        (("image.sh", "--tag=a", "--accelerator=rocm"), "give cpu, cuda12 or tpu"),
+        (("tpu_vm.sh", "create"), "--name and --zone are needed"),
+        (("tpu_vm.sh", "fly", "--name=a", "--zone=b"), "'fly': give create"),
+        (("xpk.sh", "--cluster=a", "true"), "are needed"),
+        (("submit.sh", "gke/nothing.yaml"), "no such file"),
+        (("submit.sh", "gke/jobset-tpu.yaml", "--", "mmqa"), "also needs IMAGE"),
+        (("submit.sh", "gke/jobset-tpu.yaml", "COLOR=red", "--", "mmqa"), "no such name"),
+        (("submit.sh", "gke/jobset-tpu.yaml", IMAGE), "no command"),
+        (("slurm.sbatch",), "no command"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message):
+    ended = launch(*arguments)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert re.fullmatch(rf"{arguments[0]}: .+[.]\n", ended.stderr), ended.stderr
+
+
+def counting(tmp_path: Path, script: str) -> tuple[str, ...]:
+    """A command whose attempts are counted in the file `attempts`; $n is their number."""
+    attempts = tmp_path / "attempts"
+    attempts.touch()
+    return ("bash", "-c", f"echo x >> {attempts}; n=$(wc -l < {attempts}); {script}")
+
+
+def attempts(tmp_path: Path) -> int:
+    return len((tmp_path / "attempts").read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "times"),
+    [
+        ("exit 0", 0, 1),
+        ("exit 2", 2, 1),
+        ("[ $n = 3 ]", 0, 3),
+        ("[ $n = 2 ] && exit 2; exit 143", 2, 2),
+        ("kill -9 $$", 137, 3),
+    ],
+)
+def test_babysit_restarts_unless_done_or_wrong(tmp_path, script, code, times):
+    ended = launch("babysit.sh", "--backoff=0", "--max_restarts=2", *counting(tmp_path, script))
+    assert (ended.returncode, attempts(tmp_path)) == (code, times), ended.stderr
+
+
+def test_babysit_waits_twice_as_long_each_time(tmp_path):
+    ended = launch("babysit.sh", "--backoff=1", "--max_restarts=2", "false")
+    assert re.findall(r"in (\d+) s", ended.stderr) == ["1", "2"]
+
+
+def test_babysit_passes_term_on_and_stops(tmp_path):
+    script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.1; done"
+    with subprocess.Popen(
+        ["bash", str(LAUNCH / "babysit.sh"), *counting(tmp_path, script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[0] == "saved\n"
+    assert (process.returncode, attempts(tmp_path)) == (143, 1)
+
+
+def test_two_processes_are_told_who_they_are():
+    script = (
+        "echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS on $JAX_PLATFORMS"
+    )
+    ended = launch("two_processes.sh", "--processes=3", "bash", "-c", script, JAX_PLATFORMS="cpu")
+    assert ended.returncode == 0
+    lines = sorted(ended.stdout.splitlines())
+    address = re.search(r"127\.0\.0\.1:\d+", lines[0])[0]
+    assert lines == [f"[{n}] {n} of 3 at {address} on cpu" for n in range(3)]
+
+
+def test_one_that_fails_ends_the_others():
+    began = time.monotonic()
+    script = "[ $JAX_PROCESS_ID = 0 ] || exit 7; exec sleep 60"
+    ended = launch("two_processes.sh", "bash", "-c", script)
+    assert ended.returncode == 7
+    assert time.monotonic() - began < 30

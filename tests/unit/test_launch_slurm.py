@@ -1,0 +1,144 @@
+"""The Slurm path from end to end, with stubs of srun and scontrol: slurm.sbatch starts the tasks,
+they find each other as JAX does under Slurm, train, fail, are restarted and queued again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import ROOT, rows_of, train_flags
+
+# What srun tells each task. It ends all of them when one fails (--kill-on-bad-exit), and passes
+# TERM on. STUB_NO_PREFLIGHT=1 takes the preflight's word for it.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys, time
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    words.pop(0)
+if os.environ.get("STUB_NO_PREFLIGHT") and "launch/preflight.sh" in words:
+    sys.exit(0)
+count = int(os.environ["SLURM_NTASKS"])
+tasks = [
+    subprocess.Popen(words, env=os.environ | {{
+        "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task),
+    }})
+    for task in range(count)
+]
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+while any(task.poll() is None for task in tasks):
+    if any(task.poll() for task in tasks):
+        [task.kill() for task in tasks if task.poll() is None]
+    time.sleep(0.05)
+sys.exit(next((code % 256 for task in tasks if (code := task.returncode)), 0))
+"""
+SCONTROL = '#!/bin/sh\necho "$@" > "$STUB_REQUEUED"\n'
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Starts slurm.sbatch as Slurm does: a copy of it, in the folder of submission."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    copy = tmp_path / "slurm_script"
+    copy.write_text((ROOT / "launch" / "slurm.sbatch").read_text())
+    path = [str(stubs), str(Path(sys.executable).parent), os.environ["PATH"]]
+
+    started = []
+
+    def start(*command: str, **environment: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            ["bash", str(copy), *command],
+            cwd=tmp_path,
+            env=os.environ
+            | {
+                "PATH": os.pathsep.join(path),
+                "PYTHONPATH": str(ROOT),
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+                "MMQA_PROGRESS": "off",
+                "SLURM_SUBMIT_DIR": str(ROOT),
+                "SLURM_JOB_ID": str(free_job()),
+                "SLURM_NTASKS": "2",
+                "STUB_REQUEUED": str(tmp_path / "requeued"),
+            }
+            | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:  # with its tasks, if the test gave up
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_job() -> int:
+    """A job number whose port, which JAX derives from it, is free."""
+    for job in range(os.getpid(), os.getpid() + 4096):
+        with socket.socket() as port:
+            if port.connect_ex(("127.0.0.1", 65536 - 4096 + job % 4096)):
+                return job
+    raise AssertionError("no free port")
+
+
+def test_two_tasks_check_the_machine_and_train(slurm, data, cli_cache, tmp_path):
+    flags = train_flags("contrastive", data, tmp_path / "run")
+    process = slurm("mmqa", "train", *flags, MMQA_CACHE=str(cli_cache))
+    output = process.communicate(timeout=280)[0]
+    assert process.returncode == 0, output
+    for name in ("joined    2 processes", "versions", "devices   2 x cpu", "sum", "disk", "clocks"):
+        assert f"ok    {name}" in output
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["devices"]["processes"] == 2
+    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def fails_once(tmp_path: Path, code: int) -> tuple[str, ...]:
+    """A command of which task 1 fails the first time, while task 0 waits for it."""
+    mark = tmp_path / "failed"
+    wait = "[ $SLURM_PROCID = 1 ] || exec sleep 60"
+    script = f"[ -e {mark} ] && exit 0; {wait}; touch {mark}; exit {code}"
+    return ("bash", "-c", script)
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(1, 0), (2, 2)])
+def test_a_task_that_fails_restarts_all_unless_the_input_is_wrong(slurm, tmp_path, code, wanted):
+    patient = (ROOT / "launch" / "babysit.sh").read_text()
+    assert "backoff=10" in patient  # which the test waits for
+    process = slurm(*fails_once(tmp_path, code), STUB_NO_PREFLIGHT="1")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == wanted, output
+    assert ("restart 1 of 20" in output) == (code == 1)
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_ahead_of_the_time_limit_the_run_saves_and_is_queued_again(
+    slurm, tmp_path, number, requeued
+):
+    script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.1; done"
+    with slurm("bash", "-c", script, STUB_NO_PREFLIGHT="1", SLURM_JOB_ID="4711") as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(number)
+        output = process.communicate(timeout=30)[0]
+    assert output.count("saved\n") == 2
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    else:
+        assert process.returncode == 143
