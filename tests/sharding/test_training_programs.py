@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model")
+AT_ONCE = (("vlp_select", "language_model"), ("vlp_answer", "contrastive"))  # a process each
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +24,32 @@ def programs() -> dict[str, dict[str, Any]]:
     """Program -> its facts (see training_programs.facts)."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs libtpu (extra `plan`)")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("training_programs.py"))],
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    script = str(Path(__file__).with_name("training_programs.py"))
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, *names],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for names in AT_ONCE
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=1500)
+            assert process.returncode == 0, err[-5000:]
+            found |= json.loads(out)
+    finally:
+        for process in started:
+            process.kill()
+    return found
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> float:
@@ -61,20 +74,20 @@ def test_products_are_in_bfloat16_and_parameters_in_float32(programs, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_batch_comes_as_the_host_splits_it(programs, name):
-    assert programs[name]["batch_shardings"] == ["PartitionSpec(('data', 'fsdp'),)"]
+    assert programs[name]["batch_shardings"] == ["P(('data', 'fsdp'),)"]
 
 
 @pytest.mark.parametrize("name", ["vlp_answer", "contrastive", "language_model"])
 def test_parameters_and_optimizer_state_are_split(programs, name):
-    """Over the axis fsdp, but for a few small ones that it does not divide."""
+    """Over the axis fsdp, but for small ones that it does not divide, and regions' first linear."""
     found = programs[name]
     parts = found["mesh"]["fsdp"]
-    assert found["shard"] <= 1.02 * found["parameters"] / parts
-    assert found["optimizer_shard"] <= 2.05 * found["parameters"] / parts  # two moments
+    assert found["shard"] <= 1.06 * found["parameters"] / parts
+    assert found["optimizer_shard"] <= 2 * 1.06 * found["parameters"] / parts  # two moments
 
 
 def test_data_parallel_gradients_are_reduced_once(programs):
-    """One combined reduce a layer, in the loop; one of all else. Nothing else is sent."""
+    """One combined reduce a layer, in the loop; few of all else. Nothing else is sent."""
     found = programs["vlp_select"]
     assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-reduce", "data")}
     assert bytes_of(found, "all-reduce") <= 4 * found["parameters"] + 1024
@@ -87,3 +100,24 @@ def test_no_device_holds_the_whole_block_of_logits(programs):
     batch, sources, golds = 32_768, 3 * 32_768, 2
     assert found["largest"] <= batch // 256 * sources * golds
     assert found["largest"] < batch * batch
+
+
+def test_split_parameters_are_gathered_for_each_pass_and_gradients_reduced_once(programs):
+    """Fully sharded LLaMA: weights travel in bfloat16, activations not at all but for the ends."""
+    found = programs["language_model"]
+    weights = 2 * found["parameters"]  # bytes in bfloat16
+    assert bytes_of(found, "all-gather") <= 2 * 1.02 * weights
+    # XLA reduces the gradient of kernels that are split along their last axis in full.
+    assert bytes_of(found, "reduce-scatter") + bytes_of(found, "all-reduce") <= 1.1 * weights
+    assert bytes_of(found, "all-to-all") <= 0.05 * weights  # embedded tokens
+    assert {one["axis"] for one in found["collectives"]} == {"fsdp"}
+
+
+def test_gathering_runs_beside_products(programs):
+    gathered = programs["language_model"]["gathered"]
+    assert gathered["beside"] >= 0.7 * (gathered["beside"] + gathered["alone"])
+
+
+def test_no_activation_is_of_the_whole_batch(programs):
+    """[rows, length, mlp] of all devices would be larger than what any of them holds."""
+    assert programs["language_model"]["largest"] < 16 * 256 * 2816
