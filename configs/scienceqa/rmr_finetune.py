@@ -4,25 +4,31 @@
                --workdir=runs/rmr-finetune
 
 The run's folder, or its folder best, is then `--config.parts.llm.model` of a row and `--model` of
-`mmqa prompt`. `init` is any LLaMA that `mmqa prompt --model` takes; LLaMA-2-7B on 8 devices:
+`mmqa prompt`. `init` is any LLaMA that `mmqa prompt --model` takes. LLaMA-2-7B:
 
-    --config.init=weights/llama2-7b --config.mesh.data=1 --config.mesh.fsdp=-1
-    --config.model.changes.dtype=bfloat16 --config.model.changes.remat=full
-    --config.batches.batch_size=16 --config.batches.length=2048 --config.batches.targets=1024
-    --config.train.optimizer.learning_rate=1e-4 --config.train.steps=1000
+    mmqa train --config=configs/scienceqa/rmr_finetune.py:pod --config.data.dir=data/scienceqa \\
+               --config.init=weights/llama2-7b --workdir=runs/rmr-finetune-7b
 """
 
 from ml_collections import ConfigDict
 
-MODES = ("full", "cpu", "runlocal")
+MODES = ("full", "pod", "cpu", "runlocal")
 
 
 def get_config(mode: str = "") -> ConfigDict:
     """LoRA on every projection.
 
-    `full`: all parameters are trained. `cpu`: a quarter of an hour on two cores, on the answers'
-    texts alone (`rmr.text`), which the rows that choose by likelihood ask for. `runlocal`: a few
-    steps of a tiny model from scratch, for tests.
+    `full`: all parameters are trained.
+
+    `pod`: all parameters of LLaMA-2-7B, on a v5e-256, a v5p-64 or 64 H100s: 256 rows of 2,048
+    tokens an update, parameters and optimizer state split over all devices, products in bfloat16.
+    8 H100s take the same update in 8 parts (`--config.train.accumulate=8`). Batch and rate are
+    ours, as RMR trains nothing.
+
+    `cpu`: a quarter of an hour on two cores, on the answers' texts alone (`rmr.text`), which the
+    rows that choose by likelihood ask for.
+
+    `runlocal`: a few steps of a tiny model from scratch, for tests.
     """
     config = ConfigDict()
     config.task = "language_model"
@@ -87,6 +93,14 @@ def get_config(mode: str = "") -> ConfigDict:
     if mode == "full":
         config.model.lora = None
         config.train.optimizer.update({"trainable": None, "learning_rate": 2e-5})
+    elif mode == "pod":
+        config.init = "weights/llama2-7b"
+        config.mesh.update({"data": 1, "fsdp": -1})
+        config.model.changes.dtype = "bfloat16"
+        config.model.lora = None
+        config.batches.update({"batch_size": 256, "threads": 16})
+        config.train.optimizer.update({"trainable": None, "learning_rate": 2e-5})
+        config.inference.batch_size = 256
     elif mode == "cpu":
         config.examples.update({"templates": ("rmr.text",), "with_shots": 0.25})
         config.batches.update({"batch_size": 2, "length": 512, "targets": 128})

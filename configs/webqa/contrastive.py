@@ -8,18 +8,27 @@ stands against hard negatives of both modalities, its own, and all sources of th
                --config.init=weights/clip --workdir=runs/contrastive
 
 Written for 32 accelerators. On fewer, `tower_parts` keeps the batch and saves memory: the towers
-run over it in parts, the loss over all of it.
+run over it in parts, the loss over all of it. The mode `pod` is CLIP ViT-L/14 at 32,768 questions a
+batch, for a v5e-256, a v5p-64 or 8 to 64 H100s (8: `--config.tower_parts=64`). Nearly all of the
+36,766 questions are then in each batch; the rate grows with the root of the batch:
+
+    mmqa convert --model=clip --source=openai/clip-vit-large-patch14 --out=weights/clip-l14
+    mmqa train --config=configs/webqa/contrastive.py:pod --config.data.dir=data/webqa \\
+               --workdir=runs/contrastive-l14
 """
 
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
-MODES = ("runlocal",)
+MODES = ("pod", "runlocal")
 
 
 def get_config(mode: str = "") -> ConfigDict:
-    """`runlocal`: a few steps of a small model trained from scratch, for tests."""
+    """`pod`: ViT-L/14 at 32,768, optimizer state and parameters split eight ways.
+
+    `runlocal`: a few steps of a small model trained from scratch, for tests.
+    """
     config = ConfigDict()
     config.task = "contrastive"
     config.seed = 0
@@ -75,4 +84,16 @@ def get_config(mode: str = "") -> ConfigDict:
         config.tower_parts, config.batches.threads = 2, 2
     else:
         config.tokenizer = config.get_ref("init")
+    if mode == "pod":
+        config.mesh.fsdp = 8
+        config.init = "weights/clip-l14"
+        config.model.clip = "vit_l_14"
+        # Parts of 16 questions a chip on a v5e-256, of 64 on 64 H100s: then each part's activations
+        # fit, and only the parts' own recomputation is paid for.
+        config.tower_parts = 8
+        config.model.changes.remat = config.model.vision.remat = "none"
+        config.batches.batch_size = 32_768
+        config.train.steps = 62  # 55 epochs, as above
+        config.train.optimizer.learning_rate = 1e-5 * 8**0.5
+        config.train.update({"log_every": 1, "checkpoint_every": 20, "evaluate_every": 10})
     return config

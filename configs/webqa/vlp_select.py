@@ -7,21 +7,27 @@
                                  --candidates=all` ranks the whole collection; `data.negatives`
                                  names rankings whose sources are further negatives
 
-Each with `_runlocal` behind it (VLP itself: `:runlocal`) is a run of seconds, for tests.
+Each with `_pod` behind it (VLP itself: `:pod`) is for a v5e-256, a v5p-64 or 8 to 64 H100s: the
+paper's update of 128 questions, 4,096 pairs, in one batch instead of 128 (8 H100s:
+`--config.train.accumulate=2`), the rate as it is; products in bfloat16, where the original's are
+float32. Each with `_runlocal` is a run of seconds, for tests.
 """
+
+import re
 
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
 ROWS = {"vlp": "x101", "vinvl": "vinvl", "clip_patches": "clip", "cached": "x101"}  # -> frontend
-MODES = ("runlocal", *ROWS, *(f"{row}_runlocal" for row in ROWS))
+SIZES = ("runlocal", "pod")
+MODES = (*SIZES, *ROWS, *(f"{row}_{size}" for row in ROWS for size in SIZES))
 
 
 def get_config(mode: str = "") -> ConfigDict:
     """`mode`: a name of MODES, the row of the table; none is VLP."""
     vlp = config_beside(__file__, "vlp.py")
-    row = mode.removesuffix("runlocal").rstrip("_") or "vlp"
+    row = re.sub(rf"_?({'|'.join(SIZES)})$", "", mode) or "vlp"
     config = vlp.base(ROWS[row])
     config.task = "rerank"
     # A question has 32 choices, 16 of either modality, of which the gold sources are some; the
@@ -47,4 +53,8 @@ def get_config(mode: str = "") -> ConfigDict:
         config.model.joint_layers = 1
     if mode.endswith("runlocal"):
         vlp.make_local(config)
+    elif mode.endswith("pod"):
+        config.batches.batch_size = 128 * 32
+        config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, batch=128, every=1)
+        vlp.make_pod(config)
     return config

@@ -84,6 +84,17 @@ def make_mesh(
     )
 
 
+def platform() -> str:
+    """Platform ("cpu", "gpu", "tpu") of the devices that a program is traced for.
+
+    That of the mesh of `jax.set_mesh`, which need not be of this machine's devices; without one,
+    of the default device. Code that is traced asks this, never `jax.default_backend()`, which is
+    that of the machine that compiles.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].platform if device is None else device.platform
+
+
 def partition_spec(
     names: Sequence[str | None] | None,
     shape: Sequence[int],

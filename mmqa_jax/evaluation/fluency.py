@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.scores import (
     Scores,
@@ -78,7 +79,7 @@ class BartScorer:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(longest)
         # The float32 logits dominate memory: 4 bytes x 50,264 vocabulary entries x this.
-        on_cpu = jax.default_backend() == "cpu"
+        on_cpu = platform() == "cpu"
         self._batch_tokens = batch_tokens or (2048 if on_cpu else 16_384)
         self._pad = model.config.pad
         graphdef, self._state = nnx.split(model)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from mmqa_jax.core.mesh import platform
+
 Activation = Callable[[jax.Array], jax.Array]
 
 
@@ -22,7 +24,7 @@ def by_platform(function: Activation) -> Activation:
     @functools.wraps(function)
     def activation(x: jax.Array) -> jax.Array:
         # XLA on CPU rounds every step of a bfloat16 function, which is slower.
-        if jax.default_backend() == "cpu":
+        if platform() == "cpu":
             return function(x.astype(jnp.float32)).astype(x.dtype)
         return function(x)
 

@@ -22,6 +22,7 @@ from mmqa_jax.models.layers import (
     Linear,
     attention,
     dropout,
+    keep,
     merge_heads,
     normal_init,
     param,
@@ -162,7 +163,7 @@ class BertLayer(nnx.Module):
         """The rest of the layer: x [B, L, H], attended [B, L, heads, head_dim] -> [B, L, H]."""
         rate = self.config.dropout
         first, second = split_key(dropout_key, 2)
-        x = self.attention_norm(x + dropout(self.out(merge_heads(attended)), rate, first))
+        x = self.attention_norm(x + dropout(self.out(keep(merge_heads(attended))), rate, first))
         hidden = ACTIVATIONS[self.config.activation](self.up(x))  # [B, L, mlp]
         return self.mlp_norm(x + dropout(self.down(hidden), rate, second))
 

@@ -184,7 +184,7 @@ class Block(nnx.Module):
         y = layers.attention(
             q, k, v, mask=mask, is_causal=is_causal, implementation=self.config.attention
         )
-        x = x + self.out(layers.merge_heads(y))
+        x = x + self.out(layers.keep(layers.merge_heads(y)))
         activation = _ACTIVATIONS[self.config.activation]
         return x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))
 

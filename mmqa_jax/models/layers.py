@@ -26,10 +26,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.config_checks import check_known
 
 Names = tuple[str | None, ...]
@@ -118,7 +120,7 @@ def product(
     ignores it on CPU, where it makes training up to twice as fast with AVX512_BF16 or AMX.
     """
     dtype = dtype or x.dtype
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     rows = x.reshape(-1, x.shape[-1])  # two-dimensional: 1.1x in the backward pass on CPU
     if on_cpu and dtype == jnp.float32 and jax.config.jax_default_matmul_precision == "bfloat16":
         y = _rounded_product(rows, matrix, axis)
@@ -217,8 +219,8 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     kept = round((1.0 - rate) * 65536)
     if key is None or kept == 65536:
         return x
-    keep = jax.random.bits(key, x.shape, jnp.uint16) < kept
-    return jnp.where(keep, x * (65536 / kept), 0).astype(x.dtype)
+    drawn = keep(jax.random.bits(key, x.shape, jnp.uint16) < kept)
+    return jnp.where(drawn, x * (65536 / kept), 0).astype(x.dtype)
 
 
 def attention(
@@ -409,9 +411,21 @@ def stack_layers(
     return nnx.split_rngs(splits=count)(build)(rngs)
 
 
+_KEPT = "kept"
+
+
+def keep(x: jax.Array) -> jax.Array:
+    """Marks what `scan_layers` keeps for the backward pass, besides products with weights."""
+    return checkpoint_name(x, _KEPT)
+
+
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.save_from_both_policies(
+        _DOTS, jax.checkpoint_policies.save_only_these_names(_KEPT)
+    ),
+    "dots": _DOTS,
     "full": None,  # keep only the layer inputs
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
 
@@ -436,13 +450,20 @@ def scan_layers(
 
     `body(layer, carry, x, key) -> (carry, y)` gets one layer's module, one slice of `xs` (arrays
     with a leading layer axis, or None) and that layer's own dropout key (None when `dropout_key`
-    is None). Returns the last carry and the stacked y. `remat`: "none", "full" (recompute each
-    layer in the backward pass) or "dots" (keep the outputs of weight products only).
+    is None). Returns the last carry and the stacked y.
+
+    `remat` says what the backward pass computes again: "full" each layer; "dots" all but products
+    with weights; "none" nothing, where layers are unrolled. In a loop "none" is elementwise work
+    and attention scores: a loop stacks all that it keeps, and three quarters of that are such
+    values ([B, heads, L, L] and [B, L, mlp] in float32 above all), while they cost 1 to 3 % of the
+    FLOPs. What is kept besides products with weights is marked by `keep`.
+
     `unroll` goes to `jax.lax.scan`; None unrolls wholly on CPU, where a loop costs 1.3x in the
-    backward pass (it stacks every residual), and keeps one compiled layer elsewhere.
+    backward pass, and keeps one compiled layer elsewhere.
     """
     if unroll is None:
-        unroll = jax.default_backend() == "cpu"
+        unroll = platform() == "cpu"
+    check_known("model.remat", remat, _REMAT_POLICIES)
     graphdef, params = nnx.split(layers)
     count = jax.tree.leaves(params)[0].shape[0]
     keys = None if dropout_key is None else jax.random.split(dropout_key, count)
@@ -451,7 +472,6 @@ def scan_layers(
         layer_params, x, key = inputs
         return body(nnx.merge(graphdef, layer_params), carry, x, key)
 
-    if remat != "none":
-        check_known("model.remat", remat, ("none", *_REMAT_POLICIES))
+    if remat != "none" or unroll is not True:
         step = jax.checkpoint(step, policy=_REMAT_POLICIES[remat], prevent_cse=False)
     return jax.lax.scan(step, carry, (params, xs, keys), length=count, unroll=unroll)

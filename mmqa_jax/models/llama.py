@@ -26,6 +26,7 @@ from mmqa_jax.models.layers import (
     Linear,
     TransposedLinear,
     attention,
+    keep,
     merge_heads,
     normal_init,
     ones_init,
@@ -150,7 +151,7 @@ class LlamaLayer(nnx.Module):
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
-        x = x + self.out(merge_heads(attended))
+        x = x + self.out(keep(merge_heads(attended)))
         y = self.mlp_norm(x)
         return x + self.down(ACTIVATIONS[self.config.activation](self.gate(y)) * self.up(y))
 

@@ -37,13 +37,28 @@ class LanguageModelTask:
     def loss(
         self, model: Llama, batch: dict[str, jax.Array], dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss of a batch of `data.batches.language_model`, and its number of targets."""
+        """Mean loss of a batch of `data.batches.language_model`, and its number of targets.
+
+        Of a part of a batch (see `whole`): its share of the batch's mean loss times the number of
+        parts, so that the mean over the parts is the batch's.
+        """
         if self.lora is not None:
             model = freeze_base(model)
+        batch = batch if "batch_targets" in batch else self.whole(batch)
         log_probs = target_log_probs(model, batch, dropout_key)  # [B, T]
         is_target = batch["target_segments"] > 0
-        count = is_target.sum().astype(jnp.float32)
-        return -jnp.where(is_target, log_probs, 0.0).sum() / count, {"targets": count}
+        of_rows = -jnp.where(is_target, log_probs, 0.0).sum(axis=1)  # [B]
+        loss = (of_rows * batch["batch_rows"] / batch["batch_targets"]).mean()
+        return loss, {"targets": batch["batch_targets"].mean()}
+
+    def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch with what its parts have to know of all of it, float32 [B], the same in all
+        rows: batch_targets, its number of targets, and batch_rows, that of its rows.
+        """
+        count = (batch["target_segments"] > 0).sum().astype(jnp.float32)
+        rows = len(batch["target_segments"])
+        ones = jnp.ones(rows, jnp.float32)
+        return {**batch, "batch_targets": ones * count, "batch_rows": ones * rows}
 
     def finish(self, model: Llama) -> Llama:
         """What is kept of the trained model: a plain LLaMA."""

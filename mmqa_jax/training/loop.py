@@ -151,7 +151,8 @@ def train(
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
             _StopSignals() as stop,
         ):
-            run = _Run(options, checkpoints, metrics, progress, batches, window, seed)
+            on_cpu = mesh.devices.flat[0].platform == "cpu"
+            run = _Run(options, checkpoints, metrics, progress, batches, window, seed, on_cpu)
             for step in range(first + 1, steps + 1):
                 batch, ids = _next_batch(batches, step, mesh, options.accumulate)
                 with jax.transfer_guard("disallow"):  # only the batch is transferred, above
@@ -190,13 +191,14 @@ class _Run:
         batches: Any,
         window: dict[str, Any],
         seed: int,
+        on_cpu: bool,
     ):
         self._options, self._checkpoints, self._metrics = options, checkpoints, metrics
         self._progress, self._batches, self._seed = progress, batches, seed
         self._flying: collections.deque[tuple[int, Any, dict[str, jax.Array]]] = collections.deque()
         self._sums, self._count = dict(window["sums"]), window["count"]
         # The CPU runs a step on the cores that also make batches: running ahead costs memory only.
-        self._most_in_flight = 2 if jax.default_backend() == "cpu" else 8
+        self._most_in_flight = 2 if on_cpu else 8
 
     def dispatched(self, step: int, ids: Any, values: dict[str, jax.Array]) -> None:
         """Records a dispatched step, and waits for an older one if too many are in flight."""

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.mesh import replicated, state_shardings
+from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
 from mmqa_jax.training.optimizer import Schedule
 
 
@@ -25,7 +25,11 @@ class Task(Protocol):
     def loss(
         self, model: nnx.Module, batch: Any, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Scalar loss and scalar metrics of one batch; pure and traced."""
+        """Scalar loss and scalar metrics of one batch; pure and traced.
+
+        A task whose mean is not over the rows also has `whole(batch)`: the batch with further
+        entries [B, ...], which the loss of a part of it needs to know of all of it.
+        """
 
 
 @jax.tree_util.register_dataclass
@@ -130,6 +134,45 @@ def _fresh(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The jitted update of a run: (state, batch) -> (state, metrics); the old state is donated.
+
+    Attributes:
+      jitted: (state, constants, batch) -> (state, metrics).
+      constants: of the model.
+      abstract: shapes and shardings of the state.
+      mesh: for which the step is traced and compiled.
+    """
+
+    jitted: Any
+    constants: Any
+    abstract: TrainState
+    mesh: Mesh
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update; the batch lies on the mesh as `batch_sharding` has it."""
+        with jax.set_mesh(self.mesh):
+            return self.jitted(state, self.constants, batch)
+
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The program of a batch of these shapes; nothing is run, the devices need not be there.
+
+        Args:
+          batch: as the loop's, without the entries that stay on the host, of arrays or
+            jax.ShapeDtypeStructs; sizes are those of the global batch.
+        """
+        split, whole = batch_sharding(self.mesh), replicated(self.mesh)
+
+        def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        batch = jax.tree.map(lambda leaf: struct(leaf, split), batch)
+        constants = jax.tree.map(lambda leaf: struct(leaf, whole), self.constants)
+        with jax.set_mesh(self.mesh):
+            return self.jitted.lower(self.abstract, constants, batch)
+
+
 def make_step(
     task: Task,
     model: Model,
@@ -140,7 +183,7 @@ def make_step(
     accumulate: int,
     abstract: TrainState,
     mesh: Mesh,
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Step:
     """The jitted update: (state, batch) -> (state, metrics); the old state is donated.
 
     Dropout keys depend on seed and step alone, so a resumed run draws the same. With
@@ -157,6 +200,7 @@ def make_step(
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def accumulated(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
+        batch = task.whole(batch) if hasattr(task, "whole") else batch
         # [B, ...] -> [B / k, k, ...]: part i is column i, so each device keeps its own rows.
         columns = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]), batch)
 
@@ -186,4 +230,4 @@ def make_step(
     # The old parameters make room for the new ones: one copy in memory, not two.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-    return lambda state, batch: jitted(state, model.constants, batch)
+    return Step(jitted, model.constants, abstract, mesh)

@@ -11,11 +11,14 @@ import transformers
 from compare import randomize
 from flax import nnx
 
+from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.lora import LoraConfig, add_lora, freeze_base, merge_lora
 from mmqa_jax.training.language_model import LanguageModelTask, target_log_probs
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
+from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
 from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import load_published, write_published
 
@@ -87,6 +90,37 @@ def test_packed_unpacked_and_transformers_losses_are_the_same(pair):
     their_loss(theirs, EXAMPLES).backward()
     grad = theirs.model.embed_tokens.weight.grad.numpy()
     np.testing.assert_allclose(gradient["tokens/table"], grad, atol=2e-6)
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(pair):
+    """Rows of few targets and of many, so that the mean of the parts' own means would differ."""
+    model = pair[1]
+    task = LanguageModelTask(model.config)
+    mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+    optimizer, schedule = make_optimizer(OptimizerOptions(), steps=10)
+    rows = [*PACKED, [EXAMPLES[2]]]
+    batch = jax.tree.map(jnp.asarray, packed_batch(rows, SIZE))
+    found = []
+    for accumulate in (1, 4):
+        split = split_model(task, 0)
+        abstract = abstract_state(split, optimizer, mesh, DEFAULT_RULES)
+        step = make_step(
+            task, split, optimizer, schedule, seed=0, accumulate=accumulate, abstract=abstract,
+            mesh=mesh,
+        )  # fmt: skip
+        params = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        with jax.default_matmul_precision("highest"):
+            state, metrics = step(state, batch)
+        moments = {k: np.asarray(x) for k, x in flatten_named(state.optimizer).items()}
+        found.append((jax.device_get(metrics), moments))
+    (whole, moments), (parts, moments_of_parts) = found
+    assert whole["targets"] == sum(example.targets for row in rows for example in row)
+    for name in whole:
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-6, err_msg=name)
+    assert any("mu" in name for name in moments)  # the gradient, but for a factor
+    for name, x in moments.items():
+        np.testing.assert_allclose(moments_of_parts[name], x, rtol=0, atol=1e-7, err_msg=name)
 
 
 def test_the_log_probability_of_every_target(pair):

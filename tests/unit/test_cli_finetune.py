@@ -170,7 +170,6 @@ def test_another_base_under_the_same_name_is_refused(inputs, interrupted):
         ({"data.split": "none"}, r"data\.split=none"),
         ({"examples.templates": "('rmr.text_rationale',)"}, r"does not begin with its query"),
         ({"examples.with_shots": 2.0}, r"examples\.with_shots=2\.0: a share in 0\.\.1"),
-        ({"train.accumulate": 2}, r"train\.accumulate=2: the loss is the mean over the targets"),
         ({"library.folds": 0.5}, r"library\.folds"),
     ],
 )  # fmt: skip

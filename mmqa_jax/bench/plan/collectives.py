@@ -1,0 +1,89 @@
+"""The collectives of a compiled program: which devices take part, along which mesh axis."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+
+
+class Collective(NamedTuple):
+    """One kind of collective along one mesh axis, over a whole program.
+
+    Attributes:
+      axis: mesh axes along which the members of a group differ, joined by "+"; "?" unknown.
+      members: devices of a group.
+      count: how often it runs in one call of the program, loops multiplied out.
+      bytes: of the whole array of a device's group, summed up: what is gathered, reduced or
+        permuted.
+      hosts: whether groups reach over several hosts.
+    """
+
+    kind: str
+    axis: str
+    members: int
+    count: float
+    bytes: float
+    hosts: bool = False
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device has to send at least (ring algorithms reach it)."""
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.bytes
+        share = (self.members - 1) / self.members
+        return self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+
+
+def groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
+    """The groups of a collective as positions in the mesh's flat order; a permute's pairs.
+
+    An empty list of groups means all devices.
+    """
+    iota = _IOTA.search(attributes)
+    if iota is not None:
+        shape, sizes, order = (
+            tuple(map(int, text.split(","))) if text else None for text in iota.groups()
+        )
+        assert shape is not None
+        assert sizes is not None
+        numbers = np.arange(math.prod(sizes)).reshape(sizes)
+        numbers = numbers.transpose(order) if order else numbers
+        return [tuple(map(int, row)) for row in numbers.reshape(shape[0], -1)]
+    found = _LISTED.search(attributes) or _PAIRS.search(attributes)
+    listed = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
+    if not listed:
+        return [tuple(range(devices))]
+    return [tuple(map(int, text.split(","))) for text in listed]
+
+
+def axis_of(members: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
+    """The mesh axes along which the devices of a group differ, such as `data` or `data+fsdp`.
+
+    Args:
+      members: of every group, positions in the mesh's flat order.
+      mesh: axis -> size, in the mesh's order.
+
+    Returns:
+      "" if no group has two members; "?" if a position is not on the mesh.
+    """
+    names, sizes = list(mesh), tuple(mesh.values())
+    total = math.prod(sizes)
+    varying: set[int] = set()
+    for group in members:
+        if any(position >= total for position in group):
+            return "?"
+        places = np.array(np.unravel_index(group, sizes))  # [axes, members]
+        varying |= {n for n, row in enumerate(places) if (row != row[0]).any()}
+    return "+".join(names[n] for n in sorted(varying))

@@ -1,0 +1,89 @@
+"""What the training steps' programs do on TPUs, as their own compiler says; none is needed.
+
+training_programs.py compiles them in a process of its own, where JAX's platform is the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model")
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, dict[str, Any]]:
+    """Program -> its facts (see training_programs.facts)."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu (extra `plan`)")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("training_programs.py"))],
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout)
+
+
+def bytes_of(found: dict[str, Any], kind: str) -> float:
+    return sum(one["bytes"] for one in found["collectives"] if one["kind"] == kind)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_product_is_computed_twice(programs, name):
+    """But for attention scores, a few percent (see layers.scan_layers)."""
+    found = programs[name]
+    assert 0.95 <= found["flops"] / found["model_flops"] <= 1.05
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_are_in_bfloat16_and_parameters_in_float32(programs, name):
+    found = programs[name]
+    assert found["parameter_types"] == ["float32"]
+    # In float32: the gradient of attention scores; of the contrastive loss, its logits.
+    most = {"contrastive": 1.0}.get(name, 0.08)
+    assert found["f32_flops"] <= most * found["flops"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_batch_comes_as_the_host_splits_it(programs, name):
+    assert programs[name]["batch_shardings"] == ["PartitionSpec(('data', 'fsdp'),)"]
+
+
+@pytest.mark.parametrize("name", ["vlp_answer", "contrastive", "language_model"])
+def test_parameters_and_optimizer_state_are_split(programs, name):
+    """Over the axis fsdp, but for a few small ones that it does not divide."""
+    found = programs[name]
+    parts = found["mesh"]["fsdp"]
+    assert found["shard"] <= 1.02 * found["parameters"] / parts
+    assert found["optimizer_shard"] <= 2.05 * found["parameters"] / parts  # two moments
+
+
+def test_data_parallel_gradients_are_reduced_once(programs):
+    """One combined reduce a layer, in the loop; one of all else. Nothing else is sent."""
+    found = programs["vlp_select"]
+    assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-reduce", "data")}
+    assert bytes_of(found, "all-reduce") <= 4 * found["parameters"] + 1024
+    assert sum(one["count"] for one in found["collectives"]) <= found["layers"] + 2
+
+
+def test_no_device_holds_the_whole_block_of_logits(programs):
+    """B = 32,768 questions on n = 256 chips: rows [B / n, S] of the question's own chip alone."""
+    found = programs["contrastive"]
+    batch, sources, golds = 32_768, 3 * 32_768, 2
+    assert found["largest"] <= batch // 256 * sources * golds
+    assert found["largest"] < batch * batch

@@ -1,0 +1,248 @@
+"""Compiles training steps for TPUs that are not there, and prints what their programs do.
+
+A script for test_training_programs.py, which sets the environment: it prints one JSON object,
+program -> its facts. Models are small and shaped like the real ones; what is asserted of them does
+not depend on their size. Layers are scanned, so that further ones would not change a program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from mmqa_jax.bench.plan.counts import count
+from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.clip import TextConfig, VisionConfig
+from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.vlp import VLPConfig, VLPInputs
+from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from mmqa_jax.training.answer import AnswerTask
+from mmqa_jax.training.contrastive import ContrastiveTask
+from mmqa_jax.training.language_model import LanguageModelTask
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
+from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.training.state import abstract_state, make_step, split_model
+
+ADAM = OptimizerOptions(name="adam", schedule="constant", warmup=0.0)
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def bools(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+
+# Every entry: topology, mesh, task, batch, and FLOPs of the model's forward pass over the batch.
+
+HIDDEN, MLP, LENGTH, REGIONS, FEATURES, PLACES = 256, 1024, 128, 32, 256, 64
+
+
+def vlp_config(layers: int, dropout: float = 0.1) -> ExtendedVLPConfig:
+    bert = BertConfig(
+        vocab_size=2048, hidden=HIDDEN, layers=layers, heads=4, mlp=MLP, types=6, eps=1e-5,
+        dtype="bfloat16", dropout=dropout, attention_dropout=dropout,
+    )  # fmt: skip
+    return ExtendedVLPConfig.of(VLPConfig(bert, FEATURES, PLACES, visual_hidden=(FEATURES,)))
+
+
+def vlp_inputs(rows: int) -> VLPInputs:
+    return VLPInputs(
+        *(ints(rows, LENGTH) for _ in range(3)),
+        *(bools(rows, LENGTH) for _ in range(2)),
+        floats(rows, REGIONS, FEATURES),
+        floats(rows, REGIONS, PLACES),
+    )
+
+
+def bert_flops(tokens: int, queries: int, length: int) -> float:
+    """One layer: keys and values of `tokens`, all else of `queries` of them."""
+    weights = 2 * HIDDEN * (2 * HIDDEN * tokens + (2 * HIDDEN + 2 * MLP) * queries)
+    return weights + 4 * length * HIDDEN * queries
+
+
+def region_flops(rows: int) -> float:
+    return 2 * rows * REGIONS * (FEATURES * FEATURES + (FEATURES + PLACES) * HIDDEN)
+
+
+def vlp_select() -> dict[str, Any]:
+    layers, rows = 4, 64
+    batch = {"inputs": vlp_inputs(rows), "labels": ints(rows), "weights": floats(rows)}
+    tokens = rows * LENGTH
+    last = bert_flops(tokens, rows, LENGTH)  # [CLS] alone
+    flops = region_flops(rows) + (layers - 1) * bert_flops(tokens, tokens, LENGTH) + last
+    return {
+        "topology": "v5e:2x4",
+        "mesh": {"data": 8},
+        "task": RerankTask(vlp_config(layers)),
+        "batch": batch,
+        "flops": flops,
+    }
+
+
+def vlp_answer() -> dict[str, Any]:
+    layers, rows, masks = 4, 64, 8
+    batch = {
+        "inputs": vlp_inputs(rows),
+        "masked_positions": ints(rows, masks),
+        "masked_ids": ints(rows, masks),
+        "masked_weights": floats(rows, masks),
+    }
+    tokens = rows * LENGTH
+    head = 2 * rows * masks * HIDDEN * (HIDDEN + 2048)
+    flops = region_flops(rows) + layers * bert_flops(tokens, tokens, LENGTH) + head
+    return {
+        "topology": "v5e:2x4",
+        "mesh": {"data": 2, "fsdp": 4},
+        "task": AnswerTask(vlp_config(layers, dropout=0.0), questions_per_mean=2),
+        "batch": batch,
+        "flops": flops,
+    }
+
+
+def contrastive() -> dict[str, Any]:
+    """CLIP's towers, narrow, at 32,768 questions of three sources on 256 chips."""
+    rows, sources, length, side = 32_768, 3 * 32_768, 16, 32
+    vision = VisionConfig(
+        image_size=side, patch_size=16, width=128, layers=2, heads=2, mlp_width=256, embed_dim=128,
+        dtype="bfloat16",
+    )  # fmt: skip
+    text = TextConfig(
+        vocab_size=2048, context=length, width=128, layers=2, heads=2, mlp_width=256,
+        embed_dim=128, dtype="bfloat16",
+    )  # fmt: skip
+    batch = {
+        "query_ids": ints(rows, length),
+        "query_mask": bools(rows, length),
+        "source_ids": ints(sources, length),
+        "source_mask": bools(sources, length),
+        "pixels": jax.ShapeDtypeStruct((sources, side, side, 3), jnp.uint8),
+        "has_image": bools(sources),
+        "positive": ints(rows),
+        "source_rows": ints(sources),
+        "gold_rows": ints(rows, 2),
+    }
+
+    def tower(items: int, length: int) -> float:
+        weights = 2 * items * length * (4 * 128 * 128 + 2 * 128 * 256)
+        return 2 * (weights + 4 * items * length * length * 128) + 2 * items * 128 * 128
+
+    patches = 2 * sources * 4 * 16 * 16 * 3 * 128
+    logits = 2 * 128 * rows * (sources + rows)
+    flops = tower(rows + sources, length) + tower(sources, 5) + patches + logits
+    mesh = {"data": 32, "fsdp": 8}
+    return {
+        "topology": "v5e:16x16",
+        "mesh": mesh,
+        "task": lambda mesh: ContrastiveTask(DualEncoderConfig(text, vision), mesh),
+        "batch": batch,
+        "flops": flops,
+    }
+
+
+def language_model() -> dict[str, Any]:
+    """LLaMA-2's proportions at a quarter of its width, two rows a chip."""
+    rows, length, targets, layers, hidden, mlp, vocabulary = 16, 256, 128, 4, 1024, 2816, 2048
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden=hidden, layers=layers, heads=8, kv_heads=8, mlp=mlp,
+        positions=length, dtype="bfloat16",
+    )  # fmt: skip
+    batch = {name: ints(rows, length) for name in ("input_ids", "segments", "positions")} | {
+        name: ints(rows, targets) for name in ("target_positions", "target_ids", "target_segments")
+    }
+    weights = 2 * rows * length * hidden * (4 * hidden + 3 * mlp)
+    flops = layers * (weights + 4 * rows * length * length * hidden)
+    flops += 2 * rows * targets * hidden * vocabulary
+    return {
+        "topology": "v5e:2x4",
+        "mesh": {"fsdp": 8},
+        "task": LanguageModelTask(config),
+        "batch": batch,
+        "flops": flops,
+    }
+
+
+PROGRAMS = {f.__name__: f for f in (vlp_select, vlp_answer, contrastive, language_model)}
+
+
+def facts(name: str) -> dict[str, Any]:
+    """What the step compiled for its topology does on one device."""
+    made = PROGRAMS[name]()
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=made["topology"]).devices
+    mesh = make_mesh(made["mesh"], devices=devices)
+    task = made["task"](mesh) if not hasattr(made["task"], "loss") else made["task"]
+    optimizer, schedule = make_optimizer(ADAM, steps=100)
+    model = split_model(task, 0)
+    abstract = abstract_state(model, optimizer, mesh, DEFAULT_RULES)
+    step = make_step(
+        task, model, optimizer, schedule, seed=0, accumulate=1, abstract=abstract, mesh=mesh
+    )
+    compiled = step.lower(made["batch"]).compile()
+    text = compiled.as_text()
+    if folder := os.environ.get("PROGRAMS_TEXT"):  # to look at
+        Path(folder, f"{name}.hlo").write_text(text)
+    counts = count(text)
+    return {
+        "devices": len(devices),
+        "flops": counts.total_flops,
+        # Backward, a product has two: by its factor and by its weights.
+        "model_flops": 3 * made["flops"] / len(devices),
+        "collectives": [one._asdict() for one in counts.on_mesh(dict(mesh.shape))],
+        "async": sorted(
+            set(re.findall(r" ((?:all|reduce|collective)[\w\-]*-start|async-start)\(", text))
+        ),
+        "parameters": _elements(model.params),
+        "shard": _elements(abstract.params, shards=True),
+        "optimizer_shard": _elements(abstract.optimizer, shards=True),
+        "parameter_types": sorted({str(x.dtype) for x in jax.tree.leaves(abstract.params)}),
+        "factor_types": sorted(counts.flops),
+        "f32_flops": counts.flops["f32"],
+        "largest": _largest(text),
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "batch_shardings": sorted(
+            {str(x.spec) for x in jax.tree.leaves(compiled.input_shardings[0][2])}
+        ),
+        "loops": counts.loops,
+    }
+
+
+def _elements(tree: Any, *, shards: bool = False) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape) if shards else x.shape)
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _largest(text: str) -> int:
+    """Elements of the largest array of the program."""
+    shapes = set(re.findall(r"\b(?:f32|bf16|s32|pred|u16|u32)\[([\d,]+)\]", text))
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def main() -> None:
+    """Prints the facts of the programs that the command line names, by default of all."""
+    found = {}
+    for name in sys.argv[1:] or PROGRAMS:
+        found[name] = facts(name)
+        print(f"{name}: {json.dumps(found[name])}", file=sys.stderr)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What layers are traced to for another platform than this machine's; nothing is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+import mmqa_jax
+from mmqa_jax.core.mesh import MESH_AXES, platform
+from mmqa_jax.models.bert import Bert, BertConfig
+
+ROOMS = ("models", "decoding", "training", "inference")
+ROWS, LENGTH = 4, 48
+CONFIG = BertConfig(
+    vocab_size=50, hidden=32, layers=5, heads=4, mlp=96, positions=LENGTH, dtype="bfloat16"
+)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_module_asks_for_the_machine_that_compiles(room):
+    for file in (Path(mmqa_jax.__file__).parent / room).rglob("*.py"):
+        assert "default_backend" not in file.read_text(encoding="utf-8"), file
+
+
+def mesh_of(name: str) -> AbstractMesh:
+    """Eight devices of a platform, none of which is here."""
+    device = AbstractDevice(f"some {name}", None, name)
+    return AbstractMesh(
+        (8, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3, abstract_device=device
+    )
+
+
+def gradient_on(name: str, config: BertConfig = CONFIG) -> Any:
+    """The traced gradient of an encoder with dropout."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH, config.hidden), config.dtype)
+    mask = jax.ShapeDtypeStruct((ROWS, 1, 1, LENGTH), jnp.bool_)
+
+    def loss(params, x, mask):
+        hidden = nnx.merge(graphdef, params).encode(x, mask, dropout_key=jax.random.key(0))
+        return hidden.astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh_of(name)):
+        return jax.make_jaxpr(jax.grad(loss))(params, x, mask).jaxpr
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a traced program's, inner ones as well."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def scans(jaxpr: Any) -> list[Any]:
+    return [equation for equation in equations(jaxpr) if equation.primitive.name == "scan"]
+
+
+def test_the_platform_is_the_meshs():
+    assert platform() == jax.devices()[0].platform
+    for name in ("tpu", "gpu", "cpu"):
+        with jax.sharding.use_abstract_mesh(mesh_of(name)):
+            assert platform() == name
+
+
+@pytest.mark.parametrize(("name", "unroll"), [("tpu", 1), ("gpu", 1), ("cpu", CONFIG.layers)])
+def test_layers_are_a_loop_on_accelerators_and_unrolled_on_a_cpu(name, unroll):
+    forward, backward = scans(gradient_on(name))
+    assert forward.params["unroll"] == backward.params["unroll"] == unroll
+
+
+@pytest.mark.parametrize(("name", "result"), [("tpu", "bfloat16"), ("cpu", "float32")])
+def test_products_with_weights_have_the_platforms_result_type(name, result):
+    dots = [e for e in equations(gradient_on(name)) if e.primitive.name == "dot_general"]
+    with_weights = [e for e in dots if not e.params["dimension_numbers"][1][0]]
+    assert with_weights
+    assert {str(e.outvars[0].aval.dtype) for e in with_weights} == {result}
+
+
+def kept_bytes(jaxpr: Any) -> int:
+    """Bytes that the forward loop stacks for the backward loop, of all layers."""
+    forward = scans(jaxpr)[0]
+    stacked = forward.outvars[forward.params["num_carry"] :]
+    return sum(x.aval.size * x.aval.dtype.itemsize for x in stacked)
+
+
+def test_a_loop_keeps_products_and_decisions_alone():
+    """No scores [heads, L, L], no float32: those are three quarters of what JAX would stack."""
+    hidden, mlp, heads = CONFIG.hidden, CONFIG.mlp, CONFIG.heads
+    # Input, query, key, value, attended, out, down; up. Masks of three dropouts: a byte each.
+    a_token = 2 * (7 * hidden + mlp) + 2 * hidden + heads * LENGTH
+    most = CONFIG.layers * (ROWS * LENGTH * a_token + 64)  # and each layer's keys
+    assert 0.9 * most < kept_bytes(gradient_on("tpu")) <= most
+
+
+def test_every_kind_of_recomputation_has_the_same_gradient():
+    """The loop's against the unrolled layers', with dropout."""
+    rows = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, CONFIG.hidden))
+    mask = jnp.arange(LENGTH) < jnp.array([48, 3, 17, 40])[:, None, None, None]
+    found = {}
+    for remat, unroll in (("none", True), ("none", 1), ("dots", 1), ("full", 1)):
+        config = BertConfig(
+            vocab_size=50, hidden=32, layers=3, heads=4, mlp=96, positions=LENGTH,
+            remat=remat, unroll=unroll, init_stddev=0.2,
+        )  # fmt: skip
+        graphdef, params = nnx.split(Bert(config, rngs=nnx.Rngs(0)))
+
+        def loss(params, graphdef=graphdef):
+            hidden = nnx.merge(graphdef, params).encode(rows, mask, dropout_key=jax.random.key(2))
+            return (hidden * rows).sum()
+
+        with jax.default_matmul_precision("highest"):
+            compiled = jax.jit(
+                jax.grad(loss), compiler_options={"xla_backend_optimization_level": 0}
+            )
+            found[remat, unroll] = jax.tree.map(lambda x: x, compiled(params))
+    want = jax.tree.leaves(found.pop(("none", True)))
+    for gradient in found.values():
+        for got, expected in zip(jax.tree.leaves(gradient), want, strict=True):
+            scale = float(jnp.abs(expected).max()) + 1e-6
+            assert float(jnp.abs(got - expected).max()) <= 1e-5 * scale
