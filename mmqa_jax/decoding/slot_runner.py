@@ -190,6 +190,7 @@ class Programs:
                 rows=rows,
                 block=block,
                 branches=branches,
+                limit=limit,
             )
 
         def begin(state, slots, hidden, lengths, rows, positions, parameters):
@@ -304,8 +305,8 @@ class SlotRunner:
         patches: float32 [R, L, H], used where tokens are negative; None if there are none (a
         separate program).
         """
-        limit = None
-        if self._programs.scanned:
+        limit = self.config.read(ends.max())
+        if self._programs.scanned:  # it reads what is in front of the chunks
             limit = self.config.read(starts.max())
             branches = branches if branches.trunk.any() else None
         inputs = self.put((tokens, starts, ends, rows, branches, patches))
@@ -335,8 +336,8 @@ class SlotRunner:
           Tokens [R] and their log-probabilities.
         """
         inputs = self.put((lengths, rows, positions, parameters))
-        self._slots, token, logprob = self._programs.begin(
-            self._state, self._slots, hidden, *inputs
+        self._slots, token, logprob = self._run(
+            self._programs.begin, self._state, self._slots, hidden, *inputs
         )
         return token, logprob
 
