@@ -1,4 +1,4 @@
-"""Compiles the engine's programs for a v5e:2x4 and prints their facts as JSON.
+"""Compiles the engine's programs for TPUs, and prints the facts of each as a line of JSON.
 
 A process of its own, where JAX's platform is the CPU: see test_engine_programs.py.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from mmqa_jax.bench.plan.counts import count
@@ -31,7 +31,7 @@ LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672,
 def shard_bytes(arrays: Any) -> int:
     """Bytes of one device's shards of ShapeDtypeStructs."""
     return sum(
-        np.prod(x.sharding.shard_shape(x.shape), dtype=int) * x.dtype.itemsize
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(arrays)
     )
 
@@ -58,7 +58,6 @@ def facts(program: Program) -> dict[str, Any]:
 
 
 def main():
-    found = {}
     for name, config, topology, shape, slots, wanted in (
         ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
         ("70b", LLAMA_70B, "v5e:4x4", {"fsdp": 2, "tensor": 8}, 8, ("decode",)),
@@ -66,9 +65,9 @@ def main():
         mesh = make_mesh(shape, devices=open_topology(topology).devices)
         sizes = dataclasses.replace(SIZES, slots=slots)
         programs = engine_programs(config, sizes, mesh, columns=REACHED)
-        with jax.set_mesh(mesh):
-            found |= {f"{name}_{kind}": facts(programs[kind]) for kind in wanted}
-    print(json.dumps(found))
+        for kind in wanted:
+            with jax.set_mesh(mesh):
+                print(json.dumps({"name": f"{name}_{kind}"} | facts(programs[kind])), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def programs() -> dict[str, dict[str, Any]]:
         timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    found = map(json.loads, done.stdout.splitlines())
+    return {one["name"]: one for one in found}
 
 
 def test_a_step_reads_weights_and_used_columns_once(programs):
