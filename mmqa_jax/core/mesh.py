@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mmqa_jax.core.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
+_BATCH_AXES = ("data", "fsdp")
 
 MeshAxes = str | tuple[str, ...] | None
 Rules = Sequence[tuple[str, MeshAxes]]
@@ -178,7 +179,21 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch: first dimension over `data` and `fsdp`, the rest replicated."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(_BATCH_AXES))
+
+
+def split_rows(x: jax.Array) -> jax.Array:
+    """Activations [B, ...] split as a batch is, over the mesh of `jax.set_mesh`; traced.
+
+    Left to itself, XLA follows the parameters: where these are split over `fsdp`, it gathers the
+    batch on every device and splits what it computes instead. Without a mesh, or where the rows do
+    not divide, x as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = math.prod(mesh.shape.get(axis, 1) for axis in _BATCH_AXES)
+    if parts == 1 or x.ndim < 2 or x.shape[0] % parts or mesh.manual_axes:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH_AXES))
 
 
 def fetch(tree: Any) -> Any:

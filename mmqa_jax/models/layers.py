@@ -31,7 +31,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.mesh import platform, split_rows
 from mmqa_jax.models.config_checks import check_known
 
 Names = tuple[str | None, ...]
@@ -450,7 +450,7 @@ def scan_layers(
 
     `body(layer, carry, x, key) -> (carry, y)` gets one layer's module, one slice of `xs` (arrays
     with a leading layer axis, or None) and that layer's own dropout key (None when `dropout_key`
-    is None). Returns the last carry and the stacked y.
+    is None). Returns the last carry and the stacked y. The carry is activations [B, ...].
 
     `remat` says what the backward pass computes again: "full" each layer; "dots" all but products
     with weights; "none" nothing, where layers are unrolled. In a loop "none" is elementwise work
@@ -470,8 +470,10 @@ def scan_layers(
 
     def step(carry, inputs):
         layer_params, x, key = inputs
+        carry = jax.tree.map(split_rows, carry)
         return body(nnx.merge(graphdef, layer_params), carry, x, key)
 
     if remat != "none" or unroll is not True:
         step = jax.checkpoint(step, policy=_REMAT_POLICIES[remat], prevent_cse=False)
-    return jax.lax.scan(step, carry, (params, xs, keys), length=count, unroll=unroll)
+    carry, ys = jax.lax.scan(step, carry, (params, xs, keys), length=count, unroll=unroll)
+    return jax.tree.map(split_rows, carry), ys

@@ -90,6 +90,7 @@ def vlp_select() -> dict[str, Any]:
     return {
         "topology": "v5e:2x4",
         "mesh": {"data": 8},
+        "layers": layers,
         "task": RerankTask(vlp_config(layers)),
         "batch": batch,
         "flops": flops,
@@ -199,14 +200,13 @@ def facts(name: str) -> dict[str, Any]:
         Path(folder, f"{name}.hlo").write_text(text)
     counts = count(text)
     return {
-        "devices": len(devices),
+        "mesh": dict(mesh.shape),
+        "layers": made.get("layers"),
         "flops": counts.total_flops,
         # Backward, a product has two: by its factor and by its weights.
         "model_flops": 3 * made["flops"] / len(devices),
         "collectives": [one._asdict() for one in counts.on_mesh(dict(mesh.shape))],
-        "async": sorted(
-            set(re.findall(r" ((?:all|reduce|collective)[\w\-]*-start|async-start)\(", text))
-        ),
+        "gathered": _gathered(text),
         "parameters": _elements(model.params),
         "shard": _elements(abstract.params, shards=True),
         "optimizer_shard": _elements(abstract.optimizer, shards=True),
@@ -227,6 +227,23 @@ def _elements(tree: Any, *, shards: bool = False) -> int:
         math.prod(x.sharding.shard_shape(x.shape) if shards else x.shape)
         for x in jax.tree.leaves(tree)
     )
+
+
+def _gathered(text: str) -> dict[str, int]:
+    """Elements of the program's all-gathers, each once: those that run beside products, and others.
+
+    The TPU's compiler takes a collective apart into steps, and fuses each with other work.
+    """
+    beside, alone, inside = {}, {}, False
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            inside = "async_collective_fusion" in line.split("(")[0]
+        found = re.search(r"= \w+\[([\d,]+)\].* all-gather(?:-start)?\(.*channel_id=(\d+)", line)
+        if found is not None:
+            size = math.prod(map(int, found[1].split(",")))
+            (beside if inside else alone)[found[2], size] = size
+    rest = {key: size for key, size in alone.items() if key not in beside}
+    return {"beside": sum(beside.values()), "alone": sum(rest.values())}
 
 
 def _largest(text: str) -> int:

@@ -110,6 +110,29 @@ def test_a_row_by_its_name_is_the_default():
         read("vlp_qa", "vlp_im")
 
 
+@pytest.mark.parametrize("mode", ["pod", "vinvl_pod"])
+@pytest.mark.parametrize("name", ["vlp_select", "vlp_qa"])
+def test_pods_take_the_papers_update_in_one_batch(name, mode):
+    pod, plain = read(name, mode), read(name, mode.removesuffix("pod").rstrip("_"))
+    every = plain.train.optimizer.every
+    assert pod.train.optimizer.every == pod.train.accumulate == 1
+    assert pod.batches.batch_size == every * plain.batches.batch_size
+    assert pod.train.steps * every == plain.train.steps
+    assert pod.train.optimizer.learning_rate == plain.train.optimizer.learning_rate
+    assert pod.model.changes.dtype == "bfloat16"
+    assert pod.features == plain.features
+    check_config(pod)
+
+
+def test_the_larger_batch_sees_as_many_questions():
+    larger, paper = read("vlp_qa", "pod1024"), read("vlp_qa", "pod")
+    seen = [config.train.steps * config.batches.batch_size for config in (larger, paper)]
+    assert 0 <= seen[0] - seen[1] < larger.batches.batch_size
+    rate = larger.train.optimizer.learning_rate / paper.train.optimizer.learning_rate
+    assert rate == pytest.approx((larger.batches.batch_size / paper.batches.batch_size) ** 0.5)
+    check_config(larger)
+
+
 @pytest.mark.parametrize("name", ["vlp_select", "vlp_qa"])
 def test_training_is_plain_adam_at_one_rate_on_128_questions(name):
     config = read(name)

@@ -139,14 +139,16 @@ class _Counter:
 
     def _count(self, own: Computation, fused: bool) -> Counts:
         total = Counts()
-        channels: set[str] = set()
+        channels: set[tuple[str, float]] = set()
         for one in own.instructions.values():
             if one.opcode in _FREE or one.opcode.endswith(("-done", "-update")):
                 continue
             inner = self._instruction(own, one, fused)
-            # A collective that runs beside several fusions stands in each of them.
-            fresh = {g: v for g, v in inner.collectives.items() if _channel(g) not in channels}
-            channels |= {_channel(g) for g in fresh} - {""}
+            # A collective that runs beside several fusions stands in each of them; others may share
+            # its channel (those of a shard_map all have the first).
+            found = {g: (_channel(g), size) for g, (_, size) in inner.collectives.items()}
+            fresh = {g: inner.collectives[g] for g, k in found.items() if k not in channels}
+            channels |= {found[g] for g in fresh if found[g][0]}
             inner = dataclasses.replace(inner, collectives=fresh)
             total.add(inner, self._turns(own, one, total))
         return total
