@@ -107,13 +107,13 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
 
 %start (p: bf16[64,128]) -> (bf16[64,128], bf16[128,128]) {
   %p = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true
+  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
   ROOT %c = (bf16[64,128]{1,0}, bf16[128,128]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
 }
 
 %done (q: bf16[64,128]) -> bf16[128,128] {
   %q = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true
+  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
   ROOT %d = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%all-gather.2), custom_call_target="AsyncCollectiveDone"
 }
 
