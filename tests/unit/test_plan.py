@@ -27,6 +27,7 @@ from mmqa_jax.bench.plan.program import (
 from mmqa_jax.bench.plan.roofline import Planned
 from mmqa_jax.bench.plan.topology import Topology, open_topology
 from mmqa_jax.core.config import load_config
+from mmqa_jax.systems import planning
 from mmqa_jax.systems.planning import Plan, Remedy, changed
 from mmqa_jax.systems.programs import PRESETS, make_program
 
@@ -195,6 +196,71 @@ def test_the_verdict_names_what_would_help():
     assert row["fits"] is False
     assert row["memory_gib"]["temporaries"] is row["flops"] is row["seconds_bound"] is None
     assert found.to_json()["run"] == {"steps": None, "hours_bound": None, "chip_hours_bound": None}
+
+
+@pytest.fixture
+def compiled_by_rule(monkeypatch):
+    """Programs whose memory is 1 GiB and .2 a pair, half with dots, a quarter with full; on `fsdp`
+    all is shared by the devices. Recomputation takes time. Returns what was compiled."""
+    asked = []
+
+    def planned(name, config, topology, model):
+        del model
+        pairs, remat = config.batches.batch_size, config.model.changes.get("remat", "none")
+        asked.append((pairs, remat, config.mesh.fsdp))
+        share = 8 if config.mesh.fsdp != 1 else 1
+        kept = {"none": 1, "dots": 0.5, "full": 0.25}[remat]
+        work = {"none": 3, "dots": 3.5, "full": 4}[remat]
+        total = (1 + 0.2 * pairs * kept) / share
+        one = compiled(total, name=name, flops=work * 1e9 * pairs, sent=1e9 * share)
+        program = dataclasses.replace(one.program, examples=pairs)
+        return Planned.of(dataclasses.replace(one, program=program), topology.chip)
+
+    monkeypatch.setattr(planning, "_planned", planned)
+    return asked
+
+
+def a_rerank_config(pairs, remat="none"):
+    config = load_config(ROOT / "configs/webqa/vlp_select.py")
+    return changed(config, {"batches.batch_size": pairs, "model.changes.remat": remat})
+
+
+SLICE = Topology("v5e:2x4", (None,) * 8, (0,) * 8, TPUS["v5e"])
+
+
+def test_remedies_are_compiled_until_each_kind_fits(compiled_by_rule):
+    found = planning.plan(a_rerank_config(128), SLICE, only=["train"])
+    tried = [(*one.changes.items(), one.planned.fits) for one in found.remedies["train"]]
+    assert tried == [
+        (("model.changes.remat", "dots"), True),
+        (("mesh.data", 1), ("mesh.fsdp", -1), True),
+        (("batches.batch_size", 64), True),
+    ]
+    assert compiled_by_rule == [
+        (128, "none", 1), (128, "dots", 1), (128, "none", -1), (64, "none", 1)
+    ]  # fmt: skip
+    assert found.verdict.startswith(
+        "train needs 26.6 of 15.8 GiB: model.changes.remat=dots needs 13.8"
+    )
+    fitting = planning.plan(a_rerank_config(32), SLICE, only=["train"])
+    assert fitting.remedies == {}
+    assert fitting.verdict.startswith("fits: 7.4 of 15.8 GiB; train is bound by ")
+
+
+def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule):
+    found = planning.search(a_rerank_config(64), SLICE)
+    rates = [one.rate for one in found]
+    assert rates == sorted(rates, reverse=True)
+    assert all(one.rate == 0 for one in found if not one.planned.fits)
+    # Split over data; what fits with less recomputation is not tried with more.
+    assert compiled_by_rule[:5] == [
+        (64, "none", 1), (128, "none", 1), (128, "dots", 1), (256, "dots", 1), (256, "full", 1)
+    ]  # fmt: skip
+    on_fsdp = [(pairs, remat) for pairs, remat, fsdp in compiled_by_rule if fsdp == 8]
+    assert on_fsdp == [(64, "none"), (128, "none"), (256, "none")]
+    assert {"changes", "examples_per_second_bound", "fits", "memory_gib"} <= found[
+        0
+    ].to_json().keys()
 
 
 @pytest.mark.parametrize(
