@@ -27,7 +27,7 @@ _SLOW = frozenset(
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("flash", "scanned_cache"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
-        "recipes",
+        *("plan", "plan_counts", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
         *("validation", "weights_folder", "wheel"),
     )

@@ -124,8 +124,8 @@ def chosen(config: ConfigDict, only: Sequence[str]) -> tuple[str, ...]:
 
 
 def _planned(name: str, config: ConfigDict, topology: Topology, model: str | None) -> Planned:
-    print(f"compiling {name} for {topology.name} ...", file=sys.stderr, flush=True)
     program = make_program(name, config, topology.devices, model)
+    print(f"compiling {name} for {topology.name} ...", file=sys.stderr, flush=True)
     hosts = topology.hosts[: program.devices]
     return Planned.of(compile_program(program, hosts), topology.chip)
 
@@ -241,9 +241,9 @@ def search(
     name = chosen(config, only)[0]
     found: list[Found] = []
     for mesh, batches in _space(name, config, len(topology.devices)):
-        fitted = False
+        fitted = 0  # of the batches, with the recomputation so far
         for remat in _all_remat(name, config):
-            for batch in batches:
+            for batch in batches[fitted:]:
                 changes = {**mesh, **remat, **batch}
                 try:
                     planned = _planned(name, changed(config, changes), topology, model)
@@ -252,9 +252,7 @@ def search(
                 found.append(Found(changes, planned))
                 if not planned.fits:
                     break
-                fitted = batch is batches[-1]
-            if fitted:
-                break
+                fitted += 1
     if not found:
         raise UserError(
             f"--search: no mesh of {topology.name} divides the config's batch; change "

@@ -107,13 +107,13 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
 
 %start (p: bf16[64,128]) -> (bf16[64,128], bf16[128,128]) {
   %p = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true
+  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
   ROOT %c = (bf16[64,128]{1,0}, bf16[128,128]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
 }
 
 %done (q: bf16[64,128]) -> bf16[128,128] {
   %q = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true
+  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
   ROOT %d = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%all-gather.2), custom_call_target="AsyncCollectiveDone"
 }
 
@@ -134,6 +134,9 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
   %async-collective-start = (bf16[64,128]{1,0}, bf16[128,128]{1,0}) fusion(%w), kind=kCustom, calls=%start
   %async-collective-done = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} fusion(%w), kind=kCustom, calls=%done
   %conv = f32[128,128]{1,0:T(8,128)} convolution(%async-collective-done, %async-collective-done), dim_labels=bf_io->bf
+  %kernel = f32[8]{0:T(128)} custom-call(%conv), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"100","transcendentals":"0","bytes_accessed":"64"}}}
   %scattered = f32[64,128]{1,0:T(8,128)} fusion(%conv), kind=kCustom, calls=%all-reduce-scatter.3
   ROOT %out = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)}, f32[128,128]{1,0:T(8,128)}) tuple(%next, %w, %conv)
 }
@@ -165,7 +168,8 @@ def test_what_the_tpu_compiler_writes():
     counts = count(TPU)
     assert counts.loops == [10]  # from 2 to 12
     dots = 10 * 2 * 128 * 128 * 128
-    assert counts.flops == {"bf16": dots + 8 * 2 * 16 * 16 * 32}
+    assert counts.flops == {"bf16": dots + 8 * 2 * 16 * 16 * 32, "f32": 10 * 100}
+    assert not counts.unknown
     found = {one.kind: one for one in counts.on_mesh({"data": 2, "tensor": 2})}
     assert found.keys() == {"all-gather", "reduce-scatter"}
     assert found["all-gather"][1:5] == ("tensor", 2, 10, 10 * 128 * 128 * 2)

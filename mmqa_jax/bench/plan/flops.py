@@ -18,13 +18,18 @@ def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
     return jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def jaxpr_flops(jaxpr: Any) -> float:
-    """As `traced_flops`, of a jaxpr."""
-    return sum(_equation(equation) for equation in jaxpr.eqns)
+def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False) -> float:
+    """As `traced_flops`, of a jaxpr; or of the Pallas kernels in it alone."""
+    return sum(_equation(equation, kernels_only) for equation in jaxpr.eqns)
 
 
-def _equation(equation: Any) -> float:
+def _equation(equation: Any, kernels_only: bool) -> float:
     name, params = equation.primitive.name, equation.params
+    if name == "pallas_call":
+        inner = sum(map(jaxpr_flops, _inner(params)))
+        return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+    if kernels_only and name in ("dot_general", "conv_general_dilated"):
+        return 0.0
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
@@ -35,16 +40,15 @@ def _equation(equation: Any) -> float:
         features = kernel.shape[numbers.rhs_spec[0]]
         return 2.0 * equation.outvars[0].aval.size * kernel.size / features
     if name == "cond":
-        return max(jaxpr_flops(branch.jaxpr) for branch in params["branches"])
-    inner = sum(jaxpr_flops(own) for own in _inner(params))
+        branches = (branch.jaxpr for branch in params["branches"])
+        return max(jaxpr_flops(branch, kernels_only=kernels_only) for branch in branches)
+    inner = sum(jaxpr_flops(own, kernels_only=kernels_only) for own in _inner(params))
     if name == "scan":
         return inner * params["length"]
     if name == "while":
         return inner * (_most_turns(params["cond_jaxpr"].jaxpr) or 1)
     if name == "shard_map":  # what one device does
         return inner * params["mesh"].size
-    if name == "pallas_call":
-        return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
     return inner
 
 

@@ -18,6 +18,7 @@ from mmqa_jax.core.errors import UserError
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
 _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) ?(?:i?B)? of ([\d.]+)([KMGT]?) ?(?:i?B)? hbm")
 _ASKED = re.compile(r"(?:allocate|allocating|requires|total of) ([\d.]+) ?([KMGT]?)i?B?(?:ytes)?")
+_KERNEL = "tpu_custom_call"
 _UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -30,6 +31,7 @@ class Program:
       lower: traces it for the devices of `mesh`.
       mesh: axis -> size; {} is one device.
       model_flops: of one call over all devices, without recomputation.
+      kernel_flops: of the Pallas kernels in it, which the compiled program need not state.
       parameters, optimizer, cache: bytes on one device.
       floor_bytes: bytes that one device must move to or from its memory at least; None: what goes
         in and comes out, once.
@@ -45,6 +47,7 @@ class Program:
     parameters: float
     optimizer: float = 0
     cache: float = 0
+    kernel_flops: Callable[[], float] = float
     floor_bytes: float | None = None
     examples: int = 0
     unit: str = "examples"
@@ -121,6 +124,8 @@ def compile_program(program: Program, hosts: tuple[int, ...] | None = None) -> C
     total = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
     memory = Memory(*parts, max(0.0, total - sum(parts)), total)
     counts = count(compiled.as_text())
+    if counts.unknown.pop(_KERNEL, 0):
+        counts.flops["bf16"] += program.kernel_flops() / program.devices
     floor = program.floor_bytes
     if floor is None:
         floor = stats.argument_size_in_bytes + stats.output_size_in_bytes

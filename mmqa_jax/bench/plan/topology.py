@@ -7,6 +7,7 @@ GPU's in JAX's CUDA plugin (extra `cuda12`), which also wants a description of t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -34,12 +35,18 @@ class Topology:
 
     Attributes:
       hosts: the host of every device; one number for all where they are linked as one (a slice).
+      data_sheet: of the devices' kind; None where there is none.
     """
 
     name: str
     devices: tuple[Any, ...]
-    chip: Chip
     hosts: tuple[int, ...]
+    data_sheet: Chip | None = None
+
+    @functools.cached_property
+    def chip(self) -> Chip:
+        """What a device does, by its data sheet or measured on this machine (seconds)."""
+        return self.data_sheet or _measured(self.devices[0], len(self.devices))
 
 
 def open_topology(name: str) -> Topology:
@@ -74,7 +81,7 @@ def _tpu(name: str, version: str) -> Topology:
             f"--topology={name}: libtpu knows no such slice ({_first_line(error)}); use one that "
             "exists, such as v5e:2x4, v5e:16x16, v6e:8x8, v4:4x4x4 or v5p:4x4x4."
         ) from error
-    return Topology(name, tuple(devices), TPUS[version], (0,) * len(devices))
+    return Topology(name, tuple(devices), (0,) * len(devices), TPUS[version])
 
 
 def _check_libtpu(name: str) -> None:
@@ -86,12 +93,17 @@ def _check_libtpu(name: str) -> None:
         )
     asked = [text for text in metadata.requires("jax") or () if text.startswith("libtpu")]
     wanted = re.search(r"==\s*([\d.]+?)\.?\*?\s*(?:;|$)", asked[0]) if asked else None
-    installed, jax = metadata.version("libtpu"), metadata.version("jax")
+    installed, jax = _installed("libtpu"), _installed("jax")
     if wanted is not None and not f"{installed}.".startswith(f"{wanted[1]}."):
         raise UserError(
             f"--topology={name}: libtpu {installed} is installed, but jax {jax} needs "
             f"libtpu {wanted[1]}; {advice}"
         )
+
+
+def _installed(package: str) -> str:
+    """Version of an installed package."""
+    return metadata.version(package)
 
 
 def _gpu(name: str, chip: str, hosts: int, each: int) -> Topology:
@@ -116,17 +128,16 @@ def _gpu(name: str, chip: str, hosts: int, each: int) -> Topology:
             f"--topology={name}: JAX's CUDA plugin cannot compile for it ({_first_line(error)}); "
             "install the plugin of jax's own version."
         ) from error
-    return Topology(name, tuple(devices), GPUS[chip], tuple(n // each for n in range(len(devices))))
+    of_host = tuple(n // each for n in range(len(devices)))
+    return Topology(name, tuple(devices), of_host, GPUS[chip])
 
 
 def _local() -> Topology:
     import jax
 
     devices = jax.devices()
-    chip = chip_of_kind(devices[0].device_kind) if devices[0].platform != "cpu" else None
-    chip = chip or _measured(devices[0], len(devices))
     hosts = tuple(device.process_index for device in devices)
-    return Topology(LOCAL, tuple(devices), chip, hosts)
+    return Topology(LOCAL, tuple(devices), hosts, chip_of_kind(devices[0].device_kind))
 
 
 def _measured(device: Any, count: int) -> Chip:
