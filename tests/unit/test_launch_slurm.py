@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -71,6 +72,7 @@ def slurm(tmp_path):
                 "PYTHONPATH": str(ROOT),
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is what costs here
                 "MMQA_PROGRESS": "off",
                 "SLURM_SUBMIT_DIR": str(ROOT),
                 "SLURM_JOB_ID": str(free_job()),
@@ -107,8 +109,9 @@ def test_two_tasks_check_the_machine_and_train(slurm, data, cli_cache, tmp_path)
     process = slurm("mmqa", "train", *flags, MMQA_CACHE=str(cli_cache))
     output = process.communicate(timeout=570)[0]
     assert process.returncode == 0, output
-    for name in ("joined    2 processes", "versions", "devices   2 x cpu", "sum", "disk", "clocks"):
+    for name in ("joined    2 processes", "versions", "devices   2 x cpu", "sum", "clocks"):
         assert f"ok    {name}" in output
+    assert re.search(r"(ok   |warn ) disk  .* writes \d+ MB/s", output)
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["devices"]["processes"] == 2
     assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
