@@ -168,8 +168,8 @@ def run(workdir: str, data: str, expected: int | None) -> list[Verdict]:
     facts["disk"]["shared"] = (Path(workdir) / hosts[0]["marker"]).exists()
     facts["sum"] = _sum_speed()
     hosts = exchange(facts)
-    if jax.process_index() == 0:
-        (Path(workdir) / marker).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (Path(workdir) / marker).unlink()
     clocks = [[h["time"] for h in exchange({"time": time.time()})] for _ in range(_ROUNDS + 1)]
     return [
         Verdict("ok", "joined", joined),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core import distributed
 from mmqa_jax.core.files import check_out, read_json, write_json
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.index import build_index, is_current
+from mmqa_jax.retrieval.index import build_index, is_current, load_index
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
 from mmqa_jax.retrieval.recall import recall_against
 from mmqa_jax.systems.parts import EMBEDDINGS, INDEX, open_embedder
@@ -66,26 +67,42 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
     embeddings = open_embeddings(folder / EMBEDDINGS)
     if place:
         return _fill(place, embeddings)
+    import jax
+
     current = is_current(folder / INDEX, embeddings, kind)
-    if not current:
+    distributed.barrier("index: all have looked")
+    if not current and jax.process_index() == 0:
         build_index(embeddings, kind).save(folder / INDEX)
+    distributed.barrier("index: written")
     kind = read_json(folder / INDEX / "manifest.json")["kind"]
     rows, state = len(embeddings.vectors), "is up to date" if current else "built"
     print(f"Index of {rows:,} sources ({kind}) {state}: {folder / INDEX}")
-    return {"rows": rows, "kind": kind, "built": not current}
+    result = {"rows": rows, "kind": kind, "built": not current}
+    if kind == "mesh_approx":
+        result |= _recall(load_index(folder / INDEX, embeddings), embeddings)
+    return result
 
 
 def _fill(place: str, embeddings: Embeddings) -> dict[str, Any]:
     """Fills a collection of Milvus, or finishes that, and compares it with exact search."""
-    rows = len(embeddings.vectors)
-    with Progress("Filling Milvus", rows, "sources") as progress:
-        sent = ingest(place, embeddings, on_progress=lambda done: progress.reach(done, rows))
+    import jax
+
+    rows, sent = len(embeddings.vectors), False
+    if jax.process_index() == 0:
+        with Progress("Filling Milvus", rows, "sources") as progress:
+            sent = ingest(place, embeddings, on_progress=lambda done: progress.reach(done, rows))
+    distributed.barrier("index: filled")
     made = open_milvus(place, embeddings.model_fingerprint, embeddings.corpus_fingerprint)
     print(f"Index of {rows:,} sources (milvus) {'built' if sent else 'is up to date'}: {place}")
-    result = {"rows": rows, "kind": made.kind, "built": sent}
+    return {"rows": rows, "kind": made.kind, "built": sent, **_recall(made, embeddings)}
+
+
+def _recall(index: Any, embeddings: Embeddings) -> dict[str, float]:
+    """Prints and returns what an approximate index finds of exact search's results."""
+    rows = len(embeddings.vectors)
     if rows > _COMPARED_ROWS:
-        return result
+        return {}
     top_k = min(20, rows)
-    recall = recall_against(made, ExactIndex(embeddings), top_k)
+    recall = recall_against(index, ExactIndex(embeddings), top_k)
     print(f"recall@{top_k} against exact search: {recall:.4f}")
-    return {**result, f"recall@{top_k}": recall}
+    return {f"recall@{top_k}": recall}

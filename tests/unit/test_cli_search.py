@@ -251,3 +251,34 @@ def test_the_weight_of_the_fusion_is_chosen_on_a_split(flags, data, models, inde
     for method, weight in (("bm25", 0.0), ("dense", 1.0)):
         alone = done(*search, f"--method={method}", f"--out={tmp_path / 'alone.jsonl'}")
         assert alone["recall"]["recall@2"] == sweep[weight]["recall@2"]
+
+
+@pytest.mark.parametrize("where", ["mesh", "mesh_approx", "milvus"])
+def test_other_indexes_find_the_same(where, data, models, index, tmp_path):
+    copy, model = tmp_path / "index", f"--model={models / 'contrastive'}"
+    shutil.copytree(index, copy)
+    if where != "milvus":
+        place = copy
+        built = done("index", f"--embeddings={copy}", f"--kind={where}")
+    else:
+        pytest.importorskip("milvus_lite")
+        place = f"milvus://{tmp_path}/one.db/sources"
+        built = done("index", f"--embeddings={copy}", f"--index={place}")
+        assert not done("index", f"--embeddings={copy}", f"--index={place}")["built"]
+    assert built.pop("recall@11", 1.0) == 1.0
+    assert built == {"rows": 11, "kind": where, "built": True}
+    found = []
+    for number, searched in enumerate((index, place)):
+        out = tmp_path / f"{number}.jsonl"
+        flags = ("--method=dense", model, f"--index={searched}", "--modality=known")
+        done("search", f"--data={data}", *flags, f"--out={out}")
+        found.append(rows_of(out))
+    for one, other in zip(*found, strict=True):
+        assert one["sources"] == other["sources"]
+        assert one["scores"] == pytest.approx(other["scores"], abs=1e-5)
+
+
+def test_milvus_has_no_kinds(index, refused):
+    flags = (f"--embeddings={index}", "--kind=exact", "--index=milvus://localhost:19530/a")
+    refused("index", *flags, message="--index and --kind=exact: Milvus has its own kind")
+    refused("index", *flags[::2][:1], "--index=milvus://nowhere", message="HOST:PORT/COLLECTION")

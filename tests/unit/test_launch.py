@@ -158,7 +158,7 @@ def test_manifests_run_the_command_as_it_was_given(name, tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    words = [*EMBED, "--shard=7/64"] if manifest["kind"] == "Job" else list(TRAIN)
+    words = [*EMBED, "--shard=auto"] if manifest["kind"] == "Job" else list(TRAIN)
     assert lines[-len(words) :] == words
 
 
