@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, optional, spec_of
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_sharding
+from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
@@ -92,7 +92,7 @@ def train(
       config: the section `train` of a config; see LoopOptions.
       task: model and loss.
       batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis
-        the batch of this process. A step is compiled once per shape. Entries `ids` or `index`
+        the rows that this process feeds (core.mesh.local_rows). A step is compiled once per shape. Entries `ids` or `index`
         of a dict batch stay on the host and name the examples if the loss is not finite.
       mesh: of core.mesh.make_mesh.
       workdir: folder of this training run: checkpoints/, metrics.jsonl, events, weights/,
@@ -328,13 +328,12 @@ def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) 
     if isinstance(batch, dict):
         ids = {key: batch[key] for key in _ID_KEYS if key in batch}
         batch = {key: value for key, value in batch.items() if key not in _ID_KEYS}
-    sharding = batch_sharding(mesh)
+    share = len(local_blocks(mesh))
     for leaf in jax.tree.leaves(batch):
-        size = np.shape(leaf)[0] * jax.process_count() if np.ndim(leaf) else 0
-        check_batch_size(size, mesh, accumulate)
-    return jax.tree.map(
-        lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch
-    ), ids
+        rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
+        size, rest = divmod(rows * batch_blocks(mesh), share)
+        check_batch_size(0 if rest else size, mesh, accumulate)
+    return put_batch(mesh, batch), ids
 
 
 def read_section(config: Mapping[str, Any]) -> LoopOptions:
