@@ -140,12 +140,15 @@ def make_step(
     accumulate: int,
     abstract: TrainState,
     mesh: Mesh,
+    skip_nonfinite: bool = False,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The jitted update: (state, batch) -> (state, metrics); the old state is donated.
 
     Dropout keys depend on seed and step alone, so a resumed run draws the same. With
     `accumulate` k, the batch is taken in k interleaved parts whose gradients are averaged
     (a loss with in-batch negatives sees only those of its part).
+    With `skip_nonfinite` a step whose loss or gradient is not finite changes nothing but the number
+    of the step.
     Metrics: those of the task, `loss`, `grad_norm` (global, before clipping), `learning_rate`.
     """
 
@@ -181,6 +184,13 @@ def make_step(
         metrics["learning_rate"] = schedule(state.step)
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
+        if skip_nonfinite:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            params, moments = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (params, moments),
+                (state.params, state.optimizer),
+            )
         return TrainState(state.step + 1, params, moments), metrics
 
     # The old parameters make room for the new ones: one copy in memory, not two.

@@ -178,7 +178,9 @@ def test_multi_host_launches_are_told_from_single_ones():
 
 def test_pods_are_left_to_jax_to_detect():
     detected = {}
-    assert multi_host_arguments({"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476"}) == detected
+    assert (
+        multi_host_arguments({"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476"}) == detected
+    )
     assert multi_host_arguments({"MEGASCALE_NUM_SLICES": "2"}) == detected
     assert multi_host_arguments({"MEGASCALE_NUM_SLICES": "1"}) is None
     # A TPU VM of GCE has no variable that names the others: its metadata server knows them.
