@@ -169,6 +169,8 @@ def gather(name: str, value: Any) -> list[Any]:
         time.sleep(pause)
         pause = min(1.5 * pause, 1.0)
     values = {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+    if me == 0 and turn > 1:  # all have read the values of the turn before
+        client.key_value_delete(f"mmqa/values/{name}/{turn - 1}/")
     return [values[process] for process in range(count)]
 
 

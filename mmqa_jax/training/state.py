@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -105,14 +106,22 @@ def with_pretrained(
     """The state with pretrained weights, with the same shardings.
 
     Args:
-      load_pretrained: puts the weights into a module, in place.
+      load_pretrained: puts the weights into a module, in place; on every process, the same ones.
     """
     # Read first: the module shares its variables with the state, so loading writes into both.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     module = model.merge(state.params)
     load_pretrained(module)
-    params = jax.device_put(nnx.state(module, nnx.Param), shardings)
+    params = jax.tree.map(_placed, nnx.state(module, nnx.Param), shardings)
     return dataclasses.replace(state, params=params)
+
+
+def _placed(value: jax.Array, sharding: Any) -> jax.Array:
+    """The array on a sharding; where that spans processes, each brings a copy of the whole."""
+    if value.is_fully_addressable and not sharding.is_fully_addressable:
+        whole = np.asarray(value)
+        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+    return jax.device_put(value, sharding)
 
 
 def finished(

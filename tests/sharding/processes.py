@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MMQA = [sys.executable, "-c", "import sys; from mmqa_jax.cli import main; sys.exit(main())"]
+
+
+TINY = str(Path(__file__).with_name("tiny_launch.py"))
+TRAIN = {"steps": 50, "log_every": 1, "checkpoint_every": 25, "evaluate_every": 25}
 
 
 def start(*command: str, devices: int = 1, **environment: str) -> subprocess.Popen:
@@ -75,3 +80,15 @@ def finish(processes: list, code: int = 0, timeout: int = 400) -> list[str]:
     found = outcomes(processes, timeout)
     assert [ended for ended, _ in found] == [code] * len(processes), found
     return [out for _, out in found]
+
+
+def tiny(count: int, workdir: Path, *, devices: int = 1, **options) -> list:
+    """The processes of a launch of tiny_launch.py, with its options."""
+    options = {"train": TRAIN, **options}
+    return launch(count, sys.executable, TINY, workdir, json.dumps(options), devices=devices)
+
+
+def curve(workdir: Path) -> dict[int, float]:
+    """The losses of a run of tiny_launch.py by step."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}

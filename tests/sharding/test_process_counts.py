@@ -2,35 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
-from processes import finish, launch
-
-TINY = str(Path(__file__).with_name("tiny_launch.py"))
-TRAIN = {"steps": 50, "log_every": 1, "checkpoint_every": 25, "evaluate_every": 25}
-
-
-def tiny(count, workdir, *, devices=1, differing=(), **options):
-    """The processes of a launch of tiny_launch.py."""
-    options = {"train": TRAIN, **options}
-    command = sys.executable, TINY, str(workdir), json.dumps(options)
-    return launch(count, *command, devices=devices, differing=differing)
-
-
-def curve(workdir):
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The losses of one process with four devices."""
-    workdir = tmp_path_factory.mktemp("alone")
-    finish(tiny(1, workdir, devices=4, mesh={"data": 4}))
-    return curve(workdir)
+from processes import curve, finish, tiny
 
 
 @pytest.mark.parametrize(
@@ -45,4 +18,14 @@ def test_losses_do_not_depend_on_the_processes(alone, tmp_path, count, mesh, ord
     finish(tiny(count, tmp_path, devices=4 // count, mesh=mesh, order=order))
     losses = curve(tmp_path)
     assert sorted(losses) == list(range(1, 51))
-    assert losses == pytest.approx(alone, abs=1e-6)
+    assert losses == pytest.approx(curve(alone), abs=1e-6)
+
+
+def test_pretrained_weights_start_a_run_on_processes_too(alone, tmp_path):
+    """Each process reads them onto its own device; the parameters are split over both."""
+    options = {"start": str(alone), "train": {"steps": 5, "log_every": 1, "evaluate_every": 0}}
+    finish(tiny(1, tmp_path / "one", devices=2, **options))
+    finish(tiny(2, tmp_path / "two", mesh={"tensor": 2, "data": 1}, **options))
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert two == pytest.approx(one, abs=1e-6)
+    assert abs(one[1] - curve(alone)[1]) > 0.01  # it did not start from scratch

@@ -4,6 +4,7 @@ OPTIONS is JSON:
   mesh    sizes of the mesh axes
   order   of the devices on the mesh; jax.make_mesh orders the chips of some slices in rings
   train   changes to config.train
+  start   the workdir of a run whose weights this one starts from
   happen  {"what", "process", "batch"}: at that batch of that process of this attempt it gets the
           signal of that name, or `nan` spoils its rows
 """
@@ -22,6 +23,7 @@ distributed.start()
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "resume"))
 import tiny_run  # noqa: E402
@@ -30,6 +32,7 @@ from mmqa_jax.core.errors import RunError, UserError  # noqa: E402
 from mmqa_jax.core.mesh import local_rows, make_mesh  # noqa: E402
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches  # noqa: E402
 from mmqa_jax.data.packing import Bucket  # noqa: E402
+from mmqa_jax.weights.folder import load_weights  # noqa: E402
 
 
 def batches(rows):
@@ -53,6 +56,16 @@ def happening(what):
     return lambda batch: os.kill(os.getpid(), signal.Signals[what])
 
 
+def loader(folder):
+    """Puts the weights of a finished run into a model, each process reading all of them."""
+
+    def load(model):
+        named = nnx.eval_shape(lambda: nnx.state(tiny_run.MLP(jax.random.key(0)), nnx.Param))
+        nnx.update(model, load_weights(folder, named))
+
+    return load if folder else None
+
+
 def main():
     workdir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     devices = jax.devices()
@@ -64,7 +77,9 @@ def main():
         fed = tiny_run.Watched(fed, happen["batch"], happening(happen["what"]))
     try:
         with distributed.fail_together():
-            tiny_run.run(workdir, fed, mesh=mesh, **options.get("train", {}))
+            start = loader(options.get("start"))
+            changes = options.get("train", {})
+            tiny_run.run(workdir, fed, mesh=mesh, load_pretrained=start, **changes)
     except (UserError, RunError) as error:
         print(error)
         sys.exit(2 if isinstance(error, UserError) else 1)
