@@ -42,7 +42,8 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     Raises:
       UserError: an incomplete multi-host environment, or a given cache folder that cannot be
         written.
-      RunError: the other hosts cannot be reached.
+      RunError: the cluster does not say where process 0 is. (Where the others do not come up, JAX
+        ends this process.)
     """
     import jax
 
