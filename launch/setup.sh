@@ -19,7 +19,8 @@ if [ -z "$accelerator" ]; then
   accelerator=cpu
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
     accelerator=cuda12
-  elif [ -e /dev/accel0 ] || [ -n "${TPU_NAME:-}" ]; then
+  # v4 and older have /dev/accel0; v5e and later /dev/vfio, as any machine may that lends a device.
+  elif [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ] || [ -n "${TPU_NAME:-}" ]; then
     accelerator=tpu
   fi
 fi

@@ -40,6 +40,12 @@ def pytest_addoption(parser):
         action="store_true",
         help="only the unit tests that train and compile no model (launch/test.sh quick)",
     )
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=5,
+        help="how often tests/resume/test_random_kills.py kills a training run (50 takes minutes)",
+    )
 
 
 def pytest_ignore_collect(collection_path, config):

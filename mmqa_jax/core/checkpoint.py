@@ -196,8 +196,10 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        # A save that failed was reported by `save` or `wait`, or something else is at fault.
+        with contextlib.suppress(*() if kind is None else (Exception,)):
+            self.close()
 
 
 def _rank(metrics: Mapping[str, Any]) -> tuple[float, int]:

@@ -1,26 +1,39 @@
-"""What every run does first: sets up the compilation cache and joins the other hosts."""
+"""Several processes as one launch: joining them, and what they tell each other outside jit.
+
+What they exchange goes through the key-value store of JAX's coordination service, which process 0
+runs: it needs no device, works between different versions, and never blocks for good.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import json
 import logging
 import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import cache_dir
 
 # Hosts of a pod come up minutes apart, and loading weights can keep one busy for long.
 _INITIALIZATION_TIMEOUT_SECONDS = 1800
 _HEARTBEAT_TIMEOUT_SECONDS = 600
+_NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_FAILED = "mmqa/failed"
 
 
 def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     """Prepares JAX; call it before any JAX computation. Later calls have no effect.
 
     Turns on the persistent compilation cache, and joins the other hosts of a multi-host launch.
-    On Slurm, TPU pods, GKE and Open MPI the launcher's environment describes them; elsewhere set
-    JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID on each host.
+    JAX detects Slurm, TPU pods (GCE and GKE), Open MPI and, with the package `kubernetes`, an
+    Indexed Job; elsewhere set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID on each host.
 
     Args:
       compilation_cache_dir: where compiled programs are kept; by default $MMQA_CACHE/xla or
@@ -29,6 +42,8 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     Raises:
       UserError: an incomplete multi-host environment, or a given cache folder that cannot be
         written.
+      RunError: the cluster does not say where process 0 is. (Where the others do not come up, JAX
+        ends this process.)
     """
     import jax
 
@@ -36,59 +51,187 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    arguments = multi_host_arguments(os.environ)
-    if arguments and not jax.distributed.is_initialized():
+    if jax.distributed.is_initialized():
+        return
+    arguments = multi_host_arguments(os.environ, has_tpu=_has_tpu(os.environ))
+    if arguments is None:
+        return
+    try:
         jax.distributed.initialize(
             **arguments,
             initialization_timeout=_INITIALIZATION_TIMEOUT_SECONDS,
             heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
         )
+    except ValueError as error:
+        if arguments or "coordinator_address should be defined" not in str(error):
+            raise
+        # A TPU outside any cluster that JAX knows: this host is all there is.
+    except (RuntimeError, OSError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise RunError(
+            f"the hosts of this launch could not be joined ({first_line}); check that all of them "
+            "were started and reach process 0, or set JAX_NUM_PROCESSES=1 to use this host alone."
+        ) from error
 
 
-def multi_host_arguments(environment: Any) -> dict[str, Any] | None:
-    """Arguments for jax.distributed.initialize, or None for a launch on one host.
+def multi_host_arguments(
+    environment: Mapping[str, str], *, has_tpu: bool = False
+) -> dict[str, Any] | None:
+    """Arguments for jax.distributed.initialize; empty: JAX detects them; None: one host alone.
 
-    JAX itself detects the cluster where the address is None.
+    JAX_NUM_PROCESSES=1 without the other two variables keeps a host to itself, whatever the
+    cluster. In a Kubernetes Indexed Job (and JobSet) JOB_COMPLETION_INDEX stands for
+    JAX_PROCESS_ID.
+
+    Args:
+      has_tpu: whether this host has TPU chips. A TPU VM of GCE learns of the other hosts from its
+        metadata server alone, not from a variable.
 
     Raises:
       UserError: some but not all of the JAX_* variables, or one that is not a number.
     """
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    given = [name for name in names if environment.get(name)]
-    if given and len(given) < len(names):
-        missing = ", ".join(name for name in names if name not in given)
-        raise UserError(
-            f"environment: {given[0]} is set but {missing} is not; set all three on every host, "
-            "or none."
-        )
-    if given:
-        for name in names[1:]:
-            if not environment[name].isdigit():
-                raise UserError(
-                    f"environment: {name}={environment[name]}: a whole number was expected."
-                )
-        return {
-            "coordinator_address": environment[names[0]],
-            "num_processes": int(environment[names[1]]),
-            "process_id": int(environment[names[2]]),
-        }
+    values = {name: environment[name] for name in _NAMES if environment.get(name)}
+    if values == {"JAX_NUM_PROCESSES": "1"}:
+        return None
+    if values:
+        index = environment.get("JOB_COMPLETION_INDEX")
+        if index:
+            values.setdefault("JAX_PROCESS_ID", index)
+        return _given(values)
     tasks = [environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     # An interactive Slurm shell (salloc) sets SLURM_NTASKS too; only a task of srun is one of many.
     launched = "SLURM_STEP_ID" in environment or "OMPI_COMM_WORLD_RANK" in environment
-    if launched and any(count.isdigit() and int(count) > 1 for count in tasks):
-        return {"coordinator_address": None}
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
-        return {"coordinator_address": None}
-    return None
+    if launched:
+        return {} if any(count.isdigit() and int(count) > 1 for count in tasks) else None
+    lists = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+    if has_tpu or any("," in environment.get(name, "") for name in lists):
+        return {}
+    if environment.get("MEGASCALE_NUM_SLICES", "1") != "1":
+        return {}
+    in_job = "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
+    return {} if in_job and importlib.util.find_spec("kubernetes") else None
+
+
+def _given(values: Mapping[str, str]) -> dict[str, Any]:
+    if missing := [name for name in _NAMES if name not in values]:
+        raise UserError(
+            f"environment: {next(iter(values))} is set but {', '.join(missing)} is not; set all "
+            "three on every host, or none."
+        )
+    for name in _NAMES[1:]:
+        if not values[name].isdigit():
+            raise UserError(f"environment: {name}={values[name]}: a whole number was expected.")
+    count, index = int(values[_NAMES[1]]), int(values[_NAMES[2]])
+    if index >= count:
+        raise UserError(
+            f"environment: {_NAMES[2]}={index} but {_NAMES[1]}={count}: number the processes from "
+            f"0 to {count - 1}."
+        )
+    address = values[_NAMES[0]]
+    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+        raise UserError(f"environment: {_NAMES[0]}={address}: host:port was expected.")
+    return {"coordinator_address": address, "num_processes": count, "process_id": index}
+
+
+def _has_tpu(environment: Mapping[str, str]) -> bool:
+    """Whether JAX would use TPU chips of this host: v4 and older, or v5e and later."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and "tpu" not in platforms.split(","):
+        return False
+    chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return bool(chips) and importlib.util.find_spec("libtpu") is not None
+
+
+def process_index() -> int:
+    """This process's number in its launch; initialises no backend."""
+    service = _service()
+    return 0 if service is None else service.process_id
+
+
+def gather(name: str, value: Any) -> list[Any]:
+    """The JSON values of all processes, in order; every process calls it.
+
+    Args:
+      name: of this exchange; may be used again.
+
+    Raises:
+      UserError, RunError: another process failed (see `fail_together`).
+    """
+    service = _service()
+    if service is None:
+        return [value]
+    client, me, count = service.client, service.process_id, service.num_processes
+    turn = client.key_value_increment(f"mmqa/turns/{me}/{name}", 1)
+    place = f"mmqa/values/{name}/{turn}"
+    client.key_value_set(f"{place}/{me}", json.dumps(value))
+    pause = 0.02
+    while len(found := client.key_value_dir_get(place)) < count:
+        raise_others_failure()
+        time.sleep(pause)
+        pause = min(1.5 * pause, 1.0)
+    values = {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+    if me == 0 and turn > 1:  # all have read the values of the turn before
+        client.key_value_delete(f"mmqa/values/{name}/{turn - 1}/")
+    return [values[process] for process in range(count)]
 
 
 def barrier(name: str) -> None:
     """Waits until every process of the launch is here."""
-    import jax
-    from jax.experimental import multihost_utils
+    gather(f"barrier/{name}", None)
 
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+
+@contextlib.contextmanager
+def fail_together() -> Iterator[None]:
+    """A UserError or RunError of one process in the block becomes that of all.
+
+    The others raise it in their next `gather` or `barrier`, at the latest at the end of the block,
+    and so all of them end with one exit code, instead of waiting for the one that is gone.
+    """
+    try:
+        yield
+        barrier("end of the block")
+    except (UserError, RunError) as error:
+        service = _service()
+        if service is not None and not service.client.key_value_dir_get(_FAILED):
+            report = [type(error).__name__, socket.gethostname(), str(error)]
+            service.client.key_value_set(f"{_FAILED}/{service.process_id}", json.dumps(report))
+        raise
+
+
+def raise_others_failure() -> None:
+    """Raises what another process has failed with, if one has."""
+    service = _service()
+    if service is None:
+        return
+    for key, text in sorted(service.client.key_value_dir_get(_FAILED)):
+        process = int(key.rpartition("/")[2])
+        kind, host, message = json.loads(text)
+        if process != service.process_id:
+            error_class = UserError if kind == UserError.__name__ else RunError
+            raise error_class(f"process {process} on {host}: {message}")
+
+
+def publish(name: str, value: Any) -> None:
+    """Shows a JSON value to the other processes, in place of its last one; see `published`."""
+    if (service := _service()) is not None:
+        key = f"mmqa/published/{name}/{service.process_id}"
+        service.client.key_value_set(key, json.dumps(value), allow_overwrite=True)
+
+
+def published(name: str) -> dict[int, Any]:
+    """What the processes have published under a name, by process."""
+    if (service := _service()) is None:
+        return {}
+    found = service.client.key_value_dir_get(f"mmqa/published/{name}")
+    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+
+
+def _service() -> Any:
+    """JAX's connection of this process to the others; None if there are none."""
+    from jax._src import distributed  # jax has no public way to its key-value store
+
+    state = distributed.global_state
+    return state if state.client is not None and state.num_processes > 1 else None
 
 
 def _compilation_cache(given: str | os.PathLike | None) -> Path | None:

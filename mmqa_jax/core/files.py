@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -11,8 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 
+# What the system says of a disk that takes no more: full, over quota, a file too large, read-only.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
 
 
@@ -60,6 +63,27 @@ def no_empty_folders(folder: str | os.PathLike) -> Iterator[None]:
             with contextlib.suppress(OSError):  # not empty, or never made
                 place.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def report_full_disk(folder: str | os.PathLike) -> Iterator[None]:
+    """Turns what Python and TensorStore raise for a full disk into a RunError.
+
+    Args:
+      folder: that the block writes into.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        code = getattr(error, "errno", None)
+        if found := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore's words
+            code = int(found[1])
+        if code not in _FULL:
+            raise
+        raise RunError(
+            f"{folder}: cannot be written ({os.strerror(code)}); what was complete before is kept: "
+            "make room and start the same command again, which continues."
+        ) from error
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

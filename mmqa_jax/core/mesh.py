@@ -8,11 +8,13 @@ units of a layer).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -194,6 +196,59 @@ def split_rows(x: jax.Array) -> jax.Array:
     if parts == 1 or x.ndim < 2 or x.shape[0] % parts or mesh.manual_axes:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH_AXES))
+
+
+@functools.lru_cache(maxsize=8)
+def local_blocks(mesh: Mesh) -> tuple[int, ...]:
+    """Which of the equal blocks, that `batch_sharding` cuts a batch into, this process feeds.
+
+    Ascending. They need not be neighbours: jax.make_mesh orders the chips of some slices in
+    rings. Processes that hold the same block, since `tensor` spans them, both feed it.
+    """
+    count = batch_blocks(mesh)
+    held = batch_sharding(mesh).addressable_devices_indices_map((count,))
+    return tuple(sorted({(index[0].start or 0) for index in held.values()}))
+
+
+def batch_blocks(mesh: Mesh) -> int:
+    """Into how many blocks `batch_sharding` cuts a batch."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def local_rows(mesh: Mesh, batch_size: int) -> tuple[int, ...] | None:
+    """The rows of a global batch that this process feeds, ascending; None: all of them.
+
+    Args:
+      batch_size: a multiple of `batch_blocks(mesh)`.
+    """
+    count, blocks = batch_blocks(mesh), local_blocks(mesh)
+    if len(blocks) == count:
+        return None
+    size = batch_size // count
+    return tuple(block * size + row for block in blocks for row in range(size))
+
+
+def put_batch(mesh: Mesh, batch: Any) -> Any:
+    """The global arrays of a batch of which every process has its own rows.
+
+    Args:
+      batch: pytree of numpy arrays [n, ...]: those rows, ascending, of `local_blocks`.
+    """
+    sharding, count, blocks = batch_sharding(mesh), batch_blocks(mesh), local_blocks(mesh)
+    place = {block: n for n, block in enumerate(blocks)}
+
+    def put(leaf: Any) -> jax.Array:
+        leaf = np.asarray(leaf)
+        size = len(leaf) // len(blocks)  # rows of a block
+
+        def block_at(index: tuple[slice, ...]) -> np.ndarray:
+            first = place[(index[0].start or 0) // size] * size
+            return leaf[first : first + size]
+
+        shape = (size * count, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, block_at)
+
+    return jax.tree.map(put, batch)
 
 
 def fetch(tree: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
 import signal
 import sys
 import threading
@@ -26,9 +27,12 @@ from jax.sharding import Mesh
 from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, optional, spec_of
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_sharding
+from mmqa_jax.core.files import report_full_disk
+from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.watchdog import Watchdog, hang_limit
+from mmqa_jax.training.nonfinite import FiniteCheck, OnNan
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
 from mmqa_jax.training.state import (
     Task,
@@ -59,6 +63,9 @@ class LoopOptions:
         are only saved at the end, and nothing is evaluated.
       accumulate: parts of a batch, one after another (see make_step).
       keep: how many of the latest checkpoints; the best one is kept besides.
+      on_nan: a loss or gradient that is not finite ends the run (`stop`), or that step changes
+        nothing (`skip`).
+      skip_at_most: so many such steps in a run; one more ends it.
     """
 
     steps: int
@@ -69,6 +76,8 @@ class LoopOptions:
     evaluate_every: int = 0
     accumulate: int = 1
     keep: int = 2
+    on_nan: OnNan = "stop"
+    skip_at_most: int = 10
 
 
 def train(
@@ -91,9 +100,10 @@ def train(
     Args:
       config: the section `train` of a config; see LoopOptions.
       task: model and loss.
-      batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis
-        the batch of this process. A step is compiled once per shape. Entries `ids` or `index`
-        of a dict batch stay on the host and name the examples if the loss is not finite.
+      batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis the
+        rows that this process feeds (core.mesh.local_rows). A step is compiled once per shape.
+        Entries `ids` or `index` of a dict batch stay on the host and name the examples if the
+        loss is not finite.
       mesh: of core.mesh.make_mesh.
       workdir: folder of this training run: checkpoints/, metrics.jsonl, events, weights/,
         model.json, and best/ if `validation` has a metric.
@@ -113,7 +123,7 @@ def train(
     Raises:
       UserError: bad config values, a checkpoint of another config, a batch that does not divide.
       RunError: a loss or gradient that is not finite (step and example ids named; nothing of it
-        is saved), or data that ends too early.
+        is saved), data that ends too early, or a disk that is full.
       SystemExit: SIGTERM or Ctrl-C, after saving (code 143 or 130).
     """
     options = read_section(config)
@@ -130,12 +140,16 @@ def train(
         accumulate=options.accumulate,
         abstract=abstract,
         mesh=mesh,
+        skip_nonfinite=options.on_nan == "skip",
     )
     folder = Path(workdir)
     fingerprint = config_fingerprint({"train": config, "seed": seed, "model": metadata or {}})
-    with Checkpoints(
-        folder / "checkpoints", fingerprint=fingerprint, keep=options.keep
-    ) as checkpoints:
+    with (
+        report_full_disk(folder),
+        Checkpoints(
+            folder / "checkpoints", fingerprint=fingerprint, keep=options.keep
+        ) as checkpoints,
+    ):
         state, first, window = _restore_or_start(
             checkpoints, task, optimizer, seed, abstract, batches
         )
@@ -150,11 +164,16 @@ def train(
             MetricsWriter(folder, restored_step=first) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
             _StopSignals() as stop,
+            Watchdog(hang_limit(os.environ)) as watchdog,
         ):
             on_cpu = mesh.devices.flat[0].platform == "cpu"
-            run = _Run(options, checkpoints, metrics, progress, batches, window, seed, on_cpu)
+            run = _Run(
+                options, checkpoints, metrics, progress, watchdog, batches, window, seed, on_cpu
+            )
             for step in range(first + 1, steps + 1):
+                watchdog.beat(step, "reading the batch")
                 batch, ids = _next_batch(batches, step, mesh, options.accumulate)
+                watchdog.beat(step, "computing")
                 with jax.transfer_guard("disallow"):  # only the batch is transferred, above
                     state, values = step_fn(state, batch)
                 run.dispatched(step, ids, values)
@@ -169,6 +188,7 @@ def train(
                 if stopped or is_best or _due(step, options.checkpoint_every, options.steps):
                     run.save(step, state, score)
                 if best is not None and is_best:
+                    watchdog.beat(step, "saving the best weights")
                     best.write(state.params)
                 if stopped:
                     checkpoints.wait()
@@ -188,13 +208,17 @@ class _Run:
         checkpoints: Checkpoints,
         metrics: MetricsWriter,
         progress: Progress,
+        watchdog: Watchdog,
         batches: Any,
         window: dict[str, Any],
         seed: int,
         on_cpu: bool,
     ):
         self._options, self._checkpoints, self._metrics = options, checkpoints, metrics
-        self._progress, self._batches, self._seed = progress, batches, seed
+        self._progress, self._watchdog = progress, watchdog
+        self._batches, self._seed = batches, seed
+        skipped = window.get("skipped", 0)
+        self._finite = FiniteCheck(options.on_nan, options.skip_at_most, skipped)
         self._flying: collections.deque[tuple[int, Any, dict[str, jax.Array]]] = collections.deque()
         self._sums, self._count = dict(window["sums"]), window["count"]
         # The CPU runs a step on the cores that also make batches: running ahead costs memory only.
@@ -208,16 +232,11 @@ class _Run:
         self._progress.advance()
 
     def check_finite(self) -> None:
-        """Fetches the metrics of all steps so far; RunError at the first that is not finite."""
+        """Fetches the metrics of all steps so far; see FiniteCheck.counts."""
         fetched = jax.device_get([values for _, _, values in self._flying])
         for (step, ids, _), values in zip(self._flying, fetched, strict=True):
-            for name in ("loss", "grad_norm"):
-                if not math.isfinite(values[name]):
-                    raise RunError(
-                        f"step {step}: {name} is {float(values[name])}{_named(ids)}; the last "
-                        f"good checkpoint is step {self._checkpoints.latest_step() or 0}; lower "
-                        "the learning rate, clip the gradient, or look at those examples."
-                    )
+            if not self._finite.counts(step, ids, values, self._checkpoints.latest_step() or 0):
+                continue
             for name, value in values.items():
                 self._sums[name] = self._sums.get(name, 0.0) + float(value)
             self._count += 1
@@ -227,15 +246,21 @@ class _Run:
         """Writes the means of the steps since the last row."""
         self.check_finite()
         means = {name: total / self._count for name, total in self._sums.items()}
+        if self._finite.skipped:
+            means["skipped_steps"] = self._finite.skipped
         if (rate := self._progress.rate()) is not None:
             means["steps_per_second"] = rate
         self._metrics.write(step, means)
-        self._progress.advance(0, loss=means["loss"])
+        if "loss" in means:
+            self._progress.advance(0, loss=means["loss"])
         self._sums, self._count = {}, 0
 
     def evaluate(self, step: int, model: nnx.Module, validation: Validation) -> float | None:
         """Writes a row of the validation's values; returns that of its metric, if it is finite."""
         self.check_finite()
+        self._watchdog.beat(step, "evaluating")
+        if jax.process_count() == 1:
+            self._watchdog.rest()  # no other host waits, and it may take long
         with self._progress.paused():
             found = _same_on_all(validation.evaluate(model))
         self._metrics.write(step, {f"eval/{name}": value for name, value in found.items()})
@@ -248,13 +273,15 @@ class _Run:
     def save(self, step: int, state: TrainState, score: float | None) -> None:
         """Starts a checkpoint, after checking that all values so far are finite."""
         self.check_finite()
+        self._watchdog.beat(step, "saving")
+        window = {"sums": self._sums, "count": self._count, "skipped": self._finite.skipped}
         self._checkpoints.save(
             step,
             params=state.params,
             train={"step": state.step, "optimizer": state.optimizer},
             iterator=self._batches,
             # A log window may span a checkpoint: keep its first part.
-            meta={"seed": self._seed, "window": {"sums": self._sums, "count": self._count}},
+            meta={"seed": self._seed, "window": window},
             score=score,
         )
 
@@ -330,13 +357,12 @@ def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) 
     if isinstance(batch, dict):
         ids = {key: batch[key] for key in _ID_KEYS if key in batch}
         batch = {key: value for key, value in batch.items() if key not in _ID_KEYS}
-    sharding = batch_sharding(mesh)
+    share = len(local_blocks(mesh))
     for leaf in jax.tree.leaves(batch):
-        size = np.shape(leaf)[0] * jax.process_count() if np.ndim(leaf) else 0
-        check_batch_size(size, mesh, accumulate)
-    return jax.tree.map(
-        lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch
-    ), ids
+        rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
+        size, rest = divmod(rows * batch_blocks(mesh), share)
+        check_batch_size(0 if rest else size, mesh, accumulate)
+    return put_batch(mesh, batch), ids
 
 
 def read_section(config: Mapping[str, Any]) -> LoopOptions:
@@ -378,14 +404,3 @@ def _quiet() -> bool | None:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def _named(ids: Any) -> str:
-    if not ids:
-        return ""
-    shown = []
-    for name, values in ids.items():
-        listed = np.asarray(values).reshape(-1).tolist()
-        more = f", ... ({len(listed)} in all)" if len(listed) > 16 else ""
-        shown.append(f"{name} {', '.join(map(str, listed[:16]))}{more}")
-    return f" on the batch with {'; '.join(shown)}"

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core import distributed
 from mmqa_jax.core.config import optional
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.mesh import local_rows, make_mesh
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
@@ -310,14 +310,14 @@ def _language_model(
 
 
 def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedConfig:
+    batch_size = config.batches.batch_size
     return FeedConfig(
-        batch_size=config.batches.batch_size,
+        batch_size=batch_size,
         seed=config.seed,
         augment=make_augmentation(config.get("augment", {})),
         inputs=inputs,
         slack=config.batches.get("slack", 0),
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        rows=local_rows(make_mesh(config.mesh.to_dict()), batch_size),
         threads=config.batches.get("threads", 2),
     )
 

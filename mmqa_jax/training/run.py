@@ -11,6 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core import distributed
+from mmqa_jax.core.agreement import check_same_run, check_shared_folder
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.workdir import claim_workdir
@@ -57,12 +58,28 @@ def run_training(
         another config.
     """
     distributed.start()
+    with distributed.fail_together():
+        return _run_training(config, folder, corpus, make_validation, make_examples, only_start)
+
+
+def _run_training(
+    config: ConfigDict,
+    folder: Path,
+    corpus: Corpus | None,
+    make_validation: MakeValidation | None,
+    make_examples: MakeExamples | None,
+    only_start: bool,
+) -> dict[str, Any]:
     check_config(config)
     if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
     corpus = corpus or open_corpus(config.data.dir)
     steps = 0 if only_start else config.train.steps
+    further = {"--workdir": str(folder), "--only_start": only_start}
+    check_same_run(config, {**further, "the prepared corpus": corpus.fingerprint})
     with claim_workdir(folder, config, work="checkpoints/[0-9]*"):
+        distributed.barrier("the workdir is claimed")
+        check_shared_folder(folder)
         if only_start and any(folder.glob("checkpoints/[0-9]*")):
             raise UserError(
                 f"--only_start: {folder} holds a trained run; name another --workdir, or leave "

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -109,14 +110,22 @@ def with_pretrained(
     """The state with pretrained weights, with the same shardings.
 
     Args:
-      load_pretrained: puts the weights into a module, in place.
+      load_pretrained: puts the weights into a module, in place; on every process, the same ones.
     """
     # Read first: the module shares its variables with the state, so loading writes into both.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     module = model.merge(state.params)
     load_pretrained(module)
-    params = jax.device_put(nnx.state(module, nnx.Param), shardings)
+    params = jax.tree.map(_placed, nnx.state(module, nnx.Param), shardings)
     return dataclasses.replace(state, params=params)
+
+
+def _placed(value: jax.Array, sharding: Any) -> jax.Array:
+    """The array on a sharding; where that spans processes, each brings a copy of the whole."""
+    if value.is_fully_addressable and not sharding.is_fully_addressable:
+        whole = np.asarray(value)
+        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+    return jax.device_put(value, sharding)
 
 
 def finished(
@@ -183,12 +192,15 @@ def make_step(
     accumulate: int,
     abstract: TrainState,
     mesh: Mesh,
+    skip_nonfinite: bool = False,
 ) -> Step:
     """The jitted update: (state, batch) -> (state, metrics); the old state is donated.
 
     Dropout keys depend on seed and step alone, so a resumed run draws the same. With
     `accumulate` k, the batch is taken in k interleaved parts whose gradients are averaged
     (a loss with in-batch negatives sees only those of its part).
+    With `skip_nonfinite` a step whose loss or gradient is not finite changes nothing but the number
+    of the step.
     Metrics: those of the task, `loss`, `grad_norm` (global, before clipping), `learning_rate`.
     """
 
@@ -225,6 +237,13 @@ def make_step(
         metrics["learning_rate"] = schedule(state.step)
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
+        if skip_nonfinite:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            params, moments = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (params, moments),
+                (state.params, state.optimizer),
+            )
         return TrainState(state.step + 1, params, moments), metrics
 
     # The old parameters make room for the new ones: one copy in memory, not two.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import MMQA, ROOT, finish, launch, outcomes
 
-ROOT = Path(__file__).parents[2]
-MMQA = [sys.executable, "-c", "import sys; from mmqa_jax.cli import main; sys.exit(main())"]
+RING = [sys.executable, str(Path(__file__).with_name("ring_mmqa.py"))]
 CAPITALS = {
     "Arvania": "Pelot", "Borduria": "Szohod", "Cinnabar": "Vermil", "Doriath": "Menegroth",
     "Erewhon": "Colcha", "Florin": "Gilder", "Gondal": "Regina", "Hav": "Medina",
@@ -58,30 +55,8 @@ def data(tmp_path_factory):
             for land, city in CAPITALS.items()
         ],
     )
-    finish(start("prepare", "corpus", f"--raw={raw}", f"--out={folder}"))
+    finish(launch(1, *MMQA, "prepare", "corpus", f"--raw={raw}", f"--out={folder}"))
     return folder
-
-
-def start(*arguments: str, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*MMQA, *arguments],
-        cwd=ROOT,
-        env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-        | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(*processes: subprocess.Popen) -> None:
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), outputs
 
 
 def train_flags(data: Path, workdir: Path) -> list[str]:
@@ -91,12 +66,6 @@ def train_flags(data: Path, workdir: Path) -> list[str]:
         section = value if isinstance(value, dict) else {"": value}
         flags += [f"--config.{f'{key}.{name}'.strip('.')}={x}" for name, x in section.items()]
     return flags
-
-
-def split_over(axis: str) -> list[str]:
-    """Flags of a mesh of two devices: batches, or batches and parameters, are split."""
-    sizes = {"data": 1, "fsdp": 1, axis: 2}
-    return [f"--config.mesh.{name}={size}" for name, size in sizes.items()]
 
 
 def curve(workdir: Path) -> list[dict[str, float]]:
@@ -114,31 +83,31 @@ def best_step(workdir: Path) -> int:
 def alone(data, tmp_path_factory):
     """The workdir of a run on one process."""
     workdir = tmp_path_factory.mktemp("alone") / "run"
-    finish(start("train", *train_flags(data, workdir)))
+    finish(launch(1, *MMQA, "train", *train_flags(data, workdir)))
     return workdir
 
 
-@pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_two_processes_train_as_one_does(data, alone, tmp_path, axis):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    finish(
-        *(
-            start(
-                "train",
-                *train_flags(data, tmp_path / "two"),
-                *split_over(axis),
-                JAX_COORDINATOR_ADDRESS=address,
-                JAX_NUM_PROCESSES="2",
-                JAX_PROCESS_ID=str(process),
-            )
-            for process in range(2)
-        )
-    )
+@pytest.mark.parametrize(("command", "axis", "devices"), [(RING, "data", 4), (MMQA, "fsdp", 2)])
+def test_two_processes_train_as_one_does(data, alone, tmp_path, command, axis, devices):
+    """On a ring, where process 0 has the first and the last rows; and with parameters split."""
+    sizes = {"data": 1, "fsdp": 1, axis: devices}
+    flags = [f"--config.mesh.{name}={size}" for name, size in sizes.items()]
+    flags += train_flags(data, tmp_path / "two")
+    finish(launch(2, *command, "train", *flags, devices=devices // 2))
     record = json.loads((tmp_path / "two" / "config.json").read_text())
     assert record["devices"]["processes"] == 2
     # With the parameters split over the processes, what is fetched is gathered.
     for two, one in zip(curve(tmp_path / "two"), curve(alone), strict=True):
         assert two == pytest.approx(one, rel=1e-5)
     assert best_step(tmp_path / "two") == best_step(alone)
+
+
+def test_processes_of_two_configs_are_refused(data, tmp_path):
+    """Both end with exit code 2 and the key, and leave no workdir behind."""
+    flags = train_flags(data, tmp_path / "run")
+    found = outcomes(launch(2, *MMQA, "train", *flags, differing=("--config.train.steps=5",)))
+    assert [code for code, _ in found] == [2, 2]
+    for _, out in found:
+        assert "config key train.steps is 4 on process 0" in out
+        assert "Traceback" not in out
+    assert not (tmp_path / "run").exists()

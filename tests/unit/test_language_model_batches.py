@@ -60,9 +60,9 @@ def test_the_arrays_of_a_row():
     assert batch["target_segments"].tolist() == [[1, 1, 2, 2, 2, 0], [0] * 6]
 
 
-def batches(count: int, share: float, process: int = 0, processes: int = 1, **options):
+def batches(count: int, share: float, rows: tuple[int, ...] | None = None, **options):
     versions = [[example(9, 6, 100 * i), example(15, 9, 100 * i + 50)] for i in range(count)]
-    feed = FeedConfig(2, seed=3, threads=0, process_index=process, process_count=processes)
+    feed = FeedConfig(2, seed=3, threads=0, rows=rows)
     return language_model_batches(
         versions, (1 - share, share), feed, length=32, targets=12, **options
     )
@@ -88,7 +88,7 @@ def test_each_epoch_packs_and_chooses_anew_and_hosts_take_their_slices():
     first = [firsts(next(whole)) for _ in range(8)]
     assert [firsts(b) for b, _ in zip(batches(6, 0.5), range(8), strict=False)] == first
     assert len({tuple(sorted(own)) for own in first}) > 3
-    halves = [batches(6, 0.5, process, 2) for process in (0, 1)]
+    halves = [batches(6, 0.5, (row,)) for row in (0, 1)]
     for own in first:
         assert [x for half in halves for x in firsts(next(half))] == own
 

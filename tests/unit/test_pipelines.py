@@ -96,12 +96,17 @@ def test_batches_depend_on_seed_and_position_alone(reader, packer, task):
     assert [next(other)["index"].tolist() for _ in range(5)] != [
         b["index"].tolist() for b in batches[:5]
     ]
-    # Two processes, end to end, make the batch that one makes.
-    halves = [build(dataclasses.replace(feed, process_index=p, process_count=2)) for p in range(2)]
+    # Two processes make the rows of the batch that one makes, wherever their rows are.
+    taken = np.array([0, 3, 5, 6]), np.array([1, 2, 4, 7])
+    halves = [build(dataclasses.replace(feed, rows=tuple(rows.tolist()))) for rows in taken]
     for whole in batches[:4]:
-        parts = [next(half) for half in halves]
-        joined = {name: np.concatenate([p[name] for p in parts]) for name in whole}
-        assert_equal_batches([joined], [whole])
+        for rows, half in zip(taken, halves, strict=True):
+            part = next(half)
+            for name, array in whole.items():
+                # A question of a contrastive batch has several sources.
+                group = len(array) // 8
+                own = (rows[:, None] * group + np.arange(group)).reshape(-1)
+                assert_equal_batches([{name: part[name]}], [{name: array[own]}])
 
 
 @pytest.mark.parametrize("task", ["contrastive", "rerank", "answer"])

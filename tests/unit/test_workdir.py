@@ -170,3 +170,27 @@ def test_multi_host_launches_are_told_from_single_ones():
         multi_host_arguments({"JAX_COORDINATOR_ADDRESS": "a:1"})
     with pytest.raises(UserError, match="JAX_PROCESS_ID=x: a whole number"):
         multi_host_arguments({**full, "JAX_PROCESS_ID": "x"})
+    with pytest.raises(UserError, match="JAX_PROCESS_ID=2 but JAX_NUM_PROCESSES=2"):
+        multi_host_arguments({**full, "JAX_PROCESS_ID": "2"})
+    with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS=a: host:port"):
+        multi_host_arguments({**full, "JAX_COORDINATOR_ADDRESS": "a"})
+
+
+def test_pods_are_left_to_jax_to_detect():
+    detected = {}
+    assert (
+        multi_host_arguments({"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476"}) == detected
+    )
+    assert multi_host_arguments({"MEGASCALE_NUM_SLICES": "2"}) == detected
+    assert multi_host_arguments({"MEGASCALE_NUM_SLICES": "1"}) is None
+    # A TPU VM of GCE has no variable that names the others: its metadata server knows them.
+    assert multi_host_arguments({}, has_tpu=True) == detected
+    assert multi_host_arguments({"JAX_NUM_PROCESSES": "1"}, has_tpu=True) is None
+
+
+def test_an_indexed_job_numbers_its_processes():
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
+    assert multi_host_arguments(pod) is None  # its pods may as well be independent shards
+    joined = {**pod, "JAX_COORDINATOR_ADDRESS": "run-0.run:1234", "JAX_NUM_PROCESSES": "4"}
+    assert multi_host_arguments(joined)["process_id"] == 3
+    assert multi_host_arguments({**joined, "JAX_PROCESS_ID": "1"})["process_id"] == 1

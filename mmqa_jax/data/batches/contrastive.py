@@ -113,7 +113,7 @@ def contrastive_batches(
             "pixels": pixels,
             "has_image": has_image,
             "source_rows": table["rows"].reshape(-1).astype(np.int32),
-            "positive": (group * (planned.start + np.arange(count))).astype(np.int32),
+            "positive": (group * planned.rows).astype(np.int32),
             "gold_rows": gold_rows,
             "index": table["question"].astype(np.int32),
             "truncated": query_lost + source_lost.reshape(count, group).sum(axis=1, dtype=np.int32),

@@ -30,7 +30,7 @@ class FeedConfig:
       inputs: the class that holds a batch's VLP arrays, under the key `inputs`:
         models.vlp.VLPInputs; None leaves them flat under their names.
       slack: tokens by which augmentation may lengthen an example; its bucket leaves room for them.
-      process_index, process_count: this process's slice of every batch.
+      rows: this process's rows of every batch (core.mesh.local_rows); None: all.
       threads: threads that prepare batches ahead.
     """
 
@@ -39,8 +39,7 @@ class FeedConfig:
     augment: Augment | None = None
     inputs: Callable[..., Any] | None = None
     slack: int = 0
-    process_index: int = 0
-    process_count: int = 1
+    rows: tuple[int, ...] | None = None
     threads: int = 2
 
     def __post_init__(self):
@@ -84,13 +83,7 @@ def feed_batches(
       make: a batch from its entry in the plan and the rows of its examples; a pure function.
     """
     epochs = Epochs(sample, shapes, feed.batch_size)
-    plan = BatchPlan(
-        epochs.buckets,
-        feed.batch_size,
-        feed.seed,
-        process_index=feed.process_index,
-        process_count=feed.process_count,
-    )
+    plan = BatchPlan(epochs.buckets, feed.batch_size, feed.seed, rows=feed.rows)
 
     def make_planned(planned: PlannedBatch) -> Packed:
         table = epochs(planned.epoch)
@@ -110,11 +103,11 @@ def nest_inputs(arrays: Packed, feed: FeedConfig) -> dict[str, Any]:
 def example_rng(
     feed: FeedConfig, planned: PlannedBatch, index: int, use: int
 ) -> np.random.Generator:
-    """Generator of the example at `index` of the process's slice, the same for any slicing.
+    """Generator of the example at `index` of the process's rows, the same for any split.
 
     `use`: 0 augmentation, 1 packing.
     """
-    return np.random.default_rng((20 + use, feed.seed, planned.index, planned.start + index))
+    return np.random.default_rng((20 + use, feed.seed, planned.index, int(planned.rows[index])))
 
 
 def augmented(raw: RawExample, feed: FeedConfig, planned: PlannedBatch, index: int) -> RawExample:

@@ -17,21 +17,21 @@ _ENDLESS = 2**40
 
 
 class PlannedBatch(NamedTuple):
-    """This process's slice of one batch of the plan.
+    """This process's rows of one batch of the plan.
 
     Attributes:
       index: position of the batch in the plan.
       epoch: pass over the examples.
       bucket: the bucket all its examples are in.
-      examples: int64[batch_size / process_count], example indices of this process's slice.
-      start: position of the slice's first example in the whole batch.
+      examples: int64[b], example indices of this process's rows.
+      rows: int64[b], the places of these examples in the whole batch, ascending.
     """
 
     index: int
     epoch: int
     bucket: int
     examples: Int[np.ndarray, " b"]
-    start: int
+    rows: Int[np.ndarray, " b"]
 
 
 class BatchPlan:
@@ -40,13 +40,13 @@ class BatchPlan:
     Per epoch the examples are shuffled within their buckets and chunked (the last chunk is
     filled up from the bucket's beginning), and the order of the batches is shuffled. Batch i
     depends on (seed, i) alone, so a data iterator's whole state is its position, any number
-    of threads may read ahead, and every process can take its slice of each batch.
+    of threads may read ahead, and every process can take its rows of each batch.
 
     Args:
       buckets: epoch -> bucket of every example, int[N], -1 = not in this epoch.
       batch_size: examples of a batch over all processes.
       seed: not negative.
-      process_index, process_count: which slice of every batch to take.
+      rows: which rows of every batch to take (core.mesh.local_rows); None: all.
     """
 
     def __init__(
@@ -55,17 +55,12 @@ class BatchPlan:
         batch_size: int,
         seed: int,
         *,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: Sequence[int] | None = None,
     ):
-        if batch_size < 1 or batch_size % process_count:
-            raise UserError(
-                f"batch_size={batch_size} cannot be split over {process_count} process(es); "
-                "give a positive multiple of the process count."
-            )
+        if batch_size < 1:
+            raise UserError(f"batch_size={batch_size}: give 1 or more.")
         self._buckets, self.batch_size, self.seed = buckets, batch_size, seed
-        self._slice = batch_size // process_count
-        self._start = self._slice * process_index
+        self._rows = np.arange(batch_size) if rows is None else np.array(rows, np.int64)
         self._lock = threading.Lock()
         self._first = [0]  # index of the first batch of each epoch planned so far
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -81,8 +76,8 @@ class BatchPlan:
             epoch = int(np.searchsorted(self._first, index, side="right")) - 1
             buckets, examples = self._order(epoch)
         row = index - self._first[epoch]
-        part = examples[row, self._start : self._start + self._slice]
-        return PlannedBatch(index, epoch, int(buckets[row]), part, self._start)
+        part = examples[row, self._rows]
+        return PlannedBatch(index, epoch, int(buckets[row]), part, self._rows)
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Buckets [n] and examples [n, batch_size] of one epoch's batches, in order."""

@@ -180,14 +180,14 @@ def read_weights(
     Args:
       folder: the checkpoint.
       target: by name, with the dtype and the sharding that the array shall have (without one:
-        the default device).
+        this process's first device).
       on_bytes: called with the size of each array that is read.
 
     Raises:
       UserError: the checkpoint is truncated or damaged.
     """
     folder = Path(folder).absolute()
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arguments = {
         name: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding or default, dtype=leaf.dtype, global_shape=leaf.shape

@@ -1,0 +1,144 @@
+"""Ends a run that stands still, since one of its hosts hangs, so that the launcher restarts it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from mmqa_jax.core import distributed
+from mmqa_jax.core.errors import RunError, UserError
+
+EXIT_HANGING = 75  # of sysexits.h: a temporary failure, try again
+DEFAULT_LIMIT_SECONDS = 1800
+_VARIABLE = "MMQA_HANG_SECONDS"
+_SHOWN = 8
+
+
+class Watchdog:
+    """Ends the process with EXIT_HANGING if no `beat` comes for `limit` seconds.
+
+    Every process has one. Before it ends, it prints which processes of the launch are behind the
+    others, with host, step and what they were doing, and the stacks of its own threads: the process
+    that hangs in Python prints the reason itself. If another process has failed, it ends at once
+    with that one's exit code, rather than wait for it.
+
+        with Watchdog(limit) as watchdog:
+            for step in ...:
+                watchdog.beat(step, "reading the batch")
+
+    A process that was suspended as a whole, or whose clock jumped, does not count as hanging.
+
+    Args:
+      limit: in seconds, longer than the longest compilation and evaluation; 0: never.
+      end: ends the process with an exit code (for tests).
+    """
+
+    def __init__(self, limit: float, *, end: Callable[[int], Any] = os._exit):
+        self._limit, self._end = limit, end
+        self._tick = min(5.0, limit / 10) if limit else 5.0
+        self._at: dict[str, Any] = {"beat": 0, "step": 0, "doing": "starting"}
+        self._idle = 0.0
+        self._others: Mapping[int, Any] = {}
+        self._stop = threading.Event()
+        self._asked, self._answered = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._watch, self._exchange)
+        ]
+
+    def __enter__(self) -> Self:
+        if self._limit:
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def beat(self, step: int, doing: str) -> None:
+        """The run moves: all processes make the same beats in the same order."""
+        self._at = {"beat": self._at["beat"] + 1, "step": step, "doing": doing}
+        self._idle = 0.0
+
+    def rest(self) -> None:
+        """There is no limit until the next beat."""
+        self._idle = float("-inf")
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(self._tick):
+            now = time.monotonic()
+            self._idle += min(now - last, 2 * self._tick)
+            last = now
+            if self._idle > self._limit:
+                # Process 0 may be the one that hangs, and then nobody answers.
+                self._asked.set()
+                self._answered.wait(20)
+                self._report()
+                self._end(EXIT_HANGING)
+                return
+
+    def _exchange(self) -> None:
+        """In a thread of its own: it blocks while process 0 does not answer."""
+        while not self._stop.wait(self._tick):
+            distributed.publish("watchdog", [socket.gethostname(), self._at])
+            if self._idle > min(30.0, self._limit / 2):
+                try:
+                    distributed.raise_others_failure()
+                except (UserError, RunError) as error:
+                    print(f"mmqa: {error}", file=sys.stderr, flush=True)
+                    self._end(2 if isinstance(error, UserError) else 1)
+            if self._asked.is_set():
+                self._others = distributed.published("watchdog")
+                self._answered.set()
+
+    def _report(self) -> None:
+        lines = [f"mmqa: the run hangs: nothing has moved for {self._limit:.0f} seconds."]
+        if self._answered.is_set():
+            lines += last_seen(self._others)
+        else:
+            lines.append("process 0, which knows the steps of all, does not answer: it hangs.")
+        lines.append(
+            f"This process was at step {self._at['step']}, {self._at['doing']}; it ends with exit "
+            f"code {EXIT_HANGING}, start the launch again ({_VARIABLE} is the limit). Its stacks:"
+        )
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+
+
+def last_seen(published: Mapping[int, Any]) -> list[str]:
+    """Lines that say where the processes are, those behind the others first."""
+    if not published:
+        return []
+    furthest = max(at["beat"] for _, at in published.values())
+    order = sorted(published, key=lambda process: (published[process][1]["beat"], process))
+    lines = []
+    for process in order[:_SHOWN]:
+        host, at = published[process]
+        behind = ", behind the others" if at["beat"] < furthest else ""
+        lines.append(f"process {process} on {host}: step {at['step']}, {at['doing']}{behind}")
+    if len(order) > _SHOWN:
+        lines.append(f"and {len(order) - _SHOWN} more processes")
+    return lines
+
+
+def hang_limit(environment: Mapping[str, str]) -> float:
+    """The limit in seconds: MMQA_HANG_SECONDS, or else half an hour.
+
+    It is a property of the cluster and not of the experiment: a run resumes with another one.
+    """
+    given = environment.get(_VARIABLE, "")
+    if not given:
+        return DEFAULT_LIMIT_SECONDS
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = -1.0
+    if not limit >= 0:
+        raise UserError(f"environment: {_VARIABLE}={given}: seconds were expected, 0 for no limit.")
+    return limit

@@ -1,0 +1,113 @@
+"""What happens to a run when its data, its disk or its evaluation goes wrong."""
+
+from __future__ import annotations
+
+import resource
+import signal
+
+import numpy as np
+import pytest
+import tiny_run
+from test_training_resume import assert_same_run, curve, run, weights
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.training.validation import Validation
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, _quiet):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    run(workdir)
+    return workdir
+
+
+def spoiled(*steps):
+    """The pipeline, with rows that give a loss of NaN in the batches of these steps."""
+    batches = tiny_run.pipeline()
+    for step in steps:
+        batches = tiny_run.Watched(
+            batches, step, lambda batch: {**batch, "y": batch["y"] * np.float32("nan")}
+        )
+    return batches
+
+
+def params_of(model):
+    named = flatten_named(tiny_run.nnx.state(model, tiny_run.nnx.Param))
+    return {name: np.array(leaf) for name, leaf in named.items()}
+
+
+def test_a_skipped_step_changes_nothing(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("MMQA_PROGRESS")
+    seen = []
+
+    def evaluate(model):
+        seen.append(params_of(model))
+        return {"mean": 0.0}
+
+    run(
+        tmp_path, spoiled(20), steps=24, log_every=1, evaluate_every=1,
+        on_nan="skip", validation=Validation(evaluate),
+    )  # fmt: skip
+    for name, after in seen[19].items():
+        np.testing.assert_array_equal(after, seen[18][name])
+        assert (seen[20][name] != after).any()
+    rows = {row["step"]: row for row in curve(tmp_path) if "eval/mean" not in row}
+    assert rows[20] == {"step": 20, "skipped_steps": 1}  # no means: it had one step only
+    assert np.isfinite([rows[step]["loss"] for step in rows if step != 20]).all()
+    printed = " ".join(capfd.readouterr().err.split())
+    assert "step 20: loss is nan on the batch with index" in printed
+    assert "skipped (1 of at most 10)" in printed
+
+
+def test_only_so_many_steps_are_skipped_and_resuming_counts_on(tmp_path):
+    skip = {"on_nan": "skip", "skip_at_most": 2}
+    with pytest.raises(
+        RunError, match=r"step 13: loss is nan.*: 3 steps were skipped, train\.skip"
+    ):
+        run(tmp_path / "at_once", spoiled(3, 8, 13), **skip)
+    stop = tiny_run.Watched(spoiled(3, 8), 9, tiny_run.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        run(tmp_path / "resumed", stop, **skip)
+    with pytest.raises(
+        RunError, match=r"step 13: .*: 3 steps were skipped.* checkpoint is step 10"
+    ):
+        run(tmp_path / "resumed", spoiled(4), **skip)
+    with pytest.raises(UserError, match=r"train\.on_nan='ignore'"):
+        run(tmp_path / "typo", on_nan="ignore")
+
+
+def test_a_full_disk_is_named_and_loses_nothing(tmp_path, undisturbed):
+    """The size of files is limited in the middle of a run, as a full disk or a quota would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(batch):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+
+    try:
+        with pytest.raises(RunError, match=r"cannot be written \(File too large\).*make room"):
+            run(tmp_path, tiny_run.Watched(tiny_run.pipeline(), 28, fill))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run(tmp_path)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_sigterm_in_an_evaluation_ends_it_and_saves(tmp_path, undisturbed, capsys):
+    count = 0
+
+    def evaluate(model):
+        nonlocal count
+        count += 1
+        if count == 2:
+            tiny_run.raise_signal(signal.SIGTERM)(None)
+        return tiny_run.evaluate(model)
+
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, validation=Validation(evaluate))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert "stopped after step 30 and saved" in capsys.readouterr().err
+    assert [row["step"] for row in curve(tmp_path) if "eval/mean" in row] == [15, 30]
+    run(tmp_path)
+    assert_same_run(tmp_path, undisturbed)
+    assert weights(tmp_path).keys() == weights(undisturbed).keys()

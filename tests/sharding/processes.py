@@ -1,0 +1,94 @@
+"""Starts the processes of one launch on this machine, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MMQA = [sys.executable, "-c", "import sys; from mmqa_jax.cli import main; sys.exit(main())"]
+
+
+TINY = str(Path(__file__).with_name("tiny_launch.py"))
+TRAIN = {"steps": 50, "log_every": 1, "checkpoint_every": 25, "evaluate_every": 25}
+
+
+def start(*command: str, devices: int = 1, **environment: str) -> subprocess.Popen:
+    """One process with that many fake devices."""
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "PYTHONPATH": str(ROOT),
+            "MMQA_PROGRESS": "off",
+        }
+        | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def launch(count: int, *command: str, devices: int = 1, differing: tuple = ()) -> list:
+    """The processes of one launch.
+
+    Args:
+      count: how many.
+      devices: fake devices of each.
+      differing: further arguments of the last process.
+    """
+    if count == 1:
+        return [start(*command, devices=devices)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return [
+        start(
+            *command,
+            *(differing if process == count - 1 else ()),
+            devices=devices,
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES=str(count),
+            JAX_PROCESS_ID=str(process),
+        )
+        for process in range(count)
+    ]
+
+
+def outcomes(processes: list, timeout: int = 400) -> list[tuple[int, str]]:
+    """Exit code and output of each; none is left running."""
+    try:
+        printed = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+    return [(process.returncode, out) for process, out in zip(processes, printed, strict=True)]
+
+
+def finish(processes: list, code: int = 0, timeout: int = 400) -> list[str]:
+    """The outputs, after all have ended with that exit code."""
+    found = outcomes(processes, timeout)
+    assert [ended for ended, _ in found] == [code] * len(processes), found
+    return [out for _, out in found]
+
+
+def tiny(count: int, workdir: Path, *, devices: int = 1, **options) -> list:
+    """The processes of a launch of tiny_launch.py, with its options."""
+    options = {"train": TRAIN, **options}
+    return launch(count, sys.executable, TINY, workdir, json.dumps(options), devices=devices)
+
+
+def curve(workdir: Path) -> dict[int, float]:
+    """The losses of a run of tiny_launch.py by step."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}

@@ -1,0 +1,80 @@
+"""Launches of two processes that differ, are stopped, hang or go wrong on one of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from processes import curve, finish, launch, outcomes, tiny
+
+from mmqa_jax.core.watchdog import EXIT_HANGING
+
+EXCHANGE = str(Path(__file__).with_name("exchange.py"))
+TWO = {"devices": 2, "mesh": {"data": 2, "tensor": 2}}
+
+
+def saved(workdir):
+    names = [folder.name for folder in (workdir / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def test_processes_tell_each_other_what_they_are(tmp_path):
+    printed = finish(launch(2, sys.executable, EXCHANGE, tmp_path))
+    zero, one = (json.loads(out.splitlines()[-1]) for out in printed)
+    for found in (zero, one):
+        assert found["gathered"] == [[[0, 0], [1, 0]], [[0, 1], [1, 1]]]
+        assert found["same"] is None
+        assert found["shared"] is None
+        assert "config key train.steps is 5 on process 0" in found["differing"]
+        assert "and 6 on process 1" in found["differing"]
+        assert "the version of jax is" in found["differing"]
+        assert "'0.0.1' on process 1" in found["differing"]
+        assert "seed" not in found["differing"]
+        assert "workdir" not in found["differing"]
+        assert "process 1" in found["not_shared"]
+        assert "has another folder" in found["not_shared"]
+        assert "cannot be written on process 1" in found["unwritable"]
+        assert "No such file" in found["unwritable"]
+        assert found["left"] == []
+    assert zero["failed"].startswith("process 1 on ")
+    assert zero["failed"].endswith(one["failed"])
+    assert "p.jpg" in one["failed"]
+
+
+def test_sigterm_of_one_host_stops_all_and_another_number_goes_on(alone, tmp_path):
+    """Both save the same step; one process resumes on another mesh, with the same losses."""
+    happen = {"what": "SIGTERM", "process": 1, "batch": 9}
+    printed = finish(tiny(2, tmp_path, **TWO, happen=happen), code=128 + signal.SIGTERM)
+    assert all("stopped after step" in out for out in printed)
+    (step,) = saved(tmp_path)
+    assert 9 <= step < 25
+    finish(tiny(1, tmp_path, devices=4, mesh={"fsdp": 4}))
+    assert curve(tmp_path) == pytest.approx(curve(alone), abs=1e-6)
+    assert len(curve(tmp_path)) == 50
+
+
+def test_a_host_that_hangs_is_named_and_the_others_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMQA_HANG_SECONDS", "20")
+    happen = {"what": "SIGSTOP", "process": 1, "batch": 9}
+    first, second = tiny(2, tmp_path, **TWO, happen=happen)
+    try:
+        out = first.communicate(timeout=300)[0]
+    finally:
+        for process in (first, second):
+            process.kill()
+        second.communicate()
+    assert first.returncode == EXIT_HANGING, out
+    named = next(line for line in out.splitlines() if line.startswith("process 1 on "))
+    assert named.endswith("behind the others")
+    assert "training/loop.py" in out  # the stack of the one that waits
+
+
+def test_rows_that_spoil_a_step_are_named_by_the_process_that_has_them(tmp_path):
+    happen = {"what": "nan", "process": 1, "batch": 9}
+    found = outcomes(tiny(2, tmp_path, **TWO, happen=happen))
+    assert [code for code, _ in found] == [1, 1]
+    assert all("step 9: loss is nan on the batch with index" in out for _, out in found)
+    assert saved(tmp_path) == []

@@ -1,0 +1,89 @@
+"""A tiny training run as one of several processes: python tiny_launch.py WORKDIR OPTIONS
+
+OPTIONS is JSON:
+  mesh    sizes of the mesh axes
+  order   of the devices on the mesh; jax.make_mesh orders the chips of some slices in rings
+  train   changes to config.train
+  start   the workdir of a run whose weights this one starts from
+  happen  {"what", "process", "batch"}: at that batch of that process of this attempt it gets the
+          signal of that name, or `nan` spoils its rows
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from mmqa_jax.core import distributed
+
+distributed.start()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1] / "resume"))
+import tiny_run  # noqa: E402
+
+from mmqa_jax.core.errors import RunError, UserError  # noqa: E402
+from mmqa_jax.core.mesh import local_rows, make_mesh  # noqa: E402
+from mmqa_jax.data.batches.feed import FeedConfig, feed_batches  # noqa: E402
+from mmqa_jax.data.packing import Bucket  # noqa: E402
+from mmqa_jax.weights.folder import load_weights  # noqa: E402
+
+
+def batches(rows):
+    """The rows of shuffled batches of the examples."""
+
+    def sample(epoch):
+        return {"example": np.arange(tiny_run.EXAMPLES), "bucket": np.zeros(tiny_run.EXAMPLES, int)}
+
+    def make(planned, table):
+        examples = [tiny_run.example(index) for index in table["example"]]
+        return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+    feed = FeedConfig(tiny_run.BATCH, seed=3, rows=rows)
+    return feed_batches(sample, [Bucket(0, 8)], make, feed)
+
+
+def happening(what):
+    """Something to happen at a batch."""
+    if what == "nan":
+        return lambda batch: {**batch, "y": batch["y"] * np.float32("nan")}
+    return lambda batch: os.kill(os.getpid(), signal.Signals[what])
+
+
+def loader(folder):
+    """Puts the weights of a finished run into a model, each process reading all of them."""
+
+    def load(model):
+        named = nnx.eval_shape(lambda: nnx.state(tiny_run.MLP(jax.random.key(0)), nnx.Param))
+        nnx.update(model, load_weights(folder, named))
+
+    return load if folder else None
+
+
+def main():
+    workdir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    devices = jax.devices()
+    devices = [devices[place] for place in options.get("order", range(len(devices)))]
+    mesh = make_mesh(options.get("mesh"), devices=devices)
+    fed = batches(local_rows(mesh, tiny_run.BATCH))
+    happen = options.get("happen")
+    if happen and happen["process"] == jax.process_index():
+        fed = tiny_run.Watched(fed, happen["batch"], happening(happen["what"]))
+    try:
+        with distributed.fail_together():
+            start = loader(options.get("start"))
+            changes = options.get("train", {})
+            tiny_run.run(workdir, fed, mesh=mesh, load_pretrained=start, **changes)
+    except (UserError, RunError) as error:
+        print(error)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+if __name__ == "__main__":
+    main()
