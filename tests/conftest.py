@@ -19,7 +19,7 @@ _SLOW = frozenset(
         *("cli_answer", "cli_candidates", "cli_caption", "cli_choices", "cli_compare"),
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
         *("cli_prompt", "grid_stage"),
-        *("cli_run", "cli_run_errors", "run_resume"),
+        *("cli_run", "cli_run_errors", "inference_killed", "run_resume", "shards_cli"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
