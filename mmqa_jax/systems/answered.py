@@ -26,6 +26,8 @@ def answering(
 ) -> Compute:
     """Opens a row's parts; returns what executes its setting on a chunk of the questions."""
     parts = opened.of_row(config.parts)
+    if "heuristics" in parts:
+        parts["heuristics"] = parts["heuristics"].of_split(questions)
     system = SYSTEMS[config.system]
 
     def answer(chunk: range) -> Part:
