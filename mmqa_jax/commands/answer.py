@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with Job(
         flags.job_folder(out), what, len(questions), chunk=arguments.chunk, shard=shard,
-        command=flags.recorded(arguments),
+        command=flags.recorded(arguments), engine=flags.engine(arguments),
     ) as job:  # fmt: skip
         job.run(open_answering)
         rows = job.rows()

@@ -41,9 +41,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems.indexing import embed
 
     if is_image_tower(Path(arguments.model)):
-        if arguments.shard is not None or arguments.overwrite:
+        if not flags.is_alone(arguments, shard) or arguments.overwrite:
             raise UserError(
-                "--shard and --overwrite: are for the embeddings of sources; leave them out."
+                "--shard, --engine and --overwrite: are for the embeddings of sources; leave them "
+                "out."
             )
         return embed_grids(Path(arguments.data), Path(arguments.model), Path(arguments.out))
     return embed(
@@ -52,5 +53,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         Path(arguments.out),
         shard=shard,
         chunk=arguments.chunk,
+        engine=flags.engine(arguments),
         overwrite=arguments.overwrite,
     )

@@ -65,6 +65,20 @@ def add_shard(
         "merge`, puts the parts together. auto: I and N of a Slurm job array or a Kubernetes "
         "Indexed Job (default: JAX's processes, or the whole)",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("process", "ray"),
+        default="process",
+        help="who computes: this process, or the workers of a Ray cluster, which may come and go "
+        "(process)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="ray: workers at once, at most (the cluster's GPUs, or 1); the cluster is that of "
+        "RAY_ADDRESS, or this machine",
+    )
     if items:
         parser.add_argument(
             "--chunk",
@@ -94,6 +108,26 @@ def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard | None:
     if merges:
         return None
     return given or launched_shard()
+
+
+def is_alone(arguments: argparse.Namespace, shard: Shard | None) -> bool:
+    """Whether this process does all of a job."""
+    return shard is not None and shard.count == 1 and arguments.engine == "process"
+
+
+def engine(arguments: argparse.Namespace) -> Any:
+    """What computes the chunks of a job (core.chunks.Engine); None: this process."""
+    if arguments.engine != "ray":
+        return None if arguments.engine == "process" else arguments.engine
+    if arguments.shard == MERGE:
+        return None
+    if arguments.shard is not None:
+        raise UserError("--engine=ray and --shard: each shares the job its own way; give one.")
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UserError(f"--workers={arguments.workers}: at least 1 was expected.")
+    from mmqa_jax.commands.ray_engine import RayEngine
+
+    return RayEngine(recorded(arguments), arguments.workers)
 
 
 def job_folder(out: Path) -> Path:

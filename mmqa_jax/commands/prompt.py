@@ -86,4 +86,5 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         shard=shard,
         chunk=arguments.chunk,
         command=flags.recorded(arguments),
+        engine=flags.engine(arguments),
     )

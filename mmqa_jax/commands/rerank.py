@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     chunk = chunk if arguments.chunk is None else arguments.chunk
     with Job(
         flags.job_folder(out), what, len(questions), chunk=chunk, shard=shard,
-        command=flags.recorded(arguments),
+        command=flags.recorded(arguments), engine=flags.engine(arguments),
     ) as job:  # fmt: skip
         job.run(open_reading)
         rows = job.rows()

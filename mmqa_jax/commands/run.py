@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         shard=shard,
         chunk=arguments.chunk,
         command=flags.recorded(arguments),
+        engine=flags.engine(arguments),
     )
     if result is None:
         return {"row": config.row, "waiting_for_other_shards": True}

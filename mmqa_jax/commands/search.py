@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         second_hop=arguments.second_hop,
         fusion_weight=arguments.fusion_weight,
     )
-    _check_tune(arguments, alone=shard is not None and shard.count == 1)
+    _check_tune(arguments, alone=flags.is_alone(arguments, shard))
     spec.check(restricted=restricted)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with Job(
         flags.job_folder(out), what, len(questions), chunk=arguments.chunk, shard=shard,
-        command=flags.recorded(arguments),
+        command=flags.recorded(arguments), engine=flags.engine(arguments),
     ) as job:  # fmt: skip
         job.run(open_search, "Searching", "questions")
         rows = job.rows()
@@ -188,8 +188,8 @@ def _check_tune(arguments: argparse.Namespace, *, alone: bool) -> None:
         raise UserError("--tune and --fusion_weight: the one chooses the other; give one of them.")
     if not alone:
         raise UserError(
-            "--tune and --shard: the weight is chosen over all questions; choose it with one "
-            "process, and give it to the shards as --fusion_weight."
+            "--tune with --shard or --engine: the weight is chosen over all questions; choose "
+            "it with one process, and give it to the others as --fusion_weight."
         )
     if arguments.split == "test":
         raise UserError(

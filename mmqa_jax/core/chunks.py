@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, read_jsonl, write_json, write_jsonl
@@ -52,6 +52,21 @@ class Part(NamedTuple):
 Compute = Callable[[range], Part]  # the items of a chunk -> its part
 
 
+class Engine(Protocol):
+    """What computes chunks instead of this process.
+
+    Attributes:
+      is_worker: whether it computes what another process hands out, which holds the locks.
+    """
+
+    is_worker: bool
+
+    def compute(
+        self, numbers: Sequence[int], open_one: Callable[[], Callable[[int], None]]
+    ) -> None:
+        """Computes and commits chunks, given what opens a function that does so with one."""
+
+
 class Job:
     """A job in chunks, or this process's share of it. Use it as a context manager.
 
@@ -63,6 +78,7 @@ class Job:
       chunk: items of a chunk, the most that a kill can lose.
       shard: this process's share; None: it computes nothing, and only puts the parts together.
       command: what `mmqa merge` starts; kept in job.json.
+      engine: None: this process computes.
 
     Raises (on entering):
       UserError: the folder holds unfinished parts of another job, or of one with another number of
@@ -78,6 +94,7 @@ class Job:
         chunk: int,
         shard: Shard | None = WHOLE,
         command: Mapping[str, Any] | None = None,
+        engine: Engine | None = None,
     ):
         check_chunk(chunk)
         self.folder, self.shard = folder, shard
@@ -88,7 +105,7 @@ class Job:
         )
         self.spans = [range(at, min(at + chunk, items)) for at in range(0, items, chunk)]
         self._digest = hashlib.sha256(json.dumps(self.what, sort_keys=True).encode()).hexdigest()
-        self._command = command
+        self._command, self._engine = command, engine
         self._claimed = False
         self._undo = contextlib.ExitStack()
 
@@ -98,6 +115,8 @@ class Job:
         return self.what["shards"] > 1
 
     def __enter__(self) -> Self:
+        if self._engine is not None and self._engine.is_worker:
+            return self
         with contextlib.ExitStack() as undo:
             undo.enter_context(no_empty_folders(self.folder))
             try:
@@ -142,6 +161,9 @@ class Job:
         todo = [number for number in own if not self._path(number).exists()]
         if not todo:
             return
+        if self._engine is not None:
+            self._engine.compute(todo, lambda: self._committing(open_compute()))
+            return
         compute = open_compute()
         total = sum(len(self.spans[number]) for number in own)
         start = total - sum(len(self.spans[number]) for number in todo)
@@ -153,6 +175,13 @@ class Job:
                     part = compute(self.spans[number])
                 self._commit(number, part, began)
                 progress.advance(len(self.spans[number]))
+
+    def _committing(self, compute: Compute) -> Callable[[int], None]:
+        def one(number: int) -> None:
+            began = time.time()
+            self._commit(number, compute(self.spans[number]), began)
+
+        return one
 
     def missing(self) -> list[int]:
         """The chunks of all shards that are not committed."""

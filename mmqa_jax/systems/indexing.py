@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.chunks import check_chunk
+from mmqa_jax.core.chunks import Engine, check_chunk
 from mmqa_jax.core.files import check_out, read_json, write_json
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.retrieval.embeddings import join_embeddings, open_embeddings
+from mmqa_jax.retrieval.embeddings import join_embeddings, open_embeddings, read_unfinished
 from mmqa_jax.retrieval.index import build_index, is_current
+from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.systems.parts import EMBEDDINGS, INDEX, open_embedder
 
 
@@ -23,6 +25,7 @@ def embed(
     shard: Shard = WHOLE,
     chunk: int = 1024,
     overwrite: bool = False,
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Embeds every source of a corpus; continues an interrupted job.
 
@@ -30,10 +33,28 @@ def embed(
       shard: this process's share of the job.
       chunk: sources that are written together.
       overwrite: replace embeddings of another model or corpus in `out`.
+      engine: computes the chunks instead of this process.
     """
     check_chunk(chunk)
     check_out(out / EMBEDDINGS, folder=True)
     corpus = open_corpus(data)
+    if engine is not None:
+        count = -(-len(corpus) // chunk)  # a part for each chunk
+
+        def open_one() -> Callable[[int], None]:
+            embedder, pictures = open_embedder(model, corpus)
+
+            def one(number: int) -> None:
+                embedder.embed_sources(
+                    corpus, pictures, out / EMBEDDINGS,
+                    shard_rows=chunk, part=(number, count), overwrite=overwrite,
+                )  # fmt: skip
+
+            return one
+
+        engine.compute(_missing(out / EMBEDDINGS, count), open_one)
+        write_json(out / "embed.json", {"data": str(data), "model": str(model)})
+        return merge_embeddings(out)
     embedder, pictures = open_embedder(model, corpus)
     with Progress("Embedding sources", len(corpus), "sources") as progress:
         embeddings = embedder.embed_sources(
@@ -52,6 +73,16 @@ def embed(
         return {**result, "waiting_for_other_shards": True}
     print(f"{len(corpus):,} sources x {embedder.dim}: {out}")
     return result
+
+
+def _missing(folder: Path, count: int) -> list[int]:
+    """The chunks to compute; of another job's folder all, of a finished job one, to compare it."""
+    if not (folder / MANIFEST).exists():
+        return list(range(count))
+    unfinished = read_unfinished(folder)
+    if unfinished is None:
+        return [0]
+    return unfinished.missing if unfinished.parts == count else list(range(count))
 
 
 def merge_embeddings(out: Path) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], 
     for index, shard in enumerate(shards):
         own = [about for number, about in found.items() if number % job["shards"] == index]
         if own:
-            seconds = sum(about["ended"] - about["began"] for about in own)
+            seconds = _covered([(about["began"], about["ended"]) for about in own])
             shard.rate = shard.items_done / seconds if seconds > 0 else None
             newest = max(own, key=lambda about: about["ended"])
             shard.last, shard.host = now - newest["ended"], newest["host"]
@@ -127,6 +127,15 @@ def _of_embeddings(folder: Path, now: float) -> tuple[list[ShardStatus], list[in
         if len(own) > 1 and own[-1][0] > own[0][0]:  # when the first was begun is not known
             shard.rate = sum(size for _, size in own[1:]) / (own[-1][0] - own[0][0])
     return shards, unfinished.missing, False
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans was: workers of one shard may overlap."""
+    covered, until = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        covered += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return covered
 
 
 def _dealt(sizes: Sequence[int], found: Any, count: int) -> list[ShardStatus]:

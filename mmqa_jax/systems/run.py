@@ -8,6 +8,7 @@ parts/ keeps those that are finished, journals/ the finished batches of the othe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import PARTS, Job
+from mmqa_jax.core.chunks import PARTS, Engine, Job
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import write_json, write_jsonl
+from mmqa_jax.core.files import unfinished, write_json, write_jsonl
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
@@ -106,6 +107,7 @@ def run_row(
     shard: Shard | None = WHOLE,
     chunk: int = CHUNK,
     command: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
 ) -> RowRun | None:
     """Runs a row in `folder`, or continues it there.
 
@@ -113,7 +115,7 @@ def run_row(
       config: a row's config (configs/*/tables.py).
       limit: only the first `limit` questions of the split; recorded in every output.
       opened: parts that several rows share; their journals are used instead of the folder's own.
-      shard, chunk, command: see core.chunks.Job.
+      shard, chunk, command, engine: see core.chunks.Job.
 
     Returns:
       The results; None while other shards have not finished theirs.
@@ -136,7 +138,12 @@ def run_row(
     recorded = {k: v for k, v in config.to_dict().items() if k not in listed_only}
     recorded = ConfigDict({**recorded, "limit": limit})
     shared = shard is None or shard.count > 1
-    with claim_workdir(folder, recorded, work="journals/*", shared=shared):
+    worker = engine is not None and engine.is_worker
+    with (
+        contextlib.nullcontext()
+        if worker
+        else claim_workdir(folder, recorded, work="journals/*", shared=shared)
+    ):
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         questions = row_questions(config, corpus)[:limit]
         system = SYSTEMS[config.system]
@@ -145,11 +152,13 @@ def run_row(
             chunk = len(questions)
         with Job(
             folder / PARTS, _what(config, corpus, questions), len(questions), chunk=chunk,
-            shard=shard, command=command,
+            shard=shard, command=command, engine=engine,
         ) as job:  # fmt: skip
             journals = folder / "journals"
             if shared and shard is not None:
                 journals /= f"{shard.index}-of-{shard.count}"
+            if worker:
+                journals /= unfinished(Path("worker")).name
             parts = opened or OpenedParts(corpus, journals)
             try:
                 job.run(lambda: answering(config, questions, corpus, parts))
