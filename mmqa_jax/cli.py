@@ -22,7 +22,7 @@ from mmqa_jax.core.host import skip_absent_tpu
 VERBS = (
     *("demo", "ask", "prepare", "caption", "convert", "train", "embed", "index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
-    *("evaluate", "report", "bench", "plan"),
+    *("evaluate", "report", "bench", "plan", "merge", "status"),
 )
 _INTERRUPTED = 130
 

@@ -27,7 +27,7 @@ _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _FAILED = "mmqa/failed"
 
 
-def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
+def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool = True) -> None:
     """Prepares JAX; call it before any JAX computation. Later calls have no effect.
 
     Turns on the persistent compilation cache, and joins the other hosts of a multi-host launch.
@@ -38,6 +38,8 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     Args:
       compilation_cache_dir: where compiled programs are kept; by default $MMQA_CACHE/xla or
         ~/.cache/mmqa_jax/xla.
+      join: whether to join the other hosts of a launch; False for a program of its own, such as a
+        shard of a job.
 
     Raises:
       UserError: an incomplete multi-host environment, or a given cache folder that cannot be
@@ -51,7 +53,7 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    if jax.distributed.is_initialized():
+    if jax.distributed.is_initialized() or not join:
         return
     arguments = multi_host_arguments(os.environ, has_tpu=_has_tpu(os.environ))
     if arguments is None:
