@@ -35,7 +35,8 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     cache = _compilation_cache(compilation_cache_dir)
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        # Small programs too: a short run starts dozens of them.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     arguments = multi_host_arguments(os.environ)
     if arguments and not jax.distributed.is_initialized():
         jax.distributed.initialize(

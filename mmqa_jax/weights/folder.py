@@ -23,7 +23,6 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
-from mmqa_jax.weights.formats.orbax import read_weights, save_arrays, stored_specs
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
 
@@ -167,6 +166,8 @@ def load_weights(
     Raises:
       UserError: nothing there, the weights of another model, with keys, or damaged ones.
     """
+    from mmqa_jax.weights.formats.orbax import read_weights  # takes a second to import
+
     folder = Path(folder)
     read_metadata(folder)
     target = flatten_named(abstract)
@@ -186,6 +187,8 @@ def save_trained(
       params: pytree of its parameters.
       metadata: JSON values, for model.json.
     """
+    from mmqa_jax.weights.formats.orbax import save_arrays
+
     folder = Path(folder).absolute()
     primary = jax.process_index() == 0
     if primary:
@@ -256,6 +259,8 @@ def _record_file(folder: Path) -> Path:
 
 
 def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:
+    from mmqa_jax.weights.formats.orbax import stored_specs
+
     weights = folder / WEIGHTS
     stored = stored_specs(weights)
     problems = [f"{name} is missing" for name in target if name not in stored]

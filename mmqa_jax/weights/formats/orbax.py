@@ -23,12 +23,12 @@ import tensorstore
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import nest, unnest
+from mmqa_jax.weights.host_memory import aligned_empty
 
 # Of a chunk in the file: a shard of a mesh reads its own chunks only.
 _CHUNK_BYTES = 16 << 20
 _READ_BYTES = 1 << 26  # decoded at a time
 _WRITE_BYTES = 1 << 26  # encoded at a time
-_ALIGNMENT = 64  # of memory that JAX takes as an array of the CPU without copying it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +113,12 @@ def _read_shard(
 ) -> np.ndarray:
     """Reads a part of a stored array, some rows of its first axis at a time."""
     part = store[index].translate_to[(0,) * store.rank] if store.rank else store
-    size = math.prod(part.shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    found = memory[start : start + size].view(dtype).reshape(part.shape)
+    found = aligned_empty(part.shape, dtype)
     if not part.rank:
         found[...] = part.read().result()
         return found
     chunk = store.chunk_layout.read_chunk.shape[0]
-    row = max(size // max(part.shape[0], 1), 1)
+    row = max(found.nbytes // max(part.shape[0], 1), 1)
     rows = max(_READ_BYTES // row // chunk, 1) * chunk
     for first in range(0, part.shape[0], rows):
         block = slice(first, min(first + rows, part.shape[0]))
