@@ -23,6 +23,7 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
 
@@ -141,7 +142,7 @@ def load_converted(
     config = found.config if config is None else config
     model = found.architecture.model_class
     graphdef, state = abstract_model(
-        lambda: model(config, rngs=nnx.Rngs(0)), mesh, param_dtype or found.dtype
+        lambda: model(config, rngs=nnx.Rngs()), mesh, param_dtype or found.dtype
     )
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in flatten_named(state).values())
     with Progress(f"Loading {Path(folder).name}", total // MIB, "MiB") as progress:
@@ -166,8 +167,6 @@ def load_weights(
     Raises:
       UserError: nothing there, the weights of another model, with keys, or damaged ones.
     """
-    from mmqa_jax.weights.formats.orbax import read_weights  # takes a second to import
-
     folder = Path(folder)
     read_metadata(folder)
     target = flatten_named(abstract)
@@ -187,7 +186,7 @@ def save_trained(
       params: pytree of its parameters.
       metadata: JSON values, for model.json.
     """
-    from mmqa_jax.weights.formats.orbax import save_arrays
+    from mmqa_jax.weights.formats.orbax import save_arrays  # takes long to import
 
     folder = Path(folder).absolute()
     primary = jax.process_index() == 0
@@ -259,8 +258,6 @@ def _record_file(folder: Path) -> Path:
 
 
 def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:
-    from mmqa_jax.weights.formats.orbax import stored_specs
-
     weights = folder / WEIGHTS
     stored = stored_specs(weights)
     problems = [f"{name} is missing" for name in target if name not in stored]
