@@ -23,7 +23,7 @@ _SLOW = frozenset(
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
-        *("validation", "weights_folder", "wheel"),
+        *("start", "validation", "weights_folder", "wheel"),
     )
 )
 
