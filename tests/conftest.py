@@ -30,7 +30,7 @@ _SLOW = frozenset(
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
         *("plan", "plan_counts", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
-        *("validation", "weights_folder", "wheel"),
+        *("start", "validation", "weights_folder", "wheel"),
     )
 )
 

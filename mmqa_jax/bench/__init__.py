@@ -101,7 +101,10 @@ def show(result: Mapping[str, Any]) -> None:
         )
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(table)
+    for sentence in result.get("left_out", ()):
+        console.print(sentence, highlight=False)
 
 
 def _cell(value: Any) -> str:

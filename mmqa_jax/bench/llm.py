@@ -2,7 +2,7 @@
 
 Same weights, prompts and threads on both sides, in one process, in turn. `small` is SmolLM2-135M
 in float32 (its package's weights, or random ones in its shape), `full` LLaMA-2-7B's shape with
-random weights in bfloat16. Rows, all in tokens per second but the last two:
+random weights in bfloat16. Rows, in tokens per second but for the last four:
 
 - few_shot: prompts that share their examples, as PICa's and Prophet's do; prompt tokens count.
 - different: prompts that have nothing in common.
@@ -11,11 +11,14 @@ random weights in bfloat16. Rows, all in tokens per second but the last two:
   the weights and the cached keys and values once per step at the measured memory bandwidth.
 - int8_cache, int8_weights: decoding, against our own without them.
 - perplexity_int8_cache, perplexity_int8_weights: of real text, against ours without them.
+- total_40, total_400: seconds of whole processes, see llm_total.py; only where they are named by
+  `--only`, as they take minutes, and of SmolLM2 only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pydoc_data.topics
 import time
@@ -24,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmqa_jax.bench import Options
+from mmqa_jax.bench import Options, llm_total
 from mmqa_jax.bench.runner import Case, Work, measure, start_device
 from mmqa_jax.core.errors import UserError
 
@@ -66,12 +69,23 @@ def run(options: Options) -> dict[str, Any]:
 
 def run_load(size: str, load: Load, options: Options) -> dict[str, Any]:
     """Measures the rows of a size under a load; returns what `--json` prints."""
-    wanted = options.chosen(ROWS)
+    totals = tuple(llm_total.ROWS) if options.only else ()
+    wanted = options.chosen((*ROWS, *totals))
+    whole = tuple(name for name in wanted if name in totals)
+    if whole and size != "small":
+        raise UserError(
+            f"--only={whole[0]}: is measured with --size=small; give that, or leave it out."
+        )
+    rest = tuple(name for name in wanted if name not in totals)
+    rounds = options.rounds or 1
     return measure(
         "llm",
-        _cases(size, load, wanted, _text(size, load)),
+        itertools.chain(
+            llm_total.cases(whole, rounds=rounds, batch=load.batch) if whole else (),
+            _cases(size, load, rest, _text(size, load)) if rest else (),
+        ),
         wanted,
-        options.rounds or 1,
+        rounds,
         model={"small": "SmolLM2-135M, float32", "full": "LLaMA-2-7B's shape, bfloat16"}[size],
         load=dataclasses.asdict(load),
     )

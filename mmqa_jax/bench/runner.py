@@ -2,26 +2,37 @@
 
 A bench yields cases; each has a side of ours and, mostly, a peer that does the same work. Ratios
 are medians over the rounds. Where the operations of a case are known, its row gives the share of
-the device's matmul peak that it reaches: the highest rate of square matrices seen in this run.
+the device's matmul peak that it reaches: the highest rate of square matrices seen in this run. On a
+machine whose speed changes the peak is that of its best moment; `of_xla_matmul` is the share of the
+rate at which XLA multiplied square matrices in the same rounds, the part that code can influence.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import mmqa_jax
 from mmqa_jax.bench import Options
 from mmqa_jax.bench.timing import device_name, interleave, read_bandwidth, speed_ratio, stolen_share
 from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.progress import Progress
 
 Work = Callable[[], Any]  # does the work once and returns when it is done
 MATMUL = "matmul"  # name of the row that measures the peak itself
+_SQUARE = "square_"  # before the name of a side: its product of squares, timed along with a case
+_PROBE = 512  # side of the matrices that show how fast a type is multiplied
+_WORTH = 0.5  # of float32's rate, below which bfloat16 is no choice for anybody
 _LOWER_IS_BETTER = ("ms", "s", "MiB", "GiB", "perplexity")
 
 
@@ -81,26 +92,47 @@ class Peak:
       side: of the matrices.
       dtype: of both factors.
       with_torch: PyTorch multiplies them too.
+
+    Attributes:
+      left_out: sides in bfloat16 (`peer_bfloat16`) that are not worth measuring, since the
+        processor has no such product and the library does without at a fraction of float32's rate
+        (PyTorch at 1 GFLOP/s) -> a sentence that says so.
     """
 
     def __init__(self, side: int, dtype: str, *, with_torch: bool = False):
         self.side, self.flops, self.best = side, 2 * side**3, 0.0
         self.dtype, self.with_torch = dtype, with_torch
-        self.sides = self._products(dtype)
+        self.sides = self._products(dtype, side)
+        self.left_out = {} if dtype == "bfloat16" else self._slow_bfloat16()
 
-    def _products(self, dtype: str) -> dict[str, Work]:
+    def _slow_bfloat16(self) -> dict[str, str]:
+        rates = {
+            dtype: {
+                side: 2 * _PROBE**3 / min(readings)
+                for side, readings in interleave(self._products(dtype, _PROBE), 3).items()
+            }
+            for dtype in (self.dtype, "bfloat16")
+        }
+        return {
+            f"{side}_bfloat16": f"{side}_bfloat16 is left out: here its matrix product runs at "
+            f"{slow / 1e9:.3g} GFLOP/s, that of {self.dtype} at {fast / 1e9:.3g}"
+            for side, fast in rates[self.dtype].items()
+            if (slow := rates["bfloat16"][side]) < _WORTH * fast
+        }
+
+    def _products(self, dtype: str, side: int) -> dict[str, Work]:
         """One product in each library, compiled."""
         import jax
         import jax.numpy as jnp
 
-        x = jax.random.normal(jax.random.key(0), (self.side, self.side)).astype(dtype)
+        x = jax.random.normal(jax.random.key(0), (side, side)).astype(dtype)
         product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
         product(x).block_until_ready()
         sides = {"ours": lambda: product(x).block_until_ready()}
         if self.with_torch:
             from mmqa_jax.bench.torch_reference import matmul_work
 
-            sides["peer"] = matmul_work(self.side, dtype)
+            sides["peer"] = matmul_work(side, dtype)
         return sides
 
     def observe(self, seconds: Iterable[Iterable[float]]) -> None:
@@ -113,8 +145,9 @@ class Peak:
 
     def case(self) -> Case:
         """The row of the product itself, in bfloat16 too."""
-        low = {} if self.dtype == "bfloat16" else self._products("bfloat16")
+        low = {} if self.dtype == "bfloat16" else self._products("bfloat16", self.side)
         others = {f"{side}_bfloat16": work for side, work in low.items()}
+        others = {name: work for name, work in others.items() if name not in self.left_out}
         notes = {"work": f"{self.side} x {self.side}"}
         return Case(MATMUL, "ms", **self.sides, flops=self.flops, others=others, notes=notes)
 
@@ -151,6 +184,8 @@ def measure(
     *,
     peak: Peak | None = None,
     device: str | None = None,
+    budget: float | None = None,
+    journal: Journal | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
     """Measures the cases of a bench; returns what `--json` prints.
@@ -162,13 +197,26 @@ def measure(
       rounds: how often each side is timed.
       peak: for the shares of the peak; timed along with every case.
       device: None is what jax computes on.
+      budget: seconds that a row's rounds may take, see `interleave`.
+      journal: of `open_journal`, with the rows that an interrupted run has measured, which `cases`
+        leaves out; it is removed when all rows are there.
       **facts: further entries of the result.
     """
     stolen = stolen_share()
     timed: list[tuple[Case | dict[str, Any], dict[str, list[float]]]] = []
-    with Progress(f"Measuring {bench}", len(wanted), "rows") as progress:
+    for name in wanted if journal is not None else ():
+        if name in journal:
+            timed.append(_from_journal(journal[name], peak))
+    if timed:
+        facts["rows_of_an_interrupted_run"] = len(timed)
+    with Progress(f"Measuring {bench}", len(wanted) - len(timed), "rows") as progress:
         for case in cases:
-            timed.append((case, {}) if isinstance(case, dict) else time_case(case, rounds, peak))
+            if isinstance(case, dict):
+                timed.append((case, {}))
+            else:
+                timed.append(time_case(case, rounds, peak, budget))
+                if journal is not None:
+                    journal.add({case.name: _for_journal(*timed[-1], peak)})
             del case  # its models, before the next ones are built
             progress.advance()
     bandwidth = None
@@ -182,6 +230,9 @@ def measure(
         for case, seconds in timed
     ]
     rows = [row for row in rows if row["name"] in wanted]
+    if journal is not None:
+        journal.close()
+        journal.path.unlink(missing_ok=True)
     return {
         "bench": bench,
         "device": device or device_name(),
@@ -197,8 +248,44 @@ def measure(
     }
 
 
+def open_journal(bench: str, *facts: Any) -> Journal:
+    """What an interrupted run of a bench has measured: the same code, facts, device and day.
+
+    Args:
+      facts: what else the rows depend on, with a `repr` that tells it.
+    """
+    import jax
+
+    package = Path(mmqa_jax.__file__).parent
+    code = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(file.read_bytes())
+    parts = [code.hexdigest(), device_name(), jax.__version__, time.strftime("%F"), repr(facts)]
+    fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return Journal(cache_dir() / "bench" / f"{bench}.jsonl", fingerprint)
+
+
+# Of a timed case, what its row needs.
+_KEPT = ("name", "unit", "ours", "peer", "floor", "count", "flops", "read_bytes", "notes")
+
+
+def _for_journal(
+    case: Case, seconds: Mapping[str, list[float]], peak: Peak | None
+) -> dict[str, Any]:
+    kept = {key: getattr(case, key) for key in _KEPT}
+    return {"case": kept, "seconds": seconds, "peak": 0.0 if peak is None else peak.best}
+
+
+def _from_journal(
+    kept: Mapping[str, Any], peak: Peak | None
+) -> tuple[Case, dict[str, list[float]]]:
+    if peak is not None:
+        peak.best = max(peak.best, kept["peak"])
+    return Case(**kept["case"]), kept["seconds"]
+
+
 def time_case(
-    case: Case, rounds: int, peak: Peak | None = None
+    case: Case, rounds: int, peak: Peak | None = None, budget: float | None = None
 ) -> tuple[Case, dict[str, list[float]]]:
     """Times the sides of a case that are work; returns the case without them, and their seconds."""
     notes = dict(case.notes)
@@ -217,16 +304,20 @@ def time_case(
     if not sides:
         return dataclasses.replace(case, notes=notes), {}
     if case.repeat:
-        for work in sides.values():
-            work()  # compiles
+        compared = ("ours", "peer") if case.agreement is not None else ()  # have run
+        for name, work in sides.items():
+            if name not in compared:
+                work()  # compiles
     squares = {}
     if peak is not None and case.name != MATMUL:
         # With each case again: the machine may have been busy before.
-        squares = {f"square_{name}": work for name, work in peak.sides.items()}
-    seconds = interleave(sides | squares, rounds, repeat=case.repeat, clock=case.clock)
+        squares = {f"{_SQUARE}{name}": work for name, work in peak.sides.items()}
+    seconds = interleave(
+        sides | squares, rounds, repeat=case.repeat, clock=case.clock, budget=budget
+    )
     if peak is not None:
         # The row `matmul` is a reading itself, without its bfloat16 sides.
-        readings = [seconds.pop(name) for name in squares]
+        readings = [seconds[name] for name in squares]
         peak.observe(readings or [seconds[name] for name in peak.sides])
     notes |= case.late_notes()
     # Nothing of what is returned keeps the models of the sides in memory.
@@ -242,6 +333,8 @@ def row_of(
     bandwidth: float | None = None,
 ) -> dict[str, Any]:
     """What is printed of a timed case; bandwidth in bytes/s."""
+    squares = {name: readings for name, readings in seconds.items() if name.startswith(_SQUARE)}
+    seconds = {name: readings for name, readings in seconds.items() if name not in squares}
     median = {side: statistics.median(readings) for side, readings in seconds.items()}
     figures = {side: case.figure(value) for side, value in median.items()}
     ours, peer = figures.pop("ours", case.ours), figures.pop("peer", case.peer)
@@ -265,6 +358,10 @@ def row_of(
     if case.flops:
         rate = case.flops / case.seconds(ours)
         row |= {"gflops": rate / 1e9, "of_peak": rate / peak.best}
+        if f"{_SQUARE}ours" in squares:
+            pairs = zip(seconds["ours"], squares[f"{_SQUARE}ours"], strict=True)
+            shares = [case.flops / mine / (peak.flops / square) for mine, square in pairs]
+            row["of_xla_matmul"] = statistics.median(shares)
         if "peer" in seconds:
             row["peer_of_peak"] = case.flops / median["peer"] / peak.best
     elif case.read_bytes:

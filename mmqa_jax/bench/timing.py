@@ -16,6 +16,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import RunError
 
+_FEWEST_ROUNDS = 3  # of work that exceeds its budget
 _SHORTEST = 0.1  # seconds that one reading lasts at least; quicker work is repeated
 # Lets the threads of one library, which spin for a while after their work, fall asleep before
 # the other library is timed.
@@ -28,6 +29,7 @@ def interleave(
     *,
     repeat: bool = True,
     clock: Callable[[], float] = time.perf_counter,
+    budget: float | None = None,
 ) -> dict[str, list[float]]:
     """Times several ways to do the same work, in turn, so that a busy moment hits all of them.
 
@@ -36,14 +38,21 @@ def interleave(
       rounds: readings of each side; every other round goes through the sides backwards.
       repeat: repeats quick work in a reading; each side runs once more to see how long it takes.
       clock: what measures the time.
+      budget: seconds that all rounds may take; long work gets fewer rounds, at least three. None
+        is no limit; without `repeat` it is not known beforehand how long the work takes.
 
     Returns:
       Seconds per call of each side, one reading a round, in order.
     """
     calls = dict.fromkeys(sides, 1)
     if repeat:
+        whole = 0.0  # seconds of a round
         for name, work in sides.items():
-            calls[name] = max(1, round(_SHORTEST / max(_seconds(work, 1, clock), 1e-9)))
+            seconds = max(_seconds(work, 1, clock), 1e-9)
+            calls[name] = max(1, round(_SHORTEST / seconds))
+            whole += calls[name] * seconds
+        if budget is not None:
+            rounds = min(rounds, max(_FEWEST_ROUNDS, int(budget / max(whole, 1e-9))))
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in list(sides)[:: -1 if number % 2 else 1]:

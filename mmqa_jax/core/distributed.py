@@ -52,7 +52,8 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     cache = _compilation_cache(compilation_cache_dir)
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        # Small programs too: a short run starts dozens of them.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if jax.distributed.is_initialized() or not join:
         return
     arguments = multi_host_arguments(os.environ, has_tpu=_has_tpu(os.environ))

@@ -314,19 +314,32 @@ class _CorpusWriter:
 
 def _read_rows(dataset: Path, split: str) -> Iterable[dict[str, Any]]:
     with _damage_named(dataset, split):
-        source = _data_source(dataset, split)
+        source = _data_source(dataset, split, raw=True)
         starts = range(0, len(source), READ_BATCH)
     for start in starts:
         with _damage_named(dataset, split):
             keys = range(start, min(start + READ_BATCH, len(source)))
-            rows = [json.loads(example["row"]) for example in source.__getitems__(keys)]
+            rows = [json.loads(_row_of(record)) for record in source.__getitems__(keys)]
         yield from rows
 
 
-def _data_source(dataset: Path, split: str) -> Any:
+def _row_of(record: bytes) -> bytes:
+    """The column `row` of a record, in a third of the time that TFDS needs for any record."""
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    (row,) = tf_example_pb2.Example.FromString(record).features.feature["row"].bytes_list.value
+    return row
+
+
+def _data_source(dataset: Path, split: str, *, raw: bool = False) -> Any:
+    """A split of a dataset, its examples decoded or, with `raw`, as their records' bytes."""
     import tensorflow_datasets as tfds
 
-    return tfds.builder_from_directory(dataset).as_data_source(split=split)
+    methods = tfds.decode.DeserializeMethod
+    method = methods.RAW_BYTES if raw else methods.DESERIALIZE_AND_DECODE
+    return tfds.builder_from_directory(dataset).as_data_source(
+        split=split, deserialize_method=method
+    )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
-import scipy.sparse
 from word2number import w2n
 
 from mmqa_jax.core.errors import UserError
@@ -327,6 +326,8 @@ def _mean_accuracies(
     candidates: list[list[str]], keywords: list[list[str]], category: str
 ) -> np.ndarray:
     """Mean accuracy [len(candidates)] of each candidate over all keyword lists."""
+    import scipy.sparse
+
     # The n-th occurrence of a word is its own column, so that a dot product of 0/1 rows
     # counts the multiset intersection.
     columns: dict[tuple[str, int], int] = {}

@@ -42,7 +42,7 @@ def load_embedder(
     if one_shape:
         _one_shape(config)
     model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
-    model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs(0)))
+    model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs()))
     return make_embedder(config, tokenizer, model), config
 
 
@@ -114,7 +114,7 @@ def load_question_classifier(folder: str | os.PathLike) -> QuestionClassifier:
     """The trained modality classifier of a modality run."""
     config, tokenizer = _read_run(folder, ("modality",))
     model_config = text_classifier_from_config(config.model, tokenizer.vocab_size, len(MODALITIES))
-    model = _load(folder, lambda: TextClassifier(model_config, rngs=nnx.Rngs(0)))
+    model = _load(folder, lambda: TextClassifier(model_config, rngs=nnx.Rngs()))
     length, batch_size = config.batches.length, config.inference.batch_size
     return QuestionClassifier(model, tokenizer, length, batch_size)
 
@@ -146,7 +146,7 @@ def _load_vlp(
     if one_shape:
         _one_shape(config)
     model_config = make_vlp_config(config, tokenizer.vocab_size)
-    model = _load(folder, lambda: ExtendedVLP(model_config, rngs=nnx.Rngs(0)))
+    model = _load(folder, lambda: ExtendedVLP(model_config, rngs=nnx.Rngs()))
     return config, tokenizer, model
 
 

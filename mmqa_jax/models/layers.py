@@ -58,11 +58,14 @@ _MASKED = -1e30  # score of a masked column: exp gives 0, and an entirely masked
 def param(
     rngs: nnx.Rngs, init: Initializer, shape: tuple[int, ...], names: Names
 ) -> nnx.Param[jax.Array]:
-    """A float32 parameter whose axes carry logical names; needs no mesh to be created."""
+    """A float32 parameter whose axes carry logical names; needs no mesh to be created.
+
+    With `nnx.Rngs()`, which has no stream of keys, it is zeros: enough, and quicker to trace, where
+    only the module's structure and shapes are wanted.
+    """
     assert len(names) == len(shape), f"{len(names)} axis names {names} for the shape {shape}"
-    return nnx.Param(
-        init(rngs.params(), shape, jnp.float32), out_sharding=names, eager_sharding=False
-    )
+    initial = init(rngs.params(), shape, jnp.float32) if len(rngs) else jnp.zeros(shape)
+    return nnx.Param(initial, out_sharding=names, eager_sharding=False)
 
 
 class Linear(nnx.Module):
@@ -406,7 +409,11 @@ def stack_layers(
     The new axis is named "layers". Run the result with `scan_layers`.
     """
     build = nnx.vmap(
-        make_layer, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"}
+        make_layer,
+        in_axes=0,
+        out_axes=0,
+        axis_size=count,
+        transform_metadata={nnx.PARTITION_NAME: "layers"},
     )
     return nnx.split_rngs(splits=count)(build)(rngs)
 

@@ -122,7 +122,7 @@ class TwoSidedVLP(ExtendedVLP):
     def of(cls, model: VLP, sides: TwoSides) -> TwoSidedVLP:
         """A VLP with its parameters, arrays shared, under the two-sided attention."""
         config = ExtendedVLPConfig.of(model.config)
-        built = nnx.eval_shape(lambda: cls(config, sides, rngs=nnx.Rngs(0)))
+        built = nnx.eval_shape(lambda: cls(config, sides, rngs=nnx.Rngs()))
         return nnx.merge(nnx.graphdef(built), nnx.state(model))
 
     def source_logits(

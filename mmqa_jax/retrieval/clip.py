@@ -46,7 +46,7 @@ def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Em
         )
     clip: CLIP = load_converted(folder)
     dual_config = clip_dual_encoder(config, fusion="image")
-    model = nnx.eval_shape(lambda: DualEncoder(dual_config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: DualEncoder(dual_config, rngs=nnx.Rngs()))
     nnx.update(model, nnx.state(clip))
     model.picture_gate.set_value(jnp.ones(()))  # CLIP has none; `image` does not use it
     graphdef, state = nnx.split(model)

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import scipy.optimize
-import scipy.sparse
 from jaxtyping import Float64
 
 from mmqa_jax.core.errors import UserError
@@ -187,6 +185,8 @@ class ModalityClassifier:
             for feature in row:
                 counts[feature] = counts.get(feature, 0) + 1
         kept = sorted(feature for feature, count in counts.items() if count >= min_count)
+        import scipy.optimize  # takes as long to import as jax
+
         vocabulary = {feature: column for column, feature in enumerate(kept)}
         inputs = _matrix(rows, vocabulary)  # [n, columns]
         signs = np.array([1.0 if modality == "image" else -1.0 for modality in modalities])
@@ -271,6 +271,8 @@ def _features(text: str) -> list[str]:
 
 def _matrix(rows: Sequence[Sequence[str]], vocabulary: Mapping[str, int]) -> Any:
     """Rows of features as a sparse matrix of ones, [n, columns]."""
+    import scipy.sparse
+
     columns = [[vocabulary[f] for f in row if f in vocabulary] for row in rows]
     ends = np.cumsum([0, *map(len, columns)])
     flat = np.fromiter((c for row in columns for c in row), np.int32, ends[-1])

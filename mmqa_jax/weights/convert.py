@@ -35,7 +35,8 @@ from mmqa_jax.weights.folder import (
     load_converted,
     read_record,
 )
-from mmqa_jax.weights.formats.orbax import StreamedArray, stored_specs, write_weights
+from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
+from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
 from mmqa_jax.weights.output_folder import (

@@ -23,7 +23,7 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
-from mmqa_jax.weights.formats.orbax import read_weights, save_arrays, stored_specs
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
 
@@ -142,7 +142,7 @@ def load_converted(
     config = found.config if config is None else config
     model = found.architecture.model_class
     graphdef, state = abstract_model(
-        lambda: model(config, rngs=nnx.Rngs(0)), mesh, param_dtype or found.dtype
+        lambda: model(config, rngs=nnx.Rngs()), mesh, param_dtype or found.dtype
     )
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in flatten_named(state).values())
     with Progress(f"Loading {Path(folder).name}", total // MIB, "MiB") as progress:
@@ -186,6 +186,8 @@ def save_trained(
       params: pytree of its parameters.
       metadata: JSON values, for model.json.
     """
+    from mmqa_jax.weights.formats.orbax import save_arrays  # takes long to import
+
     folder = Path(folder).absolute()
     primary = jax.process_index() == 0
     if primary:

@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
+from mmqa_jax.weights.host_memory import aligned_empty
 
 _SHOWN = 10  # offenders listed of each kind
 
@@ -351,10 +352,20 @@ def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) 
 
     if assignments[0].slot == ():
         return jax.device_put(read(assignments[0]), sharding)
+    if _is_one_cpu(sharding):  # the array is built where it stays
+        stack = aligned_empty(value.shape, value.dtype)
+        for assignment in assignments:
+            stack[assignment.slot] = read(assignment)
+        return jax.device_put(stack, sharding)
     buffer = jnp.zeros(value.shape, value.dtype, device=sharding)
     for assignment in assignments:
         buffer = _set_slice(buffer, read(assignment), assignment.slot[0])
     return buffer
+
+
+def _is_one_cpu(sharding: jax.sharding.Sharding | None) -> bool:
+    devices = list(sharding.device_set) if sharding is not None else jax.devices()[:1]
+    return len(devices) == 1 and devices[0].platform == "cpu"
 
 
 # The index is an argument: one compilation serves all layers.

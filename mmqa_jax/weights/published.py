@@ -64,14 +64,11 @@ def load_checkpoint(
     Only parameters that the checkpoint lacks (`KeyMap.fresh`) are initialized.
     """
 
-    def build() -> nnx.Module:
-        return model(config, rngs=nnx.Rngs(0))
-
     if checkpoint.check is not None:
         checkpoint.check(checkpoint.source, config)
-    graphdef, state = abstract_model(build, mesh, param_dtype)
+    graphdef, state = abstract_model(lambda: model(config, rngs=nnx.Rngs()), mesh, param_dtype)
     key_map = checkpoint.key_map(config)
-    state = with_fresh(state, build, key_map)
+    state = with_fresh(state, lambda: model(config, rngs=nnx.Rngs(0)), key_map)
     return nnx.merge(graphdef, load_into(state, key_map, checkpoint.source))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmqa_jax.bench import Options, llm
+from mmqa_jax.bench import Options, llm, llm_total
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -58,6 +58,18 @@ def test_int8_changes_the_perplexity_a_little(result):
         assert 1 < plain < math.inf
         assert ours != plain
         assert abs(math.log(ours / plain)) < 0.05
+
+
+def test_totals_are_measured_when_asked_for_and_of_the_small_model(tmp_path):
+    with pytest.raises(UserError, match="--only=total_400: is measured with --size=small"):
+        llm.run_load("full", LOAD, Options(only=("total_400",)))
+    llm_total._write_prompts(tmp_path / "x.txt", 400)
+    lines = (tmp_path / "x.txt").read_text().splitlines()
+    assert len(set(lines)) == len(lines) == 400
+    for side, texts in (("ours", ["a ", "b"]), ("peer", ["a", "c"])):
+        lines = [json.dumps({"text": text}) for text in texts]
+        (tmp_path / f"x.{side}.jsonl").write_text("\n".join(lines))
+    assert llm_total._same(tmp_path, "x") == 0.5
 
 
 def test_prompts_are_cut_from_the_text():

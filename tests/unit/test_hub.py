@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 from cli_runs import ROOT, done, mmqa
@@ -253,7 +254,16 @@ def test_a_download_fetches_what_is_read_and_no_more(cache, model, monkeypatch):
     assert {token for _, _, token in asked} == {"Bearer hf_secret"}
 
 
-def test_what_a_download_cannot_do_is_one_sentence(tmp_path):
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds that huggingface_hub would wait before it tries again; it does not wait here."""
+    seconds = []
+    clock = types.SimpleNamespace(sleep=seconds.append)
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils._http"], "time", clock)
+    return seconds
+
+
+def test_what_a_download_cannot_do_is_one_sentence(tmp_path, waits):
     def refused(message, files=(), **answer):
         with hub(dict.fromkeys(files, b"x"), **answer):
             ended = mmqa(
@@ -272,9 +282,11 @@ def test_what_a_download_cannot_do_is_one_sentence(tmp_path):
     refused("the model has no revision main", status=404, code="RevisionNotFound")
     refused("has neither model.safetensors nor pytorch_model.bin", ["config.json", "vocab.txt"])
     refused("has 2 GGUF files (a.Q4.gguf, a.Q8.gguf)", ["a.Q4.gguf", "a.Q8.gguf"])
+    assert waits == []  # an answer of the hub is final
     ended = mmqa(
         "convert", "--model=llama", f"--source={NAME}", f"--out={tmp_path}/out", "--download"
     )
     assert ended.code == 1  # nothing listens
+    assert len(waits) > 1  # and it was tried again
     assert f"--source={NAME}: the Hugging Face hub cannot be reached (ConnectError)" in ended.err
     assert "127.0.0.1" not in ended.err

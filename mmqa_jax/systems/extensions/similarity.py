@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import expit
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
@@ -121,7 +120,8 @@ def interpolate(
         logits = np.log(p) - np.log1p(-p) + weight * gap
         order = np.argsort(-logits, kind="stable")  # probabilities may tie where logits do not
         names = tuple(relevant.sources[i] for i in order)
-        combined.append(Ranking(relevant.question_id, names, tuple(expit(logits[order]).tolist())))
+        scores = np.exp(-np.logaddexp(0, -logits[order]))  # sigmoid
+        combined.append(Ranking(relevant.question_id, names, tuple(scores.tolist())))
     return combined
 
 

@@ -1,34 +1,28 @@
-"""Orbax checkpoints written slice by slice and read block by block.
+"""Orbax checkpoints written slice by slice; orbax_reader.py reads them.
 
-Orbax saves arrays that are in memory, and reads all of a checkpoint at once, twice its size in
-memory for a while. Here an array can be one that is made while it is written, and reading takes
-little more than the arrays themselves. The files are those of any Orbax checkpoint.
+Orbax saves arrays that are in memory. Here an array can be one that is made while it is written.
+The files are those of any Orbax checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.trees import nest, unnest
+from mmqa_jax.core.trees import nest
 
 # Of a chunk in the file: a shard of a mesh reads its own chunks only.
 _CHUNK_BYTES = 16 << 20
-_READ_BYTES = 1 << 26  # decoded at a time
 _WRITE_BYTES = 1 << 26  # encoded at a time
-_ALIGNMENT = 64  # of memory that JAX takes as an array of the CPU without copying it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,53 +76,6 @@ class _StreamHandler(ocp.type_handlers.NumpyHandler):
         return []
 
 
-class _ShardHandler(ocp.type_handlers.ArrayHandler):
-    """Reads jax.Arrays one after the other; Orbax's own reads all at once.
-
-    Args:
-      on_bytes: called with the size of each array that is read.
-    """
-
-    def __init__(self, on_bytes: Callable[[int], None] = lambda size: None):
-        super().__init__()
-        self._on_bytes = on_bytes
-
-    async def deserialize(self, infos, args=None):
-        """The arrays; each device's shard is read block by block."""
-        arrays = []
-        for info, arg in zip(infos, args, strict=True):
-            await info.await_path_creation()
-            spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
-            store = await tensorstore.open(
-                tensorstore.Spec(spec), open=True, context=info.ts_context
-            )
-            read = functools.partial(_read_shard, store, np.dtype(arg.dtype))
-            arrays.append(jax.make_array_from_callback(store.shape, arg.sharding, read))
-            self._on_bytes(arrays[-1].nbytes)
-        return arrays
-
-
-def _read_shard(
-    store: tensorstore.TensorStore, dtype: np.dtype, index: tuple[slice, ...]
-) -> np.ndarray:
-    """Reads a part of a stored array, some rows of its first axis at a time."""
-    part = store[index].translate_to[(0,) * store.rank] if store.rank else store
-    size = math.prod(part.shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    found = memory[start : start + size].view(dtype).reshape(part.shape)
-    if not part.rank:
-        found[...] = part.read().result()
-        return found
-    chunk = store.chunk_layout.read_chunk.shape[0]
-    row = max(size // max(part.shape[0], 1), 1)
-    rows = max(_READ_BYTES // row // chunk, 1) * chunk
-    for first in range(0, part.shape[0], rows):
-        block = slice(first, min(first + rows, part.shape[0]))
-        found[block] = part[block].read().result()
-    return found
-
-
 def write_weights(folder: str | os.PathLike, arrays: Mapping[str, StreamedArray]) -> None:
     """Writes an Orbax checkpoint; of each array one slice is in memory at a time.
 
@@ -136,7 +83,9 @@ def write_weights(folder: str | os.PathLike, arrays: Mapping[str, StreamedArray]
       folder: the checkpoint; must not exist.
       arrays: by name (`layers/query/kernel`), which becomes a path of the checkpoint's tree.
     """
-    with _checkpointer(_ShardHandler()) as checkpointer:
+    registry = ocp.type_handlers.create_type_handler_registry((StreamedArray, _StreamHandler()))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(Path(folder).absolute(), args=ocp.args.PyTreeSave(nest(arrays)))
 
 
@@ -149,71 +98,3 @@ def save_arrays(folder: str | os.PathLike, arrays: Mapping[str, Any]) -> None:
     """
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(Path(folder).absolute(), nest(arrays), force=True)
-
-
-def stored_specs(folder: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of the arrays of a checkpoint, by name.
-
-    Raises:
-      UserError: it is not a checkpoint, or its description is damaged.
-    """
-    folder = Path(folder).absolute()
-    try:
-        tree = ocp.StandardCheckpointHandler().metadata(folder).tree
-        leaves = jax.tree_util.tree_flatten_with_path(dict(tree))[0]
-        return {
-            "/".join(key.key for key in path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for path, leaf in leaves
-        }
-    except Exception as error:  # Orbax and TensorStore have no common error
-        raise _damaged(folder) from error
-
-
-def read_weights(
-    folder: str | os.PathLike,
-    target: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    on_bytes: Callable[[int], None] = lambda size: None,
-) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint, each device its own shards.
-
-    Args:
-      folder: the checkpoint.
-      target: by name, with the dtype and the sharding that the array shall have (without one:
-        this process's first device).
-      on_bytes: called with the size of each array that is read.
-
-    Raises:
-      UserError: the checkpoint is truncated or damaged.
-    """
-    folder = Path(folder).absolute()
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    arguments = {
-        name: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding or default, dtype=leaf.dtype, global_shape=leaf.shape
-        )
-        for name, leaf in target.items()
-    }
-    with _checkpointer(_ShardHandler(on_bytes)) as checkpointer:
-        restore = ocp.args.PyTreeRestore(nest(target), restore_args=nest(arguments))
-        try:
-            tree = checkpointer.restore(folder, args=restore)
-        except (MemoryError, jax.errors.JaxRuntimeError):
-            raise  # the files are not at fault
-        except Exception as error:  # Orbax and TensorStore have no common error
-            raise _damaged(folder) from error
-    return unnest(tree, target)
-
-
-def _checkpointer(reader: _ShardHandler) -> ocp.Checkpointer:
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (StreamedArray, _StreamHandler()), (jax.Array, reader)
-    )
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
-
-
-def _damaged(folder: Path) -> UserError:
-    return UserError(
-        f"{folder}: files in it are missing, truncated or damaged; copy the folder again, or "
-        "convert or train the model again."
-    )

@@ -1,0 +1,147 @@
+"""The rows `total_40` and `total_400` of `mmqa bench llm`: from a new process to written answers.
+
+Both sides read the same folder, SmolLM2 in transformers' format, and the same file of prompts that
+share nothing, and write greedy answers. Ours is `mmqa prompt` with its programs in the compile
+cache, as after the first run on a machine; the peer is what one would write with transformers:
+prompts sorted by length, padded on the left, in batches as large as ours.
+
+This module loads no numerical library at import.
+"""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mmqa_jax.bench.runner import Case
+from mmqa_jax.bench.timing import Child, run_child, threads
+
+ROWS = {"total_40": 40, "total_400": 400}  # name -> number of prompts
+_WORDS = 64  # of a prompt
+_NEW_TOKENS = 16
+
+
+def cases(wanted: Sequence[str], *, rounds: int, batch: int) -> Iterator[Case]:
+    """The rows `wanted`: seconds of whole processes, medians over the rounds."""
+    with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as name:
+        folder = Path(name)
+        publish(folder / "model")
+        _write_prompts(folder / "first.txt", batch + 1)
+        _ours(folder, "first", batch)  # compiles
+        for row in wanted:
+            _write_prompts(folder / f"{row}.txt", ROWS[row])
+            pairs = [(_ours(folder, row, batch), _peer(folder, row, batch)) for _ in range(rounds)]
+            mine, theirs = zip(*pairs, strict=True)
+            yield Case(
+                row,
+                "s",
+                statistics.median(child.seconds for child in mine),
+                statistics.median(child.seconds for child in theirs),
+                notes={
+                    "work": f"{ROWS[row]} prompts of {_WORDS} words, {_NEW_TOKENS} new tokens",
+                    "same_answers": _same(folder, row),
+                },
+            )
+
+
+def _write_prompts(file: Path, count: int) -> None:
+    """Pieces of the Python language reference, all different."""
+    words = "\n".join(pydoc_data.topics.topics.values()).split()
+    lines = [" ".join(words[n * _WORDS : (n + 1) * _WORDS]) for n in range(count)]
+    file.write_text("\n".join(lines) + "\n")
+
+
+def _ours(folder: Path, name: str, batch: int) -> Child:
+    return _python(
+        *("-m", "mmqa_jax.cli", "prompt", f"--model={folder / 'model'}", "--no_cache"),
+        *(f"--prompts={folder / name}.txt", f"--out={folder / name}.ours.jsonl"),
+        *(f"--config.engine.slots={batch}", "--config.engine.length=512"),
+        f"--config.decoding.max_new_tokens={_NEW_TOKENS}",
+    )
+
+
+def _peer(folder: Path, name: str, batch: int) -> Child:
+    call = f"import sys; from {__name__} import answer_by_transformers as run; run(*sys.argv[1:])"
+    files = (folder / "model", folder / f"{name}.txt", folder / f"{name}.peer.jsonl")
+    return _python("-c", call, *map(str, files), str(batch))
+
+
+def _python(*arguments: str) -> Child:
+    return run_child([sys.executable, *arguments], {"MMQA_PROGRESS": "off"})
+
+
+def _same(folder: Path, name: str) -> float:
+    """Share of the prompts that both sides answer in the same words."""
+    texts = [
+        [json.loads(line)["text"].strip() for line in file.read_text().splitlines()]
+        for file in (folder / f"{name}.ours.jsonl", folder / f"{name}.peer.jsonl")
+    ]
+    return statistics.mean(mine == theirs for mine, theirs in zip(*texts, strict=True))
+
+
+# What the processes run, or need; each loads what it needs.
+
+
+def publish(folder: Path) -> None:
+    """Writes SmolLM2 in float32 in transformers' format, with its tokenizer.
+
+    Raises:
+      UserError: its package is not installed.
+    """
+    import transformers
+    from flax import nnx
+
+    from mmqa_jax.weights.bundled import smollm2_path
+    from mmqa_jax.weights.models.llama import publish_llama
+    from mmqa_jax.weights.published import load_published, write_published
+
+    path = smollm2_path()
+    model = load_published("llama", path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    end = {"eos_token_id": tokenizer.eos_token_id}
+    write_published(folder, publish_llama(model.config, nnx.state(model)), more=end)
+    tokenizer.save_pretrained(folder)
+
+
+def answer_by_transformers(model: str, prompts: str, out: str, batch: str) -> None:
+    """Answers a file of prompts, one a line; writes JSON lines in its order.
+
+    Args:
+      model: folder in transformers' format.
+      prompts, out: files.
+      batch: prompts at a time.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(threads())
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network.eval().to(device)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer.pad_token_id = tokenizer.eos_token_id
+    lines = Path(prompts).read_text().splitlines()
+    order = sorted(range(len(lines)), key=lambda n: len(lines[n]))
+    texts: dict[int, str] = {}
+    for start in range(0, len(order), int(batch)):
+        rows = order[start : start + int(batch)]
+        inputs = tokenizer([lines[n] for n in rows], return_tensors="pt", padding=True).to(device)
+        inputs.pop("token_type_ids", None)
+        with torch.inference_mode():
+            found = network.generate(
+                **inputs,
+                max_new_tokens=_NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        new = found[:, inputs["input_ids"].shape[1] :]
+        texts |= dict(zip(rows, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True))
+    rows = (json.dumps({"text": texts[n]}, ensure_ascii=False) for n in range(len(lines)))
+    Path(out).write_text("\n".join(rows) + "\n")
