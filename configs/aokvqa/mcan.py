@@ -32,6 +32,6 @@ def get_config(mode: str = "small") -> ConfigDict:
         config.init = START
         config.answers.file = f"{START}/answers.json"
         config.model.answer_embeddings = False  # the run's head is trained
-        config.train.update({"steps": 60, "checkpoint_every": 30, "evaluate_every": 20})
+        config.train.update({"steps": 20, "checkpoint_every": 20, "evaluate_every": 10})
         config.train.optimizer.learning_rate = 3e-4
     return config

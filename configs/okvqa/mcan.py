@@ -45,7 +45,7 @@ _BERT = ((r"^bert/", 0.01),)
 def get_config(mode: str = "finetune") -> ConfigDict:
     """`pretrain`: on VQAv2's train split; its answers are those of `config.answers.file`, openvqa's
     list. Prophet's for OK-VQA adds val without OK-VQA's test pictures, and Visual Genome:
-    `--config.data.more_splits="('val',)"`, and steps in proportion.
+    `--config.data.more_splits="('val','vg')"`, and steps in proportion.
 
     `head`: finetuning's first epoch, only the classes of answers that VQAv2 lacks.
     `finetune`: the other five epochs, all parameters.
