@@ -65,7 +65,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     config.batches = {"batch_size": 64, "lengths": (20, 40), "threads": 2}
     config.train = {
-        "steps": 400,
+        "steps": 300,
         "optimizer": {
             "name": "adam",
             "learning_rate": 1e-3,

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import UInt8
 
-from mmqa_jax.core.errors import first_names
+from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.images import BrokenPictures
@@ -73,7 +73,15 @@ def with_gold_sources(corpus: Corpus, context: GoldContext) -> Corpus:
 
     Args:
       context: the caption is that of the gold `pictures`, or the text of all gold `sources`.
+
+    Raises:
+      UserError: no question names a gold source.
     """
+    if not any(question.positives for question in corpus.questions()):
+        raise UserError(
+            f"config key data.context={context}: no question of this corpus names a gold source; "
+            "leave it out."
+        )
 
     def brought(question: Question) -> Question:
         gold = [corpus.sources[row] for row in corpus.positive_rows(question)]

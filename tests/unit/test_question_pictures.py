@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cli_runs import png
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answer_vocabulary import make_vocabulary
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.vqa import vqa_batches
@@ -88,6 +89,12 @@ def test_questions_that_bring_their_gold_sources(context, captions):
     assert [q.extra["caption"] for q in brought] == captions
     assert [q.image for q in brought] == [None, "red.png", "blue.png", "red.png", "broken.png"]
     assert [q.question for q in brought] == [q.question for q in QUESTIONS]
+
+
+def test_questions_without_gold_sources_bring_none():
+    bare = Corpus(SOURCES, [question("none")], read)
+    with pytest.raises(UserError, match=r"data\.context=sources: no question .* leave it out"):
+        with_gold_sources(bare, "sources")
 
 
 def test_exchanged_colors_are_the_targets():
