@@ -16,16 +16,9 @@ _SLOW = frozenset(
     f"test_{name}.py"
     for name in (
         *("backends", "bench", "bench_llm", "bench_rerank", "bench_retrieval", "cached_reranker"),
-        *(
-            "cli_answer",
-            "cli_atlas_systems",
-            "cli_candidates",
-            "cli_caption",
-            "cli_choices",
-            "cli_compare",
-        ),
+        *("cli_answer", "cli_candidates", "cli_caption", "cli_choices", "cli_compare"),
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
-        *("cli_prompt", "grid_stage"),
+        *("cli_atlas_systems", "cli_prompt", "grid_stage"),
         *("cli_run", "cli_run_errors", "run_resume"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "recipes"),
