@@ -7,6 +7,7 @@ trained on that other half, and OpenStax's paragraphs.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mmqa_jax.core.config import config_beside
 
@@ -87,15 +88,18 @@ def paper_rows(dataset: str, published: Mapping[str, Sequence[Figure]], scorer: 
     }
 
 
-def our_rows(dataset: str, split: str, questions: int) -> dict:
+def our_rows(
+    dataset: str, library: Mapping[str, Any], questions: int, *, knowledge: str = OPENSTAX
+) -> dict:
     """The same systems with SmolLM2, and what the paper lacks.
 
     Args:
-      split: whose halves are each other's library.
+      library: fields of the part `library` that differ from its defaults; see `halves`.
       questions: of every row; 0 is all.
+      knowledge: folder of the sources that are searched; "" is the row's own.
     """
-    parts = _our_parts(dataset, split)
-    team = {**parts, "knowledge": _rows.knowledge(data=OPENSTAX, modality="text")}
+    parts = _our_parts(dataset, library)
+    team = {**parts, "knowledge": _rows.knowledge(data=knowledge, modality="text")}
     shown = {"shots": 4, "candidates": 5}  # where figure 8 levels off; more is slow on two cores
     asked = {**shown, "chat": True, "task": "test_input", "knowledge_words": 25}
     finished = {"finished": {"run": _finished(dataset)}}
@@ -125,38 +129,50 @@ def our_rows(dataset: str, split: str, questions: int) -> dict:
     }
 
 
-def choice_row(dataset: str, split: str) -> dict:
+def halves(split: str) -> dict[str, Any]:
+    """The library of a split whose halves are each other's."""
+    return {"split": split, "folds": 2}
+
+
+def choice_row(dataset: str, library: Mapping[str, Any]) -> dict:
     """Prophet's prompt with SmolLM2, multiple choice."""
     return {
         "paper": "mavl",
         "system": "prophet",
         "setting": "prophet_choice",
-        "parts": _our_parts(dataset, split),
+        "parts": _our_parts(dataset, library),
         "options": {"shots": 4, "candidates": 5},
     }
 
 
-def _our_parts(dataset: str, split: str) -> dict:
+def _our_parts(dataset: str, library: Mapping[str, Any]) -> dict:
     cache = f"runs/{dataset}_responses.sqlite"
     return {
         "llm": _rows.language_model("smollm2", cache=cache),
-        "library": _rows.library(split=split, folds=2, text_model=""),
+        "library": _rows.library(**library, text_model=""),
         "heuristics": _rows.heuristics(*_our_files(dataset)),
     }
 
 
 def made_by(dataset: str, split: str) -> dict[str, str]:
-    """Path of an input of these rows -> where it comes from."""
+    """Path of an input of these rows -> where it comes from; `split` is its own library."""
     authors = "assets of github.com/MILVLG/prophet"
     ours = (
         f"mmqa candidates --data=data/{dataset} --split={split} --examples_split={split} "
         f"--model runs/{dataset}_mcan_0 runs/{dataset}_mcan_1 --out=runs/{dataset}_candidates"
     )
-    finished = f"mmqa run --config=configs/{dataset}/tables.py:smollm2_mavl"
     return {
         **MADE_BY,
         **dict.fromkeys(_prophets_files(dataset), authors),
-        **dict.fromkeys(_our_files(dataset), ours),
+        **ours_made_by(dataset, ours),
+    }
+
+
+def ours_made_by(dataset: str, candidates: str) -> dict[str, str]:
+    """The same of the inputs of our rows alone; `candidates` is the command that makes theirs."""
+    finished = f"mmqa run --config=configs/{dataset}/tables.py:smollm2_mavl"
+    return {
+        **dict.fromkeys(_our_files(dataset), candidates),
         _finished(dataset): f"{finished} --workdir={_finished(dataset)}",
     }
 

@@ -127,8 +127,9 @@ def make_row(
     Args:
       name: of the row.
       row: its setting and parts, and where they differ from the defaults its options, published
-        figures, questions (so many, evenly over the split; 0 is all), modality, split and where
-        (values that keys of the questions must have).
+        figures, questions (so many, evenly over the split; 0 is all), modality, split, where
+        (values that keys of the questions must have) and context (`pictures` or `sources`: what of
+        a question's gold sources is its caption; data/question_pictures.py).
       made_by: path of an input -> where it comes from.
     """
     config = ConfigDict()
@@ -141,7 +142,7 @@ def make_row(
         "split": row.get("split", split),
         "questions": row.get("questions", 0),
         "modality": row.get("modality", ""),
-        **({"where": row["where"]} if "where" in row else {}),
+        **{key: row[key] for key in ("where", "context") if key in row},
     }
     config.parts = row["parts"]
     config.options = {**OPTIONS.get(row["setting"], {}), **row.get("options", {})}

@@ -22,7 +22,7 @@ _SLOW = frozenset(
         *("backends", "bench", "bench_llm", "bench_rerank", "bench_retrieval", "cached_reranker"),
         *("cli_answer", "cli_candidates", "cli_caption", "cli_choices", "cli_compare"),
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
-        *("cli_prompt", "grid_stage", "launch_slurm"),
+        *("cli_atlas_systems", "cli_prompt", "grid_stage", "launch_slurm"),
         *("cli_run", "cli_run_errors", "inference_killed", "ray_engine", "run_resume"),
         "shards_cli",
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),

@@ -119,8 +119,8 @@ ROWS = {
     "smollm2_choice_calibrated": _choice(calibrated=True),
     "smollm2_choice_zero_shot": _choice(shots=0, calibrated=True),
     **_agents.paper_rows("aokvqa", _MAVL, "a_okvqa_da/official"),
-    **_agents.our_rows("aokvqa", "val", 0),
-    "smollm2_prophet_choice": _agents.choice_row("aokvqa", "val"),
+    **_agents.our_rows("aokvqa", _agents.halves("val"), 0),
+    "smollm2_prophet_choice": _agents.choice_row("aokvqa", _agents.halves("val")),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 _RMR_CITED = {

@@ -3,6 +3,15 @@
 The published figures are those of configs/atlas/README.md, which the demo measures on 300
 questions of the test split. Source selection is VLP's with the retriever's similarity and a second
 hop (ours); `restricted_vlp` and `full_vlp` count VLP's relevance alone.
+
+`pica_*` and `smollm2_*` are the other papers' systems on the same test questions, with SmolLM2. To
+these, whose benchmarks ask on a picture with a caption, a question brings its gold sources: its
+picture is the first gold picture, its caption the text of all gold sources (snippets, and captions
+that do not tell what the pictures show), as VLP's row `oracle` reads them. In
+`smollm2_mavl_pictures` the caption is that of the pictures alone, and snippets come through the
+knowledge tool, BM25 over Atlas's own, as VLP's row `full` has to find them. The VQA model is
+mcan.py, which sees all gold pictures; RMR's examples are the nearest by the mean of
+contrastive.py's embeddings of question and picture.
 """
 
 from ml_collections import ConfigDict
@@ -61,7 +70,17 @@ def _restricted(method: str, second_hop: bool, source_f1: float) -> dict:
 
 
 _rows = config_beside(__file__, "../rows.py")
+_agents = config_beside(__file__, "../agents.py")
+_MCAN = "runs/atlas_mcan"
+MADE_BY |= _agents.ours_made_by(
+    "atlas",
+    f"mmqa train --config=configs/atlas/mcan.py --config.data.dir={DATA} --workdir={_MCAN}; "
+    f"mmqa candidates --data={DATA} --model {_MCAN} --out=runs/atlas_candidates",
+)
 _SMOLLM2 = _rows.language_model("smollm2", length=2048)
+
+
+_QUESTIONS = 300  # evenly over test, those that the demo answers
 
 
 def _pica(setting: str, **options) -> dict:
@@ -71,8 +90,39 @@ def _pica(setting: str, **options) -> dict:
         "setting": setting,
         "parts": {"llm": _SMOLLM2, "library": _rows.library()},
         "options": {"max_new_tokens": 32, **options},
+        "questions": _QUESTIONS,
         "published": {},
     }
+
+
+def _rmr(**options) -> dict:
+    """RMR with a small model: answers are Atlas's keywords, of which there are no rationales."""
+    return {
+        "system": "rmr",
+        "setting": "rmr_direct",
+        "parts": {
+            "llm": _SMOLLM2,
+            "library": _rows.library(text_model=CONTRASTIVE, image_model=CONTRASTIVE),
+        },
+        "options": {"template": "rmr.text", "max_new_tokens": 16, **options},
+        "questions": _QUESTIONS,
+        "context": "sources",
+        "published": {},
+    }
+
+
+def _agent_rows() -> dict[str, dict]:
+    """Prophet's and MAVL's: the train split is the library, Atlas's snippets are the knowledge."""
+    rows = {
+        name: {**row, "paper": PAPER, "context": "sources", "published": {}}
+        for name, row in _agents.our_rows("atlas", {}, _QUESTIONS, knowledge="").items()
+    }
+    llm = _rows.language_model("smollm2", cache="runs/atlas_responses.sqlite", length=2048)
+    for row in rows.values():
+        if "llm" in row["parts"]:
+            row["parts"] = {**row["parts"], "llm": llm}
+    rows["smollm2_mavl_pictures"] = {**rows["smollm2_mavl"], "context": "pictures"}
+    return rows
 
 
 _READER = {"reader": {"model": ANSWER}}
@@ -82,7 +132,7 @@ _SECOND_HOP = {"retriever": _retriever("dense", second_hop=True)}
 _OWN = {"cap": "none", "select": "best"}
 _ACC, _F1 = "webqa_acc/no_lemma", "source_f1/official"
 
-# Row -> setting of systems/webqa.py or pica.py, parts, options, figures of README.md.
+# Row -> setting of systems/webqa.py and others, parts, options, figures of README.md.
 ROWS = {
     "question_only": {"setting": "question_only", "parts": _READER, "published": {_ACC: 0.21}},
     "oracle": {"setting": "oracle", "parts": _READER, "published": {_ACC: 0.73}},
@@ -131,6 +181,10 @@ ROWS = {
     "pica_oracle": _pica("pica_oracle"),
     "pica_oracle_zero_shot": _pica("pica_oracle", shots=0),
     "pica_oracle_random": _pica("pica_oracle", similarity="random"),
+    "smollm2_rmr": _rmr(),
+    "smollm2_rmr_text": _rmr(similarity="question"),
+    "smollm2_rmr_zero_shot": _rmr(shots=0),
+    **_agent_rows(),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}

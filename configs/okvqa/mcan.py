@@ -45,7 +45,7 @@ _BERT = ((r"^bert/", 0.01),)
 def get_config(mode: str = "finetune") -> ConfigDict:
     """`pretrain`: on VQAv2's train split; its answers are those of `config.answers.file`, openvqa's
     list. Prophet's for OK-VQA adds val without OK-VQA's test pictures, and Visual Genome:
-    `--config.data.more_splits="('val',)"`, and steps in proportion.
+    `--config.data.more_splits="('val','vg')"`, and steps in proportion.
 
     `pretrain_pod`: the same for a v5e-256, a v5p-64 or 8 to 64 H100s, not the original's recipe:
     1,024 questions a batch instead of 64, rates times the root of 16 (the rule for Adam of Malladi

@@ -138,7 +138,7 @@ ROWS = {
     "copy_nearest": _baseline("copy_nearest"),
     "vote_of_nearest": _baseline("vote_of_nearest", shots=16),
     **_agents.paper_rows("okvqa", _MAVL, "vqa_accuracy/official"),
-    **_agents.our_rows("okvqa", "test", 1000),
+    **_agents.our_rows("okvqa", _agents.halves("test"), 1000),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {

@@ -20,6 +20,7 @@ from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.evaluation.vqa import official_of_weight
+from mmqa_jax.evaluation.webqa import has_keywords
 
 FILE = "answers.json"  # in a run's workdir
 
@@ -64,8 +65,11 @@ def answer_scores(question: Question) -> dict[str, float]:
     """Normalized answer -> target: 0.3 an annotator, at most 1, summed in float32.
 
     Soft labels stand for the annotators where those are absent: a weight min(n / 3, 1) gives the
-    score of n annotators, and 1 that of four (OK-VQA's counts are even).
+    score of n annotators, and 1 that of four (OK-VQA's counts are even). Where answers are
+    sentences (WebQA, Atlas), their keywords are the one answer.
     """
+    if has_keywords(question):
+        return {prep_ans(question.keywords): 1.0}
     scores: dict[str, np.float32] = {}
     labels = question.extra.get(SOFT_LABELS)
     if labels is not None:

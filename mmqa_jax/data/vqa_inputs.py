@@ -1,7 +1,7 @@
 """What a VQA model reads of a question: its tokens, and the picture or what stands for it.
 
 One class for each MCAN; all give `question_ids` int32[B, L] and `image`, and count in `truncated`
-int32[B] the tokens that did not fit.
+int32[B] the tokens that did not fit; `lost` counts them without reading a picture.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from jaxtyping import Int32
 
 from mmqa_jax.data.datasets.benchmark import CAPTION
+from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.picture_features import PictureFeatures
+from mmqa_jax.data.question_pictures import QuestionPictures, stacked
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import WordPiece, text_inputs
@@ -24,6 +27,8 @@ class VQAInputs(Protocol):
     """Questions -> the arrays of a batch."""
 
     def __call__(self, questions: Sequence[Question]) -> Packed: ...
+
+    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]: ...
 
 
 class GridInputs:
@@ -39,10 +44,47 @@ class GridInputs:
         self._tokenizer, self._features, self._length = tokenizer, features, length
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
-        tokens = self._tokenizer.encode_batch([plain(q.question) for q in questions])
-        ids, _, lost = text_inputs(tokens, self._length, self._tokenizer)
+        ids, lost = _question_ids([q.question for q in questions], self._length, self._tokenizer)
         image = self._features.batch([image_id(question) for question in questions])
         return {"question_ids": ids, "image": image, "truncated": lost}
+
+    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
+        """How many tokens of each question do not fit."""
+        return _question_ids([q.question for q in questions], self._length, self._tokenizer)[1]
+
+
+class PatchInputs:
+    """For MCAN on raw pictures: `image` is `pixels` and `shown` of its pictures, see `stacked`.
+
+    Args:
+      tokenizer: BERT's.
+      pictures: of the questions.
+      length: tokens of a question, [CLS] and [SEP] among them.
+      slots: pictures of a question, at most.
+    """
+
+    def __init__(self, tokenizer: WordPiece, pictures: QuestionPictures, length: int, slots: int):
+        self._tokenizer, self._pictures = tokenizer, pictures
+        self._length, self._slots = length, slots
+
+    def __call__(self, questions: Sequence[Question]) -> Packed:
+        return self.encode([self.raw(question) for question in questions])
+
+    def raw(self, question: Question) -> RawExample:
+        """A question with its pixels, as an augmentation may change them."""
+        sources = tuple(RawSource("", pixels=one) for one in self._pictures.of(question))
+        return RawExample(question.question, sources, "", question, question.keywords)
+
+    def encode(self, examples: Sequence[RawExample]) -> Packed:
+        """The arrays of `raw` questions."""
+        ids, lost = _question_ids([e.question for e in examples], self._length, self._tokenizer)
+        pixels = [[source.pixels for source in example.sources] for example in examples]
+        image = stacked(pixels, self._slots, self._pictures.store.size)
+        return {"question_ids": ids, "image": image, "truncated": lost}
+
+    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
+        """How many tokens of each question do not fit."""
+        return _question_ids([q.question for q in questions], self._length, self._tokenizer)[1]
 
 
 class RegionInputs:
@@ -58,6 +100,15 @@ class RegionInputs:
         self._words, self._features, self._length = words, features, length
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
+        ids, lost = self._words_of(questions)
+        image = self._features.batch([image_id(question) for question in questions])
+        return {"question_ids": ids, "image": image, "truncated": lost}
+
+    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
+        """How many words of each question do not fit."""
+        return self._words_of(questions)[1]
+
+    def _words_of(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((len(questions), self._length), np.int32)
         lost = np.zeros(len(questions), np.int32)
         for row, question in enumerate(questions):
@@ -65,8 +116,7 @@ class RegionInputs:
             kept = found[: self._length]
             ids[row, : len(kept)] = kept
             lost[row] = len(found) - len(kept)
-        image = self._features.batch([image_id(question) for question in questions])
-        return {"question_ids": ids, "image": image, "truncated": lost}
+        return ids, lost
 
 
 class CaptionInputs:
@@ -97,6 +147,19 @@ class CaptionInputs:
             lost[row] += len(whole) - len(kept)
         image = real & (np.arange(self._length) >= first[:, None])
         return {"question_ids": ids, "image": image, "truncated": lost}
+
+    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
+        """How many tokens of each question and caption do not fit."""
+        return self(questions)["truncated"]
+
+
+def _question_ids(
+    questions: Sequence[str], length: int, tokenizer: WordPiece
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int32[B, L] of questions, and how many tokens each loses."""
+    tokens = tokenizer.encode_batch([plain(question) for question in questions])
+    ids, _, lost = text_inputs(tokens, length, tokenizer)
+    return ids, lost
 
 
 def plain(question: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import official_accuracy, official_of_weight, soft_label_accuracy
+from mmqa_jax.evaluation.webqa import has_keywords, keyword_accuracy
 
 RECALL_AT = (1, 3, 5, 10)
 
@@ -19,7 +20,7 @@ def score_candidates(
     """Scores over the questions; one without candidates counts 0.
 
     accuracy     VQA accuracy of the first candidate: official, from annotators' answers, or from
-                 soft labels where those stand for them
+                 soft labels where those stand for them; WebQA's without lemmas, from keywords
     recall@k     share of questions with an answer of any annotator among the first k
     oracle@k     accuracy of the best of the first k
 
@@ -40,6 +41,8 @@ def score_candidates(
 
 
 def _accuracy(answer: str, question: Question) -> float:
+    if has_keywords(question):
+        return keyword_accuracy(answer, question)
     labels = question.extra.get(SOFT_LABELS)
     if labels is None:
         return official_accuracy(answer, question.answers)

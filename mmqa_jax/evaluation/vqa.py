@@ -27,6 +27,7 @@ from mmqa_jax.evaluation.scores import (
     scores_of,
 )
 from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.webqa import has_keywords, keyword_accuracy
 
 # Weights are rounded to three decimals in the published files: 0.333, 0.667, 1.
 _OFFICIAL_OF_COUNT = (0.0, 0.3, 0.6, 0.9)
@@ -126,10 +127,13 @@ def direct_answer_accuracy(answer: str, references: Sequence[str]) -> float:
 def answer_accuracy(question: Question, answer: str) -> float | None:
     """The accuracy of one direct answer by the benchmark's own rule; None without references.
 
-    Soft labels where a question has them, A-OKVQA's rule for a question with options, else VQA's.
+    Soft labels where a question has them, WebQA's accuracy without lemmas where it has keywords,
+    A-OKVQA's rule for a question with options, else VQA's.
     """
     if SOFT_LABELS in question.extra:
         return soft_label_accuracy(answer, question.extra[SOFT_LABELS])
+    if has_keywords(question):
+        return keyword_accuracy(answer, question)
     if not question.answers:
         return None
     rule = direct_answer_accuracy if question.choices else official_accuracy

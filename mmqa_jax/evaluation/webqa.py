@@ -121,6 +121,13 @@ def accuracy(
     return float(_accuracy(common, len(prediction), len(keywords), category, epsilon))
 
 
+def keyword_accuracy(answer: str, question: Question) -> float:
+    """WebQA accuracy of one answer against a question's keywords, without lemmas."""
+    normalizer = Normalizer("none")
+    said, wanted = (normalizer.tokens(t, question.category) for t in (answer, question.keywords))
+    return accuracy(said, wanted, question.category)
+
+
 def exact_match(
     prediction: Sequence[str],
     keywords: Sequence[str],

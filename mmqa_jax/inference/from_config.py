@@ -17,6 +17,7 @@ from mmqa_jax.data.packing import Packer, PackingConfig
 from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.picture_features import PictureFeatures, open_features
 from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.question_pictures import QuestionPictures
 from mmqa_jax.data.regions import (
     BOX,
     FEATURES,
@@ -30,7 +31,13 @@ from mmqa_jax.data.regions import (
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
-from mmqa_jax.data.vqa_inputs import CaptionInputs, GridInputs, RegionInputs, VQAInputs
+from mmqa_jax.data.vqa_inputs import (
+    CaptionInputs,
+    GridInputs,
+    PatchInputs,
+    RegionInputs,
+    VQAInputs,
+)
 from mmqa_jax.models.presets import clip_vision, vlp_from_config
 from mmqa_jax.models.two_sided_vlp import TwoSides
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
@@ -183,19 +190,32 @@ def two_sides(
     return sides
 
 
-def make_vqa_features(config: ConfigDict) -> PictureFeatures | None:
-    """The pictures' features of a VQA run; None where captions stand for them."""
+def make_vqa_features(
+    config: ConfigDict, corpus: Corpus | None
+) -> PictureFeatures | QuestionPictures | None:
+    """The pictures of a VQA run, or their features; None where captions stand for them.
+
+    Args:
+      corpus: of the questions, from which a model on patches reads their pictures.
+    """
     if config.model.image == "caption":
         return None
+    if config.model.image == "patches":
+        assert corpus is not None, "a model on patches reads the corpus's pictures"
+        return QuestionPictures(make_pictures(config, corpus))
     return open_features(config.features, config.model)
 
 
 def make_vqa_inputs(
-    config: ConfigDict, tokenizer: Any, features: PictureFeatures | None, length: int
+    config: ConfigDict,
+    tokenizer: Any,
+    features: PictureFeatures | QuestionPictures | None,
+    length: int,
 ) -> VQAInputs:
     """What the config's VQA model reads of questions, `length` tokens or words of each."""
-    if config.model.image == "caption":
+    if isinstance(features, QuestionPictures):
+        return PatchInputs(tokenizer, features, length, config.model.pictures)
+    if features is None:
         return CaptionInputs(tokenizer, length)
-    assert features is not None
     kind = GridInputs if config.model.image == "grid" else RegionInputs
     return kind(tokenizer, features, length)

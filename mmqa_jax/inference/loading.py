@@ -119,8 +119,11 @@ def load_question_classifier(folder: str | os.PathLike) -> QuestionClassifier:
     return QuestionClassifier(model, tokenizer, length, batch_size)
 
 
-def load_vqa_model(folder: str | os.PathLike) -> VQAModel:
+def load_vqa_model(folder: str | os.PathLike, corpus: Corpus | None = None) -> VQAModel:
     """The trained MCAN of a VQA run.
+
+    Args:
+      corpus: of the questions; only a model on patches needs it.
 
     Raises:
       UserError: another task's run, or answers.json is not that of the weights.
@@ -134,7 +137,7 @@ def load_vqa_model(folder: str | os.PathLike) -> VQAModel:
             f"{Path(folder) / ANSWERS}: {len(answers)} answers, but the weights beside it have "
             f"{heads}; copy both from the same run."
         )
-    return VQAModel(config, tokenizer, answers, load_converted(folder))
+    return VQAModel(config, tokenizer, answers, load_converted(folder), corpus)
 
 
 def _load_vlp(

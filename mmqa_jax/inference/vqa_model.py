@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.from_config import make_vqa_features, make_vqa_inputs
 
@@ -24,7 +25,7 @@ CANDIDATES = 10  # Prophet's CANDIDATE_NUM
 def make_answer_scores(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted MCAN: (state, question_ids, image) -> the answers' scores [B, V], latents."""
 
-    def run(state: Any, question_ids: jax.Array, image: jax.Array) -> tuple[jax.Array, ...]:
+    def run(state: Any, question_ids: jax.Array, image: Any) -> tuple[jax.Array, ...]:
         module = nnx.merge(graphdef, state)
         latent = module.latent(question_ids, image)
         return jax.nn.sigmoid(module.answer_logits(latent).astype(jnp.float32)), latent
@@ -40,13 +41,19 @@ class VQAModel:
       tokenizer: of the run.
       answers: of the run.
       model: possibly abstract, if `use` gives the parameters.
+      corpus: of the questions; only a model on patches needs it.
     """
 
     def __init__(
-        self, config: ConfigDict, tokenizer: Any, answers: AnswerVocabulary, model: nnx.Module
+        self,
+        config: ConfigDict,
+        tokenizer: Any,
+        answers: AnswerVocabulary,
+        model: nnx.Module,
+        corpus: Corpus | None = None,
     ):
         self.config, self.answers = config, answers
-        self.features = make_vqa_features(config)
+        self.features = make_vqa_features(config, corpus)
         longest = max(config.batches.lengths)
         self._inputs = make_vqa_inputs(config, tokenizer, self.features, longest)
         self._batch_size = config.inference.batch_size

@@ -14,6 +14,7 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.mcan import MCANConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.patch_mcan import PatchMCANConfig
 from mmqa_jax.models.text_classifier import TextClassifierConfig
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig, vlp_clip, vlp_patches
 
@@ -117,14 +118,15 @@ def text_classifier_from_config(
 
 def vqa_from_config(
     section: Mapping[str, Any], vocab_size: int, answers: int, new_answers: int = 0
-) -> MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig:
+) -> MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig:
     """The MCAN as the config describes it.
 
     Args:
-      section: `image` (`grid`: Prophet's, `regions`: openvqa's, `caption`: ours) and `fusion`
-        (fields of FusionConfig); the `trunk` of the question encoder and its `changes`, but for
-        regions; for a grid `grid` and `image_features`, for regions `region_features` and
-        `word_features`, for captions `frozen_text`.
+      section: `image` (`grid`: Prophet's, `regions`: openvqa's, `caption` and `patches`: ours) and
+        `fusion` (fields of FusionConfig); the `trunk` of the question encoder and its `changes`,
+        but for regions; for a grid `grid` and `image_features`, for regions `region_features` and
+        `word_features`, for captions `frozen_text`, for patches `vision` (fields of VisionConfig)
+        and `pictures`.
       vocab_size: of the tokenizer.
       answers: size of the answer vocabulary, that of the pretraining where it is extended.
       new_answers: by which a grid's is extended.
@@ -133,13 +135,16 @@ def vqa_from_config(
       UserError: an unknown name or field, or sizes that do not fit.
     """
     fusion = _with(FusionConfig(), section["fusion"], "model.fusion")
-    check_known("model.image", section["image"], ("grid", "regions", "caption"))
+    check_known("model.image", section["image"], ("grid", "regions", "caption", "patches"))
     if section["image"] == "regions":
         sizes = section["word_features"], section["region_features"]
         return MCANOpenVQAConfig(vocab_size, fusion, *sizes, answers)
     text = _trunk(section, vocab_size, types=2)
     if section["image"] == "caption":
         return CaptionMCANConfig(text, fusion, answers, section.get("frozen_text", False))
+    if section["image"] == "patches":
+        vision = _with(clip.VisionConfig(), section["vision"], "model.vision")
+        return PatchMCANConfig(text, vision, fusion, answers, section["pictures"])
     return MCANConfig(
         text,
         fusion,

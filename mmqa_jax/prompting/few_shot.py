@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
+from mmqa_jax.evaluation.webqa import has_keywords
 from mmqa_jax.prompting.backends import Query
 from mmqa_jax.prompting.shots import Shot, shots_record
 from mmqa_jax.prompting.templates import PromptTemplate
@@ -105,8 +106,10 @@ def majority_answer(question: Question) -> str:
     """The answer that most annotators gave; of equally frequent ones the first.
 
     Answers from soft labels are listed by falling weight. Of a question without answers the
-    correct option.
+    correct option; where answers are sentences (WebQA, Atlas) their keywords.
     """
+    if has_keywords(question):
+        return question.keywords
     counts = collections.Counter(answer for answer in question.answers if answer)
     if counts:
         return counts.most_common(1)[0][0]

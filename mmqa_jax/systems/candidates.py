@@ -52,7 +52,7 @@ def write_stage(
     examples: dict[str, list[str]] = {}
     missing = 0
     for folder, share in zip(models, shares, strict=True):
-        model = load_vqa_model(folder)
+        model = load_vqa_model(folder, corpus)
         found, latents = model.candidates_and_latents(share.asked)
         found_own, latents_own = model.candidates_and_latents(share.own)
         served |= found

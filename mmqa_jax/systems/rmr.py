@@ -32,6 +32,7 @@ from mmqa_jax.prompting.few_shot import (
     FewShot,
     Order,
     few_shot,
+    majority_answer,
     output_record,
     prompts_record,
 )
@@ -231,7 +232,10 @@ def check_questions(setting: str, questions: Sequence[Question]) -> None:
 
 
 def fields(question: Question) -> Mapping[str, str]:
-    """The fields of RMR's templates; the context is the hint, then the picture's caption."""
+    """The fields of RMR's templates; the context is the hint, then the picture's caption.
+
+    The answer of a question without options is its short one.
+    """
     hint, caption = (str(question.extra.get(key, "")).strip() for key in ("hint", "caption"))
     listed = (f"({LETTERS[i]}) {choice}" for i, choice in enumerate(question.choices))
     known = question.answer_index is not None
@@ -240,7 +244,7 @@ def fields(question: Question) -> Mapping[str, str]:
         "context": " ".join(part for part in (hint, caption) if part) or NO_CONTEXT,
         "options": " ".join(listed),
         "rationale": " ".join(question.rationale.split()),
-        "answer": question.choices[question.answer_index] if known else "",
+        "answer": question.choices[question.answer_index] if known else majority_answer(question),
         "letter": LETTERS[question.answer_index] if known else "",
     }
 

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ml_collections import ConfigDict
 
@@ -24,6 +24,7 @@ from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.predictions import prediction_row
+from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.splits import evenly, split_questions
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
@@ -65,6 +66,7 @@ _SPEC: dict[str, Any] = {
         "questions": Key(int, minimum=0),
         "modality": Literal["", "text", "image"],
         "where": Key(dict, False),
+        "context": Key(Literal["", *get_args(GoldContext)], False),
     },
     "scoring": {"lemmatizer": Literal["", "none", "spacy"], "bart": str},
     "published": tuple[dict, ...],
@@ -78,6 +80,7 @@ _PATHS = (
 _INSTALLED = ("minilm", "smollm2")
 # Parts that find sources; without them, a row's sources are the gold ones or none, and no result.
 _FINDING = ("retriever", "reranker")
+_ANSWERING = ("reader", "llm", "heuristics", "finished")  # parts that answer in words
 _MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
@@ -145,6 +148,9 @@ def run_row(
         else claim_workdir(folder, recorded, work="journals/*", shared=shared)
     ):
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
+        if context := config.data.get("context"):
+            assert opened is None, "parts that other rows opened read questions as they are"
+            corpus = with_gold_sources(corpus, context)
         questions = row_questions(config, corpus)[:limit]
         system = SYSTEMS[config.system]
         check_questions(system, config.setting, questions)
@@ -325,7 +331,7 @@ def _evaluate(
     hidden = not any(q.answers or q.positives or q.keywords for q in questions)
     if hidden:  # WebQA's test split
         return Evaluation(notes=["gold answers and sources of this split are not published"])
-    answers = "reader" in config.parts or "llm" in config.parts
+    answers = any(part in config.parts for part in _ANSWERING)
     evaluation = score_predictions(
         config.dataset,
         questions,

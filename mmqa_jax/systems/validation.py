@@ -189,7 +189,7 @@ class _VQAValidation:
         # The answers are the run's own, which it wrote before.
         own = [q for q in corpus.questions() if q.answers and trains_on(config.data, q)]
         answers = make_answers(config.answers, own)
-        self._model = VQAModel(config, tokenizer, answers, model)
+        self._model = VQAModel(config, tokenizer, answers, model, corpus)
 
     def __call__(self, model: nnx.Module) -> dict[str, float]:
         self._model.use(model)

@@ -116,6 +116,8 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         "features": optional(
             {"root": str, "max_missing": optional(int), "slots": optional(int, minimum=1)}
         ),
+        "pictures": optional({"size": int, "resize": Resize, "alpha": optional(Alpha)}),
+        "augment": optional(dict),  # its factory's arguments
         "inference": {"batch_size": _POSITIVE},
         "validate": optional(dict),  # see training.validation
     },
@@ -170,6 +172,11 @@ _VQA: dict[str, dict[str, Any]] = {  # model.image -> the section `model`
     "grid": {"grid": _POSITIVE, "image_features": _POSITIVE},
     "regions": {"word_features": _POSITIVE, "region_features": _POSITIVE},
     "caption": dict.fromkeys(("answer_embeddings", "frozen_text"), optional(bool)),
+    "patches": {
+        "vision": Key(spec_of(VisionConfig, minimum=1, partial=True)),
+        "pictures": _POSITIVE,
+        "answer_embeddings": optional(bool),
+    },
 }
 _TWO_SIDES = {"joint_layers": optional(int), "match_type": optional(int | None)}
 _FEATURES_KEY = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> what it needs
@@ -330,10 +337,21 @@ def _check_vqa(config: ConfigDict) -> None:
             f"config key batches.lengths={tuple(lengths)}: increasing numbers from 3 to {most} "
             "were expected, tokens that the model reads; change them."
         )
-    if ("features" in config) != (image != "caption"):
+    wanted = {"features": image in ("grid", "regions"), "pictures": image == "patches"}
+    for key, needed in wanted.items():
+        if (key in config) != needed:
+            what = "needs it; add it" if needed else "does not read them; leave it out"
+            raise UserError(f"config key {key}: model.image={image} {what}.")
+    if config.get("augment") and image != "patches":
         raise UserError(
-            f"config key features: model.image={image} "
-            f"{'reads no features; leave it out' if image == 'caption' else 'needs it; add it'}."
+            f"config key augment: changes pixels and questions together, but model.image={image} "
+            "reads none; leave it out."
+        )
+    if image == "patches" and config.pictures.size != vqa.vision.image_size:
+        raise UserError(
+            f"config key pictures.size={config.pictures.size}: the vision tower takes "
+            f"{vqa.vision.image_size}; set pictures.size and model.vision.image_size to the same "
+            "number."
         )
     if model.get("frozen_text") and read_section(config.train).optimizer.name != "adam":
         raise UserError(

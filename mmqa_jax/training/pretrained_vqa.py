@@ -33,7 +33,12 @@ from mmqa_jax.training.pretrained import Loader, bert_folder, bert_rows
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert
 
-_KINDS = {"grid": "mcan", "regions": "mcan_openvqa", "caption": "caption_mcan"}
+_KINDS = {
+    "grid": "mcan",
+    "regions": "mcan_openvqa",
+    "caption": "caption_mcan",
+    "patches": "patch_mcan",
+}
 
 
 def make_answers(section: Mapping[str, Any], questions: Sequence[Question]) -> AnswerVocabulary:

@@ -29,6 +29,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.example_scores import judged_questions
 from mmqa_jax.data.packing import MaskingConfig
 from mmqa_jax.data.picture_features import PictureFeatures
+from mmqa_jax.data.question_pictures import QuestionPictures
 from mmqa_jax.data.question_words import QuestionWords, make_words
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
@@ -96,7 +97,7 @@ class Recipe:
     batches: Any
     load_pretrained: Loader | None
     title: str
-    reader: SourceReader | PictureFeatures | None
+    reader: SourceReader | PictureFeatures | QuestionPictures | None
     answers: AnswerVocabulary | None = None
     finish: Callable[[Any], Any] | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -255,7 +256,7 @@ def _vqa(config: ConfigDict, corpus: Corpus, questions: list[Question], tokenize
     answers = make_answers(config.answers, own)
     old = pretrained_answers(config, answers)
     task = tasks.vqa(config, tokenizer.vocab_size, old, len(answers) - old)
-    reader = make_vqa_features(config)
+    reader = make_vqa_features(config, corpus)
     lengths = config.batches.lengths
     inputs = [make_vqa_inputs(config, tokenizer, reader, length) for length in lengths]
     batches = vqa_batches(inputs, own, answers, _feed(config), **_options(config))

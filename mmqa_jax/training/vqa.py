@@ -13,13 +13,15 @@ from flax import nnx
 from mmqa_jax.models.caption_mcan import CaptionMCAN, CaptionMCANConfig
 from mmqa_jax.models.mcan import MCAN, MCANConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
 
-VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig
+VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
 _MODELS: dict[type, type[nnx.Module]] = {
     MCANConfig: MCAN,
     MCANOpenVQAConfig: MCANOpenVQA,
     CaptionMCANConfig: CaptionMCAN,
+    PatchMCANConfig: PatchMCAN,
 }
 
 

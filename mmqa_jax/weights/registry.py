@@ -191,6 +191,12 @@ TRAINED = (
         model="caption_mcan.CaptionMCAN",
         config="caption_mcan.CaptionMCANConfig",
     ),
+    Architecture(
+        name="patch_mcan",
+        title="MCAN on patches",
+        model="patch_mcan.PatchMCAN",
+        config="patch_mcan.PatchMCANConfig",
+    ),
 )
 
 

@@ -7,7 +7,13 @@ import json
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.vqav2 import ON_OKVQA_TEST, read_vqav2
+from mmqa_jax.data.answer_vocabulary import make_vocabulary
+from mmqa_jax.data.datasets.vqav2 import (
+    GENOME,
+    GENOME_ON_OKVQA_TEST,
+    ON_OKVQA_TEST,
+    read_vqav2,
+)
 
 ANSWERS = ["yes"] * 7 + ["no"] * 3
 
@@ -79,3 +85,55 @@ def test_answers_to_other_questions_are_refused(folder):
 def test_an_empty_folder_says_what_to_put_there(tmp_path):
     with pytest.raises(UserError, match=r"v2_OpenEnded_mscoco_train2014_questions\.json"):
         read_vqav2(tmp_path)
+
+
+def on_okvqa(folder):
+    asked = [{"image_id": 42, "question": "What is it for?", "question_id": 425}]
+    write(folder / "OpenEnded_mscoco_val2014_questions.json", {"questions": asked})
+
+
+def test_visual_genome_in_vqas_format(folder):
+    on_okvqa(folder)
+    asked = {9001: 9, 500: 42}  # 9001 is also a question of VQAv2
+    rows = [{"image_id": i, "question": f"Who, {n}?", "question_id": n} for n, i in asked.items()]
+    known = [
+        {"image_id": i, "question_id": n, "answers": [{"answer": "a man"}]}
+        for n, i in asked.items()
+    ]
+    write(folder / "VG_questions.json", {"questions": rows})
+    with pytest.raises(UserError, match=r"VG_annotations\.json: no such file"):
+        read_vqav2(folder)
+    write(folder / "VG_annotations.json", {"annotations": known})
+    benchmark = read_vqav2(folder)
+    found = {q.id: q for q in benchmark.questions}
+    assert found["vg9001"].split == GENOME
+    assert found["vg500"].split == GENOME_ON_OKVQA_TEST
+    assert found["vg9001"].question == "Who, 9001?"
+    assert found["vg9001"].answers == ("a man",)
+    assert found["9001"].split == "train"
+    assert benchmark.counts["vg questions"] == 2
+    assert benchmark.counts["vg questions on OK-VQA's test pictures"] == 1
+
+
+def test_visual_genomes_official_files(folder):
+    """Pictures get COCO's ids; those that COCO lacks are left out; one answer has target 1."""
+    on_okvqa(folder)
+    pair = {"question": "Where is it?", "answer": "Outside."}
+    pictures = [(1, [7, 8]), (2, [9]), (3, [10])]
+    rows = [
+        {"id": n, "qas": [{**pair, "image_id": n, "qa_id": key} for key in keys]}
+        for n, keys in pictures
+    ]
+    write(folder / "question_answers.json", rows)
+    with pytest.raises(UserError, match=r"image_data\.json: no such file"):
+        read_vqav2(folder)
+    coco = [{"image_id": n, "coco_id": of} for n, of in ((1, 9), (2, None), (3, 42))]
+    write(folder / "image_data.json", coco)
+    genome = {q.id: q for q in read_vqav2(folder).questions if q.id.startswith("vg")}
+    assert {name: (q.split, q.extra["image_id"]) for name, q in genome.items()} == {
+        "vg7": (GENOME, 9), "vg8": (GENOME, 9), "vg10": (GENOME_ON_OKVQA_TEST, 42),
+    }  # fmt: skip
+    assert make_vocabulary(genome.values(), 3).targets(genome["vg7"]) == {0: 1.0}
+    write(folder / "question_answers.json", [*rows, rows[0]])
+    with pytest.raises(UserError, match=r"question_answers\.json, entry 4: qa_id 7 appears twice"):
+        read_vqav2(folder)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import grain
 import numpy as np
 
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
-from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
+from mmqa_jax.data.batches.feed import FeedConfig, Table, augmented, feed_batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.vqa_inputs import VQAInputs
+from mmqa_jax.data.vqa_inputs import PatchInputs, VQAInputs
 
 
 def vqa_batches(
@@ -30,18 +31,31 @@ def vqa_batches(
 
     Args:
       inputs: one for each length; a question goes to the first that loses nothing of it.
+      feed: an augmentation changes questions on pixels (PatchInputs) and their keywords alone.
       lengths: increasing, one static shape each.
     """
     targets = [vocabulary.targets(question) for question in questions]
-    lost = np.stack([part(questions)["truncated"] for part in inputs])  # [lengths, N]
+    lost = np.stack([part.lost(questions) for part in inputs])  # [lengths, N]
     fits = (lost == 0) | (np.arange(len(lost)) == len(lost) - 1)[:, None]
     everything = {"index": np.arange(len(questions)), "bucket": fits.argmax(axis=0)}
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
-        rows = table["index"]
+        rows, part = table["index"], inputs[planned.bucket]
+        own, wanted = [questions[row] for row in rows], [targets[row] for row in rows]
+        if feed.augment is not None and isinstance(part, PatchInputs):
+            examples = [
+                augmented(part.raw(question), feed, planned, n) for n, question in enumerate(own)
+            ]
+            arrays = part.encode(examples)
+            wanted = [
+                vocabulary.targets(dataclasses.replace(question, keywords=example.keywords))
+                for question, example in zip(own, examples, strict=True)
+            ]
+        else:
+            arrays = part(own)
         return {
-            **inputs[planned.bucket]([questions[row] for row in rows]),
-            "targets": vocabulary.dense([targets[row] for row in rows]),
+            **arrays,
+            "targets": vocabulary.dense(wanted),
             "index": rows.astype(np.int32),
         }
 

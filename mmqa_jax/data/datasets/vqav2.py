@@ -6,8 +6,10 @@
 
 OK-VQA's test questions are on pictures of val2014. Where OK-VQA's file lies beside the others
 (OpenEnded_mscoco_val2014_questions.json), the questions on these pictures are a split of their
-own, so that nobody pretrains on them by mistake (Prophet's `v2valvg_no_ok`, here without Visual
-Genome's questions).
+own, so that nobody pretrains on them by mistake (Prophet's `v2valvg_no_ok`).
+
+Visual Genome's questions (visual_genome.py), where their files lie there too, are the split `vg`,
+and those on OK-VQA's test pictures the split `vg_on_okvqa_test`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets import coco
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFolders
+from mmqa_jax.data.datasets.visual_genome import read_visual_genome
 from mmqa_jax.data.datasets.vqa_json import (
     Reference,
     check_same,
@@ -29,6 +32,8 @@ from mmqa_jax.data.schema import Question
 # Split -> COCO's split, which names the files.
 COCO_SPLIT = {"train": "train2014", "val": "val2014", "test": "test2015"}
 ON_OKVQA_TEST = "val_on_okvqa_test"  # questions of val on pictures of OK-VQA's test questions
+GENOME, GENOME_ON_OKVQA_TEST = "vg", "vg_on_okvqa_test"
+_VG_PICTURES = ("train2014", "val2014")  # COCO's splits that Visual Genome shares
 _OKVQA = "OpenEnded_mscoco_val2014_questions.json"
 _FOLDERS = (*coco.FOLDERS_2014, "test2015", "images/test2015")
 # Goyal et al. (CVPR 2017), as counted on the page that the files are published on.
@@ -82,6 +87,19 @@ def read_vqav2(folder: Path) -> Benchmark:
             "v2_OpenEnded_mscoco_train2014_questions.json and v2_mscoco_train2014_annotations.json "
             "there."
         )
+    for question_id, asked_of in read_visual_genome(files).items():
+        shown = (coco.picture_of(split, asked_of.image_id) for split in _VG_PICTURES)
+        held_out_picture = asked_of.image_id in on_okvqa
+        questions.append(
+            Question(
+                id=f"{GENOME}{question_id}",  # the numbers are also VQAv2's
+                split=GENOME_ON_OKVQA_TEST if held_out_picture else GENOME,
+                question=asked_of.question,
+                image=next((name for name in shown if name in pictures), None),
+                answers=asked_of.answers,
+                extra={"image_id": asked_of.image_id},
+            )
+        )
     names = sorted({q.image for q in questions if q.image is not None})
     if not names:
         files.missing["train2014/, val2014/"] = "no pictures; read their features instead"
@@ -121,13 +139,13 @@ def _split(
 
 
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
-    """All of val's questions are counted as val's; those on OK-VQA's pictures again."""
-    found = Counter(
-        f"{'val' if q.split == ON_OKVQA_TEST else q.split} questions" for q in questions
-    )
-    found["val questions on OK-VQA's test pictures"] = sum(
-        q.split == ON_OKVQA_TEST for q in questions
-    )
+    """All of val's questions are counted as val's, as vg's; those on OK-VQA's pictures again."""
+    whole = {ON_OKVQA_TEST: "val", GENOME_ON_OKVQA_TEST: GENOME}
+    found = Counter(f"{whole.get(q.split, q.split)} questions" for q in questions)
+    for split, name in whole.items():
+        if f"{name} questions" in found:
+            what = f"{name} questions on OK-VQA's test pictures"
+            found[what] = sum(q.split == split for q in questions)
     found["questions with answers"] = sum(bool(q.answers) for q in questions)
     found["picture files"] = picture_files
     names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
