@@ -24,6 +24,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import cache_dir
 
+_ROW_VALUES = 16_384  # of a row that is dequantized, at most
+
 
 class GGUFSource:
     """A GGUF file; every tensor reads as float32, rows first.
@@ -89,12 +91,21 @@ class GGUFSource:
 
     def read(self, key: str) -> np.ndarray:
         """Reads and dequantizes one tensor."""
-        from gguf import GGMLQuantizationType, quants
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
         tensor = self._tensors[key]
+        kind = GGMLQuantizationType[tensor.quantization]
         raw = np.fromfile(self.name, np.uint8, tensor.bytes, offset=tensor.offset)
-        stored = raw.view(tensor.dtype).reshape(tensor.stored_shape)
-        return quants.dequantize(stored, GGMLQuantizationType[tensor.quantization])
+        if tensor.dtype != "uint8":  # not in blocks
+            return quants.dequantize(raw.view(tensor.dtype).reshape(tensor.stored_shape), kind)
+        # The package works on 16 rows at a time, too few of most models' short ones to be fast;
+        # blocks do not depend on each other, so that rows may be of any length.
+        values, size = GGML_QUANT_SIZES[kind]
+        blocks = len(raw) // size
+        together = min(blocks, max(1, _ROW_VALUES // values))
+        while blocks % together:
+            together -= 1
+        return quants.dequantize(raw.reshape(-1, together * size), kind).reshape(tensor.shape)
 
 
 class _Tensor(NamedTuple):
