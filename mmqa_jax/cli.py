@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.host import skip_absent_tpu
 
 VERBS = (
     *("demo", "ask", "prepare", "caption", "convert", "train", "embed", "index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
-    *("evaluate", "report", "bench"),
+    *("evaluate", "report", "bench", "plan"),
 )
 _INTERRUPTED = 130
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides and not hasattr(arguments, "config"):
             raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
         arguments.overrides = overrides
+        skip_absent_tpu()
         result = command(arguments.verb).run(arguments)
     except (UserError, RunError) as error:
         if show_traceback:

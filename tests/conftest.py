@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from mmqa_jax.core.host import skip_absent_tpu
+
+skip_absent_tpu()  # before a test imports jax; processes that tests start inherit it
+
 # Files of tests/unit that train or compile models; `--quick` leaves them out.
 _SLOW = frozenset(
     f"test_{name}.py"
@@ -22,7 +26,7 @@ _SLOW = frozenset(
         *("cli_run", "cli_run_errors", "run_resume"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
-        "recipes",
+        *("plan", "plan_counts", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
         *("validation", "weights_folder", "wheel"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import resource
@@ -9,6 +10,9 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+_PCI, _GOOGLE = Path("/sys/bus/pci/devices"), "0x1ae0"  # as JAX finds a TPU
+_DEVICES = ("/dev/accel0", "/dev/vfio/0", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 
 
 def device_facts() -> dict[str, Any]:
@@ -26,6 +30,25 @@ def device_facts() -> dict[str, Any]:
     if memory:
         facts["memory_gib_per_device"] = round(memory / 2**30, 1)
     return facts
+
+
+def skip_absent_tpu() -> None:
+    """Keeps JAX from looking for a TPU where libtpu is installed for `mmqa plan` alone.
+
+    Its compiler is a package that JAX takes for a TPU's driver: without one it warns at every
+    start, and holds a lock that keeps other processes from planning. Where a TPU or a GPU is
+    there, or JAX_PLATFORMS says what to use, nothing changes. Call it before JAX starts.
+    """
+    if "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
+        return
+    vendors = (file.read_text().strip() for file in _PCI.glob("*/vendor"))
+    if (
+        os.environ.get("TPU_NAME")
+        or any(Path(path).exists() for path in _DEVICES)
+        or _GOOGLE in vendors
+    ):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def host_facts() -> dict[str, Any]:

@@ -36,7 +36,7 @@ from mmqa_jax.decoding.scheduler import (
     TokenizedRequest,
     TokenizedScoring,
 )
-from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner
+from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.decoding.throughput import Throughput
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llava import Llava
@@ -60,7 +60,8 @@ class Engine:
             print(result.id, result.text)
 
     Args:
-      model: the engine owns it: its stacked layers are unstacked (and quantized) in place.
+      model: the engine owns it: its layers are unstacked, unless scanned, (and quantized) in
+        place.
       tokenizer: for texts and stop strings; without one, prompts are token ids and texts None.
       end_ids: tokens that end an answer.
       config: sizes, see EngineConfig.
@@ -93,7 +94,7 @@ class Engine:
                 raise UserError(
                     f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
                 )
-        if not isinstance(model.layers, nnx.List):
+        if not scans(config, mesh) and not isinstance(model.layers, nnx.List):
             unstack_layers(model)
         if config.weights == "int8":
             quantize_weights(model)
@@ -268,9 +269,10 @@ class Engine:
             ready = [one for one in unfinished if self._copy_prefix(one, of_slot)]
             batches = collections.defaultdict(list)
             for one in ready:
-                size = len(one.chunks[one.encoded].tokens)
-                batches[bucket_of(size, self.config.buckets)].append(one)
-            for bucket, batch in batches.items():
+                chunk = one.chunks[one.encoded]
+                bucket = bucket_of(len(chunk.tokens), self.config.buckets)
+                batches[bucket, chunk.trunk > 0].append(one)  # branches may be another program
+            for (bucket, _), batch in batches.items():
                 rows = self.config.rows(bucket)
                 for n in range(0, len(batch), rows):
                     outputs += self._encode(batch[n : n + rows], bucket)
@@ -388,7 +390,8 @@ class Engine:
         self._unread = None
         if rows:
             mask = np.isin(np.arange(self.config.slots), list(rows))
-            self._unread = rows, self._runner.step(mask)
+            columns = max(one.columns for one in rows.values())
+            self._unread = rows, self._runner.step(mask, columns)
             for one in rows.values():
                 one.undecoded -= 1
             self.throughput.steps += 1

@@ -1,11 +1,18 @@
 """The KV cache and the forward pass over it: written in place, read block by block.
 
-Attention runs over blocks of columns with a running maximum (online softmax, Milakov and
-Gimelshein 2018), and only over as many blocks as the longest row needs. A masked block adds
-exactly zero, so a row's bits do not depend on how long its neighbors are.
+Columns lie in segments, arrays of their own, so that a program reads the first few of them in
+place: XLA on CPU copies a slice of an array before it multiplies by it. Attention runs over
+segments, or blocks of them, with a running maximum (online softmax, Milakov and Gimelshein 2018),
+and only over as many as the longest row needs. Masked columns add exactly zero, so a row's bits do
+not depend on how long its neighbors are.
 """
 
 from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -24,8 +31,8 @@ _SCALE_NAMES = ("batch", "heads", "positions")
 
 
 @flax.struct.dataclass
-class LayerCache:
-    """One layer's keys and values: column t of a row is the token at position t.
+class Segment:
+    """Consecutive columns of one layer.
 
     int8 caches hold round(x / scale) with one scale per head and token, so that 127 is the
     largest entry; other types hold x itself and no scales. Keys are transposed: on CPU the
@@ -39,12 +46,32 @@ class LayerCache:
 
     @property
     def columns(self) -> int:
-        """T, the tokens that a row can hold."""
+        """T, how many columns these are."""
         return self.value.shape[2]
+
+
+@flax.struct.dataclass
+class LayerCache:
+    """One layer's keys and values in segments of columns: column t of a row is its token t."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def columns(self) -> int:
+        """The tokens that a row can hold."""
+        return sum(segment.columns for segment in self.segments)
 
     def by_token(self) -> tuple[jax.Array, jax.Array]:
         """Keys and values as `models.layers.attention` takes them, [S, T, kv_heads, D] each."""
-        return self.key.transpose(0, 3, 1, 2), self.value.swapaxes(1, 2)
+        keys = [segment.key.transpose(0, 3, 1, 2) for segment in self.segments]
+        values = [segment.value.swapaxes(1, 2) for segment in self.segments]
+        return jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1)
+
+    def within(self, limit: int | None) -> list[tuple[int, Segment]]:
+        """Every segment that begins below column `limit` (None: all), after its first column."""
+        starts = itertools.accumulate((one.columns for one in self.segments), initial=0)
+        pairs = zip(starts, self.segments, strict=False)
+        return [pair for pair in pairs if limit is None or pair[0] < limit]
 
 
 @flax.struct.dataclass
@@ -67,36 +94,48 @@ class Branches:
 KVCache = tuple[LayerCache, ...]  # not one stack: a donated cache is then updated in place
 
 
-def empty(
+def layout(
     config: LlamaConfig,
     rows: int,
     columns: int,
     dtype: str,
     mesh: Mesh | None = None,
+    segment: int | None = None,
 ) -> KVCache:
-    """Zeros for `rows` sequences of `columns` tokens; on a mesh, rows are sharded like the batch.
+    """ShapeDtypeStructs of a cache for `rows` sequences of `columns` tokens.
 
     dtype: of keys and values; "int8" adds scales.
+    mesh: rows are sharded like the batch, heads like the model's.
+    segment: columns of a segment, the last may have fewer; None is all.
     """
-    head = (rows, config.kv_heads)
-    shapes = {
-        "key": ((*head, config.head_size, columns), dtype, _KEY_NAMES),
-        "value": ((*head, columns, config.head_size), dtype, _VALUE_NAMES),
-    }
-    if dtype == "int8":
-        shapes["key_scale"] = shapes["value_scale"] = ((*head, columns), "float32", _SCALE_NAMES)
 
-    def zeros(part: str) -> jax.Array | None:
-        if part not in shapes:
-            return None
-        shape, kind, names = shapes[part]
-        if mesh is None:
-            return jnp.zeros(shape, kind)
-        sharding = NamedSharding(mesh, partition_spec(names, shape, mesh))
-        return jnp.zeros(shape, kind, device=sharding)
+    def array(kind: str, names: tuple[str, ...], *shape: int) -> jax.ShapeDtypeStruct:
+        spec = mesh and NamedSharding(mesh, partition_spec(names, shape, mesh))
+        return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
 
-    parts = ("key", "value", "key_scale", "value_scale")
-    return tuple(LayerCache(*map(zeros, parts)) for _ in range(config.layers))
+    def one(size: int) -> Segment:
+        head = (rows, config.kv_heads)
+        scale = array("float32", _SCALE_NAMES, *head, size) if dtype == "int8" else None
+        return Segment(
+            array(dtype, _KEY_NAMES, *head, config.head_size, size),
+            array(dtype, _VALUE_NAMES, *head, size, config.head_size),
+            scale,
+            scale,
+        )
+
+    segment = segment or columns
+    sizes = [min(segment, columns - start) for start in range(0, columns, segment)]
+    return (LayerCache(tuple(map(one, sizes))),) * config.layers
+
+
+def empty(*sizes: Any, **options: Any) -> KVCache:
+    """A cache of zeros; arguments are those of `layout`."""
+    return zeros(layout(*sizes, **options))
+
+
+def zeros(arrays: Any) -> Any:
+    """Zeros in the place of ShapeDtypeStructs, each device making its own."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), arrays)
 
 
 def forward(
@@ -110,6 +149,7 @@ def forward(
     block: int,
     all_rows: bool = False,
     branches: Branches | None = None,
+    limit: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the decoder on tokens that follow what their rows hold, and caches keys and values.
 
@@ -121,9 +161,10 @@ def forward(
       starts: int [R], column of each row's first token.
       ends: int [R], column after each row's last real token; nothing beyond is read.
       rows: int [R], their cache rows; a row index out of range is not written.
-      block: columns read at a time; a divisor of the cache's columns.
+      block: columns read at a time, of segments that are longer; a divisor of those.
       all_rows: the R rows are the cache's rows in order (`rows` then only says which are written).
       branches: of the tokens; None: every row is one sequence, position and column are the same.
+      limit: segments from this column on are not read, where no row reaches them; None reads all.
 
     Returns:
       Normed hidden states [R, L, H] and the cache.
@@ -132,63 +173,83 @@ def forward(
     positions = columns if branches is None else branches.positions(columns)
     angles = positions[:, :, None, None] * inverse_frequencies(model.config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    blocks = (ends.max() + block - 1) // block
-    x, written = embedded, []
+    x, written, furthest = embedded, [], ends.max()
     for layer, held in zip(model.each_layer(), cache, strict=True):
         q, k, v = layer.project(x, cos, sin)
-        held = write(held, k, v, rows, starts)
-        attended = _attend(q, held, columns, branches, None if all_rows else rows, blocks, block)
+        held = write(held, k, v, rows, starts, limit)
+        attended = _attend(
+            q,
+            held.within(limit),
+            columns,
+            branches,
+            None if all_rows else rows,
+            block=block,
+            end=furthest,
+        )
         x = layer.finish(x, attended)
         written.append(held)
     return model.norm(x), tuple(written)
 
 
 def copy(
-    cache: KVCache, source: jax.Array, target: jax.Array, blocks: jax.Array, block: int
+    cache: KVCache, source: jax.Array, target: jax.Array, end: jax.Array, block: int
 ) -> KVCache:
-    """Row `source`'s first `blocks` blocks of columns into row `target`; donate the cache."""
+    """Row `source`'s columns below `end`, in whole blocks, into row `target`; donate the cache."""
 
-    def one(n: jax.Array, cache: KVCache) -> KVCache:
-        def move(x: jax.Array, axis: int) -> jax.Array:
-            part = _columns(x, axis, n * block, block, source[None])
-            return _set(x, axis, part, target[None], (n * block)[None])
-
-        return tuple(
-            LayerCache(
-                move(layer.key, 3),
-                move(layer.value, 2),
-                None if layer.key_scale is None else move(layer.key_scale, 2),
-                None if layer.value_scale is None else move(layer.value_scale, 2),
-            )
-            for layer in cache
+    def move(x: jax.Array | None, axis: int, first: jax.Array, size: int) -> jax.Array | None:
+        if x is None:
+            return None
+        return _set(
+            x, axis, _columns(x, axis, first, size, source[None]), target[None], first[None]
         )
 
-    return jax.lax.fori_loop(0, blocks, one, cache)
+    def copied(start: int, of_layers: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        size = min(block, of_layers[0].columns)
+
+        def one(n: jax.Array, of_layers: tuple[Segment, ...]) -> tuple[Segment, ...]:
+            first = n * size
+            return tuple(
+                Segment(
+                    move(segment.key, 3, first, size),
+                    move(segment.value, 2, first, size),
+                    move(segment.key_scale, 2, first, size),
+                    move(segment.value_scale, 2, first, size),
+                )
+                for segment in of_layers
+            )
+
+        return jax.lax.fori_loop(0, _blocks(end, start, of_layers[0], size), one, of_layers)
+
+    starts = [start for start, _ in cache[0].within(None)]
+    of_layers = zip(*(layer.segments for layer in cache), strict=True)  # segment by segment
+    done = [copied(*pair) for pair in zip(starts, of_layers, strict=True)]
+    return tuple(LayerCache(segments) for segments in zip(*done, strict=True))
+
+
+def _blocks(end: jax.Array, start: int, segment: Segment, block: int) -> jax.Array:
+    """How many blocks of a segment that begins at column `start` lie below column `end`."""
+    return jnp.clip((end - start + block - 1) // block, 0, segment.columns // block)
 
 
 def _attend(
     q: jax.Array,
-    layer: LayerCache,
+    segments: Sequence[tuple[int, Segment]],
     columns: jax.Array,
     branches: Branches | None,
     rows: jax.Array | None,
-    blocks: jax.Array,
+    *,
     block: int,
+    end: jax.Array,
 ) -> jax.Array:
-    """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows of the cache.
+    """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows of the segments.
 
     The query heads of one key head become rows of one product. Returns [R, L, heads, D].
     """
     batch, length, heads, size = q.shape
-    kv_heads = layer.key.shape[1]
+    kv_heads = segments[0][1].key.shape[1]
     groups = heads // kv_heads
     grouped = q.reshape(batch, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
-    dtype = q.dtype
-    if layer.key_scale is None and block == layer.columns:
-        # All columns at once are read in place: casting them to q's dtype would copy the cache.
-        dtype = jnp.promote_types(q.dtype, layer.key.dtype)
     grouped = grouped.reshape(batch, kv_heads, groups * length, size)  # [R, kv, G * L, D]
-    grouped = grouped.astype(dtype)
 
     def of_queries(x):  # [R, L] -> [R, 1, G * L, 1]
         return jnp.tile(x, (1, groups))[:, None, :, None]
@@ -197,26 +258,11 @@ def _attend(
     if branches is not None:
         trunk, begin = branches.trunk[:, None, None, None], of_queries(branches.begin)
 
-    def one(n, carry):
-        top, total, out = carry  # [R, kv, G * L, 1] twice, [R, kv, G * L, D]; float32
-        start = n * block
-        key = _columns(layer.key, 3, start, block, rows).astype(dtype)
-        value = _columns(layer.value, 2, start, block, rows).astype(dtype)
-        scores = jnp.matmul(grouped, key, preferred_element_type=jnp.float32) * size**-0.5
-        if layer.key_scale is not None:
-            scores *= _columns(layer.key_scale, 2, start, block, rows)[:, :, None]
-        column = start + jnp.arange(block)
-        visible = column <= last
+    def visible(column: jax.Array) -> jax.Array:  # int [T] -> bool [R, 1, G * L, T]
+        seen = column <= last
         if branches is not None:
-            visible &= (column < trunk) | (column >= begin)
-        scores = jnp.where(visible, scores, _MASKED)
-        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-        weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
-        total = total * decay + weights.sum(-1, keepdims=True)
-        if layer.value_scale is not None:
-            weights *= _columns(layer.value_scale, 2, start, block, rows)[:, :, None]
-        read = jnp.matmul(weights.astype(dtype), value, preferred_element_type=jnp.float32)
-        return new_top, total, out * decay + read
+            seen &= (column < trunk) | (column >= begin)
+        return seen
 
     shape = grouped.shape[:3]
     carry = (
@@ -224,34 +270,91 @@ def _attend(
         jnp.zeros((*shape, 1)),
         jnp.zeros((*shape, size)),
     )
-    if block == layer.columns:  # one block: no loop, which costs a GPU a sync per block
-        _, total, out = one(0, carry)
-    else:
-        _, total, out = jax.lax.fori_loop(0, blocks, one, carry)
+    for start, segment in segments:
+        read = functools.partial(_read, grouped, segment, start, rows, visible)
+        if block >= segment.columns:  # no loop, which costs a GPU a synchronization per block
+            carry = read(segment.columns, 0, carry)
+        else:
+            blocks = _blocks(end, start, segment, block)
+            carry = jax.lax.fori_loop(0, blocks, functools.partial(read, block), carry)
+    _, total, out = carry
     out = (out / total).astype(q.dtype).reshape(batch, kv_heads, groups, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 
 
+Softmax = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted values
+
+
+def _read(
+    q: jax.Array,
+    segment: Segment,
+    start: int,
+    rows: jax.Array | None,
+    visible: Callable[[jax.Array], jax.Array],
+    block: int,
+    n: jax.Array | int,
+    carry: Softmax,
+) -> Softmax:
+    """The n-th block of a segment, which begins at column `start`, added to the softmax so far.
+
+    q [R, kv, Q, D]; the carry float32 [R, kv, Q, 1] twice and [R, kv, Q, D].
+    """
+    dtype = q.dtype
+    if segment.key_scale is None and block == segment.columns:
+        # Whole segments are read in place: casting them to q's dtype would copy the cache.
+        dtype = jnp.promote_types(q.dtype, segment.key.dtype)
+    top, total, out = carry
+    first = n * block
+    key = _columns(segment.key, 3, first, block, rows).astype(dtype)
+    value = _columns(segment.value, 2, first, block, rows).astype(dtype)
+    scores = jnp.matmul(q.astype(dtype), key, preferred_element_type=jnp.float32)
+    scores *= q.shape[-1] ** -0.5
+    if segment.key_scale is not None:
+        scores *= _columns(segment.key_scale, 2, first, block, rows)[:, :, None]
+    scores = jnp.where(visible(start + first + jnp.arange(block)), scores, _MASKED)
+    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+    weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+    total = total * decay + weights.sum(-1, keepdims=True)
+    if segment.value_scale is not None:
+        weights *= _columns(segment.value_scale, 2, first, block, rows)[:, :, None]
+    of_block = jnp.matmul(weights.astype(dtype), value, preferred_element_type=jnp.float32)
+    return new_top, total, out * decay + of_block
+
+
 def write(
-    layer: LayerCache, k: jax.Array, v: jax.Array, rows: jax.Array, starts: jax.Array
+    layer: LayerCache,
+    k: jax.Array,
+    v: jax.Array,
+    rows: jax.Array,
+    starts: jax.Array,
+    limit: int | None = None,
 ) -> LayerCache:
-    """k, v [R, L, kv_heads, D] into columns starts[r].. of rows[r]."""
+    """k, v [R, L, kv_heads, D] into columns starts[r].. of rows[r], all within one segment.
+
+    limit: segments from this column on are left as they are.
+    """
     k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)  # [R, kv, D, L], [R, kv, L, D]
-    key_scale, value_scale = layer.key_scale, layer.value_scale
-    if key_scale is not None:
-        k, scale = _quantize(k, axis=2)
-        key_scale = _set(key_scale, 2, scale, rows, starts)
-        v, scale = _quantize(v, axis=3)
-        value_scale = _set(value_scale, 2, scale, rows, starts)
-    return LayerCache(
-        _set(layer.key, 3, k.astype(layer.key.dtype), rows, starts),
-        _set(layer.value, 2, v.astype(layer.value.dtype), rows, starts),
-        key_scale,
-        value_scale,
+    key_scale = value_scale = None
+    if layer.segments[0].key_scale is not None:
+        k, key_scale = quantize(k, axis=2)
+        v, value_scale = quantize(v, axis=3)
+
+    def put(x: jax.Array | None, axis: int, new: jax.Array | None, start: int) -> jax.Array | None:
+        return None if x is None else _set(x, axis, new.astype(x.dtype), rows, starts - start)
+
+    written = tuple(
+        Segment(
+            put(segment.key, 3, k, start),
+            put(segment.value, 2, v, start),
+            put(segment.key_scale, 2, key_scale, start),
+            put(segment.value_scale, 2, value_scale, start),
+        )
+        for start, segment in layer.within(limit)
     )
+    return LayerCache(written + layer.segments[len(written) :])
 
 
-def _quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """Rounded to -127..127 with one scale per vector along `axis`; the scales lack that axis."""
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(x).max(axis, keepdims=True), 1e-30) / 127
@@ -263,6 +366,8 @@ def _columns(
 ) -> jax.Array:
     """Columns start..start + size (along `axis`) of some rows, or of all: [R, ...]."""
     if rows is None:
+        if size == x.shape[axis]:
+            return x
         return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
     window = (1, *x.shape[1:axis], size, *x.shape[axis + 1 :])
 

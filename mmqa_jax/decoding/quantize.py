@@ -8,26 +8,35 @@ this saves memory and costs time.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.layers import TransposedLinear, product
+from mmqa_jax.models.layers import Linear, TransposedLinear, product
 from mmqa_jax.models.llama import LINEARS, Llama
 
 
 class QuantizedLinear(nnx.Module):
-    """y = (x @ kernel.T) * scale (+ bias); kernel int8 [out, in], scale float32 [out]."""
+    """y = (x @ kernel) * scale (+ bias); scale float32 [out].
 
-    def __init__(self, linear: TransposedLinear):
+    The kernel is int8, [out, in] of a TransposedLinear and [in, out] of a Linear. Of a stack of
+    linears all have a leading axis of layers.
+    """
+
+    def __init__(self, linear: Linear | TransposedLinear):
         names = linear.kernel.get_metadata()["out_sharding"]
-        kernel, scale = _round(linear.kernel[...])
+        self.inputs = int(isinstance(linear, TransposedLinear))  # the kernel's axis, of one layer
+        axis = self.inputs - 2
+        kernel, scale = _round(linear.kernel[...], axis)
+        of_scale = tuple(name for n, name in enumerate(names) if n != len(names) + axis)
         self.kernel = nnx.Param(kernel, out_sharding=names, eager_sharding=False)
-        self.scale = nnx.Param(scale, out_sharding=names[:1], eager_sharding=False)
+        self.scale = nnx.Param(scale, out_sharding=of_scale, eager_sharding=False)
         self.bias = linear.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
-        y = product(x, self.kernel[...].astype(x.dtype), 1)
+        y = product(x, self.kernel[...].astype(x.dtype), self.inputs)
         y = (y * self.scale[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
@@ -38,15 +47,17 @@ def quantize_weights(model: Llama) -> None:
     The embedding table, the output head and the norms stay as they are: the head's rounding would
     directly change the log-probabilities.
     """
-    assert isinstance(model.layers, nnx.List), "call unstack_layers first"
-    for layer in model.layers:
+    unstacked = isinstance(model.layers, nnx.List)
+    for layer in model.layers if unstacked else [model.layers]:
         for name in LINEARS:
             linear = getattr(layer, name)
             setattr(layer, name, QuantizedLinear(linear))
             linear.kernel.get_value().delete()
 
 
-@jax.jit
-def _round(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    scale = jnp.maximum(jnp.abs(kernel).max(axis=1), 1e-30).astype(jnp.float32) / 127
-    return jnp.round(kernel / scale[:, None]).astype(jnp.int8), scale
+@functools.partial(jax.jit, static_argnums=1)
+def _round(kernel: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The kernel rounded, and one scale per output; `axis` is that of the inputs."""
+    largest = jnp.abs(kernel).max(axis=axis, keepdims=True)
+    scale = jnp.maximum(largest, 1e-30).astype(jnp.float32) / 127
+    return jnp.round(kernel / scale).astype(jnp.int8), scale.squeeze(axis)

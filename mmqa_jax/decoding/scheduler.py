@@ -58,6 +58,11 @@ class GeneratedSequence(SlotSequence):
         stops = request.original.stop
         self._stop_detector = StopDetector(request.tokenizer, stops) if stops else None
 
+    @property
+    def columns(self) -> int:
+        """Columns of its slot that are in use after the next decode step to be started."""
+        return self.chunks[-1].end + self.request.original.max_new_tokens - self.undecoded
+
     def append(self, token: int, logprob: float) -> bool:
         """Adds the next token; true if it was the last."""
         self.tokens.append(token)

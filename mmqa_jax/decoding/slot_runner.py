@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.struct
@@ -10,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.decoding import kv_cache
+from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.kv_cache import Branches
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
@@ -30,11 +31,12 @@ class EngineConfig:
 
     `slots` sequences are decoded at once, each up to `length` tokens including its prompt. Prompts
     are encoded in chunks of the sizes `buckets`, `prefill_tokens` tokens of several prompts at a
-    time; prompts share their common prefix in steps of the largest bucket. Prefill attention
-    reads `block` columns of the cache at a time, decoding `decode_block`; 0 is all of them: best
-    for decoding unless `length` is many times what is used, and for everything on a GPU, where
-    every block costs a synchronization. `cache_dtype` None is the model's, float32 on a CPU;
-    `weights` "given" keeps the model's.
+    time; prompts share their common prefix in steps of the largest bucket. Decoding reads the
+    columns that the longest sequence has reached, in steps of `decode_block`, with a program for
+    each; 0 is about a quarter of all. Prefill attention reads `block` columns at a time; 0 is
+    `decode_block`: best on a GPU, where every block costs a synchronization. `cache_dtype` None is
+    the model's, float32 on a CPU; `weights` "given" keeps the model's. `scan_layers` compiles one
+    layer instead of all; None does so on a TPU, where it costs no copies.
     """
 
     slots: int = 16
@@ -45,6 +47,7 @@ class EngineConfig:
     decode_block: int = 0
     cache_dtype: str | None = None
     weights: str = "given"
+    scan_layers: bool | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", tuple(self.buckets))
@@ -59,14 +62,17 @@ class EngineConfig:
                 f"engine.buckets is {self.buckets}: expected ascending sizes, each a multiple of "
                 "the one before, such as (32, 128)."
             )
-        for name in ("block", "decode_block"):
-            block = getattr(self, name)
-            if block < 0 or (block and self.columns % block):
-                raise UserError(
-                    f"engine.{name} is {block}: expected 0 (all) or a divisor of {self.columns}, "
-                    f"engine.length rounded up to a multiple of {self.buckets[-1]}, the largest of "
-                    "engine.buckets."
-                )
+        if self.block < 0 or (self.block and self.columns % self.block):
+            raise UserError(
+                f"engine.block is {self.block}: expected 0 (all) or a divisor of {self.columns}, "
+                f"engine.length rounded up to a multiple of {self.buckets[-1]}, the largest of "
+                "engine.buckets."
+            )
+        if self.decode_block < 0 or self.decode_block % self._unit:
+            raise UserError(
+                f"engine.decode_block is {self.decode_block}: expected 0 (a quarter of all) or a "
+                f"multiple of {self._unit}, of the largest of engine.buckets and engine.block."
+            )
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_TYPES:
             raise UserError(
                 f"engine.cache_dtype is {self.cache_dtype!r}: expected one of "
@@ -84,6 +90,21 @@ class EngineConfig:
         return -(-self.length // largest) * largest
 
     @property
+    def segment(self) -> int:
+        """Columns of a segment of the cache: decoding reads whole segments."""
+        quarter = -(-self.columns // (4 * self._unit)) * self._unit
+        return min(self.decode_block or quarter, self.columns)
+
+    def read(self, columns: int) -> int:
+        """How many columns a program reads whose rows reach into the first `columns`."""
+        return min(-(-int(columns) // self.segment) * self.segment, self.columns)
+
+    @property
+    def _unit(self) -> int:
+        """What divides a segment: neither a chunk nor a block may straddle two."""
+        return math.lcm(self.buckets[-1], self.block or 1)
+
+    @property
     def scored_tokens(self) -> int:
         """How many log-probabilities one program computes: few tokens of a prompt are scored."""
         return max(1, self.prefill_tokens // 4)
@@ -91,6 +112,14 @@ class EngineConfig:
     def rows(self, bucket: int) -> int:
         """How many chunks of a bucket are encoded at once."""
         return max(1, min(self.prefill_tokens // bucket, self.slots))
+
+
+def scans(config: EngineConfig, mesh: Mesh | None) -> bool:
+    """Whether an engine on the mesh (None: the default device) scans the model's layers."""
+    if config.scan_layers is not None:
+        return config.scan_layers
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return device.platform == "tpu"
 
 
 @flax.struct.dataclass
@@ -103,41 +132,53 @@ class Slots:
     parameters: SamplingParameters
 
 
-class SlotRunner:
-    """A model with its cache and slots on the device; every method enqueues one program.
+class Programs:
+    """The engine's jitted programs for a model, sizes and mesh; nothing is allocated.
 
-    Inputs are numpy arrays of fixed shapes, so that each program is compiled once per bucket (or
-    once at all).
+    They take the model's state, the cache and the slots (both donated), and what `SlotRunner`
+    passes on. `encode` and `step` are what `mmqa plan` calls prefill and decode.
 
     Args:
-      model: with unstacked layers, on the mesh if there is one.
+      model: with the layers that its cache is made for, stacked (`scanned_cache`) or not
+        (`kv_cache`); arrays or ShapeDtypeStructs.
       config: sizes.
-      mesh: where the cache goes; None is the default device.
+      mesh: where all lies; None is the default device.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        config: EngineConfig,
-        mesh: Mesh | None = None,
-    ):
-        self.config = config
-        graphdef, self._state = nnx.split(model)
-        self._whole = SingleDeviceSharding(jax.devices()[0]) if mesh is None else replicated(mesh)
-        columns = config.columns
+    def __init__(self, model: Llama, config: EngineConfig, mesh: Mesh | None = None):
+        graphdef = nnx.graphdef(model)
+        self.whole = SingleDeviceSharding(jax.devices()[0]) if mesh is None else replicated(mesh)
+        self.scanned = not isinstance(model.layers, nnx.List)
+        platform = next(iter(self.whole.device_set)).platform
+        columns, block = config.columns, config.block or config.columns
         # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
-        on_cpu = next(iter(self._whole.device_set)).platform == "cpu"
-        dtype = config.cache_dtype or ("float32" if on_cpu else model.config.dtype)
-        self.cache = kv_cache.empty(model.config, config.slots, columns, dtype, mesh)
-        of_cache = jax.tree.map(lambda x: x.sharding, self.cache)
-        block, decode_block = config.block or columns, config.decode_block or columns
+        dtype = config.cache_dtype or ("float32" if platform == "cpu" else model.config.dtype)
+        sizes = (model.config, config.slots, columns, dtype, mesh)
+        if self.scanned:
+            self.cache = scanned_cache.layout(*sizes)
+        else:
+            self.cache = kv_cache.layout(*sizes, config.segment)
+        self.slots = _slots(config.slots, self.whole)
+        implementation = "splash" if platform == "tpu" else "blocks"
 
-        def encode(state, cache, tokens, starts, ends, rows, branches, patches=None):
+        def encode(state, cache, tokens, starts, ends, rows, branches, patches, limit):
             model = nnx.merge(graphdef, state)
             embedded = model.embed(jnp.maximum(tokens, 0))
             if patches is not None:
                 patches = patches.astype(embedded.dtype)
                 embedded = jnp.where(tokens[..., None] < 0, patches, embedded)
+            if self.scanned:
+                return scanned_cache.prefill(
+                    model,
+                    embedded,
+                    cache,
+                    starts=starts,
+                    rows=rows,
+                    limit=limit,
+                    branches=branches,
+                    implementation=implementation,
+                    mesh=mesh,
+                )
             return kv_cache.forward(
                 model,
                 embedded,
@@ -157,19 +198,32 @@ class SlotRunner:
             slots = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), slots, fresh)
             return slots, token, logprob
 
-        def step(state, cache, slots, active):
+        def step(state, cache, slots, active, limit):
             model = nnx.merge(graphdef, state)
             position = jnp.where(active, slots.position, 0)
-            hidden, cache = kv_cache.forward(
-                model,
-                model.embed(slots.token[:, None]),
-                cache,
-                starts=position,
-                ends=position + 1,
-                rows=jnp.where(active, jnp.arange(config.slots), config.slots),
-                block=decode_block,
-                all_rows=True,
-            )
+            embedded = model.embed(slots.token[:, None])
+            if self.scanned:
+                hidden, cache = scanned_cache.decode(
+                    model,
+                    embedded,
+                    cache,
+                    positions=position,
+                    active=active,
+                    limit=limit,
+                    mesh=mesh,
+                )
+            else:
+                hidden, cache = kv_cache.forward(
+                    model,
+                    embedded,
+                    cache,
+                    starts=position,
+                    ends=position + 1,
+                    rows=jnp.where(active, jnp.arange(config.slots), config.slots),
+                    block=columns,
+                    all_rows=True,
+                    limit=limit,
+                )
             logits = model.logits(hidden[:, 0])
             token, logprob = choose(logits, slots.parameters, slots.count, active)
             slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
@@ -181,26 +235,58 @@ class SlotRunner:
             return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == targets
 
         def copy(cache, source, target, end):
-            blocks = (end + block - 1) // block
-            return kv_cache.copy(cache, source, target, blocks, block)
+            of_layers = scanned_cache if self.scanned else kv_cache
+            return of_layers.copy(cache, source, target, end, min(block, config.segment))
 
-        whole = self._whole
-        self._encode = jax.jit(encode, donate_argnums=1, out_shardings=(whole, of_cache))
-        self._begin = jax.jit(begin, donate_argnums=1, out_shardings=(whole, whole, whole))
-        self._step = jax.jit(
-            step, donate_argnums=(1, 2), out_shardings=(of_cache, whole, whole, whole)
+        whole = self.whole
+        of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
+        self.encode = jax.jit(
+            encode, static_argnums=8, donate_argnums=1, out_shardings=(whole, of_cache)
         )
-        self._score = jax.jit(score, out_shardings=(whole, whole))
-        self._copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
-        self._slots = Slots(
-            *(self._zeros() for _ in range(3)),
-            SamplingParameters(
-                self._zeros(np.float32),
-                self._zeros(),
-                self._zeros(np.float32),
-                self._zeros(np.uint32, (2,)),
-            ),
+        self.begin = jax.jit(begin, donate_argnums=1, out_shardings=(whole, whole, whole))
+        self.step = jax.jit(
+            step,
+            static_argnums=4,
+            donate_argnums=(1, 2),
+            out_shardings=(of_cache, whole, whole, whole),
         )
+        self.score = jax.jit(score, out_shardings=(whole, whole))
+        self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
+
+
+def _slots(count: int, sharding: Sharding) -> Slots:
+    """ShapeDtypeStructs of the state of `count` slots."""
+
+    def array(kind: str, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *shape), kind, sharding=sharding)
+
+    number = array("float32")
+    parameters = SamplingParameters(number, array("int32"), number, array("uint32", 2))
+    return Slots(array("int32"), array("int32"), array("int32"), parameters)
+
+
+class SlotRunner:
+    """A model with its cache and slots on the device; every method enqueues one program.
+
+    Inputs are numpy arrays of fixed shapes, so that each program is compiled once per bucket (or
+    once at all), and per step of `EngineConfig.segment` in the columns that it reads.
+
+    Args:
+      model: on the mesh if there is one; see `Programs`.
+      config: sizes.
+      mesh: where the cache goes; None is the default device.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+    ):
+        self.config, self._programs = config, Programs(model, config, mesh)
+        self._state = nnx.state(model)
+        self.cache = kv_cache.zeros(self._programs.cache)
+        self._slots = kv_cache.zeros(self._programs.slots)
 
     def encode(
         self,
@@ -216,8 +302,12 @@ class SlotRunner:
         patches: float32 [R, L, H], used where tokens are negative; None if there are none (a
         separate program).
         """
+        limit = None
+        if self._programs.scanned:
+            limit = self.config.read(starts.max())
+            branches = branches if branches.trunk.any() else None
         inputs = self.put((tokens, starts, ends, rows, branches, patches))
-        hidden, self.cache = self._encode(self._state, self.cache, *inputs)
+        hidden, self.cache = self._programs.encode(self._state, self.cache, *inputs, limit)
         return hidden
 
     def begin(
@@ -241,13 +331,20 @@ class SlotRunner:
           Tokens [R] and their log-probabilities.
         """
         inputs = self.put((lengths, rows, positions, parameters))
-        self._slots, token, logprob = self._begin(self._state, self._slots, hidden, *inputs)
+        self._slots, token, logprob = self._programs.begin(
+            self._state, self._slots, hidden, *inputs
+        )
         return token, logprob
 
-    def step(self, active: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """The next token of every active slot (bool [S]) and its log-probability, [S] each."""
-        self.cache, self._slots, token, logprob = self._step(
-            self._state, self.cache, self._slots, self.put(active)
+    def step(self, active: np.ndarray, columns: int) -> tuple[jax.Array, jax.Array]:
+        """The next token of every active slot (bool [S]) and its log-probability, [S] each.
+
+        columns: what the longest active sequence takes with the token that this step caches. There
+          is one program for every multiple of a segment.
+        """
+        limit = self.config.read(columns)
+        self.cache, self._slots, token, logprob = self._programs.step(
+            self._state, self.cache, self._slots, self.put(active), limit
         )
         return token, logprob
 
@@ -261,17 +358,14 @@ class SlotRunner:
           rows, offsets: int32 [N], the hidden states that predict the tokens.
           targets: int32 [N], the tokens; N is `config.scored_tokens`.
         """
-        return self._score(self._state, hidden, *self.put((rows, offsets, targets)))
+        return self._programs.score(self._state, hidden, *self.put((rows, offsets, targets)))
 
     def copy(self, source: int, target: int, end: int) -> None:
         """Copies columns 0..end of one slot into another (rounded up to whole blocks)."""
         inputs = self.put((np.int32(source), np.int32(target), np.int32(end)))
-        self.cache = self._copy(self.cache, *inputs)
-
-    def _zeros(self, dtype=np.int32, shape: tuple[int, ...] = ()) -> jax.Array:
-        return jnp.zeros((self.config.slots, *shape), dtype, device=self._whole)
+        self.cache = self._programs.copy(self.cache, *inputs)
 
     def put(self, inputs: Any) -> Any:
         """Moves host arrays to the device, replicated over a mesh."""
         # The caller must not modify them afterwards: on CPU JAX may alias them.
-        return jax.device_put(inputs, self._whole)
+        return jax.device_put(inputs, self._programs.whole)

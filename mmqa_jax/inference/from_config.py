@@ -94,10 +94,10 @@ def _patch_regions(config: ConfigDict) -> PatchRegions:
     )
 
 
-def make_vlp_config(config: ConfigDict, tokenizer: WordPiece) -> ExtendedVLPConfig:
-    """The config's VLP, with the position size of its regions."""
+def make_vlp_config(config: ConfigDict, vocab_size: int) -> ExtendedVLPConfig:
+    """The config's VLP, with the position size of its regions and a tokenizer's words."""
     positions = region_sizes(config).position_dim
-    return vlp_from_config({**config.model, "region_positions": positions}, tokenizer.vocab_size)
+    return vlp_from_config({**config.model, "region_positions": positions}, vocab_size)
 
 
 def make_packing(config: ConfigDict, *, inference: bool = False) -> PackingConfig:

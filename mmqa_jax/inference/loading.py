@@ -135,7 +135,7 @@ def _load_vlp(
         config.inference.batch_size = batch_size
     if one_shape:
         _one_shape(config)
-    model_config = make_vlp_config(config, tokenizer)
+    model_config = make_vlp_config(config, tokenizer.vocab_size)
     model = _load(folder, lambda: ExtendedVLP(model_config, rngs=nnx.Rngs(0)))
     return config, tokenizer, model
 

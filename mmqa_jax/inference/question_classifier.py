@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,15 @@ from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.tokenizers import WordPiece, text_inputs
 from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
+
+
+def make_probabilities(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted classifier: (state, ids, mask) -> float32 [B, classes]."""
+
+    def probabilities(state: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        return jax.nn.softmax(nnx.merge(graphdef, state)(ids, mask))
+
+    return jax.jit(probabilities)
 
 
 class QuestionClassifier:
@@ -28,9 +38,7 @@ class QuestionClassifier:
     def __init__(self, model: TextClassifier, tokenizer: WordPiece, length: int, batch_size: int):
         self._tokenizer, self._length, self._batch_size = tokenizer, length, batch_size
         graphdef, self._state = nnx.split(model)
-        self._probabilities = jax.jit(
-            lambda state, ids, mask: jax.nn.softmax(nnx.merge(graphdef, state)(ids, mask))
-        )
+        self._probabilities = make_probabilities(graphdef)
 
     def probabilities(self, texts: Sequence[str]) -> Float32[np.ndarray, "n 2"]:
         """The probability of each of MODALITIES."""

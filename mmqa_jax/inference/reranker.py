@@ -34,6 +34,16 @@ class ScoredPairs(NamedTuple):
     scores: np.ndarray
 
 
+def make_relevance(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted source head: (state, VLPInputs) -> float32 [B], P(relevant)."""
+
+    def relevance(state: Any, inputs: VLPInputs) -> jax.Array:
+        vlp = nnx.merge(graphdef, state)
+        return jax.nn.softmax(vlp.source_logits(inputs))[:, 0]
+
+    return jax.jit(relevance)
+
+
 class Reranker:
     """P(relevant) of given sources, with every pair encoded from scratch.
 
@@ -45,12 +55,7 @@ class Reranker:
         self._packer = make_packer(config, tokenizer, inference=True)
         self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
         graphdef, self._state = nnx.split(model)
-
-        def relevance(state: Any, inputs: VLPInputs) -> jax.Array:  # -> [B] P(relevant)
-            vlp = nnx.merge(graphdef, state)
-            return jax.nn.softmax(vlp.source_logits(inputs))[:, 0]
-
-        self._relevance = jax.jit(relevance)
+        self._relevance = make_relevance(graphdef)
 
     def use(self, model: VLP) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""

@@ -21,6 +21,17 @@ from mmqa_jax.inference.from_config import make_vqa_features, make_vqa_inputs
 CANDIDATES = 10  # Prophet's CANDIDATE_NUM
 
 
+def make_answer_scores(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted MCAN: (state, question_ids, image) -> the answers' scores [B, V], latents."""
+
+    def run(state: Any, question_ids: jax.Array, image: jax.Array) -> tuple[jax.Array, ...]:
+        module = nnx.merge(graphdef, state)
+        latent = module.latent(question_ids, image)
+        return jax.nn.sigmoid(module.answer_logits(latent).astype(jnp.float32)), latent
+
+    return jax.jit(run)
+
+
 class VQAModel:
     """Holds the parameters and the jitted function; all batches have one size and one length.
 
@@ -40,13 +51,7 @@ class VQAModel:
         self._inputs = make_vqa_inputs(config, tokenizer, self.features, longest)
         self._batch_size = config.inference.batch_size
         graphdef, self._state = nnx.split(model)
-
-        def run(state: Any, question_ids: jax.Array, image: jax.Array) -> tuple[jax.Array, ...]:
-            module = nnx.merge(graphdef, state)
-            latent = module.latent(question_ids, image)
-            return jax.nn.sigmoid(module.answer_logits(latent).astype(jnp.float32)), latent
-
-        self._run = jax.jit(run)
+        self._run = make_answer_scores(graphdef)
 
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
+from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform, split_rows
@@ -232,13 +233,21 @@ def attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str = "xla",
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Multi-head scaled dot-product attention, the one of the project.
 
     q [B, Lq, heads, head_dim]; k, v [B, Lk, heads, head_dim]; mask bool, broadcastable to
     [B, heads, Lq, Lk], True = attend. Scores are divided by sqrt(head_dim); softmax in float32.
     A row without a visible column gives the mean of the values, never NaN.
-    `implementation`: "xla", or "cudnn" (flash attention on NVIDIA GPUs; bfloat16/float16).
+
+    `implementation`: "xla", whose memory is quadratic in the lengths, or one that is linear:
+    "blocks" (on every device), "cudnn" (flash attention on NVIDIA GPUs; bfloat16/float16) or
+    "splash" (a Pallas kernel for TPU). The linear ones take fewer key heads than query heads, too.
+    "blocks" and "splash" take masks without heads ([B or 1, 1, Lq or 1, Lk]) and align a causal
+    mask with the last key, so that what precedes the queries is seen whole; "splash" takes masks
+    of keys alone (Lq 1) and every row must see a key; `mesh` is where its heads lie. A shape that
+    "splash" does not take (not a multiple of 128) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "xla" serves.
     Returns [B, Lq, heads, head_dim] in q's dtype.
     """
@@ -248,8 +257,12 @@ def attention(
                 f"attention implementation {implementation!r} cannot drop attention weights: "
                 "set the attention dropout to 0 or use 'xla'."
             )
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=is_causal, implementation=implementation
+        if implementation == "cudnn":
+            return jax.nn.dot_product_attention(
+                q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn"
+            )
+        return _linear_attention(
+            q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, mesh=mesh
         )
     # Head-major matrices: plain batched products, 1.1x in the backward pass on CPU.
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, heads, L, head_dim]
@@ -262,6 +275,27 @@ def attention(
         scores = jnp.where(mask, scores, _MASKED)
     weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
     return jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
+
+
+def _linear_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None,
+    is_causal: bool,
+    implementation: str,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """`attention` by "blocks" or "splash"."""
+    from mmqa_jax.models import flash  # Pallas takes half a second to import
+
+    check_known("attention implementation", implementation, ("xla", "cudnn", "blocks", "splash"))
+    of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
+    if implementation == "splash" and of_keys and flash.splash_fits(q.shape[1], k.shape[1]):
+        keys = None if mask is None else jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
+        return flash.splash_attention(q, k, v, key_mask=keys, is_causal=is_causal, mesh=mesh)
+    return flash.block_attention(q, k, v, mask=mask, is_causal=is_causal)
 
 
 def prefix_attention(

@@ -331,7 +331,8 @@ def unstack_layers(model: Llama) -> None:
         for number, layer in enumerate(layers):
             own = take(value, number, transposed)
             layer.append((path, nnx.Param(own, out_sharding=names, eager_sharding=False)))
-        value.delete()
+        if not isinstance(value, jax.core.Tracer):
+            value.delete()
     model.layers = nnx.List(nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers)
     for layer in model.layers:
         for name in LINEARS:

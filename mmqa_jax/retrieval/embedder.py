@@ -28,6 +28,22 @@ _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
 _IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and picture decoder
 
 
+def make_encode_text(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted encoder of texts: (state, ids, mask) -> vectors [B, D]."""
+    return jax.jit(lambda state, ids, mask: nnx.merge(graphdef, state).encode_text(ids, mask))
+
+
+def make_encode_source(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted encoder of pictures: (state, ids, mask, pixels, has_image) -> vectors [B, D]."""
+
+    def encode(
+        state: Any, ids: jax.Array, mask: jax.Array, pixels: jax.Array, has_image: jax.Array
+    ):
+        return nnx.merge(graphdef, state).encode_source(ids, mask, pixels, has_image)
+
+    return jax.jit(encode)
+
+
 class Embedder:
     """Holds the encoder's parameters and its jitted functions.
 
@@ -68,17 +84,11 @@ class Embedder:
         self.batch_size = batch_size
         self.text_of = text_of
         self._state = state
-        self._encode_text = jax.jit(
-            lambda state, ids, mask: nnx.merge(graphdef, state).encode_text(ids, mask)
-        )
+        self._encode_text = make_encode_text(graphdef)
         self._encode_image = jax.jit(
             lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels)
         )
-        self._encode_source = jax.jit(
-            lambda state, ids, mask, pixels, has_image: nnx.merge(graphdef, state).encode_source(
-                ids, mask, pixels, has_image
-            )
-        )
+        self._encode_source = make_encode_source(graphdef)
         token = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
         mask = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.bool_)
         self.dim = jax.eval_shape(self._encode_text, state, token, mask).shape[-1]

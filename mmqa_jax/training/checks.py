@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import jax
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import Key, check_section, optional, spec_of
@@ -175,8 +176,14 @@ _FEATURES_KEY = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -
 _ANY_VOCABULARY = 30_522  # not known yet; no other size depends on it
 
 
-def check_config(config: ConfigDict) -> None:
+def check_config(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None, *, files: bool = True
+) -> None:
     """Refuses a config that cannot be trained, as far as the config alone can show it.
+
+    Args:
+      devices: that it is to run on, all of this machine's by default.
+      files: whether the weights that it names are looked at, too; planning needs none.
 
     Raises:
       UserError: a key that is unknown or missing, a value of another type, sizes that do not fit
@@ -198,7 +205,7 @@ def check_config(config: ConfigDict) -> None:
             f"inference.max_new_tokens = {most} was expected; change one of them."
         )
     if task in DUAL_ENCODERS:
-        _check_dual_encoder(config)
+        _check_dual_encoder(config, files)
     elif task == "modality":
         _check_classifier(config)
     elif task == "vqa":
@@ -206,7 +213,7 @@ def check_config(config: ConfigDict) -> None:
     elif task == "language_model":
         _check_language_model(config)
     else:
-        _check_vlp(config)
+        _check_vlp(config, files)
     accumulate = read_section(config.train).accumulate
     if task == "contrastive" and accumulate > 1:
         raise UserError(
@@ -221,7 +228,7 @@ def check_config(config: ConfigDict) -> None:
             "be a multiple of it; change one of them."
         )
     parts = accumulate * config.get("tower_parts", 1)
-    check_batch_size(config.batches.batch_size, make_mesh(config.mesh.to_dict()), parts)
+    check_batch_size(config.batches.batch_size, make_mesh(config.mesh.to_dict(), devices), parts)
 
 
 def _check_validation(config: ConfigDict) -> None:
@@ -245,14 +252,14 @@ def _check_validation(config: ConfigDict) -> None:
         )
 
 
-def _check_dual_encoder(config: ConfigDict) -> None:
+def _check_dual_encoder(config: ConfigDict, files: bool) -> None:
     model = config.model
     is_clip = bool(model.get("clip"))
     changes = spec_of(TextConfig if is_clip else BertConfig, minimum=1, partial=True)
     own = {"trunk": Key(str, required=not is_clip), "changes": optional(changes)}
     check_section(model, "model", {**_DUAL_ENCODER, **own})
     dual_encoder = dual_encoder_from_config(model, _ANY_VOCABULARY)
-    if is_clip:
+    if is_clip and files:
         check_clip_init(config, dual_encoder)
     text = dual_encoder.text
     most = text.context if isinstance(text, TextConfig) else text.positions
@@ -338,7 +345,7 @@ def _check_vqa(config: ConfigDict) -> None:
         raise UserError(f"config key data.fold={fold}: 0 to data.folds - 1 = {folds - 1} is right.")
 
 
-def _check_vlp(config: ConfigDict) -> None:
+def _check_vlp(config: ConfigDict, files: bool) -> None:
     model = config.model
     frontend = model.get("frontend")
     spec = {
@@ -362,7 +369,8 @@ def _check_vlp(config: ConfigDict) -> None:
                 f"config key pictures.size={config.pictures.size}: model.clip={model.clip} takes "
                 f"{vlp.vision.image_size}; set pictures.size to it, or model.clip to another CLIP."
             )
-        check_clip_frontend(config)
+        if files:
+            check_clip_frontend(config)
     given = region_sizes(config).dim
     if given != vlp.region_features:
         raise UserError(

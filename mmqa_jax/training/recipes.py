@@ -41,17 +41,9 @@ from mmqa_jax.data.tokenizers import (
 )
 from mmqa_jax.inference.from_config import (
     make_packer,
-    make_packing,
     make_source_reader,
-    make_vlp_config,
     make_vqa_features,
     make_vqa_inputs,
-    two_sides,
-)
-from mmqa_jax.models.presets import (
-    dual_encoder_from_config,
-    text_classifier_from_config,
-    vqa_from_config,
 )
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.prompting.shots import TEXTS
@@ -59,12 +51,10 @@ from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.prompting.training_examples import TrainingExamples
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
-from mmqa_jax.training.answer import AnswerTask
+from mmqa_jax.training import tasks
 from mmqa_jax.training.augmentation import make_augmentation
 from mmqa_jax.training.base_llm import base_fingerprint, base_loader, lora_of, make_llama
-from mmqa_jax.training.contrastive import ContrastiveTask
 from mmqa_jax.training.language_model import LanguageModelTask
-from mmqa_jax.training.modality import ModalityTask
 from mmqa_jax.training.pretrained import (
     Loader,
     classifier_loader,
@@ -72,10 +62,7 @@ from mmqa_jax.training.pretrained import (
     vlp_loader,
 )
 from mmqa_jax.training.pretrained_vqa import make_answers, pretrained_answers, vqa_loader
-from mmqa_jax.training.rerank import RerankTask
-from mmqa_jax.training.retriever_distillation import DistillationTask
 from mmqa_jax.training.state import Task
-from mmqa_jax.training.vqa import VQATask
 
 Tokenizer = WordPiece | ClipTokenizer | QuestionWords | TextTokenizer
 
@@ -210,10 +197,9 @@ def _answers(corpus: Corpus) -> list[str]:
 def _contrastive(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
-    model = dual_encoder_from_config(config.model, tokenizer.vocab_size)
     reader = make_source_reader(config, corpus, tokenizer)
     batches = contrastive_batches(reader, questions, _feed(config), **_options(config))
-    task = ContrastiveTask(model, make_mesh(config.mesh.to_dict()), config.get("tower_parts", 1))
+    task = tasks.contrastive(config, tokenizer.vocab_size, make_mesh(config.mesh.to_dict()))
     loader = dual_encoder_loader(config, tokenizer)
     return Recipe(task, batches, loader, "Training the retriever", reader)
 
@@ -221,7 +207,6 @@ def _contrastive(
 def _rerank(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
-    model = make_vlp_config(config, tokenizer)
     reader = make_source_reader(config, corpus, tokenizer)
     batches = rerank_batches(
         reader,
@@ -230,7 +215,7 @@ def _rerank(
         _feed(config, inputs=VLPInputs),
         **_options(config),
     )
-    task = RerankTask(model, two_sides(config.model, make_packing(config), model))
+    task = tasks.rerank(config, tokenizer.vocab_size)
     loader = vlp_loader(config, tokenizer)
     return Recipe(task, batches, loader, "Training the source selector", reader)
 
@@ -238,7 +223,6 @@ def _rerank(
 def _answer(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
-    model = make_vlp_config(config, tokenizer)
     reader = make_source_reader(config, corpus, tokenizer)
     batches = answer_batches(
         reader,
@@ -249,7 +233,7 @@ def _answer(
         route_by_category=config.data.get("route_by_category", False),
         **_options(config),
     )
-    task = AnswerTask(model, config.get("questions_per_mean"))
+    task = tasks.answer(config, tokenizer.vocab_size)
     loader = vlp_loader(config, tokenizer)
     return Recipe(task, batches, loader, "Training the reader", reader)
 
@@ -257,12 +241,11 @@ def _answer(
 def _modality(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
-    model = text_classifier_from_config(config.model, tokenizer.vocab_size, len(MODALITIES))
     texts, modalities = labeled_questions(questions, corpus)
     labels = [MODALITIES.index(modality) for modality in modalities]
     batches = modality_batches(tokenizer, texts, labels, _feed(config), **_options(config))
     loader = classifier_loader(config, tokenizer)
-    task = ModalityTask(model, config.model.frozen)
+    task = tasks.modality(config, tokenizer.vocab_size)
     return Recipe(task, batches, loader, "Training the modality classifier", None)
 
 
@@ -271,19 +254,18 @@ def _vqa(config: ConfigDict, corpus: Corpus, questions: list[Question], tokenize
     own = [q for q in corpus.questions() if q.answers and trains_on(config.data, q)]
     answers = make_answers(config.answers, own)
     old = pretrained_answers(config, answers)
-    model = vqa_from_config(config.model, tokenizer.vocab_size, old, len(answers) - old)
+    task = tasks.vqa(config, tokenizer.vocab_size, old, len(answers) - old)
     reader = make_vqa_features(config)
     lengths = config.batches.lengths
     inputs = [make_vqa_inputs(config, tokenizer, reader, length) for length in lengths]
     batches = vqa_batches(inputs, own, answers, _feed(config), **_options(config))
     loader = vqa_loader(config, tokenizer, answers)
-    return Recipe(VQATask(model), batches, loader, "Training the VQA model", reader, answers)
+    return Recipe(task, batches, loader, "Training the VQA model", reader, answers)
 
 
 def _example_retrieval(
     config: ConfigDict, corpus: Corpus, questions: list[Question], tokenizer: WordPiece
 ) -> Recipe:
-    model = dual_encoder_from_config(config.model, tokenizer.vocab_size)
     rows = judged_questions(config.data.scores, corpus, config.data.split)
     batches = example_retrieval_batches(
         tokenizer,
@@ -293,7 +275,7 @@ def _example_retrieval(
         _feed(config),
         **_options(config),
     )
-    task = DistillationTask(model, config.target_temperature)
+    task = tasks.example_retrieval(config, tokenizer.vocab_size)
     loader = dual_encoder_loader(config, tokenizer)
     return Recipe(task, batches, loader, "Training the retriever of examples", None)
 

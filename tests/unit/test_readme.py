@@ -18,7 +18,7 @@ PAGES = [
     ROOT / "README.md",
     *(
         page
-        for room in ("mmqa_jax", "configs")
+        for room in ("mmqa_jax", "configs", "launch")
         for page in sorted((ROOT / room).rglob("README.md"))
     ),
 ]

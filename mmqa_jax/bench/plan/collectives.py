@@ -56,7 +56,8 @@ def groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
         shape, sizes, order = (
             tuple(map(int, text.split(","))) if text else None for text in iota.groups()
         )
-        assert shape is not None and sizes is not None
+        assert shape is not None
+        assert sizes is not None
         numbers = np.arange(math.prod(sizes)).reshape(sizes)
         numbers = numbers.transpose(order) if order else numbers
         return [tuple(map(int, row)) for row in numbers.reshape(shape[0], -1)]
@@ -67,9 +68,7 @@ def groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
     return [tuple(map(int, text.split(","))) for text in listed]
 
 
-def axis_of(
-    members: Sequence[Sequence[int]], mesh: Mapping[str, int], order: Sequence[str] | None = None
-) -> str:
+def axis_of(members: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
     """The mesh axes along which the devices of a group differ, such as `data` or `data+fsdp`.
 
     Args:
@@ -79,7 +78,7 @@ def axis_of(
     Returns:
       "" if no group has two members; "?" if a position is not on the mesh.
     """
-    names, sizes = list(order or mesh), tuple(mesh.values())
+    names, sizes = list(mesh), tuple(mesh.values())
     total = math.prod(sizes)
     varying: set[int] = set()
     for group in members:

@@ -29,7 +29,14 @@ _FREE = {
 _NO_WORK = {  # custom calls that only hand on or mark memory
     *("AllocateBuffer", "ConcatBitcast", "SliceBitcast", "AsyncCollectiveStart"),
     *("AsyncCollectiveDone", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
-    *("annotate_device_placement", "MoveToHost", "MoveToDevice", "TopK", "PinToDevice"),
+    *(
+        "AssumeGatherIndicesInBound",
+        "annotate_device_placement",
+        "MoveToHost",
+        "MoveToDevice",
+        "TopK",
+        "PinToDevice",
+    ),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _HANDED_ON = {"bitcast", "get-tuple-element", "reshape"}
@@ -52,8 +59,8 @@ class Counts:
       flops: by the type of the factors, "f32:highest" where six passes are asked for.
       bytes: read and written in main memory.
       collectives: how often, and bytes (see Collective).
-      loops: turns of every `while`, inner ones as often as their loop turns; None: not known, and
-        counted once.
+      loops: turns of every `while` of the program, inner ones included; None: not known, and
+        counted as one turn.
       copies, copied_bytes: of copies within main memory.
       unknown: custom calls whose FLOPs are not stated.
     """
@@ -132,18 +139,10 @@ class _Counter:
 
     def _count(self, own: Computation, fused: bool) -> Counts:
         total = Counts()
-        channels: set[tuple[str, float]] = set()
         for one in own.instructions.values():
             if one.opcode in _FREE or one.opcode.endswith(("-done", "-update")):
                 continue
-            inner = self._instruction(own, one, fused)
-            # A collective that runs beside several fusions stands in each of them; others may share
-            # its channel (those of a shard_map all have the first).
-            found = {g: (_channel(g), size) for g, (_, size) in inner.collectives.items()}
-            fresh = {g: inner.collectives[g] for g, k in found.items() if k not in channels}
-            channels |= {found[g] for g in fresh if found[g][0]}
-            inner = dataclasses.replace(inner, collectives=fresh)
-            total.add(inner, self._turns(own, one, total))
+            total.add(self._instruction(own, one, fused), self._turns(own, one, total))
         return total
 
     def _turns(self, own: Computation, one: Instruction, total: Counts) -> float:
@@ -185,6 +184,8 @@ class _Counter:
                 total.add(self.computation(inner, fused=fused))
             return total
         kind = one.opcode.removesuffix("-start")
+        if kind in KINDS and _is_continued(own, one):
+            return total
         if kind in KINDS:
             sources = _operand_bytes(own, one)
             listed = _group(one, kind)
@@ -387,16 +388,21 @@ def _rate(one: Instruction, factor: Array | None) -> str:
 
 def _group(one: Instruction, kind: str) -> _Group:
     kept = re.findall(
-        r"(?:replica_groups|source_target_pairs|channel_id)="
-        r"(?:\{(?:\{[\d,]*\},?)*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\d+)",
+        r"(?:replica_groups|source_target_pairs)="
+        r"(?:\{(?:\{[\d,]*\},?)*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)",
         one.attributes,
     )
     return _Group(kind, " ".join(kept))
 
 
-def _channel(group: _Group) -> str:
-    found = re.search(r"channel_id=(\d+)", group.attributes)
-    return found[0] if found else ""
+def _is_continued(own: Computation, one: Instruction) -> bool:
+    """Whether a collective was counted where it starts: the TPU compiler runs one beside several
+    fusions, and it stands in each of them."""
+    if "async_collective_fusion_config" not in one.attributes:
+        return False
+    return not any(
+        '"AsyncCollectiveStart"' in other.attributes for other in own.instructions.values()
+    )
 
 
 def _is_reduce_scatter(one: Instruction) -> bool:

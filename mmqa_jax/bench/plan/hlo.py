@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _BYTES = {
     **{"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4},
@@ -24,6 +24,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)\s*(?:\(.*)?\{$")
 _RESULT = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _SPACE = re.compile(r"S\((\d+)\)")
+_END = re.compile(r"\}(?:, execution_thread=.*)?$")
 _NAME = re.compile(r"%?([\w.\-]+)$")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -85,7 +86,7 @@ class Instruction:
     @functools.cached_property
     def called(self) -> dict[str, str]:
         """`calls`, `to_apply`, `body` or `condition` -> name of the computation."""
-        return {key: name for key, name in _CALLED.findall(self.attributes)}
+        return dict(_CALLED.findall(self.attributes))
 
     @functools.cached_property
     def branches(self) -> tuple[str, ...]:
@@ -158,7 +159,7 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     entry, name, own = "", "", {}
-    for line in text.splitlines():
+    for line in _lines(text):
         if not line.startswith((" ", "}")) and line.endswith("{"):
             header = _HEADER.match(line)
             if header is None:
@@ -166,7 +167,7 @@ def parse(text: str) -> Module:
             name, own = header[2], {}
             if header[1]:
                 entry = name
-        elif line.startswith("}") and name:
+        elif _END.match(line) and name:
             computations[name] = Computation(name, own)
             name = ""
         elif name and (one := _instruction(line)) is not None:
@@ -174,6 +175,18 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("no entry computation: this is not the text of a compiled program")
     return Module(computations, entry)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines, with those joined over which the attributes of one instruction go (Mosaic)."""
+    whole = ""
+    for line in text.splitlines():
+        if whole.startswith("  ") and line and not line.startswith("  ") and not _END.match(line):
+            whole += line
+            continue
+        yield whole
+        whole = line
+    yield whole
 
 
 def _instruction(line: str) -> Instruction | None:

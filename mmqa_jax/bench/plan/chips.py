@@ -1,0 +1,97 @@
+"""What the makers' data sheets say of the chips that `mmqa plan` knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+GIB = 2**30
+# What JAX takes of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+_GPU_SHARE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device: what it computes, holds and moves at best.
+
+    Attributes:
+      rates: FLOP/s by type of the factors; `f32` is what a float32 product runs at by default
+        (one bfloat16 pass on TPU, TF32 on GPU), `f32:highest` with precision "highest".
+      hbm_bytes: memory that a program can use.
+      hbm_rate: bytes/s between memory and chip.
+      link_rate: bytes/s that one device sends to others of its slice (ICI) or host (NVLink), all
+        links together.
+      network_rate: bytes/s that one device sends to devices of other hosts.
+      source: where the numbers are from.
+    """
+
+    name: str
+    rates: Mapping[str, float]
+    hbm_bytes: float
+    hbm_rate: float
+    link_rate: float
+    network_rate: float
+    source: str
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of bfloat16 products, against which MFU is stated."""
+        return self.rates["bf16"]
+
+    def seconds(self, flops: Mapping[str, float]) -> float:
+        """Time of so many FLOPs by type of the factors."""
+        return sum(count / self.rates.get(kind, self.rates["f32"]) for kind, count in flops.items())
+
+
+def _tpu(name: str, teraflops: float, int8: float, gib: float, hbm: float, ici: float) -> Chip:
+    """hbm in GB/s, ici in GB/s sent (half of the data sheet's bidirectional bandwidth)."""
+    bf16 = teraflops * 1e12
+    rates = {"bf16": bf16, "f16": bf16, "f32": bf16, "s8": int8 * 1e12, "u8": int8 * 1e12}
+    rates["f32:highest"] = bf16 / 6  # six passes of bfloat16
+    source = "cloud.google.com/tpu/docs, system architecture of each version"
+    # 25 Gbit/s of data-center network per chip is v5e's; several slices are not planned for.
+    return Chip(f"TPU {name}", rates, gib * GIB, hbm * 1e9, ici * 1e9, 25e9 / 8, source)
+
+
+def _gpu(name: str, bf16: float, tf32: float, fp32: float, int8: float, **rest: float) -> Chip:
+    rates = {"bf16": bf16, "f16": bf16, "f32": tf32, "f32:highest": fp32, "s8": int8, "u8": int8}
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or _GPU_SHARE)
+    return Chip(
+        f"NVIDIA {name}",
+        {kind: rate * 1e12 for kind, rate in rates.items()},
+        rest["memory"] * share,
+        rest["hbm"] * 1e9,
+        rest["nvlink"] * 1e9,
+        rest["network"] * 1e9,
+        "NVIDIA's data sheet, SXM, dense; NVLink and network each way of a DGX",
+    )
+
+
+# HBM in GiB as XLA lets programs use it: v5e's compiler refuses what exceeds 15.75 GiB.
+TPUS = {
+    "v4": _tpu("v4", 275, 275, 32, 1228, 300),
+    "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200),
+    "v5p": _tpu("v5p", 459, 918, 95, 2765, 600),
+    "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400),
+}
+GPUS = {
+    "a100": _gpu("A100", 312, 156, 19.5, 624, memory=85094825984, hbm=2039, nvlink=300, network=25),
+    "h100": _gpu(
+        "H100", 989.4, 494.7, 67, 1979, memory=84978434048, hbm=3352, nvlink=450, network=50
+    ),
+    "h200": _gpu(
+        "H200", 989.4, 494.7, 67, 1979, memory=150754820096, hbm=4800, nvlink=450, network=50
+    ),
+}
+_KINDS = {  # a part of jax's device_kind -> chip; the first that fits
+    "v6 lite": "v6e", "v6e": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
+    "h200": "h200", "h100": "h100", "a100": "a100",
+}  # fmt: skip
+
+
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """The chip that jax names so; None: no data sheet is here."""
+    known = {**TPUS, **GPUS}
+    wanted = device_kind.lower()
+    return next((known[name] for part, name in _KINDS.items() if part in wanted), None)

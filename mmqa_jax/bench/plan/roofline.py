@@ -1,0 +1,119 @@
+"""The least time that a chip can take for a compiled program, and which of its parts decides it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from mmqa_jax.bench.plan.chips import GIB, Chip
+from mmqa_jax.bench.plan.program import Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Seconds of one call by the data sheet, if each part ran at its peak beside the others.
+
+    Attributes:
+      compute: products; hbm: bytes of the device's memory; interconnect: collectives.
+      mfu: the model's FLOPs (recomputation not counted) over what the chip computes in that time.
+    """
+
+    compute: float
+    hbm: float
+    interconnect: float
+    mfu: float
+
+    @property
+    def seconds(self) -> float:
+        """The longest of the three."""
+        return max(self.compute, self.hbm, self.interconnect)
+
+    @property
+    def by(self) -> str:
+        """The name of the longest."""
+        return max(("compute", "hbm", "interconnect"), key=lambda name: getattr(self, name))
+
+
+def bound(compiled: Compiled, chip: Chip) -> Bound | None:
+    """The roofline of a program; None where the compiler refused it."""
+    counts = compiled.counts
+    if counts is None:
+        return None
+    compute = chip.seconds(counts.flops)
+    hbm = counts.bytes / chip.hbm_rate
+    near = sum(one.sent_bytes for one in compiled.collectives if not one.hosts)
+    far = sum(one.sent_bytes for one in compiled.collectives if one.hosts)
+    interconnect = max(near / chip.link_rate, far / chip.network_rate)
+    model = compiled.program.model_flops() / compiled.program.devices
+    slowest = max(compute, hbm, interconnect)
+    return Bound(compute, hbm, interconnect, model / (slowest * chip.peak) if slowest else 0.0)
+
+
+def fits(compiled: Compiled, chip: Chip) -> bool:
+    """Whether the program's memory is at most the chip's."""
+    return not compiled.refused and compiled.memory.total <= chip.hbm_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A compiled program with its roofline."""
+
+    compiled: Compiled
+    chip: Chip
+    bound: Bound | None
+
+    @classmethod
+    def of(cls, compiled: Compiled, chip: Chip) -> Planned:
+        """Counts the model's FLOPs, too."""
+        return cls(compiled, chip, bound(compiled, chip))
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run."""
+        return fits(self.compiled, self.chip)
+
+    def row(self) -> dict[str, Any]:
+        """The program's entry in `--json`."""
+        compiled, memory, counts = self.compiled, self.compiled.memory, self.compiled.counts
+        program = compiled.program
+        return {
+            "name": program.name,
+            "fits": self.fits,
+            "memory_gib": {
+                part.name: _gib(getattr(memory, part.name)) for part in dataclasses.fields(memory)
+            },
+            "hbm_gib": _gib(self.chip.hbm_bytes),
+            "flops": None if counts is None else counts.total_flops,
+            "model_flops": program.model_flops() / program.devices,
+            "hbm_bytes": None if counts is None else counts.bytes,
+            "floor_bytes": compiled.floor_bytes,
+            "collectives": [
+                {"kind": c.kind, "axis": c.axis, "count": c.count, "bytes": c.bytes}
+                for c in compiled.collectives
+            ],
+            "loops": 0 if counts is None else len(counts.loops),
+            "seconds_bound": self.bound and self.bound.seconds,
+            "bound_by": self.bound and self.bound.by,
+            "mfu_bound": self.bound and self.bound.mfu,
+            "compile_seconds": round(compiled.seconds, 1),
+        }
+
+
+def run_cost(planned: Sequence[Planned]) -> dict[str, Any]:
+    """Steps, hours and chip-hours of the whole config; None where it does not say how long it is.
+
+    Of several programs the one with a known number of steps counts (training).
+    """
+    for one in planned:
+        steps = one.compiled.program.steps
+        if steps is None or one.bound is None:
+            continue
+        hours = steps * one.bound.seconds / 3600
+        chips = one.compiled.program.devices
+        return {"steps": steps, "hours_bound": hours, "chip_hours_bound": hours * chips}
+    return {"steps": None, "hours_bound": None, "chip_hours_bound": None}
+
+
+def _gib(size: float | None) -> float | None:
+    return None if size is None else round(size / GIB, 3)

@@ -1,0 +1,198 @@
+"""`mmqa plan`: compiles a config's programs for devices that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from mmqa_jax.commands import flags
+
+if TYPE_CHECKING:
+    from mmqa_jax.bench.plan.roofline import Planned
+    from mmqa_jax.evaluation.tables import Table
+    from mmqa_jax.systems.planning import Found, Plan
+
+SUMMARY = "what a config's programs need on a TPU slice or GPUs, by the compiler, without them."
+EXAMPLE = "mmqa plan --config=configs/webqa/vlp_select.py --topology=v5e:4x4"
+_BEST = 5  # settings of a search that are shown
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.description += (
+        "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC (needs the extra `plan`), a100:N,\n"
+        "  h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
+        "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
+        "  of configs/prompt/default.py decode and prefill\n"
+        "Neither data nor weights are read: shapes come from the config, the largest of several."
+    )
+    flags.add_config(parser)
+    parser.add_argument(
+        "--topology", default="local", help="what to compile for (this machine's devices)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="of a language model: smollm2, llama2_7b, llama2_13b, llama2_70b, ...",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PROGRAM",
+        help="one of the config's programs (all)",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="try meshes, remat and batch sizes of the first program, and show the best few",
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compiles, and prints the table and the verdict."""
+    from mmqa_jax.core import distributed
+
+    distributed.start()
+    from mmqa_jax.bench.plan.topology import open_topology
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.systems import planning
+
+    config = load_config(arguments.config, arguments.overrides)
+    planning.chosen(config, arguments.only)  # refused before a compiler is loaded
+    topology = open_topology(arguments.topology)
+    options = {"model": arguments.model, "only": arguments.only}
+    if arguments.search:
+        found = planning.search(config, topology, **options)
+        show(_search_table(arguments.topology, found))
+        best = found[0]
+        verdict = f"best of {len(found)}: {planning.described(best.changes)}."
+        if not best.rate:
+            verdict = f"none of {len(found)} settings fits."
+        print(verdict)
+        return {
+            "topology": topology.name,
+            "devices": len(topology.devices),
+            "chip": topology.chip.name,
+            "search": [one.to_json() for one in found],
+            "verdict": verdict,
+        }
+    result = planning.plan(config, topology, **options)
+    show(_table(result))
+    for line in _lines(result):
+        print(line)
+    print(result.verdict)
+    return result.to_json()
+
+
+def _table(plan: Plan) -> Table:
+    from mmqa_jax.evaluation.tables import Table
+
+    chip, devices = plan.topology.chip, len(plan.topology.devices)
+    columns = ["a device", *(one.compiled.program.name for one in plan.planned)]
+    cells = [_cells(one) for one in plan.planned]
+    rows = [[name, *(own[name] for own in cells)] for name in cells[0]]
+    return Table(
+        f"{devices} x {chip.name} ({plan.topology.name}), in one call",
+        columns,
+        rows,
+        f"Bounds are by the data sheet ({chip.source}): each part at its peak, beside the others.",
+    )
+
+
+def _cells(one: Planned) -> dict[str, str | None]:
+    """Row name -> text."""
+    compiled, bound = one.compiled, one.bound
+    memory, counts, program = compiled.memory, compiled.counts, compiled.program
+    mesh = " ".join(f"{axis}={size}" for axis, size in program.mesh.items() if size > 1)
+    cells: dict[str, str | None] = {"mesh": mesh or "one device"}
+    for name in ("parameters", "optimizer", "cache", "temporaries", "total"):
+        cells[f"memory: {name}"] = _bytes(getattr(memory, name))
+    cells["memory: of"] = f"{_bytes(one.chip.hbm_bytes)} {'fits' if one.fits else 'DOES NOT FIT'}"
+    if counts is None or bound is None:
+        return {**cells, **dict.fromkeys(_LATER)}
+    share = counts.total_flops * program.devices / max(program.model_flops(), 1)
+    loops = ", ".join("?" if turns is None else str(turns) for turns in counts.loops[:6])
+    values = (
+        f"{counts.total_flops:.4g}",
+        f"{share:.3f} x",
+        _bytes(counts.bytes),
+        f"{counts.bytes / max(compiled.floor_bytes, 1):.2f} x",
+        f"{len(counts.loops)}"
+        + (f" ({loops}{', ...' if len(counts.loops) > 6 else ''})" if loops else ""),
+        f"{counts.copies:,.0f}, {_bytes(counts.copied_bytes)}",
+        _seconds(bound.compute),
+        _seconds(bound.hbm),
+        _seconds(bound.interconnect),
+        bound.by,
+        f"{100 * bound.mfu:.1f} %",
+        f"{program.examples / bound.seconds:,.0f} {program.unit}/s, "
+        f"{_bytes(program.input_bytes / bound.seconds)}/s",
+        f"{compiled.seconds:.0f} s",
+    )
+    return {**cells, **dict(zip(_LATER, values, strict=True))}
+
+
+_LATER = (
+    *("FLOPs", "of the model's", "HBM traffic", "of the least", "loops (turns)", "copies in HBM"),
+    *("bound: compute", "bound: HBM", "bound: interconnect", "bound by", "MFU at most"),
+    *("the host delivers", "compiled in"),
+)
+
+
+def _lines(plan: Plan) -> list[str]:
+    """Collectives of every program, and the cost of the whole run."""
+    lines = []
+    for one in plan.planned:
+        for c in one.compiled.collectives:
+            far = " between hosts" if c.hosts else ""
+            lines.append(
+                f"{one.compiled.program.name}: {c.count:,.0f} x {c.kind} over {c.axis}{far}, "
+                f"{_bytes(c.bytes)} in all"
+            )
+        counts = one.compiled.counts
+        if counts is not None and counts.unknown:
+            names = ", ".join(sorted(counts.unknown))
+            lines.append(f"{one.compiled.program.name}: FLOPs of {names} are not known")
+    cost = plan.to_json()["run"]
+    if cost["steps"] is not None:
+        lines.append(
+            f"the run: {cost['steps']:,} steps, {cost['hours_bound']:.2f} hours, "
+            f"{cost['chip_hours_bound']:.1f} chip-hours at least"
+        )
+    return lines
+
+
+def _search_table(topology: str, found: list[Found]) -> Table:
+    from mmqa_jax.evaluation.tables import Table
+    from mmqa_jax.systems.planning import described
+
+    unit = found[0].planned.compiled.program.unit
+    rows = [
+        [
+            described(one.changes),
+            _bytes(one.planned.compiled.memory.total),
+            round(one.rate) if one.rate else None,
+            one.planned.bound.by if one.rate and one.planned.bound else "does not fit",
+            f"{100 * one.planned.bound.mfu:.1f} %" if one.planned.bound else None,
+        ]
+        for one in found[:_BEST]
+    ]
+    columns = ["--config.", "memory", f"{unit}/s at most", "bound by", "MFU at most"]
+    return Table(f"{topology}: the best {len(rows)} of {len(found)} settings", columns, rows)
+
+
+def _bytes(size: float | None) -> str | None:
+    """`6.52 GiB`, `118 MiB`."""
+    if size is None:
+        return None
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
+        size /= 1024
+    return None
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"

@@ -1,0 +1,312 @@
+"""The KV cache of a model whose layers are scanned: one array of all layers, as a TPU wants it.
+
+One layer is compiled, whatever their number. The scan reads the cache and never carries it (a
+carried cache would be copied); a new token's keys and values come out of the scan, are attended to
+directly, and are written for all layers at once. The slice of a layer is part of the product that
+reads it: it must be one slice, of layer and columns, straight from the array (a slice that the scan
+itself makes would be copied first). Tests hold the compiled programs to this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.decoding.kv_cache import Branches, quantize
+from mmqa_jax.models.layers import attention, scan_layers
+from mmqa_jax.models.llama import Llama, inverse_frequencies
+from mmqa_jax.models.llama_config import LlamaConfig
+
+_MASKED = -1e30  # as in models.layers: exp gives 0, and nothing becomes NaN
+_NAMES = ("layers", "batch", "heads", "positions", "head_dim")  # for core.mesh.partition_spec
+
+
+@flax.struct.dataclass
+class ScannedCache:
+    """Keys and values of all layers: column t of a row is its token t.
+
+    int8 caches hold round(x / scale) as in `kv_cache.Segment`.
+    """
+
+    key: jax.Array  # [N, S, kv_heads, T, D]
+    value: jax.Array  # [N, S, kv_heads, T, D]
+    key_scale: jax.Array | None  # [N, S, kv_heads, T] float32
+    value_scale: jax.Array | None
+
+    def map(self, function: Callable[..., jax.Array], *others: ScannedCache) -> ScannedCache:
+        """The function of every array (and its counterparts in the others)."""
+        return jax.tree.map(function, self, *others)
+
+
+def layout(
+    config: LlamaConfig, rows: int, columns: int, dtype: str, mesh: Mesh | None = None
+) -> ScannedCache:
+    """ShapeDtypeStructs of a cache for `rows` sequences of `columns` tokens, as `kv_cache.layout`.
+
+    The last axis of keys and values is the head: a token is then written as whole vectors.
+    """
+
+    def array(kind: str, *shape: int) -> jax.ShapeDtypeStruct:
+        spec = mesh and NamedSharding(mesh, partition_spec(_NAMES[: len(shape)], shape, mesh))
+        return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
+
+    of_token = (config.layers, rows, config.kv_heads, columns)
+    both = array(dtype, *of_token, config.head_size)
+    scale = array("float32", *of_token) if dtype == "int8" else None
+    return ScannedCache(both, both, scale, scale)
+
+
+def decode(
+    model: Llama,
+    embedded: jax.Array,
+    cache: ScannedCache,
+    *,
+    positions: jax.Array,
+    active: jax.Array,
+    limit: int,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, ScannedCache]:
+    """One token of every row.
+
+    Args:
+      model: with stacked layers.
+      embedded: [S, 1, H], of the rows' next tokens.
+      cache: donate it.
+      positions: int [S], of these tokens: what is cached before them.
+      active: bool [S], rows that are written; the others' results mean nothing.
+      limit: columns read; no active row's position is beyond.
+      mesh: where the cache lies.
+
+    Returns:
+      Normed hidden states [S, 1, H] and the cache.
+    """
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
+        held = cache.map(lambda x: _layer(x, layer, limit))
+        return _one_token(q, k, v, held, positions)
+
+    hidden, k, v = _run(model, embedded, positions[:, None], attend)
+    return hidden, _write(cache, k, v, None, active, positions, mesh)
+
+
+def prefill(
+    model: Llama,
+    embedded: jax.Array,
+    cache: ScannedCache,
+    *,
+    starts: jax.Array,
+    rows: jax.Array,
+    limit: int,
+    branches: Branches | None = None,
+    implementation: str = "blocks",
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, ScannedCache]:
+    """Tokens that follow what their rows hold.
+
+    Args:
+      model: with stacked layers.
+      embedded: [R, L, H]; padding after a row's last real token is cached too, and overwritten
+        before any token attends to it.
+      cache: donate it.
+      starts: int [R], column of each row's first token.
+      rows: int [R], their cache rows; a row index out of range is not written.
+      limit: cached columns read, 0 if all start at 0; no start is beyond.
+      branches: of the tokens; None: every row is one sequence.
+      implementation: of `layers.attention`, "blocks" or "splash" (not for branches).
+      mesh: where the cache lies.
+
+    Returns:
+      Normed hidden states [R, L, H] and the cache.
+    """
+    length = embedded.shape[1]
+    columns = starts[:, None] + jnp.arange(length)  # [R, L]
+    mask = jnp.arange(limit) < starts[:, None]  # [R, limit]
+    mask = jnp.pad(mask, ((0, 0), (0, length)), constant_values=True)[:, None, None]
+    if branches is not None:
+        column = jnp.concatenate(
+            [jnp.broadcast_to(jnp.arange(limit), (len(starts), limit)), columns], axis=1
+        )[:, None]  # [R, 1, limit + L]
+        own = (column < branches.trunk[:, None, None]) | (column >= branches.begin[:, :, None])
+        mask = mask & own[:, None]  # [R, 1, L, limit + L]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
+        if limit:
+            held = cache.map(lambda x: _rows(x, layer, rows, limit))
+            k = jnp.concatenate([_as_given(held.key, held.key_scale, k.dtype), k], axis=1)
+            v = jnp.concatenate([_as_given(held.value, held.value_scale, v.dtype), v], axis=1)
+        return attention(
+            q, k, v, mask=mask, is_causal=True, implementation=implementation, mesh=mesh
+        )
+
+    positions = columns if branches is None else branches.positions(columns)
+    hidden, k, v = _run(model, embedded, positions, attend)
+    return hidden, _write(cache, k, v, rows, None, starts, mesh)
+
+
+def copy(
+    cache: ScannedCache, source: jax.Array, target: jax.Array, end: jax.Array, block: int
+) -> ScannedCache:
+    """Row `source`'s columns below `end`, in whole blocks, into row `target`; donate the cache."""
+
+    def one(n: jax.Array, cache: ScannedCache) -> ScannedCache:
+        def move(x: jax.Array) -> jax.Array:
+            size = (x.shape[0], 1, x.shape[2], block, *x.shape[4:])
+            rest = (0,) * (x.ndim - 4)
+            part = jax.lax.dynamic_slice(x, (0, source, 0, n * block, *rest), size)
+            return jax.lax.dynamic_update_slice(x, part, (0, target, 0, n * block, *rest))
+
+        return cache.map(move)
+
+    return jax.lax.fori_loop(0, (end + block - 1) // block, one, cache)
+
+
+def _run(
+    model: Llama,
+    embedded: jax.Array,
+    positions: jax.Array,
+    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The decoder on [R, L, H]; `attend(q, k, v, layer's number)` gives [R, L, heads, D].
+
+    Returns normed hidden states, and keys and values of all layers [N, R, L, kv_heads, D].
+    """
+    angles = positions[:, :, None, None] * inverse_frequencies(model.config)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def body(layer, x, number, _):
+        q, k, v = layer.project(x, cos, sin)
+        return layer.finish(x, attend(q, k, v, number)), (k, v)
+
+    numbers = jnp.arange(model.config.layers)
+    x, (k, v) = scan_layers(model.layers, embedded, body, xs=numbers, unroll=1)
+    return model.norm(x), k, v
+
+
+def _layer(x: jax.Array, layer: jax.Array, limit: int) -> jax.Array:
+    """[N, S, kv, T, ...] -> one layer's first columns [S, kv, limit, ...]."""
+    size = (1, *x.shape[1:3], limit, *x.shape[4:])
+    return jax.lax.dynamic_slice(x, (layer, *(0,) * (x.ndim - 1)), size)[0]
+
+
+def _rows(x: jax.Array, layer: jax.Array, rows: jax.Array, limit: int) -> jax.Array:
+    """[N, S, kv, T, ...] -> one layer's first columns of some rows [R, kv, limit, ...]."""
+    size = (1, 1, x.shape[2], limit, *x.shape[4:])
+    rest = (0,) * (x.ndim - 2)
+    return jax.vmap(lambda row: jax.lax.dynamic_slice(x, (layer, row, *rest), size)[0, 0])(rows)
+
+
+def _as_given(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Cached [R, kv, T, D] as `layers.attention` takes it, [R, T, kv, D] in `dtype`."""
+    if scale is not None:
+        x = x * scale[..., None]
+    return x.astype(dtype).swapaxes(1, 2)
+
+
+def _one_token(
+    q: jax.Array, k: jax.Array, v: jax.Array, held: ScannedCache, positions: jax.Array
+) -> jax.Array:
+    """Attention of one token per row to `held` ([S, kv, T, D]) before its position, and to itself.
+
+    q [S, 1, heads, D]; k, v [S, 1, kv_heads, D]. The query heads of one key head are rows of one
+    product. Returns [S, 1, heads, D].
+    """
+    rows, _, kv_heads, size = k.shape
+    grouped = q.reshape(rows, kv_heads, -1, size)  # [S, kv, G, D]
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2).astype(jnp.float32)  # [S, kv, 1, D]
+    dtype = q.dtype if held.key_scale is not None else jnp.promote_types(q.dtype, held.key.dtype)
+
+    def product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        x, y = x.astype(dtype), y.astype(dtype)
+        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+    scores = product("skgd,sktd->skgt", grouped, held.key)
+    if held.key_scale is not None:
+        scores *= held.key_scale[:, :, None]
+    visible = jnp.arange(held.key.shape[2]) < positions[:, None, None, None]
+    scores = jnp.where(visible, scores * size**-0.5, _MASKED)
+    own = jnp.sum(grouped.astype(jnp.float32) * k, -1, keepdims=True) * size**-0.5
+    top = jnp.maximum(scores.max(-1, keepdims=True), own)
+    weights, of_own = jnp.exp(scores - top), jnp.exp(own - top)
+    total = weights.sum(-1, keepdims=True) + of_own
+    if held.value_scale is not None:
+        weights *= held.value_scale[:, :, None]
+    out = product("skgt,sktd->skgd", weights, held.value) + of_own * v
+    return (out / total).astype(q.dtype).reshape(q.shape)
+
+
+def _write(
+    cache: ScannedCache,
+    k: jax.Array,
+    v: jax.Array,
+    rows: jax.Array | None,
+    active: jax.Array | None,
+    starts: jax.Array,
+    mesh: Mesh | None,
+) -> ScannedCache:
+    """k, v [N, R, L, kv_heads, D] into columns starts[r].. of rows[r], or of row r if active[r].
+
+    One update in place per row: XLA on TPU makes a loop of a scatter.
+    """
+    k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)  # [N, R, kv, L, D]
+    scales = [None, None]
+    if cache.key_scale is not None:
+        (k, scales[0]), (v, scales[1]) = quantize(k, axis=-1), quantize(v, axis=-1)
+    new = ScannedCache(k.astype(cache.key.dtype), v.astype(cache.value.dtype), *scales)
+    if mesh is None:
+        return _write_rows(cache, new, rows, active, starts, 0)
+    specs = cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
+    of_rows = specs.key[1]  # mesh axes of the rows
+    if rows is None:
+        news, per_row = specs, PartitionSpec(of_rows)
+    else:  # some rows, wherever they lie: every device gets all
+        news = specs.map(lambda spec: PartitionSpec(None, None, *spec[2:]))
+        per_row = PartitionSpec()
+
+    def local(cache, new, chosen, starts):
+        first = jax.lax.axis_index(of_rows) * cache.key.shape[1] if of_rows else 0
+        rows_, active_ = (None, chosen) if rows is None else (chosen, None)
+        return _write_rows(cache, new, rows_, active_, starts, first)
+
+    write = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, news, per_row, per_row),
+        out_specs=specs,
+        check_vma=False,
+    )
+    return write(cache, new, active if rows is None else rows, starts)
+
+
+def _write_rows(
+    cache: ScannedCache,
+    new: ScannedCache,
+    rows: jax.Array | None,
+    active: jax.Array | None,
+    starts: jax.Array,
+    first: jax.Array | int,
+) -> ScannedCache:
+    """`_write` on one device, whose rows begin with number `first`."""
+    count = cache.key.shape[1]
+    targets: Iterable = range(count)
+    if rows is not None:
+        targets = rows - first
+        active = (targets >= 0) & (targets < count)
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        size = (x.shape[0], 1, *new.shape[2:])
+        # Else XLA takes the new tokens' layout for the cache, too, and copies it.
+        new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
+        for n in range(new.shape[1]):
+            at = (0, targets[n], 0, starts[n], *(0,) * (x.ndim - 4))
+            old = jax.lax.dynamic_slice(x, at, size)
+            written = jnp.where(active[n], new[:, n : n + 1], old)
+            x = jax.lax.dynamic_update_slice(x, written, at)
+        return x
+
+    return cache.map(put, new)

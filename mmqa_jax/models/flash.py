@@ -1,0 +1,152 @@
+"""Attention whose memory is linear in the lengths: block by block, or JAX's splash kernel on TPU.
+
+Both are reached through `layers.attention(..., implementation=...)`, which says what they compute.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import Mesh, PartitionSpec
+
+_MASKED = -1e30  # as in models.layers
+_LANES = 128  # splash attention takes queries and keys in multiples of this
+
+
+def block_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None,
+    is_causal: bool,
+    block: int = 512,
+) -> jax.Array:
+    """Attention over blocks of keys with a running maximum (Milakov and Gimelshein 2018).
+
+    q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk].
+    No array is larger than Lq times a block. Returns [B, Lq, heads, D].
+    """
+    batch, length, heads, size = q.shape
+    columns, kv_heads = k.shape[1:3]
+    groups = heads // kv_heads
+    q = q.reshape(batch, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
+    q = q * size**-0.5  # [B, kv, G, Lq, D]
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, kv, Lk, D]
+    block = min(block, columns)
+    padding = -columns % block
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (k, v))
+    if mask is not None and mask.shape[-1] > 1:
+        mask = jnp.pad(mask, ((0, 0),) * 3 + ((0, padding),))
+    last = jnp.arange(length) + columns - length  # the last key that a causal query sees
+
+    def one(carry, first):
+        top, total, out = carry  # float32 [B, kv, G, Lq, 1] twice and [B, kv, G, Lq, D]
+        key, value = (jax.lax.dynamic_slice_in_dim(x, first, block, 2) for x in (k, v))
+        scores = jnp.einsum("bkgqd,bktd->bkgqt", q, key, preferred_element_type=jnp.float32)
+        column = first + jnp.arange(block)
+        visible = column < columns
+        if is_causal:
+            visible &= column <= last[:, None]  # [Lq, block]
+        visible = jnp.broadcast_to(visible, (1, 1, 1, length, block))
+        if mask is not None:
+            part = mask
+            if mask.shape[-1] > 1:
+                part = jax.lax.dynamic_slice_in_dim(mask, first, block, 3)
+            visible &= part[:, :, None]
+        scores = jnp.where(visible, scores, _MASKED)
+        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+        weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+        read = jnp.einsum(
+            "bkgqt,bktd->bkgqd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32
+        )
+        total = total * decay + weights.sum(-1, keepdims=True)
+        return (new_top, total, out * decay + read), None
+
+    shape = (batch, kv_heads, groups, length)
+    start = (jnp.full((*shape, 1), _MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
+    (_, total, out), _ = jax.lax.scan(one, start, jnp.arange(0, columns + padding, block))
+    out = (out / total).astype(q.dtype)  # [B, kv, G, Lq, D]
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+
+
+def splash_fits(length: int, columns: int) -> bool:
+    """Whether `splash_attention` takes so many queries and keys."""
+    return length % _LANES == 0 and columns % _LANES == 0
+
+
+def splash_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    key_mask: jax.Array | None,
+    is_causal: bool,
+    mesh: Mesh | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
+
+    q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; key_mask bool [B, Lk] of keys that are seen; a
+    row must see at least one. On a mesh, heads are split over `tensor` where it divides them.
+    `interpret` runs the kernel without a TPU, slowly, for tests. Returns [B, Lq, heads, D].
+    """
+    length, heads, size = q.shape[1:]
+    columns, kv_heads = k.shape[1:3]
+
+    def one(q, k, v, seen):  # of one sequence: [heads, Lq, D], [kv_heads, Lk, D], bool [Lk]
+        if is_causal:
+            mask = masks.CausalMask((length, columns), offset=columns - length)
+        else:
+            mask = masks.FullMask((length, columns))
+        kernel = splash.make_splash_mha(
+            masks.MultiHeadMask([mask] * q.shape[0]),
+            block_sizes=_block_sizes(length, columns),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        ids = splash.SegmentIds(jnp.ones(length, jnp.int32), seen.astype(jnp.int32))
+        return kernel(q, k, v, ids)
+
+    def attend(q, k, v, seen):
+        return jax.vmap(one)(q, k, v, seen)
+
+    if mesh is not None:
+        split = mesh.shape["tensor"]
+        spec = PartitionSpec(None, "tensor" if heads % split == kv_heads % split == 0 else None)
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(spec, spec, spec, PartitionSpec()),
+            out_specs=spec,
+            check_vma=False,
+        )
+    if key_mask is None:
+        key_mask = jnp.ones((len(q), columns), bool)
+    heads_first = ((q * size**-0.5).astype(q.dtype), k, v)
+    out = attend(*(x.swapaxes(1, 2) for x in heads_first), key_mask)
+    return out.swapaxes(1, 2)
+
+
+@functools.cache
+def _block_sizes(length: int, columns: int) -> splash.BlockSizes:
+    """Blocks of at most 512 queries and keys; forward and backward."""
+
+    def divisor(total: int) -> int:
+        return next(size for size in (512, 256, _LANES) if total % size == 0)
+
+    q, kv = divisor(length), divisor(columns)
+    return splash.BlockSizes(
+        block_q=q,
+        block_kv=kv,
+        block_q_dkv=q,
+        block_kv_dkv=kv,
+        block_kv_dkv_compute=kv,
+        block_q_dq=q,
+        block_kv_dq=kv,
+    )

@@ -1,0 +1,450 @@
+"""The programs that the verbs run with a config, ready to be compiled for any devices.
+
+They are the verbs' own: the training step of training.state, the jitted functions of embedder,
+reranker, reader and engine. Here they get shapes in place of arrays (see batch_shapes), so that
+neither data nor weights are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from mmqa_jax.bench.plan.flops import jaxpr_flops, traced_flops
+from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
+from mmqa_jax.core.config import nearest
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh, replicated
+from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.inference.from_config import make_packing, make_vlp_config
+from mmqa_jax.inference.question_classifier import make_probabilities
+from mmqa_jax.inference.reranker import make_relevance
+from mmqa_jax.inference.vqa_model import make_answer_scores
+from mmqa_jax.models import llama_config
+from mmqa_jax.models.dual_encoder import DualEncoder
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.presets import dual_encoder_from_config
+from mmqa_jax.models.vlp_extensions import ExtendedVLP
+from mmqa_jax.retrieval.embedder import make_encode_source, make_encode_text
+from mmqa_jax.systems.batch_shapes import (
+    VQA_ANSWERS,
+    Struct,
+    training_batch,
+    vlp_batch,
+    vocabulary_size,
+    vqa_inputs,
+)
+from mmqa_jax.training import tasks
+from mmqa_jax.training.base_llm import SCRATCH, llama_of, lora_of
+from mmqa_jax.training.checks import check_config
+from mmqa_jax.training.language_model import LanguageModelTask
+from mmqa_jax.training.loop import read_section
+from mmqa_jax.training.optimizer import make_optimizer
+from mmqa_jax.training.state import Task, abstract_state, make_step, split_model
+
+ENGINE = ("decode", "prefill")
+_INFERENCE = {  # task -> the program that uses what it trains
+    "contrastive": "embed",
+    "rerank": "rerank",
+    "answer": "answer",
+    "vqa": "candidates",
+    "modality": "modality",
+    "example_retrieval": "embed",
+}
+# Language models whose sizes are known without their weights.
+PRESETS: dict[str, Callable[..., LlamaConfig]] = {
+    "smollm2": llama_config.smollm2_135m,
+    **{
+        name: getattr(llama_config, name)
+        for name in (
+            *("llama_7b", "llama_13b", "llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b"),
+            *("llama31_8b", "smollm2_135m", "stories260k"),
+        )
+    },
+}
+
+
+def preset(name: str) -> LlamaConfig:
+    """The sizes of a language model by name; UserError for an unknown one."""
+    if name not in PRESETS:
+        raise UserError(f"--model={name}: sizes are not known; {nearest(name, PRESETS)}")
+    return PRESETS[name]()
+
+
+def program_names(config: ConfigDict) -> tuple[str, ...]:
+    """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
+
+    Raises:
+      UserError: a config of neither.
+    """
+    if "task" in config:
+        own = _INFERENCE.get(config.task)
+        return ("train",) if own is None else ("train", own)
+    if "engine" in config:
+        return ENGINE
+    raise UserError(
+        "--config: has neither a `task` to train nor an `engine`; name a config of `mmqa train` or "
+        "configs/prompt/default.py."
+    )
+
+
+def make_program(
+    name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
+) -> Program:
+    """One of `program_names(config)`.
+
+    Args:
+      devices: possibly compile-only ones; training and the engine take them all, the other
+        programs run on one.
+      model: of a language model, a name of PRESETS in place of its weights.
+
+    Raises:
+      UserError: a config that cannot be trained or served, a mesh that does not divide.
+    """
+    if name in ENGINE:
+        return _engine(config, devices, model)[name]
+    if name == "train":
+        return _train(config, devices, model)
+    makers: dict[str, Callable[[ConfigDict, Mesh], Program]] = {
+        "embed": _embed,
+        "rerank": _rerank,
+        "answer": _answer,
+        "candidates": _candidates,
+        "modality": _modality,
+    }
+    check_config(config, devices, files=False)
+    return makers[name](config, make_mesh({"data": 1}, devices[:1]))
+
+
+def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None) -> Program:
+    """The jitted step of training, over all devices."""
+    config = _with_preset(config, model)
+    check_config(config, devices, files=False)
+    options = read_section(config.train.to_dict())
+    mesh = make_mesh(config.mesh.to_dict(), devices)
+    task = _task(config, mesh, model)
+    optimizer, schedule = make_optimizer(options.optimizer, options.steps)
+    split = split_model(task, config.seed)
+    abstract = abstract_state(split, optimizer, mesh, options.rules)
+    step = make_step(
+        task,
+        split,
+        optimizer,
+        schedule,
+        seed=config.seed,
+        accumulate=options.accumulate,
+        abstract=abstract,
+        mesh=mesh,
+    )
+    batch = training_batch(config)
+    return Program(
+        name="train",
+        lower=lambda: step.lower(batch),
+        mesh=dict(mesh.shape),
+        model_flops=functools.cache(lambda: _gradient_flops(config, model)),
+        parameters=shard_bytes(abstract.params),
+        optimizer=shard_bytes(abstract.optimizer),
+        examples=config.batches.batch_size,
+        unit={"rerank": "pairs", "language_model": "rows"}.get(config.task, "questions"),
+        input_bytes=tree_bytes(batch),
+        steps=options.steps,
+    )
+
+
+def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
+    """A language model's config whose base is a preset: from scratch, with its sizes."""
+    if config.get("task") != "language_model":
+        if model is not None:
+            raise UserError(
+                f"--model={model}: is the language model of a config of `mmqa prompt` or of task "
+                "language_model; leave it out."
+            )
+        return config
+    named = model or config.init
+    if named == SCRATCH or (model is None and named not in PRESETS):
+        return config
+    sizes = preset(named)
+    fields = {key: value for key, value in vars(sizes).items() if value is not None}
+    changed = ConfigDict(config.to_dict())
+    scaling = fields.pop("rope_scaling", None)  # changes no shape
+    del scaling
+    with changed.unlocked(), changed.model.ignore_type():
+        changed.init = SCRATCH
+        changed.model.changes = {**fields, **config.model.changes.to_dict()}
+    return changed
+
+
+def _task(config: ConfigDict, mesh: Mesh | None, model: str | None) -> Task:
+    """The config's task; `mesh` None: as on one device."""
+    size = vocabulary_size(config)
+    if config.task == "contrastive":
+        return tasks.contrastive(config, size, mesh)
+    if config.task == "vqa":
+        return tasks.vqa(config, size, VQA_ANSWERS)
+    if config.task == "language_model":
+        return LanguageModelTask(llama_of(config, size), lora_of(config))
+    makers = {
+        "rerank": tasks.rerank,
+        "answer": tasks.answer,
+        "modality": tasks.modality,
+        "example_retrieval": tasks.example_retrieval,
+    }
+    return makers[config.task](config, size)
+
+
+def _gradient_flops(config: ConfigDict, model: str | None) -> float:
+    """Products of the loss and its gradient on the whole batch, nothing computed twice."""
+    plain = ConfigDict(config.to_dict())
+    for path in remat_keys(plain):
+        with plain.unlocked(), plain.ignore_type():
+            set_key(plain, path, "none")
+    if "tower_parts" in plain:
+        plain.tower_parts = 1
+    task = _task(plain, None, model)
+    split = split_model(task, config.seed)
+    batch = training_batch(plain)
+
+    def loss(params: Any, constants: Any, batch: Any) -> jax.Array:
+        module = nnx.merge(split.graphdef, params, constants)
+        return task.loss(module, batch, jax.random.key(0))[0]
+
+    # For a CPU layers are unrolled, and nothing is recomputed (layers.scan_layers).
+    with jax.set_mesh(make_mesh({"data": 1}, jax.devices("cpu")[:1])):
+        return traced_flops(jax.value_and_grad(loss), split.params, split.constants, batch)
+
+
+def remat_keys(config: ConfigDict) -> list[str]:
+    """The keys that say what a config's model computes again in the backward pass."""
+    if "model" not in config or config.model.get("image") == "regions":
+        return []
+    keys = ["model.changes.remat"]
+    if config.model.get("clip") or "vision" in config.model:
+        keys.append("model.vision.remat")
+    return keys
+
+
+def set_key(config: ConfigDict, path: str, value: Any) -> None:
+    """Sets `a.b.c`, also where the config leaves it out."""
+    *sections, last = path.split(".")
+    section = config
+    with config.unlocked():
+        for name in sections:
+            if name not in section:
+                section[name] = ConfigDict()
+            section = section[name]
+        with section.unlocked(), section.ignore_type():
+            section[last] = value
+
+
+def _engine(
+    config: ConfigDict, devices: Sequence[jax.Device], model: str | None
+) -> dict[str, Program]:
+    """The engine's step of all slots, and its batch of chunks of prompts, with sequences as long
+    as `engine.length`."""
+    if model is None:
+        raise UserError(
+            "--model is missing: the config's engine serves any language model; name one of "
+            f"{', '.join(sorted(PRESETS))}."
+        )
+    from mmqa_jax.decoding.abstract_programs import engine_programs
+
+    mesh = make_mesh(engine_mesh(config, len(devices)), devices)
+    sizes = EngineConfig(**config.engine.to_dict())
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    llama = dataclasses.replace(preset(model), dtype=dtype)
+    if sizes.length > llama.positions:
+        raise UserError(
+            f"config key engine.length={sizes.length}: {model} reads at most {llama.positions} "
+            "tokens; lower it."
+        )
+    made = engine_programs(llama, sizes, mesh)
+
+    def program(name: str, examples: int) -> Program:
+        function, arguments = made[name]
+        state, cache = arguments[:2]
+
+        @functools.cache
+        def trace() -> jax.stages.Traced:
+            with jax.set_mesh(mesh):
+                return function.trace(*arguments)
+
+        weights, held = shard_bytes(state), shard_bytes(cache)
+        # Of an embedding table that is no output head only the rows of the tokens are read.
+        looked_up = 0 if llama.tied else shard_bytes(nnx.to_pure_dict(state)["tokens"])
+        return Program(
+            name=name,
+            lower=lambda: trace().lower(),
+            mesh=dict(mesh.shape),
+            model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
+            kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+            parameters=weights,
+            cache=held,
+            floor_bytes=weights - looked_up + (held if name == "decode" else 0),
+            examples=examples,
+            unit="tokens",
+            input_bytes=examples * 4,
+        )
+
+    bucket = sizes.buckets[-1]
+    return {
+        "decode": program("decode", sizes.slots),
+        "prefill": program("prefill", bucket * sizes.rows(bucket)),
+    }
+
+
+def engine_mesh(config: ConfigDict, devices: int) -> dict[str, int]:
+    """The engine's mesh; one that asks for a single device is spread over all, on `tensor`."""
+    mesh = config.model.mesh.to_dict()
+    if all(size == 1 for size in mesh.values()):
+        return {**mesh, "tensor": devices}
+    return mesh
+
+
+def _on_one(
+    name: str,
+    mesh: Mesh,
+    make: Callable[[Any], Any],
+    build: Callable[[], nnx.Module],
+    inputs: tuple[Any, ...],
+    examples: int,
+    unit: str,
+    **options: Any,
+) -> Program:
+    """A jitted function (state, *inputs) of a model on one device.
+
+    Args:
+      make: graphdef -> the jitted function.
+      options: static arguments.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    whole = replicated(mesh)
+    state, placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), (state, inputs)
+    )
+    function = make(graphdef)
+
+    @functools.cache
+    def trace() -> jax.stages.Traced:
+        with jax.set_mesh(mesh):
+            return function.trace(state, *placed, **options)
+
+    return Program(
+        name=name,
+        lower=lambda: trace().lower(),
+        mesh=dict(mesh.shape),
+        model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
+        kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+        parameters=shard_bytes(state),
+        examples=examples,
+        unit=unit,
+        input_bytes=tree_bytes(inputs),
+    )
+
+
+def _embed(config: ConfigDict, mesh: Mesh) -> Program:
+    """Sources: captions with pictures, or texts where the config trains on texts alone."""
+    model = dual_encoder_from_config(config.model, vocabulary_size(config))
+    rows, length = config.inference.batch_size, max(config.inference.buckets)
+    texts = Struct((rows, length), np.int32), Struct((rows, length), np.bool_)
+    side = config.pictures.size
+    pictures = Struct((rows, side, side, 3), np.uint8), Struct((rows,), np.bool_)
+    has_pictures = config.task == "contrastive"
+    return _on_one(
+        "embed",
+        mesh,
+        make_encode_source if has_pictures else make_encode_text,
+        lambda: DualEncoder(model, rngs=nnx.Rngs(0)),
+        (*texts, *pictures) if has_pictures else texts,
+        rows,
+        "sources",
+    )
+
+
+def _rerank(config: ConfigDict, mesh: Mesh) -> Program:
+    model = make_vlp_config(config, vocabulary_size(config))
+    rows = config.inference.batch_size
+    inputs = (vlp_batch(config, rows, inference=True),)
+    build = functools.partial(_vlp, model)
+    return _on_one("rerank", mesh, make_relevance, build, inputs, rows, "pairs")
+
+
+def _answer(config: ConfigDict, mesh: Mesh) -> Program:
+    """Beam search; its loop is counted to `max_new_tokens`, the longest answer."""
+    model, options = make_vlp_config(config, vocabulary_size(config)), config.inference
+    rows = options.batch_size
+    inputs = (vlp_batch(config, rows, inference=True),)
+
+    def make(graphdef: Any) -> Any:
+        return _WithGraph(beam_search, graphdef)
+
+    return _on_one(
+        "answer",
+        mesh,
+        make,
+        functools.partial(_vlp, model),
+        inputs,
+        rows,
+        "questions",
+        mask_id=103,  # any token: ids change no shape
+        sep_id=102,
+        num_beams=options.num_beams,
+        max_new_tokens=options.max_new_tokens,
+        token_type=make_packing(config, inference=True).segments[1],
+        length_penalty=options.length_penalty,
+        no_repeat_ngram=options.get("no_repeat_ngram", 0),
+        only_best=options.get("only_best", False),
+    )
+
+
+class _WithGraph:
+    """A jitted function whose first argument is the graph of the model."""
+
+    def __init__(self, function: Any, graphdef: Any):
+        self._function, self._graphdef = function, graphdef
+
+    def trace(self, *arguments: Any, **options: Any) -> jax.stages.Traced:
+        return self._function.trace(self._graphdef, *arguments, **options)
+
+
+def _vlp(model: Any) -> ExtendedVLP:
+    return ExtendedVLP(model, rngs=nnx.Rngs(0))
+
+
+def _candidates(config: ConfigDict, mesh: Mesh) -> Program:
+    rows = config.inference.batch_size
+    task = tasks.vqa(config, vocabulary_size(config), VQA_ANSWERS)
+    return _on_one(
+        "candidates",
+        mesh,
+        make_answer_scores,
+        lambda: task.init(jax.random.key(0)),
+        vqa_inputs(config, rows),
+        rows,
+        "questions",
+    )
+
+
+def _modality(config: ConfigDict, mesh: Mesh) -> Program:
+    rows, length = config.inference.batch_size, config.batches.length
+    task = tasks.modality(config, vocabulary_size(config))
+    inputs = Struct((rows, length), np.int32), Struct((rows, length), np.bool_)
+    return _on_one(
+        "modality",
+        mesh,
+        make_probabilities,
+        lambda: task.init(jax.random.key(0)),
+        inputs,
+        rows,
+        "questions",
+    )

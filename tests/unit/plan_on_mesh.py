@@ -1,0 +1,41 @@
+"""Compiles a scanned training step on eight CPU devices and prints what `mmqa plan` counts of it."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mmqa_jax.bench.plan.counts import count
+from mmqa_jax.core.mesh import make_mesh
+
+LAYERS, WIDTH, HIDDEN, ROWS = 3, 32, 64, 16
+
+
+def main() -> None:
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+
+    def struct(shape, *names):
+        sharding = NamedSharding(mesh, PartitionSpec(*names))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    up = struct((LAYERS, WIDTH, HIDDEN), None, "fsdp", "tensor")
+    down = struct((LAYERS, HIDDEN, WIDTH), None, "tensor", "fsdp")
+    x = struct((ROWS, WIDTH), ("data", "fsdp"))
+
+    def loss(weights, x):
+        def layer(x, pair):
+            return jnp.tanh(x @ pair[0]) @ pair[1], None
+
+        return jnp.square(jax.lax.scan(layer, x, weights)[0]).sum()
+
+    compiled = jax.jit(jax.grad(loss), out_shardings=(up.sharding, down.sharding))
+    counts = count(compiled.lower((up, down), x).compile().as_text())
+    found = [one._asdict() for one in counts.on_mesh(dict(mesh.shape))]
+    print(json.dumps({"flops": counts.total_flops, "loops": counts.loops, "collectives": found}))
+
+
+if __name__ == "__main__":
+    main()

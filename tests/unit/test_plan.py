@@ -1,0 +1,391 @@
+"""`mmqa plan`: programs from shapes alone, memory, verdicts, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cli_runs import ROOT, mmqa
+
+from mmqa_jax.bench.plan import topology as topologies
+from mmqa_jax.bench.plan.chips import GIB, GPUS, TPUS, chip_of_kind
+from mmqa_jax.bench.plan.collectives import Collective
+from mmqa_jax.bench.plan.counts import Counts
+from mmqa_jax.bench.plan.program import (
+    Compiled,
+    Memory,
+    Program,
+    compile_program,
+    needed_bytes,
+    shard_bytes,
+)
+from mmqa_jax.bench.plan.roofline import Planned
+from mmqa_jax.bench.plan.topology import Topology, open_topology
+from mmqa_jax.core.config import load_config
+from mmqa_jax.systems import planning
+from mmqa_jax.systems.planning import Plan, Remedy, changed
+from mmqa_jax.systems.programs import PRESETS, make_program
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+TINY_LLM = {"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 4, "mlp": 48, "positions": 64}
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+def language_model(**lora):
+    config = load_config(ROOT / "configs/scienceqa/rmr_finetune.py:runlocal")
+    return changed(
+        config,
+        {
+            "model.changes": TINY_LLM,
+            "model.lora": None,
+            "train.optimizer.trainable": None,
+            "batches.length": 64,
+            "batches.targets": 16,
+            "tokenizer": "corpus:300",
+            **lora,
+        },
+    )
+
+
+def test_flops_of_a_model_are_those_of_an_independent_count():
+    config = language_model()
+    program = make_program("train", config, jax.devices()[:1])
+    rows, length, targets = config.batches.batch_size, 64, 16
+    size, mlp = TINY_LLM["hidden"], TINY_LLM["mlp"]
+    of_layer = 2 * rows * length * (4 * size * size + 3 * size * mlp)
+    attention = 2 * 2 * rows * length * length * size
+    head = 2 * rows * targets * size * 300
+    # Backward: the gradient of both factors of every product.
+    expected = 3 * (TINY_LLM["layers"] * (of_layer + attention) + head)
+    assert program.model_flops() == expected
+
+
+def test_recomputation_is_no_flops_of_the_model():
+    plain, full = language_model(), language_model()
+    full.model.changes.remat = "full"
+    counted = [make_program("train", c, jax.devices()[:1]).model_flops() for c in (plain, full)]
+    assert counted[0] == counted[1] > 0
+
+
+def test_memory_is_that_of_the_compiled_program():
+    weights = jax.ShapeDtypeStruct((256, 512), jnp.float32)
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    step = jax.jit(lambda w, x: (w - jnp.tanh(x.T @ jnp.sin(x @ w)), 1.0), donate_argnums=0)
+    program = Program(
+        name="train",
+        lower=lambda: step.lower(weights, x),
+        mesh={},
+        model_flops=lambda: 2 * 2 * 64 * 256 * 512,
+        parameters=shard_bytes(weights),
+    )
+    planned = compile_program(program)
+    stats = step.lower(weights, x).compile().memory_analysis()
+    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert stats.alias_size_in_bytes == 256 * 512 * 4  # donated: one copy of the weights
+    memory = planned.memory
+    assert memory.parameters == 256 * 512 * 4
+    assert memory.total == stats.argument_size_in_bytes + stats.temp_size_in_bytes + kept
+    assert memory.temporaries >= 64 * 512 * 4  # the activations
+    assert memory.total == memory.parameters + memory.temporaries
+    assert planned.counts.total_flops == 2 * 2 * 64 * 256 * 512
+    assert Planned.of(planned, TPUS["v5e"]).fits
+
+
+def test_a_config_is_planned_without_its_data():
+    ended = mmqa(
+        "plan",
+        f"--config={ROOT}/configs/atlas/modality.py:runlocal",
+        "--config.data.dir=nowhere",
+        "--config.model.changes.hidden=16",
+        "--config.model.changes.layers=1",
+        "--config.model.changes.heads=2",
+        "--config.model.changes.mlp=16",
+        "--config.tokenizer=corpus:100",
+        "--json",
+    )
+    assert ended.code == 0, ended.err
+    found = ended.value
+    assert {"topology", "devices", "chip", "programs", "run", "verdict"} == found.keys()
+    train, modality = found["programs"]
+    assert (train["name"], modality["name"]) == ("train", "modality")
+    keys = (
+        *("name", "fits", "memory_gib", "hbm_gib", "flops", "model_flops", "hbm_bytes"),
+        *("floor_bytes", "collectives", "loops", "seconds_bound", "bound_by", "mfu_bound"),
+        "compile_seconds",
+    )
+    assert set(train) == set(modality) == set(keys)
+    memory = ("parameters", "optimizer", "cache", "temporaries", "total")
+    assert tuple(train["memory_gib"]) == memory
+    assert found["run"]["steps"] == 4
+    assert found["run"]["chip_hours_bound"] == found["run"]["hours_bound"] > 0
+    assert found["verdict"].startswith("fits: ")
+    assert "the host delivers" in ended.out
+    assert train["model_flops"] == pytest.approx(train["flops"], rel=0.05)
+
+
+@needs_libtpu
+def test_a_program_is_compiled_for_a_tpu():
+    slice_ = open_topology("v5e:2x2")
+    assert len(slice_.devices) == 4
+    mesh = jax.sharding.Mesh(slice_.devices, "data")
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def loss(weights, x):
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+        return jnp.square(x.astype(jnp.float32)).sum()
+
+    weights = jax.ShapeDtypeStruct((6, 128, 128), jnp.bfloat16, sharding=whole)
+    x = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16, sharding=split)
+    step = jax.jit(jax.grad(loss), out_shardings=whole)
+    flops = 3 * 6 * 2 * 512 * 128 * 128
+    program = Program(
+        "train", lambda: step.lower(weights, x), {"data": 4}, lambda: flops, shard_bytes(weights)
+    )
+    row = Planned.of(compile_program(program), slice_.chip).row()
+    assert row["fits"]
+    assert row["flops"] == flops / 4
+    assert {(c["kind"], c["axis"]) for c in row["collectives"]} == {("all-reduce", "data")}
+    assert 0 < row["mfu_bound"] <= 1
+
+    def too_large(x):
+        return jnp.sin(x @ x.T)
+
+    x = jax.ShapeDtypeStruct((1 << 18, 128), jnp.float32, sharding=whole)
+    refused = Program("embed", lambda: jax.jit(too_large).lower(x), {"data": 4}, lambda: 1.0, 0)
+    compiled = compile_program(refused)
+    assert compiled.refused
+    assert compiled.memory.total > 200 * GIB
+    assert not Planned.of(compiled, slice_.chip).fits
+
+
+def compiled(total_gib, *, refused=False, name="train", flops=0.0, moved=0.0, sent=0.0):
+    program = Program(name, lambda: None, {"data": 8}, lambda: 8e12, GIB, examples=64)
+    counts = None if refused else Counts(Counter({"bf16": flops}), moved)
+    collectives = (Collective("all-gather", "data", 8, 1, sent),)
+    memory = Memory(GIB, 0, 0, None if refused else (total_gib - 1) * GIB, total_gib * GIB)
+    return Compiled(program, memory, counts, collectives, GIB, 1.0)
+
+
+def a_plan(one, *remedies):
+    chip = TPUS["v5e"]
+    tried = tuple(Remedy(changes, Planned.of(c, chip)) for changes, c in remedies)
+    slice_ = Topology("v5e:2x4", (None,) * 8, (0,) * 8, chip)
+    return Plan(slice_, (Planned.of(one, chip),), {"train": tried})
+
+
+def test_the_verdict_names_what_would_help():
+    found = a_plan(
+        compiled(20.3, refused=True),
+        ({"model.changes.remat": "dots"}, compiled(6.5)),
+        ({"batches.batch_size": 512}, compiled(10.2)),
+    )
+    assert found.verdict == (
+        "train needs 20.3 of 15.8 GiB: model.changes.remat=dots needs 6.5, batches.batch_size=512 "
+        "needs 10.2."
+    )
+    row = found.to_json()["programs"][0]
+    assert row["fits"] is False
+    assert row["memory_gib"]["temporaries"] is row["flops"] is row["seconds_bound"] is None
+    assert found.to_json()["run"] == {"steps": None, "hours_bound": None, "chip_hours_bound": None}
+
+
+@pytest.fixture
+def compiled_by_rule(monkeypatch):
+    """Programs whose memory is 1 GiB and .2 a pair, half with dots, a quarter with full; on `fsdp`
+    all is shared by the devices. Recomputation takes time. Returns what was compiled."""
+    asked = []
+
+    def planned(name, config, topology, model):
+        del model
+        pairs, remat = config.batches.batch_size, config.model.changes.get("remat", "none")
+        asked.append((pairs, remat, config.mesh.fsdp))
+        share = 8 if config.mesh.fsdp != 1 else 1
+        kept = {"none": 1, "dots": 0.5, "full": 0.25}[remat]
+        work = {"none": 3, "dots": 3.5, "full": 4}[remat]
+        total = (1 + 0.2 * pairs * kept) / share
+        one = compiled(total, name=name, flops=work * 1e9 * pairs, sent=1e9 * share)
+        program = dataclasses.replace(one.program, examples=pairs)
+        return Planned.of(dataclasses.replace(one, program=program), topology.chip)
+
+    monkeypatch.setattr(planning, "_planned", planned)
+    return asked
+
+
+def a_rerank_config(pairs, remat="none"):
+    config = load_config(ROOT / "configs/webqa/vlp_select.py")
+    return changed(config, {"batches.batch_size": pairs, "model.changes.remat": remat})
+
+
+SLICE = Topology("v5e:2x4", (None,) * 8, (0,) * 8, TPUS["v5e"])
+
+
+def test_remedies_are_compiled_until_each_kind_fits(compiled_by_rule):
+    found = planning.plan(a_rerank_config(128), SLICE, only=["train"])
+    tried = [(*one.changes.items(), one.planned.fits) for one in found.remedies["train"]]
+    assert tried == [
+        (("model.changes.remat", "dots"), True),
+        (("mesh.data", 1), ("mesh.fsdp", -1), True),
+        (("batches.batch_size", 64), True),
+    ]
+    assert compiled_by_rule == [
+        (128, "none", 1), (128, "dots", 1), (128, "none", -1), (64, "none", 1)
+    ]  # fmt: skip
+    assert found.verdict.startswith(
+        "train needs 26.6 of 15.8 GiB: model.changes.remat=dots needs 13.8"
+    )
+    fitting = planning.plan(a_rerank_config(32), SLICE, only=["train"])
+    assert fitting.remedies == {}
+    assert fitting.verdict.startswith("fits: 7.4 of 15.8 GiB; train is bound by ")
+
+
+def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule):
+    found = planning.search(a_rerank_config(64), SLICE)
+    rates = [one.rate for one in found]
+    assert rates == sorted(rates, reverse=True)
+    assert all(one.rate == 0 for one in found if not one.planned.fits)
+    # Split over data; what fits with less recomputation is not tried with more.
+    assert compiled_by_rule[:5] == [
+        (64, "none", 1), (128, "none", 1), (128, "dots", 1), (256, "dots", 1), (256, "full", 1)
+    ]  # fmt: skip
+    on_fsdp = [(pairs, remat) for pairs, remat, fsdp in compiled_by_rule if fsdp == 8]
+    assert on_fsdp == [(64, "none"), (128, "none"), (256, "none")]
+    assert {"changes", "examples_per_second_bound", "fits", "memory_gib"} <= found[
+        0
+    ].to_json().keys()
+
+
+@pytest.mark.parametrize(
+    ("work", "by", "seconds"),
+    [
+        ({"flops": 1.97e12}, "compute", 0.01),
+        ({"moved": 819e9}, "hbm", 1.0),
+        ({"sent": 8 / 7 * 200e9}, "interconnect", 1.0),
+    ],
+)
+def test_the_slowest_part_bounds(work, by, seconds):
+    bound = Planned.of(compiled(4, **work), TPUS["v5e"]).bound
+    assert bound.by == by
+    assert bound.seconds == pytest.approx(seconds)
+    assert bound.mfu == pytest.approx(1e12 / (197e12 * seconds))
+
+
+def test_hosts_are_joined_by_a_slower_network():
+    near = compiled(4, sent=8 / 7 * 50e9)
+    far = dataclasses.replace(near, collectives=(near.collectives[0]._replace(hosts=True),))
+    seconds = [Planned.of(one, GPUS["h100"]).bound.interconnect for one in (near, far)]
+    assert seconds == pytest.approx([50 / 450, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("message", "gib"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+         "temporaries (258.00G) exceeds available HBM (15.75G).", 258),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.30G of 15.75G hbm. "
+         "Exceeded hbm capacity by 4.55G.", 20.3),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.", 4),
+        ("INVALID_ARGUMENT: Mosaic failed to compile TPU kernel", None),
+    ],
+)  # fmt: skip
+def test_messages_of_programs_that_do_not_fit(message, gib):
+    found = needed_bytes(message)
+    assert found is None if gib is None else found == pytest.approx(gib * GIB)
+
+
+def test_a_program_that_the_compiler_refuses_is_one_sentence():
+    def lower():
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such kernel\nmore\nlines")
+
+    with pytest.raises(
+        Exception, match=r"^train: the compiler refuses .*no such kernel\);"
+    ) as said:
+        compile_program(Program("train", lower, {}, lambda: 0.0, 0))
+    assert type(said.value).__name__ == "UserError"
+
+
+SELECT = f"--config={ROOT}/configs/webqa/vlp_select.py:runlocal"
+PROMPT = f"--config={ROOT}/configs/prompt/default.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([SELECT, "--topology=v9:2x4"], r"--topology=v9:2x4: unknown; .*v5e:AxB.*h100:N"),
+        ([SELECT, "--topology=v5e:2x4x2"], r"--topology=v5e:2x4x2: unknown; "),
+        ([SELECT, "--topology=0x h100:8"], r"--topology=0x h100:8: unknown; "),
+        ([SELECT, "--config.mesh.fsdp=3"], r"mesh: .*fsdp=3.* does not fit \d+ devices"),
+        ([SELECT, "--model=llama2_7b"], r"--model=llama2_7b: .*leave it out"),
+        ([SELECT, "--only=decode"], r"--only=decode: the config has the programs train, rerank"),
+        ([SELECT, "--config.model.frontend=x102"], r"model\.frontend=x102: unknown"),
+        ([PROMPT], r"--model is missing: .*llama2_7b"),
+        ([PROMPT, "--model=llama2_8b"], r"--model=llama2_8b: .*did you mean 'llama.*_.*b'"),
+        ([PROMPT, "--model=smollm2", "--config.engine.length=100000"], r"engine\.length=100000"),
+        ([f"--config={ROOT}/configs/webqa/tables.py:vlp"], r"--config.* neither a `task`"),
+    ],
+)
+def test_bad_input(arguments, message, refused):
+    refused("plan", *arguments, message=message)
+
+
+def test_missing_compilers(monkeypatch, refused):
+    real = importlib.util.find_spec
+
+    def without(name, *rest):
+        hidden = ("libtpu", "jax_cuda12_plugin")
+        return None if name in hidden else real(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    refused("plan", SELECT, "--topology=v5e:2x4", message=r"libtpu, is not installed; .*\[plan\]")
+    for name in ("h100:8", "a100:8", "h200:8", "2x h100:8"):
+        refused("plan", SELECT, f"--topology={name}", message=r"CUDA plugin, .*\[cuda12\]")
+
+
+@needs_libtpu
+def test_libtpu_of_another_jax(monkeypatch, refused):
+    monkeypatch.setattr(topologies, "_installed", lambda name: "0.0.1")
+    refused("plan", SELECT, "--topology=v5e:2x4", message=r"libtpu 0\.0\.1 is installed, but jax")
+
+
+@needs_libtpu
+def test_a_slice_that_does_not_exist(refused):
+    refused("plan", SELECT, "--topology=v5e:3x5", message=r"v5e:3x5: libtpu knows no such slice")
+
+
+def test_chips_by_the_names_that_jax_gives_them():
+    names = {
+        "TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v5p": "TPU v5p", "TPU v4": "TPU v4",
+        "TPU v6 lite": "TPU v6e", "NVIDIA H100 80GB HBM3": "NVIDIA H100",
+        "NVIDIA A100-SXM4-80GB": "NVIDIA A100", "NVIDIA H200": "NVIDIA H200",
+    }  # fmt: skip
+    assert {kind: chip_of_kind(kind).name for kind in names} == names
+    assert chip_of_kind("cpu") is None
+
+
+def test_the_engine_is_planned_without_weights():
+    config = changed(
+        load_config(f"{ROOT}/configs/prompt/default.py:runlocal"),
+        {"engine.length": 64, "engine.buckets": (32,), "engine.block": 32, "engine.slots": 2},
+    )
+    program = make_program("decode", config, jax.devices()[:1], "stories260k")
+    sizes = PRESETS["stories260k"]()
+    head = sizes.vocab_size * sizes.hidden
+    of_layer = sizes.hidden * (2 * sizes.hidden + 2 * sizes.kv_heads * sizes.head_size)
+    of_layer += 3 * sizes.hidden * sizes.mlp
+    norms = sizes.hidden * (2 * sizes.layers + 1)
+    assert program.parameters == 4 * (head + sizes.layers * of_layer + norms)
+    cache = 2 * 2 * 64 * sizes.kv_heads * sizes.head_size * sizes.layers * 4
+    assert program.cache == cache
+    assert program.floor_bytes == program.parameters + cache
+    products = 2 * 2 * (head + sizes.layers * of_layer)
+    attention = 2 * 2 * 2 * 64 * sizes.hidden * sizes.layers
+    assert program.model_flops() == pytest.approx(products + attention, rel=0.1)
+    assert json.dumps(Planned.of(compile_program(program), TPUS["v5e"]).row())

@@ -1,0 +1,237 @@
+"""What `mmqa plan` counts of compiled programs: FLOPs, bytes, loops, collectives."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import plan_on_mesh
+import pytest
+
+from mmqa_jax.bench.plan.collectives import Collective, axis_of, groups
+from mmqa_jax.bench.plan.counts import count
+from mmqa_jax.bench.plan.flops import traced_flops
+from mmqa_jax.bench.plan.hlo import arrays, parse
+
+LAYERS, ROWS, WIDTH = 5, 8, 16
+
+
+def chain(weights, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0].sum()
+
+
+@pytest.fixture(scope="module")
+def scanned():
+    """A compiled gradient through five scanned layers."""
+    shapes = jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))
+    return jax.jit(jax.grad(chain)).lower(*shapes).compile(), shapes
+
+
+def test_a_loop_counts_as_often_as_it_turns(scanned):
+    compiled, shapes = scanned
+    # Forward, gradient of the input (not of the first) and of the weights; one turn of the
+    # backward loop computes all, also what is not used.
+    product = 2 * ROWS * WIDTH * WIDTH
+    counts = count(compiled.as_text())
+    assert counts.loops == [LAYERS, LAYERS]
+    assert counts.total_flops == 3 * LAYERS * product
+    # XLA's own analysis counts each body once.
+    assert compiled.cost_analysis()["flops"] < counts.total_flops
+    assert traced_flops(jax.grad(chain), *shapes) == 3 * LAYERS * product
+
+
+def test_bytes_without_loops_are_those_of_xla():
+    arguments = jnp.ones((64, 128)), jnp.ones((128, 256))
+    compiled = jax.jit(lambda a, b: jnp.tanh(a @ b)).lower(*arguments).compile()
+    expected = compiled.cost_analysis()["bytes accessed"]
+    assert count(compiled.as_text()).bytes == expected
+
+
+def test_an_update_in_place_is_not_a_copy():
+    def write(cache, row, at):
+        return jax.lax.dynamic_update_slice(cache, row, (at, 0))
+
+    cache, row = jnp.ones((4096, 64)), jnp.ones((1, 64))
+    compiled = jax.jit(write, donate_argnums=0).lower(cache, row, 3).compile()
+    counts = count(compiled.as_text())
+    assert counts.bytes < 10 * row.nbytes
+    assert counts.copies == 0
+    kept = jax.jit(write).lower(cache, row, 3).compile()
+    assert count(kept.as_text()).bytes >= 2 * cache.nbytes
+
+
+def test_reading_a_slice_is_not_reading_the_whole():
+    def read(cache, at):
+        return jnp.exp(jax.lax.dynamic_slice_in_dim(cache, at, 2)).sum()
+
+    compiled = jax.jit(read).lower(jnp.ones((4096, 64)), 3).compile()
+    assert count(compiled.as_text()).bytes < 10 * 2 * 64 * 4
+
+
+def test_collectives_of_a_real_program(run_on_devices):
+    found = json.loads(_on_mesh(run_on_devices))
+    layers = plan_on_mesh.LAYERS
+    rows, sizes = plan_on_mesh.ROWS // 4, (plan_on_mesh.WIDTH, plan_on_mesh.HIDDEN // 2)
+    assert set(found["loops"]) == {layers}
+    # Two products forward, four backward, of which one device does an eighth.
+    product = 2 * plan_on_mesh.ROWS * plan_on_mesh.WIDTH * plan_on_mesh.HIDDEN
+    assert found["flops"] == 6 * layers * product / 8
+    seen = {(one["kind"], one["axis"]) for one in found["collectives"]}
+    assert ("all-gather", "fsdp") in seen  # the weights
+    assert ("all-reduce", "tensor") in seen  # the products over the hidden side
+    assert any("data" in axis for _, axis in seen)  # the gradients
+    gathered = next(one for one in found["collectives"] if one["kind"] == "all-gather")
+    assert gathered["members"] == 2
+    weight = sizes[0] * sizes[1] * 4
+    assert gathered["bytes"] == gathered["count"] * weight
+    assert gathered["count"] % layers == 0
+    reduced = next(one for one in found["collectives"] if one["axis"] == "tensor")
+    assert reduced["bytes"] == reduced["count"] * rows * sizes[0] * 4
+
+
+def _on_mesh(run_on_devices):
+    return run_on_devices(8, "plan_on_mesh.py").splitlines()[-1]
+
+
+# What the TPU's compiler writes: no trip count, dots as dilated convolutions, on-chip memory S(1),
+# collectives that run beside fusions and stand in each of them, a reduce-scatter as a fusion.
+TPU = """\
+HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%a, %b)
+}
+
+%start (p: bf16[64,128]) -> (bf16[64,128], bf16[128,128]) {
+  %p = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
+  ROOT %c = (bf16[64,128]{1,0}, bf16[128,128]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%done (q: bf16[64,128]) -> bf16[128,128] {
+  %q = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
+  ROOT %d = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%all-gather.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter.3 (g: f32[128,128]) -> f32[64,128] {
+  %g = f32[128,128]{1,0:T(8,128)} parameter(0)
+  %all-reduce.1 = f32[128,128]{1,0:T(8,128)} all-reduce(%g), channel_id=9, replica_groups={{0,2},{1,3}}, use_global_device_ids=true, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %part = f32[64,128]{1,0:T(8,128)} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={64,128}
+}
+
+%body (t: (s32[], bf16[64,128], f32[128,128])) -> (s32[], bf16[64,128], f32[128,128]) {
+  %t = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)}, f32[128,128]{1,0:T(8,128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%t), index=0
+  %w = bf16[64,128]{1,0:T(8,128)(2,1)} get-tuple-element(%t), index=1
+  %f = f32[128,128]{1,0:T(8,128)} get-tuple-element(%t), index=2
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one)
+  %async-collective-start = (bf16[64,128]{1,0}, bf16[128,128]{1,0}) fusion(%w), kind=kCustom, calls=%start
+  %async-collective-done = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} fusion(%w), kind=kCustom, calls=%done
+  %conv = f32[128,128]{1,0:T(8,128)} convolution(%async-collective-done, %async-collective-done), dim_labels=bf_io->bf
+  %kernel = f32[8]{0:T(128)} custom-call(%conv), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"100","transcendentals":"0","bytes_accessed":"64"}}}
+  %scattered = f32[64,128]{1,0:T(8,128)} fusion(%conv), kind=kCustom, calls=%all-reduce-scatter.3
+  ROOT %out = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)}, f32[128,128]{1,0:T(8,128)}) tuple(%next, %w, %conv)
+}
+
+%condition (t.1: (s32[], bf16[64,128], f32[128,128])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(12)
+  %t.1 = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)}, f32[128,128]{1,0:T(8,128)}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%t.1), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%j, %limit), direction=LT
+}
+
+ENTRY %main (x: bf16[64,128], y: f32[128,128], q: bf16[8,16,32], k: bf16[8,16,32]) -> (f32[128,128], bf16[8,16,16]) {
+  %x = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %y = f32[128,128]{1,0:T(8,128)} parameter(1)
+  %q.1 = bf16[8,16,32]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %k.1 = bf16[8,16,32]{2,1,0:T(8,128)(2,1)} parameter(3)
+  %from = s32[]{:T(128)} constant(2)
+  %tuple = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)}, f32[128,128]{1,0:T(8,128)}) tuple(%from, %x, %y)
+  %while.1 = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)}, f32[128,128]{1,0:T(8,128)}) while(%tuple), condition=%condition, body=%body
+  %batched = bf16[8,16,16]{2,1,0:T(8,128)(2,1)} convolution(%q.1, %k.1), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0oi->0bf
+  %result = f32[128,128]{1,0:T(8,128)} get-tuple-element(%while.1), index=2
+  %copy.1 = f32[128,128]{0,1:T(8,128)} copy(%result)
+  ROOT %both = (f32[128,128]{0,1:T(8,128)}, bf16[8,16,16]{2,1,0:T(8,128)(2,1)}) tuple(%copy.1, %batched)
+}
+"""
+
+
+def test_what_the_tpu_compiler_writes():
+    counts = count(TPU)
+    assert counts.loops == [10]  # from 2 to 12
+    dots = 10 * 2 * 128 * 128 * 128
+    assert counts.flops == {"bf16": dots + 8 * 2 * 16 * 16 * 32, "f32": 10 * 100}
+    assert not counts.unknown
+    found = {one.kind: one for one in counts.on_mesh({"data": 2, "tensor": 2})}
+    assert found.keys() == {"all-gather", "reduce-scatter"}
+    assert found["all-gather"][1:5] == ("tensor", 2, 10, 10 * 128 * 128 * 2)
+    assert found["reduce-scatter"][1:5] == ("data", 2, 10, 10 * 128 * 128 * 4)
+    assert (counts.copies, counts.copied_bytes) == (1, 128 * 128 * 4)
+    assert sum(a.hbm_bytes for a in arrays("(f32[4]{0:S(1)}, f32[2]{0:T(8)})")) == 8
+
+
+GPU = """\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (a: bf16[32,64], b: bf16[64,16]) -> f32[32,16] {
+  %a = bf16[32,64]{1,0} parameter(0)
+  %b = bf16[64,16]{1,0} parameter(1)
+  %cublas-gemm.1 = (f32[32,16]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %gte = f32[32,16]{1,0} get-tuple-element(%cublas-gemm.1), index=0
+  %all-reduce-start = f32[32,16]{1,0} all-reduce-start(%gte), channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add
+  ROOT %all-reduce-done = f32[32,16]{1,0} all-reduce-done(%all-reduce-start)
+}
+"""
+
+
+def test_what_the_gpu_compiler_writes():
+    counts = count(GPU)
+    assert counts.flops == {"bf16": 2 * 32 * 16 * 64}
+    (reduced,) = counts.on_mesh({"data": 8}, hosts=[0] * 4 + [1] * 4)
+    assert reduced == Collective("all-reduce", "data", 8, 1, 32 * 16 * 4, True)
+    assert reduced.sent_bytes == 2 * 7 / 8 * 32 * 16 * 4
+
+
+def test_a_loop_of_unknown_length_counts_once_and_says_so():
+    text = TPU.replace("constant(12)", "constant({...})")
+    counts = count(text)
+    assert counts.loops == [None]
+    assert counts.flops["bf16"] == 2 * 128**3 + 8 * 2 * 16 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "axis"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", "tensor"),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", "fsdp"),
+        ("replica_groups=[2,4]<=[8]", "fsdp+tensor"),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", "data"),
+        ("replica_groups={}", "data+fsdp+tensor"),
+        ("source_target_pairs={{0,4},{4,0}}", "data"),
+        ("replica_groups={{0,9}}", "?"),
+    ],
+)
+def test_mesh_axis_of_a_group(text, axis):
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert axis_of(groups(text, 8), mesh) == axis
+
+
+def test_other_text_is_refused():
+    with pytest.raises(ValueError, match="no entry computation"):
+        parse("module @jit_f { }")
+
+
+def test_the_texts_of_this_file_are_read_whole():
+    """A line that is not understood would be left out silently."""
+    for text in (TPU, GPU):
+        lines = [line for line in text.splitlines() if " = " in line]
+        module = parse(text)
+        assert sum(len(c.instructions) for c in module.computations.values()) == len(lines)
