@@ -121,3 +121,10 @@ def test_gathering_runs_beside_products(programs):
 def test_no_activation_is_of_the_whole_batch(programs):
     """[rows, length, mlp] of all devices would be larger than what any of them holds."""
     assert programs["language_model"]["largest"] < 16 * 256 * 2816
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_stay_a_loop(programs, name):
+    """The TPU's form, though a CPU traces and compiles it: forward and backward."""
+    turns = {"vlp_select": 3, "contrastive": 2}.get(name, 4)
+    assert set(programs[name]["loops"]) == {turns}
