@@ -25,6 +25,7 @@ _SLOW = frozenset(
         *("cli_prompt", "grid_stage"),
         *("cli_run", "cli_run_errors", "run_resume"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
+        *("flash", "scanned_cache"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
         *("plan", "plan_counts", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),

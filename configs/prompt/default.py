@@ -31,6 +31,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "prefill_tokens": 256,
         "block": 128,
         "decode_block": 0,
+        "scan_layers": None,
         "cache_dtype": None,
         "weights": "given",
     }

@@ -73,7 +73,7 @@ def engine_programs(
     before = max(columns - bucket, 0)  # columns in front of the chunk
     chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None)
     active = array("bool", sizes.slots)
-    of_prompt = sizes.read(before) if programs.scanned else None
+    of_prompt = sizes.read(before if programs.scanned else columns)
     return {
         "decode": Program(programs.step, (state, programs.cache, programs.slots, active, limit)),
         "prefill": Program(programs.encode, (state, programs.cache, *chunk, of_prompt)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -188,6 +190,7 @@ class Programs:
                 rows=rows,
                 block=block,
                 branches=branches,
+                limit=limit,
             )
 
         def begin(state, slots, hidden, lengths, rows, positions, parameters):
@@ -283,7 +286,7 @@ class SlotRunner:
         config: EngineConfig,
         mesh: Mesh | None = None,
     ):
-        self.config, self._programs = config, Programs(model, config, mesh)
+        self.config, self._mesh, self._programs = config, mesh, Programs(model, config, mesh)
         self._state = nnx.state(model)
         self.cache = kv_cache.zeros(self._programs.cache)
         self._slots = kv_cache.zeros(self._programs.slots)
@@ -302,12 +305,14 @@ class SlotRunner:
         patches: float32 [R, L, H], used where tokens are negative; None if there are none (a
         separate program).
         """
-        limit = None
-        if self._programs.scanned:
+        limit = self.config.read(ends.max())
+        if self._programs.scanned:  # it reads what is in front of the chunks
             limit = self.config.read(starts.max())
             branches = branches if branches.trunk.any() else None
         inputs = self.put((tokens, starts, ends, rows, branches, patches))
-        hidden, self.cache = self._programs.encode(self._state, self.cache, *inputs, limit)
+        hidden, self.cache = self._run(
+            self._programs.encode, self._state, self.cache, *inputs, limit
+        )
         return hidden
 
     def begin(
@@ -331,8 +336,8 @@ class SlotRunner:
           Tokens [R] and their log-probabilities.
         """
         inputs = self.put((lengths, rows, positions, parameters))
-        self._slots, token, logprob = self._programs.begin(
-            self._state, self._slots, hidden, *inputs
+        self._slots, token, logprob = self._run(
+            self._programs.begin, self._state, self._slots, hidden, *inputs
         )
         return token, logprob
 
@@ -343,8 +348,8 @@ class SlotRunner:
           is one program for every multiple of a segment.
         """
         limit = self.config.read(columns)
-        self.cache, self._slots, token, logprob = self._programs.step(
-            self._state, self.cache, self._slots, self.put(active), limit
+        self.cache, self._slots, token, logprob = self._run(
+            self._programs.step, self._state, self.cache, self._slots, self.put(active), limit
         )
         return token, logprob
 
@@ -358,12 +363,18 @@ class SlotRunner:
           rows, offsets: int32 [N], the hidden states that predict the tokens.
           targets: int32 [N], the tokens; N is `config.scored_tokens`.
         """
-        return self._programs.score(self._state, hidden, *self.put((rows, offsets, targets)))
+        inputs = self.put((rows, offsets, targets))
+        return self._run(self._programs.score, self._state, hidden, *inputs)
 
     def copy(self, source: int, target: int, end: int) -> None:
         """Copies columns 0..end of one slot into another (rounded up to whole blocks)."""
         inputs = self.put((np.int32(source), np.int32(target), np.int32(end)))
-        self.cache = self._programs.copy(self.cache, *inputs)
+        self.cache = self._run(self._programs.copy, self.cache, *inputs)
+
+    def _run(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a program on the mesh: while it is traced, it asks for that one's platform."""
+        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            return program(*arguments)
 
     def put(self, inputs: Any) -> Any:
         """Moves host arrays to the device, replicated over a mesh."""

@@ -13,6 +13,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import Mesh, PartitionSpec
 
+from mmqa_jax.core.mesh import partition_spec
+
 _MASKED = -1e30  # as in models.layers
 _LANES = 128  # splash attention takes queries and keys in multiples of this
 
@@ -92,10 +94,11 @@ def splash_attention(
     """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; key_mask bool [B, Lk] of keys that are seen; a
-    row must see at least one. On a mesh, heads are split over `tensor` where it divides them.
+    row must see at least one. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
+    is, and heads as the model's, where these divide.
     `interpret` runs the kernel without a TPU, slowly, for tests. Returns [B, Lq, heads, D].
     """
-    length, heads, size = q.shape[1:]
+    length, size = q.shape[1], q.shape[3]
     columns, kv_heads = k.shape[1:3]
 
     def one(q, k, v, seen):  # of one sequence: [heads, Lq, D], [kv_heads, Lk, D], bool [Lk]
@@ -116,13 +119,13 @@ def splash_attention(
     def attend(q, k, v, seen):
         return jax.vmap(one)(q, k, v, seen)
 
-    if mesh is not None:
-        split = mesh.shape["tensor"]
-        spec = PartitionSpec(None, "tensor" if heads % split == kv_heads % split == 0 else None)
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
+        spec = partition_spec(("batch", "heads"), (len(q), kv_heads), mesh)
         attend = jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(spec, spec, spec, PartitionSpec()),
+            in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
             out_specs=spec,
             check_vma=False,
         )

@@ -4,9 +4,10 @@ Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP
 transformers' order (rotary pairs are the two halves of a head). Originals: meta-llama/llama
 llama/model.py, transformers models/llama/modeling_llama.py.
 
-Training and scoring run the stacked layers (`Llama.__call__`). Generation runs them one by one
-over a KV cache (`decoding.kv_cache.forward`), best after `unstack_layers`: XLA copies a slice of
-a stack before it multiplies by it, which doubles the cost of a decode step on CPU.
+Training and scoring run the stacked layers (`Llama.__call__`). Generation on CPU and GPU runs them
+one by one over a KV cache (`decoding.kv_cache.forward`), best after `unstack_layers`: XLA copies a
+slice of a stack before it multiplies by it, which doubles the cost of a decode step on CPU. On TPU,
+where it does not, generation scans the stack (`decoding.scanned_cache`).
 """
 
 from __future__ import annotations

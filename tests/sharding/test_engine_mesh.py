@@ -15,6 +15,7 @@ def test_on_four_devices(run_on_devices):
 
 
 def main():
+    import dataclasses
     import functools
     from unittest import mock
 
@@ -55,27 +56,31 @@ def main():
             slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32, cache_dtype=kind
         )
         found = []
-        for where in (alone, mesh):
+        for where, scan in ((alone, False), (mesh, False), (mesh, True)):
+            if scan and kind == "int8":
+                continue  # it reads a chunk's own keys unrounded, see test_scanned_cache.py
             sharded = init_sharded(lambda: Llama(model, rngs=nnx.Rngs(3)), where)
             with mock.patch.object(jax, "jit", jit):
+                sizes = dataclasses.replace(sizes, scan_layers=scan)
                 engine = Engine(sharded, config=sizes, mesh=where)
             results = {result.id: result.candidates[0] for result in engine.generate(requests)}
             scores = {result.id: result.scores for result in engine.score(scorings)}
             found.append((results, scores))
             if where is mesh:
-                layer = engine.cache[0]
-                for array in jax.tree.leaves(layer):  # rows over `data`, heads over `tensor`
+                for array in jax.tree.leaves(engine.cache):  # rows over `data`, heads over `tensor`
                     shard = array.addressable_shards[0].data.shape
-                    assert shard == (2, 1, *array.shape[2:]), shard
-        (want, want_scores), (got, got_scores) = found
+                    shard, whole = (shard[1:], array.shape[1:]) if scan else (shard, array.shape)
+                    assert shard == (2, 1, *whole[2:]), shard
         # A rounding that falls to the other side moves an int8 cache by a step.
         most = 1e-4 if kind == "float32" else 0.02
-        for n in want:
-            assert got[n].tokens == want[n].tokens
-            np.testing.assert_allclose(got[n].logprobs, want[n].logprobs, rtol=0, atol=most)
-        for n in want_scores:
-            for one, other in zip(got_scores[n], want_scores[n], strict=True):
-                np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=most)
+        want, want_scores = found[0]
+        for got, got_scores in found[1:]:
+            for n in want:
+                assert got[n].tokens == want[n].tokens
+                np.testing.assert_allclose(got[n].logprobs, want[n].logprobs, rtol=0, atol=most)
+            for n in want_scores:
+                for one, other in zip(got_scores[n], want_scores[n], strict=True):
+                    np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=most)
         print(kind)
     print("done")
 

@@ -129,7 +129,9 @@ def test_an_answer_does_not_depend_on_its_neighbors(engine, seed):
 
 
 def test_nothing_is_compiled_after_warm_up(engine):
-    served(engine, random_requests(10, 20))
+    for size in (5, 100, 134, 150):  # both buckets and the decode step at each step of columns
+        served(engine, [Request(0, [1] * size, 3)])
+        engine.forget()
     list(engine.score([Scoring(0, [1, 2, 3], [[4], [5, 6]]), Scoring(1, [1] * 50, [[4] * 20])]))
     served(engine, [Request(0, [1] * 70 + [2], 2), Request(1, [1] * 70 + [3], 2)])  # a copy
     compiled = []

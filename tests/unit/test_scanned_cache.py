@@ -15,46 +15,51 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
 
 MODEL = llama_config(61)
-SIZES = EngineConfig(slots=5, length=160, buckets=(8, 32), prefill_tokens=64, block=32)
+SIZES = EngineConfig(
+    slots=5, length=96, buckets=(8, 32), prefill_tokens=64, block=32, decode_block=64
+)
 
 
 def run(**changes):
     """Generated candidates and scores by id; prompts share beginnings, several per slot."""
     rng = np.random.default_rng(0)
-    head = rng.integers(0, 61, 100)
+    head = rng.integers(0, 61, 64)
     requests = [
-        Request(n, (*head[: n % 4 * 33], *rng.integers(0, 61, 1 + 3 * n)), 9, logprobs=True)
-        for n in range(12)
+        Request(n, (*head[: n % 3 * 32], *rng.integers(0, 61, 1 + n)), 9, logprobs=True)
+        for n in range(9)
     ]
     scorings = [
-        Scoring(n, head[:size], [rng.integers(0, 61, m) for m in (1, 3, 12, 20)])
-        for n, size in enumerate((2, 31, 70, 120))
+        Scoring(n, head[:size], [rng.integers(0, 61, m) for m in (1, 3, 20)])
+        for n, size in enumerate((2, 31, 64))
     ]
     with fast_compilation():
         engine = Engine(
             Llama(MODEL, rngs=nnx.Rngs(3)), config=dataclasses.replace(SIZES, **changes)
         )
     results = by_id(engine.generate(requests))
-    assert sum(result.reused_tokens for result in results.values()) > 100
+    assert sum(result.reused_tokens for result in results.values()) >= 64
     return {n: r.candidates[0] for n, r in results.items()}, by_id(engine.score(scorings))
 
 
-@pytest.mark.parametrize(
-    ("changes", "most"),
-    [({}, 1e-4), ({"cache_dtype": "int8"}, 0.2), ({"weights": "int8"}, 1e-4)],
-    ids=str,
-)
-def test_scanned_layers_change_no_answer(changes, most):
-    """Up to an int8 cache, from which the scanned engine reads a chunk's own keys unrounded."""
+@pytest.mark.parametrize("weights", ["given", "int8"])
+def test_scanned_layers_change_no_answer(weights):
     (want, want_scores), (got, got_scores) = (
-        run(scan_layers=scan, **changes) for scan in (False, True)
+        run(scan_layers=scan, weights=weights) for scan in (False, True)
     )
     for n in want:
-        if most < 0.01:
-            assert got[n].tokens == want[n].tokens
-        same = np.equal(got[n].tokens, want[n].tokens).cumprod().astype(bool)
-        deviation = np.subtract(got[n].logprobs, want[n].logprobs)[same]
-        np.testing.assert_allclose(deviation, 0, atol=most)
+        assert got[n].tokens == want[n].tokens
+        np.testing.assert_allclose(got[n].logprobs, want[n].logprobs, rtol=0, atol=1e-4)
     for n in want_scores:
         for one, other in zip(got_scores[n].scores, want_scores[n].scores, strict=True):
-            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=most)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+def test_an_int8_cache_stays_near():
+    """Given texts' log-probabilities, written and read in chunks, against an unrounded cache."""
+    (_, want), (_, got) = (run(scan_layers=True, cache_dtype=kind) for kind in (None, "int8"))
+    deviations = [
+        np.subtract(one.logprobs, other.logprobs)
+        for n in want
+        for one, other in zip(got[n].scores, want[n].scores, strict=True)
+    ]
+    assert 1e-5 < np.sqrt(np.mean(np.concatenate(deviations) ** 2)) < 0.1

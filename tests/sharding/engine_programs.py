@@ -1,0 +1,74 @@
+"""Compiles the engine's programs for TPUs, and prints the facts of each as a line of JSON.
+
+A process of its own, where JAX's platform is the CPU: see test_engine_programs.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mmqa_jax.bench.plan.counts import count
+from mmqa_jax.bench.plan.topology import open_topology
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding.abstract_programs import Program, engine_programs
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b
+
+# 64 prompts and answers of 2,048 tokens beside the weights: 10.3 of 15.75 GiB of each device.
+SIZES = EngineConfig(slots=64, length=2048, buckets=(128, 512), prefill_tokens=4096, block=0)
+REACHED = 1000  # columns of the longest sequence
+LLAMA_7B = llama2_7b(dtype="bfloat16")
+LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
+
+
+def shard_bytes(arrays: Any) -> int:
+    """Bytes of one device's shards of ShapeDtypeStructs."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(arrays)
+    )
+
+
+def facts(program: Program) -> dict[str, Any]:
+    """Of one program, per device and call."""
+    began = time.process_time()
+    compiled = program.function.lower(*program.arguments).compile()
+    seconds = time.process_time() - began
+    memory, found = compiled.memory_analysis(), count(compiled.as_text())
+    state, cache = program.arguments[:2]
+    tokens = nnx.to_pure_dict(state)["tokens"]  # a step reads one row of it per slot
+    return {
+        "weights": shard_bytes(state),
+        "cache": shard_bytes(cache),
+        "embedding": shard_bytes(tokens),
+        "bytes": found.bytes,
+        "copied": found.copied_bytes,
+        "loops": found.loops,
+        "temporaries": memory.temp_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "cpu_seconds": seconds,
+    }
+
+
+def main():
+    for name, config, topology, shape, slots, wanted in (
+        ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
+        ("70b", LLAMA_70B, "v5e:4x4", {"fsdp": 2, "tensor": 8}, 8, ("decode",)),
+    ):
+        mesh = make_mesh(shape, devices=open_topology(topology).devices)
+        sizes = dataclasses.replace(SIZES, slots=slots)
+        programs = engine_programs(config, sizes, mesh, columns=REACHED)
+        for kind in wanted:
+            with jax.set_mesh(mesh):
+                print(json.dumps({"name": f"{name}_{kind}"} | facts(programs[kind])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
