@@ -395,7 +395,7 @@ class Attention(nnx.Module):
             dropout_key=dropout_key,
             implementation=self.implementation,
         )
-        return self.out(merge_heads(attended))
+        return self.out(keep(merge_heads(attended)))
 
 
 def stack_layers(

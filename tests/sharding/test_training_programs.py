@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model")
+AT_ONCE = (("vlp_select", "language_model"), ("vlp_answer", "contrastive"))  # a process each
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +24,32 @@ def programs() -> dict[str, dict[str, Any]]:
     """Program -> its facts (see training_programs.facts)."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs libtpu (extra `plan`)")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("training_programs.py"))],
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    script = str(Path(__file__).with_name("training_programs.py"))
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, *names],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for names in AT_ONCE
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=1500)
+            assert process.returncode == 0, err[-5000:]
+            found |= json.loads(out)
+    finally:
+        for process in started:
+            process.kill()
+    return found
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> float:
@@ -66,15 +79,15 @@ def test_the_batch_comes_as_the_host_splits_it(programs, name):
 
 @pytest.mark.parametrize("name", ["vlp_answer", "contrastive", "language_model"])
 def test_parameters_and_optimizer_state_are_split(programs, name):
-    """Over the axis fsdp, but for a few small ones that it does not divide."""
+    """Over the axis fsdp, but for small ones that it does not divide, and regions' first linear."""
     found = programs[name]
     parts = found["mesh"]["fsdp"]
-    assert found["shard"] <= 1.02 * found["parameters"] / parts
-    assert found["optimizer_shard"] <= 2.05 * found["parameters"] / parts  # two moments
+    assert found["shard"] <= 1.06 * found["parameters"] / parts
+    assert found["optimizer_shard"] <= 2 * 1.06 * found["parameters"] / parts  # two moments
 
 
 def test_data_parallel_gradients_are_reduced_once(programs):
-    """One combined reduce a layer, in the loop; one of all else. Nothing else is sent."""
+    """One combined reduce a layer, in the loop; few of all else. Nothing else is sent."""
     found = programs["vlp_select"]
     assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-reduce", "data")}
     assert bytes_of(found, "all-reduce") <= 4 * found["parameters"] + 1024
@@ -108,3 +121,10 @@ def test_gathering_runs_beside_products(programs):
 def test_no_activation_is_of_the_whole_batch(programs):
     """[rows, length, mlp] of all devices would be larger than what any of them holds."""
     assert programs["language_model"]["largest"] < 16 * 256 * 2816
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_stay_a_loop(programs, name):
+    """The TPU's form, though a CPU traces and compiles it: forward and backward."""
+    turns = {"vlp_select": 3, "contrastive": 2}.get(name, 4)
+    assert set(programs[name]["loops"]) == {turns}
