@@ -27,6 +27,7 @@ from mmqa_jax.bench.plan.program import (
 from mmqa_jax.bench.plan.roofline import Planned
 from mmqa_jax.bench.plan.topology import Topology, open_topology
 from mmqa_jax.core.config import load_config
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.systems import planning
 from mmqa_jax.systems.planning import Plan, Remedy, changed
 from mmqa_jax.systems.programs import PRESETS, make_program
@@ -358,6 +359,13 @@ def test_libtpu_of_another_jax(monkeypatch, refused):
 @needs_libtpu
 def test_a_slice_that_does_not_exist(refused):
     refused("plan", SELECT, "--topology=v5e:3x5", message=r"v5e:3x5: libtpu knows no such slice")
+
+
+@needs_libtpu
+def test_a_mesh_may_split_an_axis_of_the_slice():
+    """Eight of 4x4x4 chips are one axis of the chips and half of another."""
+    mesh = make_mesh({"data": -1, "fsdp": 8}, open_topology("v5p:4x4x4").devices)
+    assert dict(mesh.shape) == {"data": 8, "fsdp": 8, "tensor": 1}
 
 
 def test_chips_by_the_names_that_jax_gives_them():
