@@ -6,7 +6,16 @@ setup(
     packages=[*find_packages(include=["mmqa_jax*"]), "mmqa_jax.configs"],
     package_dir={"mmqa_jax.configs": "configs"},
     package_data={
-        "": ["py.typed", "*.md", "*.json", "*.txt", "*.toml", "*.jinja", "*.txtpb", "templates/*"],
+        "": [
+            "py.typed",
+            "*.md",
+            "*.json",
+            "*.txt",
+            "*.toml",
+            "*.jinja",
+            "targets/*",
+            "templates/*",
+        ],
         "mmqa_jax.configs": ["*.py", "**/*.py", "**/*.md", "**/*.png"],
     },
 )

@@ -51,9 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compiles, and prints the table and the verdict."""
-    from mmqa_jax.core import distributed
-
-    distributed.start()
+    # Without distributed.start: one process plans alone, and what is compiled for devices that are
+    # not there cannot be read back from the compilation cache.
     from mmqa_jax.bench.plan.topology import open_topology
     from mmqa_jax.core.config import load_config
     from mmqa_jax.evaluation.tables import show

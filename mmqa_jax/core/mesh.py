@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.errors import UserError
@@ -82,9 +83,9 @@ def make_mesh(
             f"mesh: {given} does not fit {len(devices)} devices: the product of the sizes must "
             "be the number of devices; set one axis to -1 and let the others divide it."
         )
-    return jax.make_mesh(
-        tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
-    )
+    # A slice's own axes may be split over two of the mesh (fsdp=8 on 4x4x4 chips).
+    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def platform() -> str:

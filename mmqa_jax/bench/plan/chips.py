@@ -24,6 +24,7 @@ class Chip:
         links together.
       network_rate: bytes/s that one device sends to devices of other hosts.
       source: where the numbers are from.
+      of_chip: how many such devices are one chip.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Chip:
     link_rate: float
     network_rate: float
     source: str
+    of_chip: int = 1
 
     @property
     def peak(self) -> float:
@@ -68,11 +70,12 @@ def _gpu(name: str, bf16: float, tf32: float, fp32: float, int8: float, **rest: 
     )
 
 
-# HBM in GiB as XLA lets programs use it: v5e's compiler refuses what exceeds 15.75 GiB.
+# HBM in GiB as libtpu 0.0.42 lets programs use it: it refuses what exceeds that. It compiles v4 for
+# one of a chip's two TensorCores, with half of the chip's data sheet.
 TPUS = {
-    "v4": _tpu("v4", 275, 275, 32, 1228, 300),
+    "v4": dataclasses.replace(_tpu("v4 core", 137.5, 137.5, 15.25, 614, 150), of_chip=2),
     "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200),
-    "v5p": _tpu("v5p", 459, 918, 95, 2765, 600),
+    "v5p": _tpu("v5p", 459, 918, 95.74, 2765, 600),
     "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400),
 }
 GPUS = {

@@ -122,6 +122,7 @@ def compile_program(program: Program, hosts: tuple[int, ...] | None = None) -> C
     stats = compiled.memory_analysis()
     kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
+    total += stats.generated_code_size_in_bytes
     memory = Memory(*parts, max(0.0, total - sum(parts)), total)
     counts = count(compiled.as_text())
     if counts.unknown.pop(_KERNEL, 0):

@@ -110,7 +110,7 @@ def run_cost(planned: Sequence[Planned]) -> dict[str, Any]:
         if steps is None or one.bound is None:
             continue
         hours = steps * one.bound.seconds / 3600
-        chips = one.compiled.program.devices
+        chips = one.compiled.program.devices / one.chip.of_chip
         return {"steps": steps, "hours_bound": hours, "chip_hours_bound": hours * chips}
     return {"steps": None, "hours_bound": None, "chip_hours_bound": None}
 

@@ -70,7 +70,9 @@ def _tpu(name: str, version: str) -> Topology:
     # Only compiles: looks for no TPU in the cloud, and lets other processes load libtpu as well.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # it complains without a name
+    # It complains without these, and does not use them: the topology's name decides.
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     from jax.experimental import topologies
 
