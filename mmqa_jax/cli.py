@@ -21,7 +21,7 @@ from mmqa_jax.core.errors import RunError, UserError
 VERBS = (
     *("demo", "ask", "prepare", "caption", "convert", "train", "embed", "index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
-    *("evaluate", "report", "bench"),
+    *("evaluate", "report", "bench", "merge", "status"),
 )
 _INTERRUPTED = 130
 

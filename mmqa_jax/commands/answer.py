@@ -16,6 +16,9 @@ EXAMPLE = (
 )
 
 
+_CHUNK = 512
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_data(parser)
@@ -35,6 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="probability that a source needs to be cited (0.2); `mmqa rerank` sweeps it",
     )
     flags.add_select(parser)
+    flags.add_shard(parser, "questions", _CHUNK)
     parser.add_argument("--out", required=True, help="predictions.jsonl to write")
 
 
@@ -43,17 +47,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     A model of one modality (VLP_I, VLP_T) answers only the questions that need that modality.
     """
-    from mmqa_jax.core import distributed
-
-    distributed.start()
-    from mmqa_jax.core.files import check_out
+    shard = flags.start(arguments)
+    from mmqa_jax.core.chunks import Job, Part
+    from mmqa_jax.core.files import check_out, write_jsonl
     from mmqa_jax.data.corpus import open_corpus
-    from mmqa_jax.data.predictions import write_predictions
+    from mmqa_jax.data.predictions import prediction_row
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.source_selection import check_threshold
+    from mmqa_jax.inference.loading import reader_modality
     from mmqa_jax.retrieval.modality import of_modality
     from mmqa_jax.retrieval.rankings import read_rankings
-    from mmqa_jax.systems import webqa
+    from mmqa_jax.systems import identity, webqa
     from mmqa_jax.systems.parts import open_reader
 
     data, out = Path(arguments.data), Path(arguments.out)
@@ -66,25 +70,54 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     relevance = None
     if arguments.sources not in ("oracle", "none"):
         relevance = read_rankings(arguments.sources, [q.id for q in questions], corpus.row)
-    reader = open_reader(corpus, arguments.model)
-    if reader.modality is not None:
-        answerable = of_modality(questions, corpus, reader.modality)
+    modality = reader_modality(arguments.model)
+    if modality is not None:
+        answerable = of_modality(questions, corpus, modality)
         print(
-            f"{arguments.model} was trained on {reader.modality} sources alone: it answers the "
+            f"{arguments.model} was trained on {modality} sources alone: it answers the "
             f"{len(answerable)} of {len(questions)} questions that need them.",
             file=sys.stderr,
         )
         ids = {question.id for question in answerable}
         relevance = relevance and [r for r in relevance if r.question_id in ids]
         questions = answerable
-    if relevance is not None:
-        predictions = webqa.answer_selected(
-            questions, relevance, reader, threshold=arguments.threshold, select=arguments.select
-        )
-    elif arguments.sources == "oracle":
-        predictions = webqa.answer_oracle(questions, reader)
-    else:
-        predictions = webqa.answer_question_only(questions, reader)
-    write_predictions(out, predictions)
-    print(f"{len(predictions):,} answers: {out}")
-    return {"questions": len(predictions), "predictions": str(out)}
+
+    def open_answering() -> Any:
+        reader = open_reader(corpus, arguments.model)
+
+        def answer(chunk: range) -> Part:
+            asked = questions[chunk.start : chunk.stop]
+            if relevance is not None:
+                scored = relevance[chunk.start : chunk.stop]
+                predictions = webqa.answer_selected(
+                    asked, scored, reader, threshold=arguments.threshold, select=arguments.select
+                )
+            elif arguments.sources == "oracle":
+                predictions = webqa.answer_oracle(asked, reader)
+            else:
+                predictions = webqa.answer_question_only(asked, reader)
+            return Part([prediction_row(prediction) for prediction in predictions])
+
+        return answer
+
+    what = {
+        "verb": "answer",
+        "corpus": corpus.fingerprint,
+        "questions": identity.of_questions(questions),
+        "model": identity.of_folders(arguments.model),
+        "sources": arguments.sources if relevance is None else identity.of_rankings(relevance),
+        "threshold": arguments.threshold,
+        "select": arguments.select,
+    }
+    with Job(
+        flags.job_folder(out), what, len(questions), chunk=arguments.chunk, shard=shard,
+        command=flags.recorded(arguments), engine=flags.engine(arguments),
+    ) as job:  # fmt: skip
+        job.run(open_answering)
+        rows = job.rows()
+        if rows is None:
+            return {"questions": len(questions), **job.waiting()}
+        write_jsonl(out, rows)
+        job.done()
+    print(f"{len(rows):,} answers: {out}")
+    return {"questions": len(rows), "predictions": str(out)}

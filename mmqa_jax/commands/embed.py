@@ -13,6 +13,9 @@ SUMMARY = "embed every source of a corpus, or a benchmark's pictures as grids of
 EXAMPLE = "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index"
 
 
+_CHUNK = 1024
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_data(parser)
@@ -23,11 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "CLIP ResNet (modified_resnet), for the grids that Prophet's MCAN reads",
     )
     parser.add_argument("--out", required=True, help="folder for the embeddings")
-    parser.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="this process's part of a job that N share, from 0/N (default: JAX's processes)",
-    )
+    flags.add_shard(parser, "sources", _CHUNK)
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -37,33 +36,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Embeds the sources, or the questions' pictures."""
-    part = _part(arguments.shard)
-    from mmqa_jax.core import distributed
-
-    distributed.start()
+    shard = flags.start(arguments)
     from mmqa_jax.systems.grid_features import embed_grids, is_image_tower
     from mmqa_jax.systems.indexing import embed
 
     if is_image_tower(Path(arguments.model)):
-        if part is not None or arguments.overwrite:
+        if not flags.is_alone(arguments, shard) or arguments.overwrite:
             raise UserError(
-                "--shard and --overwrite: are for the embeddings of sources; leave them out."
+                "--shard, --engine and --overwrite: are for the embeddings of sources; leave them "
+                "out."
             )
         return embed_grids(Path(arguments.data), Path(arguments.model), Path(arguments.out))
     return embed(
         Path(arguments.data),
         Path(arguments.model),
         Path(arguments.out),
-        part=part,
+        shard=shard,
+        chunk=arguments.chunk,
+        engine=flags.engine(arguments),
         overwrite=arguments.overwrite,
     )
-
-
-def _part(shard: str | None) -> tuple[int, int] | None:
-    """`2/8` -> (2, 8)."""
-    if shard is None:
-        return None
-    number, slash, count = shard.partition("/")
-    if not slash or not (number.isdecimal() and count.isdecimal()) or int(number) >= int(count):
-        raise UserError(f"--shard={shard}: I/N with I from 0 to N - 1 was expected, such as 0/8.")
-    return int(number), int(count)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
+# The value of --shard with which `mmqa merge` starts a recorded command.
+MERGE = "merge"
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
 BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench")
 
@@ -42,6 +47,97 @@ def add_select(parser: argparse.ArgumentParser) -> None:
         help="best: always the best source, and the second from the threshold on (WebQA's full "
         "scale, 6.2); above: all above it, possibly none (WebQA's restricted setting)",
     )
+
+
+def add_shard(
+    parser: argparse.ArgumentParser, items: str = "", chunk: int | None = None, shown: str = ""
+) -> None:
+    """`--shard`, and with `items`, their name, `--chunk`.
+
+    Args:
+      chunk: its default.
+      shown: the default as --help says it, where it depends on other flags (`chunk` is None then).
+    """
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="this process's share of a job that N share, from 0/N; the last to finish, or `mmqa "
+        "merge`, puts the parts together. auto: I and N of a Slurm job array or a Kubernetes "
+        "Indexed Job (default: JAX's processes, or the whole)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("process", "ray"),
+        default="process",
+        help="who computes: this process, or the workers of a Ray cluster, which may come and go "
+        "(process)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="ray: workers at once, at most (the cluster's GPUs, or 1); the cluster is that of "
+        "RAY_ADDRESS, or this machine",
+    )
+    if items:
+        parser.add_argument(
+            "--chunk",
+            type=int,
+            default=chunk,
+            metavar="C",
+            help=f"{items} that are computed and kept together, the most that a kill loses "
+            f"({shown or chunk})",
+        )
+
+
+def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard | None:
+    """Prepares JAX; returns this process's share of the job, None if it only merges the parts.
+
+    A shard is a program of its own: only without `--shard` the processes of a launch are joined,
+    and then share the job.
+
+    Args:
+      jax: whether the verb computes with it.
+    """
+    merges = arguments.shard == MERGE
+    given = None if merges or arguments.shard is None else parse_shard(arguments.shard, os.environ)
+    if jax:
+        from mmqa_jax.core import distributed
+
+        distributed.start(join=arguments.shard is None)
+    if merges:
+        return None
+    return given or launched_shard()
+
+
+def is_alone(arguments: argparse.Namespace, shard: Shard | None) -> bool:
+    """Whether this process does all of a job."""
+    return shard is not None and shard.count == 1 and arguments.engine == "process"
+
+
+def engine(arguments: argparse.Namespace) -> Any:
+    """What computes the chunks of a job (core.chunks.Engine); None: this process."""
+    if arguments.engine != "ray":
+        return None if arguments.engine == "process" else arguments.engine
+    if arguments.shard == MERGE:
+        return None
+    if arguments.shard is not None:
+        raise UserError("--engine=ray and --shard: each shares the job its own way; give one.")
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UserError(f"--workers={arguments.workers}: at least 1 was expected.")
+    from mmqa_jax.commands.ray_engine import RayEngine
+
+    return RayEngine(recorded(arguments), arguments.workers)
+
+
+def job_folder(out: Path) -> Path:
+    """Where the parts of a file are kept while it is made."""
+    return out.with_name(f"{out.name}.parts")
+
+
+def recorded(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A command's arguments, as `mmqa merge` starts it."""
+    return {**vars(arguments), "shard": MERGE}
 
 
 def check_top_k(top_k: int) -> None:

@@ -12,6 +12,9 @@ SUMMARY = "answer a file of prompts with a language model; a rerun sends only th
 EXAMPLE = "mmqa prompt --prompts=questions.txt --model=smollm2 --out=answers.jsonl"
 
 
+_CHUNK = 1024
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
@@ -47,27 +50,41 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="response cache, created if missing (~/.cache/mmqa_jax/responses.sqlite)",
     )
     parser.add_argument("--no_cache", action="store_true", help="neither read nor write the cache")
+    flags.add_shard(parser, "prompts", _CHUNK)
     flags.add_config(parser, default="configs/prompt/default.py")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the prompts."""
+    shard = flags.start(arguments, jax=False)
     from mmqa_jax.core.config import load_config
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.host import cache_dir
     from mmqa_jax.prompting.run import run_prompts
     from mmqa_jax.weights.hub import download_model
 
-    check_out(Path(arguments.out))
+    out = Path(arguments.out)
+    check_out(out)
     if arguments.download:
         download_model(arguments.model)
-    cache = Path(arguments.cache) if arguments.cache else cache_dir() / "responses.sqlite"
+    parts = flags.job_folder(out)
+    if arguments.cache:
+        cache = Path(arguments.cache)
+    elif shard is not None and shard.count > 1:  # SQLite needs a file of its own on every host
+        cache = parts / f"responses-{shard.index}.sqlite"
+    else:
+        cache = cache_dir() / "responses.sqlite"
     return run_prompts(
         Path(arguments.prompts),
-        Path(arguments.out),
+        out,
         load_config(arguments.config, arguments.overrides),
         model=arguments.model,
         backend=arguments.backend,
         tokenizer=arguments.tokenizer,
         cache=None if arguments.no_cache else cache,
+        parts=parts,
+        shard=shard,
+        chunk=arguments.chunk,
+        command=flags.recorded(arguments),
+        engine=flags.engine(arguments),
     )

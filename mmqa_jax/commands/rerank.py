@@ -22,6 +22,10 @@ EXAMPLE = (
 )
 
 
+# Questions of a chunk; of one search over the whole collection, which encodes all sources anew.
+_CHUNK, _CHUNK_ALL = 256, 8192
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_data(parser)
@@ -63,24 +67,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "relevance; 0 is VLP alone; the sweep shows the best on --split=val",
     )
     flags.add_select(parser)
+    flags.add_shard(parser, "questions", shown=f"{_CHUNK}; --candidates=all: {_CHUNK_ALL}")
     parser.add_argument("--out", required=True, help="JSON-lines file to write")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores candidate sources; sweeps the threshold and the weight of the similarity."""
     _check(arguments)
-    from mmqa_jax.core import distributed
-
-    distributed.start()
+    shard = flags.start(arguments)
+    from mmqa_jax.core.chunks import Job, Part
     from mmqa_jax.core.files import check_out
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
     from mmqa_jax.evaluation.source_selection import SELECTIONS, best_threshold
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
-    from mmqa_jax.systems import webqa
+    from mmqa_jax.systems import identity, webqa
     from mmqa_jax.systems.extensions import similarity
-    from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
+    from mmqa_jax.systems.parts import RetrieverSpec, open_dense, open_reranker, with_similarity
 
     data, out, split = Path(arguments.data), Path(arguments.out), arguments.split
     check_out(out)
@@ -89,19 +93,54 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     given = None
     if arguments.candidates not in ("restricted", "all"):  # checked before the model loads
         given = read_rankings(arguments.candidates, [q.id for q in questions], corpus.row)
-    reranker = open_reranker(corpus, arguments.model)
-    if arguments.retriever:
-        dense = open_dense(corpus, arguments.retriever, arguments.index)
-        reranker = with_similarity(reranker, dense, corpus, arguments.similarity_weight)
-    if arguments.candidates == "all":
-        evidence = similarity.read_all(questions, reranker, arguments.top_k)
-    elif given is None:
-        evidence = similarity.read_restricted(questions, corpus, reranker, arguments.cap)
-    else:
-        evidence = similarity.read_candidates(questions, given, reranker, arguments.top_k)
+
+    def open_reading() -> Any:
+        reranker = open_reranker(corpus, arguments.model)
+        if arguments.retriever:
+            dense = open_dense(corpus, arguments.retriever, arguments.index)
+            reranker = with_similarity(reranker, dense, corpus, weight)
+
+        def read(chunk: range) -> Part:
+            asked, top_k = questions[chunk.start : chunk.stop], arguments.top_k
+            if arguments.candidates == "all":
+                hops = similarity.read_all(asked, reranker, top_k)
+            elif given is None:
+                hops = similarity.read_restricted(asked, corpus, reranker, arguments.cap)
+            else:
+                own = given[chunk.start : chunk.stop]
+                hops = similarity.read_candidates(asked, own, reranker, top_k)
+            return Part(similarity.evidence_rows(hops))
+
+        return read
+
     weight = arguments.similarity_weight
-    relevance = similarity.combine(evidence, weight)
-    write_rankings(out, relevance)
+    dense = RetrieverSpec("dense", arguments.retriever or "", arguments.index or "")
+    what = {
+        "verb": "rerank",
+        "corpus": corpus.fingerprint,
+        "questions": identity.of_questions(questions),
+        "model": identity.of_folders(arguments.model),
+        "candidates": arguments.candidates if given is None else identity.of_rankings(given),
+        "top_k": arguments.top_k,
+        "cap": arguments.cap,
+        "retriever": identity.of_retriever(dense),
+        "similarity_weight": weight,
+        "select": arguments.select,
+    }
+    chunk = _CHUNK_ALL if arguments.candidates == "all" else _CHUNK
+    chunk = chunk if arguments.chunk is None else arguments.chunk
+    with Job(
+        flags.job_folder(out), what, len(questions), chunk=chunk, shard=shard,
+        command=flags.recorded(arguments), engine=flags.engine(arguments),
+    ) as job:  # fmt: skip
+        job.run(open_reading)
+        rows = job.rows()
+        if rows is None:
+            return {"questions": len(questions), **job.waiting()}
+        evidence = similarity.evidence_of(rows)
+        relevance = similarity.combine(evidence, weight)
+        write_rankings(out, relevance)
+        job.done()
     print(f"Relevance for {len(questions):,} questions: {out}")
     if note := webqa.cap_note(questions, arguments.cap):
         print(note, file=sys.stderr)

@@ -13,6 +13,9 @@ SUMMARY = "run one row of a paper's table end to end; continues where it was int
 EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"
 
 
+_CHUNK = 512
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
@@ -26,14 +29,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only the first N questions of the split (all)"
     )
+    flags.add_shard(parser, "questions", _CHUNK)
     flags.add_download(parser)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the row and prints its scores."""
-    from mmqa_jax.core import distributed
-
-    distributed.start()
+    shard = flags.start(arguments)
     from mmqa_jax.core.config import load_config
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.systems.run import check_row, run_row
@@ -48,7 +50,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.split:
         config.data.split = arguments.split
     folder = Path(arguments.workdir)
-    result = run_row(config, folder, limit=arguments.limit)
+    result = run_row(
+        config,
+        folder,
+        limit=arguments.limit,
+        shard=shard,
+        chunk=arguments.chunk,
+        command=flags.recorded(arguments),
+        engine=flags.engine(arguments),
+    )
+    if result is None:
+        return {"row": config.row, "waiting_for_other_shards": True}
     for note in result.scores["notes"]:
         print(note, file=sys.stderr)
     for table in result.evaluation.tables(row_title(result.scores)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ EXAMPLE = (
     "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
     "--index=runs/index --out=runs/retrieval/dense.jsonl"
 )
+
+
+_CHUNK = 1024
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,25 +82,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="bm25: with the quirks of WebQA's baseline (gensim 3.8 over doc2bow pairs)",
     )
     parser.add_argument("--top_k", type=int, default=100, help="sources per question (100)")
+    flags.add_shard(parser, "questions", _CHUNK)
     parser.add_argument("--out", required=True, help="JSON-lines file to write")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Searches, writes the rankings, and scores them if gold sources are known."""
     flags.check_top_k(arguments.top_k)
-    if arguments.method != "bm25":
-        from mmqa_jax.core import distributed
-
-        distributed.start()
+    shard = flags.start(arguments, jax=arguments.method != "bm25")
+    from mmqa_jax.core.chunks import Job, Part
     from mmqa_jax.core.files import check_out
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
     from mmqa_jax.retrieval.modality import modality_report
-    from mmqa_jax.retrieval.rankings import write_rankings
-    from mmqa_jax.systems import webqa
+    from mmqa_jax.retrieval.rankings import ranking_of, ranking_row, write_rankings
+    from mmqa_jax.systems import identity, webqa
     from mmqa_jax.systems.extensions.fusion_tuning import check_gold, tune_fusion
-    from mmqa_jax.systems.parts import RetrieverSpec, open_fusions, open_retriever
+    from mmqa_jax.systems.parts import RetrieverSpec, open_fusions, open_predictor, open_retriever
 
     data, out, split = Path(arguments.data), Path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"
@@ -111,7 +114,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         second_hop=arguments.second_hop,
         fusion_weight=arguments.fusion_weight,
     )
-    _check_tune(arguments)
+    _check_tune(arguments, alone=flags.is_alone(arguments, shard))
     spec.check(restricted=restricted)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
@@ -121,24 +124,51 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         at_weight = open_fusions(corpus, spec)
         tuned = tune_fusion(questions, at_weight, top_k)
         _show_sweep(f"{data.name}, {split}: fused", tuned, top_k)
-        retriever = at_weight(tuned.weight)
+        spec = dataclasses.replace(spec, fusion_weight=tuned.weight)
         more = {
             "fusion_weight": tuned.weight,
             "sweep": [{"fusion_weight": w, **scores} for w, scores in tuned.sweep.items()],
         }
-    else:
-        retriever = open_retriever(corpus, spec)
-    if restricted:
-        rankings = webqa.retrieve_restricted(questions, corpus, retriever, cited=top_k)
-    else:
-        rankings = webqa.retrieve_full_scale(questions, retriever, cited=top_k, top_k=top_k)
-    write_rankings(out, rankings)
+
+    def open_search() -> Any:
+        retriever = at_weight(tuned.weight) if arguments.tune else open_retriever(corpus, spec)
+
+        def search(chunk: range) -> Part:
+            asked = questions[chunk.start : chunk.stop]
+            if restricted:
+                found = webqa.retrieve_restricted(asked, corpus, retriever, cited=top_k)
+            else:
+                found = webqa.retrieve_full_scale(asked, retriever, cited=top_k, top_k=top_k)
+            return Part([ranking_row(ranking) for ranking in found])
+
+        return search
+
+    what = {
+        "verb": "search",
+        "corpus": corpus.fingerprint,
+        "questions": identity.of_questions(questions),
+        "retriever": identity.of_retriever(spec),
+        "candidates": arguments.candidates,
+        "top_k": top_k,
+    }
+    with Job(
+        flags.job_folder(out), what, len(questions), chunk=arguments.chunk, shard=shard,
+        command=flags.recorded(arguments), engine=flags.engine(arguments),
+    ) as job:  # fmt: skip
+        job.run(open_search, "Searching", "questions")
+        rows = job.rows()
+        if rows is None:
+            return {"questions": len(questions), **job.waiting()}
+        rankings = [ranking_of(row) for row in rows]
+        write_rankings(out, rankings)
+        job.done()
     scored = score_retrieval(corpus, questions, rankings)
     searched = "own candidates" if restricted else f"modality {spec.modality}"
     show_retrieval(f"{data.name}, {split}: {spec.method}, {searched}", scored)
     print(f"Rankings of {len(questions):,} questions: {out}")
     if spec.modality != "unknown":
-        report = modality_report(corpus, questions, retriever, known=spec.modality == "known")
+        choose = None if spec.modality == "known" else open_predictor(corpus, spec)
+        report = modality_report(corpus, questions, choose)
         for name, value in report.items():
             if value is not None:
                 print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
@@ -146,7 +176,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"questions": len(questions), **scored, **more}
 
 
-def _check_tune(arguments: argparse.Namespace) -> None:
+def _check_tune(arguments: argparse.Namespace, *, alone: bool) -> None:
     """Raises UserError if --tune contradicts another flag."""
     if not arguments.tune:
         return
@@ -156,6 +186,11 @@ def _check_tune(arguments: argparse.Namespace) -> None:
         )
     if arguments.fusion_weight is not None:
         raise UserError("--tune and --fusion_weight: the one chooses the other; give one of them.")
+    if not alone:
+        raise UserError(
+            "--tune with --shard or --engine: the weight is chosen over all questions; choose "
+            "it with one process, and give it to the others as --fusion_weight."
+        )
     if arguments.split == "test":
         raise UserError(
             "--tune: a weight chosen on the test split would flatter the figures measured on it; "

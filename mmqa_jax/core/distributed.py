@@ -15,7 +15,7 @@ _INITIALIZATION_TIMEOUT_SECONDS = 1800
 _HEARTBEAT_TIMEOUT_SECONDS = 600
 
 
-def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
+def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool = True) -> None:
     """Prepares JAX; call it before any JAX computation. Later calls have no effect.
 
     Turns on the persistent compilation cache, and joins the other hosts of a multi-host launch.
@@ -25,6 +25,8 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     Args:
       compilation_cache_dir: where compiled programs are kept; by default $MMQA_CACHE/xla or
         ~/.cache/mmqa_jax/xla.
+      join: whether to join the other hosts of a launch; False for a program of its own, such as a
+        shard of a job.
 
     Raises:
       UserError: an incomplete multi-host environment, or a given cache folder that cannot be
@@ -36,7 +38,7 @@ def start(compilation_cache_dir: str | os.PathLike | None = None) -> None:
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    arguments = multi_host_arguments(os.environ)
+    arguments = multi_host_arguments(os.environ) if join else None
     if arguments and not jax.distributed.is_initialized():
         jax.distributed.initialize(
             **arguments,

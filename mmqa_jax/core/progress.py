@@ -29,11 +29,13 @@ _whole: contextvars.ContextVar[Callable[[float | None], str] | None] = contextva
 def within(whole: Callable[[float | None], str]) -> Iterator[None]:
     """Shows the state of a larger work behind every progress in the block.
 
+    Of blocks within each other the outermost's is shown.
+
     Args:
       whole: from the seconds left of the work that is shown (None: unknown) to a text, such as
         `about 12 min left of the demo`.
     """
-    token = _whole.set(whole)
+    token = _whole.set(_whole.get() or whole)
     try:
         yield
     finally:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +21,7 @@ from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, write_json
 from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
+from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
 
 _PACKAGES = (
     *("mmqa-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"),
@@ -64,11 +63,12 @@ class Workdir:
             self._lock.close()
             self._lock = None
 
-    def claim(self, config: Any) -> bool:
+    def claim(self, config: Any, *, shared: bool = False) -> bool:
         """Locks the folder and writes config.json, or checks that it is this config's.
 
         Args:
           config: ConfigDict or mapping.
+          shared: other processes with this config may write into it too.
 
         Returns:
           True if the folder already belonged to this config: the run resumes.
@@ -77,9 +77,9 @@ class Workdir:
           UserError: the folder belongs to another config (with the keys that differ), another
             process writes into it, or it cannot be written.
         """
-        if _process_index() > 0:
+        if _process_index() > 0 and not shared:
             return False
-        self._take_lock()
+        self._take_lock(shared)
         plain = to_plain_dict(config)
         file = self.path / "config.json"
         if file.exists():
@@ -94,8 +94,18 @@ class Workdir:
             "host": host_facts(),
             "devices": device_facts(),
         }
-        write_json(file, record)
+        if shared:
+            with alone(self.path / ".claim"):
+                if not file.exists():
+                    write_json(file, record)
+            self._check_same(plain, file)
+        else:
+            write_json(file, record)
         return False
+
+    def is_its_only_writer(self) -> bool:
+        """Whether this process has locked the folder, and no other."""
+        return self._lock is not None and nobody_else(self._lock)
 
     def done(self, name: str) -> bool:
         """Whether stage `name` is complete."""
@@ -127,33 +137,22 @@ class Workdir:
     def _file(self, name: str) -> Path:
         return self.path / "stages" / f"{name}.json"
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, shared: bool) -> None:
         if self._lock is not None:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+            self._lock = hold(self.path / ".lock", shared=shared)
+        except Busy as owner:
+            raise UserError(
+                f"--workdir={self.path}: {owner} is writing into it; wait until that run ends, "
+                "or name another workdir."
+            ) from owner
         except OSError as error:
             raise UserError(
                 f"--workdir={self.path}: cannot be written ({error.strerror}); "
                 "name a folder that can."
             ) from error
-        try:
-            # A record lock dies with its process and is not inherited by worker processes,
-            # so that a killed run never leaves its workdir locked.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            owner = lock.read().strip() or "another process"
-            lock.close()
-            raise UserError(
-                f"--workdir={self.path}: {owner} is writing into it; wait until that run ends, "
-                "or name another workdir."
-            ) from error
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        self._lock = lock
 
     def _check_same(self, plain: dict[str, Any], file: Path) -> None:
         stored = read_json(file)
@@ -244,7 +243,9 @@ def _git_commit(folder: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def claim_workdir(folder: Path, config: ConfigDict, work: str) -> Iterator[tuple[Workdir, bool]]:
+def claim_workdir(
+    folder: Path, config: ConfigDict, work: str, *, shared: bool = False
+) -> Iterator[tuple[Workdir, bool]]:
     """Claims a run's workdir; yields it, and whether the run resumes.
 
     If a new run's input is refused, everything it wrote is removed: otherwise the workdir would
@@ -252,15 +253,16 @@ def claim_workdir(folder: Path, config: ConfigDict, work: str) -> Iterator[tuple
 
     Args:
       work: glob of the files that make a run worth keeping; if there is one, nothing is removed.
+      shared: see `Workdir.claim`; nothing is removed while another process is at work there.
     """
     with no_empty_folders(folder), Workdir(folder) as workdir:
-        resumed = workdir.claim(config)
+        resumed = workdir.claim(config, shared=shared)
         before = set(folder.iterdir()) if folder.exists() else set()
-        written = {workdir / "config.json", workdir / ".lock"}
+        written = {workdir / name for name in ("config.json", ".lock", ".claim")}
         try:
             yield workdir, resumed
         except UserError:
-            if not resumed and _process_index() == 0 and not any(folder.glob(work)):
+            if not resumed and workdir.is_its_only_writer() and not any(folder.glob(work)):
                 for path in written | (set(folder.iterdir()) - before):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,13 @@ def prediction_row(prediction: Prediction) -> dict[str, Any]:
     return row
 
 
+def prediction_of(row: Mapping[str, Any]) -> Prediction:
+    """The prediction of `prediction_row`'s line, with its trace if there is one."""
+    names = {field.name for field in dataclasses.fields(Prediction)}
+    known = {name: value for name, value in row.items() if name in names}
+    return Prediction(**{n: v if n == "trace" else _tuples(v) for n, v in known.items()})
+
+
 def read_predictions(path: Path, source_ids: Container[str] | None = None) -> list[Prediction]:
     """Reads predictions; `question_id` is required, all else may be absent.
 
@@ -33,7 +40,6 @@ def read_predictions(path: Path, source_ids: Container[str] | None = None) -> li
     Raises:
       UserError: names file and line of a malformed row or an unknown source.
     """
-    names = {field.name for field in dataclasses.fields(Prediction)} - {"trace"}
     predictions = []
     for number, row in read_jsonl(path):
         if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
@@ -60,8 +66,7 @@ def read_predictions(path: Path, source_ids: Container[str] | None = None) -> li
                     f"{path}, line {number}: source {name!r} is not in the corpus; the file "
                     "belongs to another corpus."
                 )
-        known = {name: _tuples(value) for name, value in row.items() if name in names}
-        predictions.append(Prediction(**known))
+        predictions.append(prediction_of({**row, "trace": {}}))
     return predictions
 
 

@@ -15,6 +15,7 @@ from mmqa_jax.data.answer_vocabulary import FILE as ANSWERS
 from mmqa_jax.data.answer_vocabulary import read_vocabulary
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.from_config import make_packing, make_vlp_config, text_of, two_sides
 from mmqa_jax.inference.question_classifier import QuestionClassifier
@@ -98,6 +99,15 @@ def load_reader(
     """The trained reader of an answer run; the arguments are those of `load_source_head`."""
     config, tokenizer, vlp = _load_vlp(folder, "answer", batch_size, one_shape)
     return Reader(config, corpus, tokenizer, vlp)
+
+
+def reader_modality(folder: str | os.PathLike) -> Modality | None:
+    """The modality of the sources that the reader of an answer run was trained on, if only one.
+
+    Raises:
+      UserError: another task's run.
+    """
+    return _read_run(folder, ("answer",))[0].data.get("modality")
 
 
 def load_question_classifier(folder: str | os.PathLike) -> QuestionClassifier:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.chunks import Engine, Job, Part
 from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.decoding.requests import Candidate, Scores
 from mmqa_jax.prompting.backends import Backend, Choices, Decoding
-from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
 from mmqa_jax.prompting.open import check_prompt_config, open_backend
 from mmqa_jax.prompting.prompts_file import Line, check_line, read_prompts
 from mmqa_jax.prompting.stream import answer_all
@@ -28,6 +32,11 @@ def run_prompts(
     backend: str = "engine",
     tokenizer: str | None = None,
     cache: Path | None = None,
+    parts: Path,
+    shard: Shard | None = WHOLE,
+    chunk: int = 1024,
+    command: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Answers a file of prompts, and writes the answers in the file's order, all or none.
 
@@ -39,9 +48,11 @@ def run_prompts(
       backend: `engine` or `openai`.
       tokenizer: for the engine, if the model's folder has none.
       cache: file of the response cache; None disables it.
+      parts: where finished chunks are kept until all are there.
+      shard, chunk, command, engine: see core.chunks.Job.
 
     Returns:
-      What the verb prints as JSON: counts, seconds and rates.
+      What the verb prints as JSON: counts, seconds and rates of this process.
 
     Raises:
       UserError: a mistake in prompts, config or model; nothing is written.
@@ -54,16 +65,34 @@ def run_prompts(
     served: Backend | Cached = open_backend(backend, model, tokenizer, config)
     for line in lines:
         check_line(line, served.check)
-    stored = None
-    if cache is not None:
-        stored = ResponseCache(cache)
-        served = Cached(served, stored)
-    try:
-        answers, reasons = answer_all(served, [line.request for line in lines])
-    finally:
-        if stored is not None:
-            stored.close()
-    write_jsonl(out, (_row(line, answers, reasons) for line in lines))
+    what = {
+        "verb": "prompt",
+        "model": served.fingerprint,
+        "prompts": _identity(served.fingerprint, lines),
+    }
+    with Job(
+        parts, what, len(lines), chunk=chunk, shard=shard, command=command, engine=engine
+    ) as job:
+        stored = None
+        if cache is not None and shard is not None:
+            stored = ResponseCache(cache)
+            served = Cached(served, stored)
+
+        def answer(asked: range) -> Part:
+            own = lines[asked.start : asked.stop]
+            answers, reasons = answer_all(served, [line.request for line in own])
+            return Part([_row(line, answers, reasons) for line in own])
+
+        try:
+            job.run(lambda: answer)
+        finally:
+            if stored is not None:
+                stored.close()
+        rows = job.rows()
+        if rows is not None:
+            write_jsonl(out, rows)
+            job.done()
+        waiting = {} if rows is not None else job.waiting()
     usage = served.usage
     seconds = time.monotonic() - began
     return {
@@ -81,7 +110,17 @@ def run_prompts(
         "seconds": round(seconds, 3),
         "requests_per_second": round(usage.requests / seconds, 3),
         "tokens_per_second": {kind: round(rate, 1) for kind, rate in served.rates().items()},
+        **waiting,
     }
+
+
+def _identity(fingerprint: str, lines: Sequence[Line]) -> str:
+    """16 hex digits of prompts, their ids and notes, and their order."""
+    digest = hashlib.sha256()
+    for line in lines:
+        key = request_key(fingerprint, line.request)
+        digest.update(json.dumps([line.request.id, key, line.meta]).encode())
+    return digest.hexdigest()[:16]
 
 
 def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> dict[str, Any]:

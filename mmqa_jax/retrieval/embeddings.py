@@ -18,11 +18,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32
 
+from mmqa_jax.core.chunks import named
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, write_json
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
@@ -102,7 +103,7 @@ def write_embeddings(
 
     Raises:
       UserError: no rows; a part that does not exist; without `overwrite`, embeddings of another
-        model or corpus, or a shared job with a different shard size.
+        model or corpus, or a shared job with a different shard size or number of parts.
       RunError: `embed_rows` returned values that are not finite.
     """
     if rows < 1:
@@ -122,13 +123,12 @@ def write_embeddings(
     with _locked(folder):
         found = _readable_manifest(folder)
         if found is not None and not overwrite:
-            _refuse_other_job(folder, found, job, shared=parts > 1)
+            _refuse_other_job(folder, found, job, parts)
         if _is_complete(folder, job):
             return _finish(folder)
-        write_json(folder / MANIFEST, {**job, "complete": False})
+        write_json(folder / MANIFEST, {**job, "complete": False, "parts": parts})
 
-    ranges = [range(start, min(start + shard_rows, rows)) for start in range(0, rows, shard_rows)]
-    paths = [_shards(folder, job) / f"{number:05d}.npy" for number in range(len(ranges))]
+    ranges, paths = _shards_of(folder, job)
     done, total = 0, sum(map(len, ranges[mine::parts]))
     for span, path in zip(ranges[mine::parts], paths[mine::parts], strict=True):
         if _load(path, (len(span), dim)) is None:
@@ -142,21 +142,92 @@ def write_embeddings(
 
     with _locked(folder):
         if not _is_complete(folder, job):  # no other process has joined them
-            sizes = [(len(span), dim) for span in ranges]
-            if any(_load(p, size) is None for p, size in zip(paths, sizes, strict=True)):
+            if _missing(folder, job):
                 return None
-            _join(paths, folder / "embeddings.npy", (rows, dim))
-            write_json(folder / MANIFEST, {**job, "complete": True})
+            _join(folder, job)
         return _finish(folder)
 
 
-def _join(paths: list[Path], whole: Path, shape: tuple[int, int]) -> None:
+class Unfinished(NamedTuple):
+    """How far an embedding job is.
+
+    Attributes:
+      rows: of all shards.
+      parts: how many processes share the job.
+      shards: of each the rows, and the file's time or None while it is missing.
+    """
+
+    rows: int
+    parts: int
+    shards: list[tuple[int, float | None]]
+
+    @property
+    def missing(self) -> list[int]:
+        """The shards that are not there."""
+        return [number for number, (_, written) in enumerate(self.shards) if written is None]
+
+
+def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
+    """How far the job in `folder` is; None: it is finished. UserError: there is none."""
+    folder = Path(folder)
+    manifest = read_manifest(folder, _WHAT, _VERB)
+    if manifest.get("complete"):
+        return None
+    job, parts = _job_of(manifest)
+    ranges, paths = _shards_of(folder, job)
+    written = [path.stat().st_mtime if path.exists() else None for path in paths]
+    return Unfinished(job["rows"], parts, list(zip(map(len, ranges), written, strict=True)))
+
+
+def join_embeddings(folder: str | os.PathLike) -> Embeddings:
+    """Finishes a job whose shards are all written.
+
+    Raises:
+      UserError: there is no job, or shards are missing or damaged: they are named, with the parts
+        that write them.
+    """
+    folder = Path(folder)
+    job, parts = _job_of(read_manifest(folder, _WHAT, _VERB))
+    with _locked(folder):
+        if not _is_complete(folder, job):
+            if missing := _missing(folder, job):
+                owners = named(sorted({number % parts for number in missing}))
+                raise UserError(
+                    f"{folder}: {len(missing)} of {-(-job['rows'] // job['shard_rows'])} parts are "
+                    f"missing: {named(missing)}; start --shard={owners} of {parts} again."
+                )
+            _join(folder, job)
+        return _finish(folder)
+
+
+def _job_of(manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The job of a manifest, and how many processes share it."""
+    more = ("complete", "parts")
+    job = {key: value for key, value in manifest.items() if key not in more}
+    return job, manifest.get("parts", 1)
+
+
+def _shards_of(folder: Path, job: dict[str, Any]) -> tuple[list[range], list[Path]]:
+    """The rows of every shard, and its file."""
+    rows, size = job["rows"], job["shard_rows"]
+    ranges = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+    return ranges, [_shards(folder, job) / f"{number:05d}.npy" for number in range(len(ranges))]
+
+
+def _missing(folder: Path, job: dict[str, Any]) -> list[int]:
+    """The shards that are missing or damaged."""
+    shards = enumerate(zip(*_shards_of(folder, job), strict=True))
+    return [n for n, (span, path) in shards if _load(path, (len(span), job["dim"])) is None]
+
+
+def _join(folder: Path, job: dict[str, Any]) -> None:
     """Concatenates the shards into one array, with one shard in memory at a time."""
-    with atomic_write(whole, "wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    with atomic_write(folder / "embeddings.npy", "wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (job["rows"], job["dim"])}
         np.lib.format.write_array_header_1_0(file, header)
-        for path in paths:
+        for path in _shards_of(folder, job)[1]:
             file.write(np.ascontiguousarray(np.load(path)).data)
+    write_json(folder / MANIFEST, {**job, "complete": True})
 
 
 def _finish(folder: Path) -> Embeddings:
@@ -195,12 +266,12 @@ def _readable_manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _refuse_other_job(
-    folder: Path, found: dict[str, Any], job: dict[str, Any], shared: bool
-) -> None:
-    for key, value in job.items():
+def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any], parts: int) -> None:
+    shared = parts > 1 or found.get("parts", 1) > 1
+    own = job if found.get("complete") else {**job, "parts": parts}
+    for key, value in own.items():
         # Another shard size gives the same result, but processes must agree on the shards.
-        if found.get(key) != value and (shared or key != "shard_rows"):
+        if found.get(key, 1) != value and (shared or key != "shard_rows"):
             raise UserError(
                 f"{folder / MANIFEST}: holds embeddings with {key} {found.get(key)!r}, this job's "
                 f"is {value!r}; name another --out or give --overwrite."

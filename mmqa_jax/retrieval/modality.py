@@ -128,18 +128,23 @@ def modality_predictor(
 
 
 def modality_report(
-    corpus: Corpus, questions: Sequence[Question], retriever: ByModality, *, known: bool
+    corpus: Corpus,
+    questions: Sequence[Question],
+    choose: Callable[[Sequence[Question]], Sequence[Modality | None]] | None,
 ) -> dict[str, Any]:
     """What to report about the modalities that were searched.
+
+    Args:
+      choose: predicts them; None: they are those of the gold sources.
 
     Returns:
       `modality_unknown`, the number of questions of unknown modality; or, if it was predicted,
       `modality_accuracy` over the questions of known modality (None: there are none).
     """
     gold = [gold_modality(question, corpus) for question in questions]
-    if known:
+    if choose is None:
         return {"modality_unknown": gold.count(None)}
-    predicted = retriever.choose(questions)
+    predicted = choose(questions)
     right = [a == b for a, b in zip(predicted, gold, strict=True) if b is not None]
     return {"modality_accuracy": sum(right) / len(right) if right else None}
 

@@ -41,17 +41,21 @@ def to_rankings(
 
 def write_rankings(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
     """Writes one ranking per line, the file whole or not at all."""
-    write_jsonl(
-        path,
-        (
-            {
-                "question_id": ranking.question_id,
-                "sources": list(ranking.sources),
-                "scores": list(ranking.scores),
-            }
-            for ranking in rankings
-        ),
-    )
+    write_jsonl(path, map(ranking_row, rankings))
+
+
+def ranking_row(ranking: Ranking) -> dict[str, Any]:
+    """A line of a file of rankings."""
+    return {
+        "question_id": ranking.question_id,
+        "sources": list(ranking.sources),
+        "scores": list(ranking.scores),
+    }
+
+
+def ranking_of(row: Mapping[str, Any]) -> Ranking:
+    """The ranking of which `ranking_row` made a line."""
+    return Ranking(row["question_id"], tuple(row["sources"]), tuple(row["scores"]))
 
 
 def read_rankings(

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core import distributed
+from mmqa_jax.core.chunks import Engine, check_chunk
 from mmqa_jax.core.files import check_out, read_json, write_json
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings
+from mmqa_jax.retrieval.embeddings import (
+    Embeddings,
+    join_embeddings,
+    open_embeddings,
+    read_unfinished,
+)
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.index import build_index, is_current, load_index
+from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
 from mmqa_jax.retrieval.recall import recall_against
 from mmqa_jax.systems.parts import EMBEDDINGS, INDEX, open_embedder
 
-_SHARD_ROWS = 1024
 _COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth
 
 
@@ -25,36 +33,74 @@ def embed(
     model: Path,
     out: Path,
     *,
-    part: tuple[int, int] | None = None,
+    shard: Shard = WHOLE,
+    chunk: int = 1024,
     overwrite: bool = False,
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Embeds every source of a corpus; continues an interrupted job.
 
     Args:
-      part: (i, n): this process is the i-th of n that share the job; by default, JAX's process
-        index and count.
+      shard: this process's share of the job.
+      chunk: sources that are written together.
       overwrite: replace embeddings of another model or corpus in `out`.
+      engine: computes the chunks instead of this process.
     """
+    check_chunk(chunk)
     check_out(out / EMBEDDINGS, folder=True)
     corpus = open_corpus(data)
+    if engine is not None:
+        count = -(-len(corpus) // chunk)  # a part for each chunk
+
+        def open_one() -> Callable[[int], None]:
+            embedder, pictures = open_embedder(model, corpus)
+
+            def one(number: int) -> None:
+                embedder.embed_sources(
+                    corpus, pictures, out / EMBEDDINGS,
+                    shard_rows=chunk, part=(number, count), overwrite=overwrite,
+                )  # fmt: skip
+
+            return one
+
+        engine.compute(_missing(out / EMBEDDINGS, count), open_one)
+        write_json(out / "embed.json", {"data": str(data), "model": str(model)})
+        return merge_embeddings(out)
     embedder, pictures = open_embedder(model, corpus)
     with Progress("Embedding sources", len(corpus), "sources") as progress:
         embeddings = embedder.embed_sources(
             corpus,
             pictures,
             out / EMBEDDINGS,
-            shard_rows=_SHARD_ROWS,
-            part=part,
+            shard_rows=chunk,
+            part=shard,
             overwrite=overwrite,
             on_progress=progress.reach,
         )
+    write_json(out / "embed.json", {"data": str(data), "model": str(model)})
     result = {"sources": len(corpus), "dim": embedder.dim, "broken_pictures": pictures.broken.count}
     if embeddings is None:
         print(f"This process's part is in {out}; other processes have not finished theirs.")
         return {**result, "waiting_for_other_shards": True}
-    write_json(out / "embed.json", {"data": str(data), "model": str(model)})
     print(f"{len(corpus):,} sources x {embedder.dim}: {out}")
     return result
+
+
+def _missing(folder: Path, count: int) -> list[int]:
+    """The chunks to compute; of another job's folder all, of a finished job one, to compare it."""
+    if not (folder / MANIFEST).exists():
+        return list(range(count))
+    unfinished = read_unfinished(folder)
+    if unfinished is None:
+        return [0]
+    return unfinished.missing if unfinished.parts == count else list(range(count))
+
+
+def merge_embeddings(out: Path) -> dict[str, Any]:
+    """The last step of `embed`: puts together what its shards wrote to `out`."""
+    rows, dim = join_embeddings(out / EMBEDDINGS).vectors.shape
+    print(f"{rows:,} sources x {dim}: {out}")
+    return {"sources": rows, "dim": dim}
 
 
 def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:

@@ -181,3 +181,5 @@ SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "mavl_draws": vote_on_draws,
 }
 PARTS = ("llm", "library", "heuristics", "knowledge", "finished")
+# Settings whose answer to a question depends on the others: weights are fitted over them.
+NEEDS_ALL = ("mavl_revote",)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from mmqa_jax.core.config import Key, spec_of
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.retrieval.milvus import PREFIX
+from mmqa_jax.systems import identity
 from mmqa_jax.systems.captions import open_captions
 from mmqa_jax.systems.file_parts import (
     FinishedSpec,
@@ -22,7 +20,6 @@ from mmqa_jax.systems.file_parts import (
     open_heuristics,
 )
 from mmqa_jax.systems.parts import (
-    INDEX,
     ReaderSpec,
     RerankerSpec,
     RetrieverSpec,
@@ -102,20 +99,14 @@ class OpenedParts:
         def make(journal: Journal) -> Any:
             return ResumableRetriever(open_retriever(self.corpus, spec), journal, self.seconds)
 
-        # Folders are identified by content, not by path; a collection of Milvus by its name.
-        in_milvus = spec.index.startswith(PREFIX)
-        named = spec.index if in_milvus else ""
-        settings = dataclasses.replace(spec, model="", index=named, modality_model="")
-        index = "" if in_milvus or not spec.index else f"{spec.index}/{INDEX}"
-        folders = (spec.model, index, spec.modality_model)
-        return self._once("retriever", settings, folders, make)
+        return self._once("retriever", identity.of_retriever(spec), make)
 
     def _reranker(self, section: Mapping[str, Any]) -> Any:
         def make(journal: Journal) -> Any:
             return ResumableReranker(open_reranker(self.corpus, model), journal, self.seconds)
 
         model, similarity = section["model"], section.get("similarity")
-        reranker = self._once("reranker", "", (model,), make)
+        reranker = self._once("reranker", identity.of_folders(model), make)
         if not similarity:
             return reranker
         retriever = self._retriever(RetrieverSpec(**similarity))
@@ -126,16 +117,14 @@ class OpenedParts:
         def make(journal: Journal) -> Any:
             return ResumableReader(open_reader(self.corpus, spec.model), journal, self.seconds)
 
-        return self._once("reader", "", (spec.model,), make)
+        return self._once("reader", identity.of_folders(spec.model), make)
 
     def _llm(self, spec: LLMSpec) -> Any:
         self._llms.append(open_llm(spec, self._journals / "responses.sqlite"))
         return self._llms[-1]
 
-    def _once(
-        self, kind: str, settings: Any, folders: Sequence[str], make: Callable[[Journal], Any]
-    ) -> Any:
-        fingerprint = _fingerprint(f"{kind} {settings} {self.corpus.fingerprint}", folders)
+    def _once(self, kind: str, made_of: str, make: Callable[[Journal], Any]) -> Any:
+        fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
         if fingerprint not in self._open:
             journal = Journal(self._journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
             self._open[fingerprint] = make(journal)
@@ -165,15 +154,3 @@ class _Recorded:
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         return self._part.answer(questions, cited)
-
-
-def _fingerprint(text: str, folders: Sequence[str]) -> str:
-    """16 hex digits of a part's description, of its JSON files and of its weights' manifest.
-
-    The manifest differs for every writing of weights, even of the same size to the same folder.
-    """
-    digest = hashlib.sha256(text.encode())
-    for folder in map(Path, filter(None, folders)):
-        for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:16]

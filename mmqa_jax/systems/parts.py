@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.retriever import Retriever
 
@@ -129,11 +130,20 @@ def _open(corpus: Corpus, spec: RetrieverSpec, *, remember: bool) -> Callable[[f
 
     if spec.modality == "unknown":
         return over(None)
-    from mmqa_jax.retrieval.modality import ByModality, modality_predictor
+    from mmqa_jax.retrieval.modality import ByModality
+
+    choose = open_predictor(corpus, spec)
+    return lambda weight: ByModality(lambda modality: over(modality)(weight), choose)
+
+
+def open_predictor(
+    corpus: Corpus, spec: RetrieverSpec
+) -> Callable[[Sequence[Question]], Sequence[Modality | None]]:
+    """The function that tells which modality questions need, of a spec with such a `modality`."""
+    from mmqa_jax.retrieval.modality import modality_predictor
 
     classifier = None if spec.modality == "known" else _open_classifier(corpus, spec)
-    choose = modality_predictor(corpus, classifier)
-    return lambda weight: ByModality(lambda modality: over(modality)(weight), choose)
+    return modality_predictor(corpus, classifier)
 
 
 def open_dense(

@@ -2,11 +2,13 @@
 
 A row is a config: the system and its setting, the parts and their paths, the data, the options,
 and the published figures. A run writes retrieval/*.jsonl, predictions.jsonl, per_question.jsonl,
-scores.json and report.html to its workdir; journals/ keeps what an interrupted run finished.
+scores.json and report.html to its workdir. Its questions are answered in chunks (core.chunks):
+parts/ keeps those that are finished, journals/ the finished batches of the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import Key, check_section, spec_of
+from mmqa_jax.core.chunks import PARTS, Engine, Job
+from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import write_json, write_jsonl
+from mmqa_jax.core.files import unfinished, write_json, write_jsonl
+from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.predictions import prediction_row
@@ -31,6 +35,8 @@ from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
+from mmqa_jax.systems import identity
+from mmqa_jax.systems.answered import Answered, answering
 from mmqa_jax.systems.mavl_record import agent_summary
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
 from mmqa_jax.systems.prompted_parts import check_prompted, has_picture
@@ -38,13 +44,15 @@ from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import (
     SYSTEMS,
     check_questions,
+    needs_all,
     notes_of,
     options_of,
     parts_of,
-    run_setting,
 )
 from mmqa_jax.systems.traces import llm_cost, trace_counts, trace_rows
 from mmqa_jax.weights.hub import is_hub_name
+
+CHUNK = 512  # questions
 
 _SPEC: dict[str, Any] = {
     "row": str,
@@ -96,13 +104,21 @@ def run_row(
     *,
     limit: int | None = None,
     opened: OpenedParts | None = None,
-) -> RowRun:
+    shard: Shard | None = WHOLE,
+    chunk: int = CHUNK,
+    command: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+) -> RowRun | None:
     """Runs a row in `folder`, or continues it there.
 
     Args:
       config: a row's config (configs/*/tables.py).
       limit: only the first `limit` questions of the split; recorded in every output.
       opened: parts that several rows share; their journals are used instead of the folder's own.
+      shard, chunk, command, engine: see core.chunks.Job.
+
+    Returns:
+      The results; None while other shards have not finished theirs.
 
     Raises:
       UserError: a config that is not a row's; missing data or parts (all are named); a folder
@@ -121,32 +137,70 @@ def run_row(
     listed_only = ("published", "made_by")  # these do not affect the results
     recorded = {k: v for k, v in config.to_dict().items() if k not in listed_only}
     recorded = ConfigDict({**recorded, "limit": limit})
-    with claim_workdir(folder, recorded, work="journals/*"):
+    shared = shard is None or shard.count > 1
+    worker = engine is not None and engine.is_worker
+    with (
+        contextlib.nullcontext()
+        if worker
+        else claim_workdir(folder, recorded, work="journals/*", shared=shared)
+    ):
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         questions = row_questions(config, corpus)[:limit]
         system = SYSTEMS[config.system]
         check_questions(system, config.setting, questions)
-        parts = opened or OpenedParts(corpus, folder / "journals")
-        recorded_parts = parts.of_row(config.parts)
-        try:
-            predictions = run_setting(
-                system, config.setting, questions, corpus, recorded_parts, config.options
-            )
-        finally:
-            parts.close()
-        rankings = {
-            name: recorded_parts[part].rankings
-            for name, part in (("candidates", "retriever"), ("relevance", "reranker"))
-            if part in recorded_parts
-        }
-        evaluation = _evaluate(config, corpus, questions, predictions, rankings)
-        evaluation.notes += notes_of(system, config.setting, questions, config.options)
-        scores = _scores(
-            config, questions, predictions, evaluation, limit, recorded_parts.get("llm")
-        )
-        row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
-        _write(folder, row_run, parts.seconds, limit)
+        if needs_all(system, config.setting):
+            chunk = len(questions)
+        with Job(
+            folder / PARTS, _what(config, corpus, questions), len(questions), chunk=chunk,
+            shard=shard, command=command, engine=engine,
+        ) as job:  # fmt: skip
+            journals = folder / "journals"
+            if shared and shard is not None:
+                journals /= f"{shard.index}-of-{shard.count}"
+            if worker:
+                journals /= unfinished(Path("worker")).name
+            parts = opened or OpenedParts(corpus, journals)
+            try:
+                job.run(lambda: answering(config, questions, corpus, parts))
+            finally:
+                parts.close()
+            committed = job.parts()
+            if committed is None:
+                job.waiting()
+                return None
+            answered = Answered.of(committed)
+            row_run = _results(config, corpus, questions, answered, limit)
+            _write(folder, row_run, answered.seconds, limit)
+            job.done()
     return row_run
+
+
+def _results(
+    config: ConfigDict,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    answered: Answered,
+    limit: int | None,
+) -> RowRun:
+    predictions, rankings = answered.predictions, answered.rankings
+    evaluation = _evaluate(config, corpus, questions, predictions, rankings)
+    system = SYSTEMS[config.system]
+    evaluation.notes += notes_of(system, config.setting, questions, config.options)
+    scores = _scores(config, questions, predictions, evaluation, limit, answered.llm)
+    return RowRun(questions, corpus, rankings, predictions, evaluation, scores)
+
+
+def _what(config: ConfigDict, corpus: Corpus, questions: Sequence[Question]) -> dict[str, Any]:
+    """All that a row's answers depend on."""
+    affecting = {key: config.get(key) for key in ("system", "setting", "parts", "options")}
+    return {
+        "verb": "run",
+        "row": config.row,
+        "corpus": corpus.fingerprint,
+        "questions": identity.of_questions(questions),
+        "config": config_fingerprint(ConfigDict(affecting)),
+        "inputs": {path: identity.of_path(path) for path in _part_paths(config)},
+    }
 
 
 def check_row(config: ConfigDict) -> None:
@@ -207,12 +261,7 @@ def _check_folder(folder: Path, row: str) -> None:
 
 def missing_inputs(config: ConfigDict) -> dict[str, str]:
     """Missing paths of data, parts and weights -> how to get each."""
-    paths = [config.data.dir, config.scoring.bart]
-    for part in config.parts.values():
-        for section in (part, part.get("similarity") or {}):
-            paths += [section.get(key) for key in _PATHS]
-            if section.get("backend") != "openai":  # a server's name of its model is no path
-                paths.append(section.get("model"))
+    paths = [config.data.dir, config.scoring.bart, *_part_paths(config)]
     made_by = dict(config.made_by)
     llm = config.parts.get("llm", {}).get("model", "")
     # A model on the Hugging Face hub is looked for in its cache when it is opened.
@@ -222,6 +271,17 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
         for path in dict.fromkeys(filter(None, paths))
         if path not in found and not Path(path).exists()
     }
+
+
+def _part_paths(config: ConfigDict) -> list[str]:
+    """The paths that the config sections of parts name, and names of installed models."""
+    paths = []
+    for part in config.parts.values():
+        for section in (part, part.get("similarity") or {}):
+            paths += [section.get(key) for key in _PATHS]
+            if section.get("backend") != "openai":  # a server's name of its model is no path
+                paths.append(section.get("model"))
+    return list(dict.fromkeys(filter(None, paths)))
 
 
 def row_questions(config: ConfigDict, corpus: Corpus) -> list[Question]:
@@ -302,7 +362,7 @@ def _scores(
     predictions: Sequence[Prediction],
     evaluation: Evaluation,
     limit: int | None,
-    llm: Any,
+    llm: Mapping[str, int],
 ) -> dict[str, Any]:
     prompted = any(prediction.trace for prediction in predictions)
     shots = config.options.get("shots", 0)
@@ -320,7 +380,7 @@ def _scores(
         "notes": evaluation.notes,
         "empty": count_empty(predictions),
         **({"prompts": trace_counts(shown, predictions, shots)} if prompted else {}),
-        **({"llm": llm_cost(llm, len(questions))} if llm is not None else {}),
+        **({"llm": llm_cost(llm, len(questions))} if llm else {}),
         **agent_summary(predictions),
     }
 

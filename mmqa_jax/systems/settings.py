@@ -2,7 +2,7 @@
 
 A system is a module with `SETTINGS`, name -> function of (questions, corpus, parts, options), and
 `PARTS`, the names of the parameters that are parts. A function takes what it names. A module may
-have `check_questions` and `notes`, as webqa.py has them.
+have `check_questions` and `notes`, as webqa.py has them, and `NEEDS_ALL`, as mavl.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ def options_of(system: ModuleType, setting: str, options: Mapping[str, Any]) -> 
     parameters = inspect.signature(system.SETTINGS[setting]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     return {**defaults, **options}
+
+
+def needs_all(system: ModuleType, setting: str) -> bool:
+    """Whether an answer depends on the other questions: then they are not cut into chunks."""
+    return setting in getattr(system, "NEEDS_ALL", ())
 
 
 def check_questions(system: ModuleType, setting: str, questions: Sequence[Question]) -> None:

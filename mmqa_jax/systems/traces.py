@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,12 +70,14 @@ def trace_counts(
     return counts
 
 
-def llm_cost(llm: Any, questions: int) -> dict[str, float]:
+def llm_cost(whole: Mapping[str, int], questions: int) -> dict[str, float]:
     """What a row's answers cost: calls of the language model and tokens, whole and per question.
 
     Kept answers count as fresh ones do, so that a rerun costs the same.
+
+    Args:
+      whole: the fields of prompting.cache.Work.
     """
-    whole = dataclasses.asdict(llm.work)
     return {**whole, **{f"{name}_per_question": n / questions for name, n in whole.items()}}
 
 

@@ -156,6 +156,8 @@ class _AnswerValidation:
             "none": webqa.answer_question_only,
         }[section.sources]
         self._questions = _questions(section, config, corpus, has_keywords, "keywords")
+        if section.sources == "oracle":
+            webqa.check_gold(self._questions)
         own = [row for question in self._questions for row in corpus.positive_rows(question)]
         if section.num_beams is not None:
             config = config.copy_and_resolve_references()

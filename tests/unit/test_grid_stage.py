@@ -64,7 +64,7 @@ def test_the_verb_chooses_by_the_model(tower, tmp_path):
     assert ended.code == 2
     assert "its questions have no pictures" in ended.err
     ended = mmqa(*flags, "--shard=0/2")
-    assert "--shard and --overwrite: are for the embeddings of sources" in ended.err
+    assert "--shard, --engine and --overwrite: are for the embeddings of sources" in ended.err
 
 
 class Killed(BaseException):

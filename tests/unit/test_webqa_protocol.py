@@ -75,7 +75,7 @@ def test_oracle_sources_need_a_split_that_has_them():
     hidden = [question("a", split="test"), question("b", split="test")]
     message = r"the gold sources of all 2 questions of this split are hidden; choose .* val"
     with pytest.raises(UserError, match=message):
-        webqa.answer_oracle(hidden, Said())
+        webqa.check_gold(hidden)
     with pytest.raises(UserError, match=message):
         webqa.check_questions("oracle", hidden)
     webqa.check_questions("question_only", hidden)

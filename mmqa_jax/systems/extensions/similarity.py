@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.evaluation.source_selection import Selection, tune_threshold
-from mmqa_jax.retrieval.rankings import best_of
+from mmqa_jax.retrieval.rankings import best_of, ranking_of, ranking_row
 from mmqa_jax.systems import webqa
 
 # Weights of the similarity tried on val; 0 is the paper's VLP alone. While the largest is the best
@@ -75,6 +75,24 @@ def read_all(questions: Sequence[Question], reranker: Any, top_k: int) -> list[E
         )
     relevance = webqa.retrieve_full_scale(questions, reranker, cited=top_k, top_k=top_k)
     return [Evidence(relevance, [Ranking(question.id, (), ()) for question in questions])]
+
+
+def evidence_rows(hops: Sequence[Evidence]) -> list[dict[str, Any]]:
+    """One JSON value per question, of which `evidence_of` makes the evidence again."""
+    of_question = zip(*(zip(*hop, strict=True) for hop in hops), strict=True)
+    return [
+        {"hops": [[ranking_row(ranking) for ranking in pair] for pair in pairs]}
+        for pairs in of_question
+    ]
+
+
+def evidence_of(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
+    """The evidence of `evidence_rows`, which may be that of several groups of questions."""
+    hops = zip(*(row["hops"] for row in rows), strict=True)
+    return [
+        Evidence(*(tuple(map(ranking_of, rankings)) for rankings in zip(*pairs, strict=True)))
+        for pairs in hops
+    ]
 
 
 def _read(

@@ -1,0 +1,53 @@
+"""`mmqa status`: how far a job is that shards compute."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "show how far a job is: progress, rate, missing parts, time left."
+EXAMPLE = "mmqa status runs/retrieval/dense.jsonl"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.add_argument("path", help="the --out or --workdir of the job")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prints one line per shard and one for all."""
+    from mmqa_jax.core.chunks import named
+    from mmqa_jax.core.progress import duration
+    from mmqa_jax.evaluation.tables import Table, show
+    from mmqa_jax.systems.jobs import find_job, job_status
+
+    status = job_status(find_job(Path(arguments.path)))
+    rows = [
+        [
+            shard["shard"],
+            f"{shard['parts_done']}/{shard['parts']}",
+            f"{shard['items_done']:,}/{shard['items']:,}",
+            None if shard["rate"] is None else f"{shard['rate']:.3g}",
+            None if shard["last"] is None else f"{duration(max(shard['last'], 0))} ago",
+            shard["host"] or None,
+        ]
+        for shard in status["shards"]
+    ]
+    columns = ["shard", "parts", "items", "items/s", "last part", "host"]
+    if rows:
+        show(Table(status["folder"], columns, rows))
+    print(_sentence(status, named(status["missing"]), duration))
+    return status
+
+
+def _sentence(status: dict[str, Any], missing: str, duration: Any) -> str:
+    if status["complete"]:
+        return f"{status['folder']}: complete."
+    done = f"{status['items_done']:,} of {status['items']:,} items are done"
+    if not status["missing"]:
+        return f"{done}; `mmqa merge` puts the parts together."
+    left = status["seconds_left"]
+    rate = "" if status["rate"] is None else f", {status['rate']:.3g} items/s"
+    time = "" if left is None else f", about {duration(left)} left with all shards at work"
+    return f"{done}{rate}{time}; missing parts: {missing}."

@@ -1,0 +1,70 @@
+"""A lock on a folder for as long as a process writes into it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from mmqa_jax.core.errors import UserError
+
+
+class Busy(Exception):
+    """Another process holds the lock; the message says which."""
+
+
+def hold(path: Path, *, shared: bool = False) -> IO:
+    """Locks the file `path`, made if missing, until the returned file is closed.
+
+    It is a record lock: it dies with its process, however that ends, and worker processes do not
+    inherit it.
+
+    Args:
+      shared: many processes may hold it, as long as none holds it alone.
+
+    Raises:
+      Busy: another process holds it.
+      OSError: the file cannot be opened, or its file system has no locks.
+    """
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise Busy(owner) from error
+        raise
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def nobody_else(lock: IO) -> bool:
+    """Whether no other process holds a lock of `hold`; if so, this one now holds it alone."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Waits for the lock on the file `path`, made if missing, and holds it within the block."""
+    with open(path, "a", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be locked ({error.strerror}); name a place on a file system with "
+                "locks."
+            ) from error
+        yield

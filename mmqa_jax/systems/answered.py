@@ -1,0 +1,92 @@
+"""A row's answers in parts: chunks of questions in, JSON values out, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.chunks import Compute, Part
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.predictions import prediction_of
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
+from mmqa_jax.systems.opened_parts import OpenedParts
+from mmqa_jax.systems.settings import SYSTEMS, run_setting
+
+# The parts of a row whose rankings are kept -> the file of retrieval/ that they go to.
+_RANKED = {"retriever": "candidates", "reranker": "relevance"}
+
+
+def answering(
+    config: ConfigDict, questions: Sequence[Question], corpus: Corpus, opened: OpenedParts
+) -> Compute:
+    """Opens a row's parts; returns what executes its setting on a chunk of the questions."""
+    parts = opened.of_row(config.parts)
+    if "heuristics" in parts:
+        parts["heuristics"] = parts["heuristics"].of_split(questions)
+    system = SYSTEMS[config.system]
+
+    def answer(chunk: range) -> Part:
+        asked = questions[chunk.start : chunk.stop]
+        opened.seconds.clear()
+        before = _work(parts)
+        predictions = run_setting(system, config.setting, asked, corpus, parts, config.options)
+        rankings = {
+            name: parts[part].rankings
+            for part, name in _RANKED.items()
+            if part in parts and parts[part].rankings
+        }
+        rows = [
+            {
+                "prediction": dataclasses.asdict(prediction),
+                "rankings": {name: ranking_row(of[i]) for name, of in rankings.items()},
+                "seconds": opened.seconds.get(prediction.question_id, 0.0),
+            }
+            for i, prediction in enumerate(predictions)
+        ]
+        return Part(rows, {"llm": {k: n - before[k] for k, n in _work(parts).items()}})
+
+    return answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """A row's answers to all questions.
+
+    Attributes:
+      rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
+      seconds: question id -> seconds that the parts spent on it.
+      llm: what the language model's answers cost (prompting.cache.Work); empty without one.
+    """
+
+    predictions: list[Prediction]
+    rankings: dict[str, list[Ranking]]
+    seconds: dict[str, float]
+    llm: dict[str, int]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Answered:
+        """Of the parts of `answering`, in order."""
+        rows = [row for part in parts for row in part.rows]
+        predictions = [prediction_of(row["prediction"]) for row in rows]
+        rankings = {
+            name: [ranking_of(row["rankings"][name]) for row in rows]
+            for name in (rows[0]["rankings"] if rows else ())
+        }
+        seconds = {
+            prediction.question_id: row["seconds"]
+            for prediction, row in zip(predictions, rows, strict=True)
+        }
+        llm: Counter[str] = Counter()
+        for part in parts:
+            llm.update(part.notes["llm"])
+        return cls(predictions, rankings, seconds, dict(llm))
+
+
+def _work(parts: dict[str, Any]) -> dict[str, int]:
+    llm = parts.get("llm")
+    return {} if llm is None else dataclasses.asdict(llm.work)

@@ -1,0 +1,81 @@
+"""What a result depends on, as short hashes: folders of models and indexes, files, questions.
+
+They are of the content, not of the paths, which may differ between hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.retrieval.milvus import PREFIX
+from mmqa_jax.retrieval.rankings import ranking_row
+from mmqa_jax.systems.parts import INDEX, RetrieverSpec
+
+_SAMPLED = 1 << 30  # bytes: of larger files (weights) only the size and both ends are read
+_END = 1 << 20
+
+
+def of_folders(*folders: str | Path, text: str = "") -> str:
+    """16 hex digits of the JSON files and the weights' manifest of folders, and of a text.
+
+    The manifest differs for every writing of weights, even of the same size to the same folder.
+    """
+    digest = hashlib.sha256(text.encode())
+    for folder in map(Path, filter(None, folders)):
+        for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def of_file(path: str | Path) -> str:
+    """16 hex digits of a file's content; UserError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if size <= _SAMPLED:
+                return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+            digest = hashlib.sha256(str(size).encode() + file.read(_END))
+            file.seek(-_END, os.SEEK_END)
+            digest.update(file.read())
+            return digest.hexdigest()[:16]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
+
+
+def of_path(path: str | Path) -> str:
+    """16 hex digits of a file or of a folder; the path itself where it is neither."""
+    if Path(path).is_dir():
+        return of_folders(path)
+    return of_file(path) if Path(path).is_file() else str(path)
+
+
+def of_retriever(spec: RetrieverSpec) -> str:
+    """16 hex digits of a retriever's settings, model and index; Milvus is known by its name."""
+    in_milvus = spec.index.startswith(PREFIX)
+    named = spec.index if in_milvus else ""
+    settings = dataclasses.replace(spec, model="", index=named, modality_model="")
+    index = "" if in_milvus or not spec.index else f"{spec.index}/{INDEX}"
+    return of_folders(spec.model, index, spec.modality_model, text=str(settings))
+
+
+def of_rankings(rankings: Sequence[Ranking]) -> str:
+    """16 hex digits of rankings in their order."""
+    rows = map(ranking_row, rankings)
+    return hashlib.sha256("".join(map(json.dumps, rows)).encode()).hexdigest()[:16]
+
+
+def of_questions(questions: Sequence[Question]) -> str:
+    """16 hex digits of all that is known of questions, and of their order."""
+    digest = hashlib.sha256()
+    for question in questions:
+        row = dataclasses.asdict(question)
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,139 @@
+"""Every inference verb, shared by two processes that are killed (kill -9) at random moments.
+
+Its files are those of one process that nobody disturbed, to the bit. The default is one kill a
+verb; MMQA_KILLS=50 makes 50 over all verbs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import ROOT, rows_of
+from row_runs import row_flags
+from tiny_llm import SIZES, write_folder
+
+from mmqa_jax.core.files import read_json
+
+VERBS = ("embed", "search", "rerank", "answer", "prompt", "run")
+KILLS = -(-int(os.environ.get("MMQA_KILLS", len(VERBS))) // len(VERBS))  # of each verb
+# Files that name times or hosts, what is kept of finished work, and locks.
+NOT_COMPARED = ("config.json", "report.html", ".lock", ".claim")
+
+
+@pytest.fixture(scope="module")
+def start(cli_cache):
+    """Starts a verb; returns how it ended."""
+    environment = os.environ | {
+        "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("killed_verbs.py"))],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as starter:  # fmt: skip
+
+        def run(argv, kill_at: int = -1) -> dict:
+            asked = {"argv": [str(argument) for argument in argv], "kill_at": kill_at}
+            starter.stdin.write(json.dumps(asked) + "\n")
+            starter.stdin.flush()
+            return json.loads(starter.stdout.readline())
+
+        yield run
+        starter.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def flags_of(data, models, index, bm25, tmp_path_factory):
+    """Verb, folder -> its flags, in chunks of two or three."""
+    folder = tmp_path_factory.mktemp("prompts")
+    model = write_folder(folder / "model")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("The capital\nThe flag\nWhy\nSeven days\nThe\n")
+    sizes = ("slots", "length", "buckets", "prefill_tokens", "block")
+    engine = [f"--config.engine.{name}={getattr(SIZES, name)}" for name in sizes]
+
+    def flags(verb: str, out: Path) -> list:
+        corpus, contrastive = f"--data={data}", f"--model={models / 'contrastive'}"
+        file = f"--out={out / 'out.jsonl'}"
+        return {
+            "embed": ["embed", corpus, contrastive, f"--out={out}", "--chunk=3"],
+            "search": [
+                "search", corpus, "--method=dense", contrastive, f"--index={index}", file,
+                "--chunk=2",
+            ],
+            "rerank": [
+                "rerank", corpus, f"--model={models / 'rerank'}", "--candidates=restricted",
+                f"--retriever={models / 'contrastive'}", f"--index={index}", file, "--chunk=2",
+            ],
+            "answer": [
+                "answer", corpus, f"--model={models / 'answer'}", f"--sources={bm25}", file,
+                "--chunk=2",
+            ],
+            "prompt": [
+                "prompt", f"--prompts={prompts}", f"--model={model}", file,
+                f"--config={ROOT / 'configs/prompt/default.py'}", *engine,
+                "--config.decoding.max_new_tokens=4", "--config.decoding.logprobs=True",
+                f"--cache={out / 'cache.sqlite'}", "--chunk=2",
+            ],
+            "run": [*row_flags("webqa:clip20_vlp", out, data, models, index), "--chunk=2"],
+        }[verb]  # fmt: skip
+
+    return flags
+
+
+def results(folder: Path) -> dict[str, bytes | list]:
+    """The files of a job, without those that name times and without its parts."""
+    found: dict[str, bytes | list] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        kept = any(part in name for part in ("parts", "shards-", "journals", ".tmp"))
+        if path.is_dir() or kept or name.endswith(NOT_COMPARED) or "sqlite" in name:
+            continue
+        if path.name == "per_question.jsonl":
+            found[name] = [{**row, "seconds": None} for row in rows_of(path)]
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, tmp_path):
+    rng = random.Random(f"{verb} {KILLS}")
+    whole, folder = tmp_path / "whole", tmp_path / "shared"
+    ended = start(flags_of(verb, whole))
+    assert ended["code"] == 0, ended["err"]
+    expected = results(whole)
+    assert len(expected) >= (4 if verb == "run" else 1)
+    flags, kills, shards, moments = flags_of(verb, folder), 0, 2, ended["moments"]
+    while kills < KILLS:
+        shards = shards if folder.exists() else rng.choice((2, 3))
+        shard = f"--shard={rng.randrange(shards)}/{shards}"
+        ended = start([*flags, shard], kill_at=rng.randint(1, moments // shards))
+        kills += ended["signal"] == 9
+        assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
+        # A file is there whole, or it is not there.
+        for name, content in results(folder).items():
+            if name in expected and name != "embeddings/manifest.json":
+                assert content == expected[name], name
+        if ended["signal"] == 0 and done(folder):
+            shutil.rmtree(folder)
+    for index in range(shards):
+        ended = start([*flags, f"--shard={index}/{shards}"])
+        assert ended["code"] == 0, ended["err"]
+    assert results(folder) == expected
+
+
+def done(folder: Path) -> bool:
+    """Whether a job's results are written."""
+    jobs = [*folder.rglob("job.json")]
+    if jobs:
+        return all(read_json(path)["complete"] for path in jobs)
+    manifests = [*folder.glob("embeddings/manifest.json")]
+    return bool(manifests) and all(read_json(path)["complete"] for path in manifests)

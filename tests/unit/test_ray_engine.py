@@ -1,0 +1,116 @@
+"""`--engine=ray` on a cluster of this machine; left out where Ray is not installed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_runs import LANDS, QUESTIONS, done, mmqa, question, write_documents
+from test_inference_killed import flags_of, results  # noqa: F401
+
+from mmqa_jax.cli import make_parser
+from mmqa_jax.commands.ray_engine import Tries, Worker
+from mmqa_jax.core.chunks import part_files, read_about
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers' worth of Ray."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A corpus of 200 questions."""
+    folder = tmp_path_factory.mktemp("many")
+    lands = list(LANDS) * 25
+    asked = [question(n, "test", land) for n, land in enumerate(lands)]
+    train = [row for row in QUESTIONS if row["split"] == "train"]
+    raw = write_documents(folder / "raw", [*train, *asked])
+    done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
+    return folder / "data"
+
+
+def search(data: Path, out: Path) -> list:
+    return ["search", f"--data={data}", "--method=bm25", f"--out={out}", "--chunk=1"]
+
+
+class Killer(threading.Thread):
+    """Kills (kill -9) the worker that committed the first part, once."""
+
+    def __init__(self, folder: Path):
+        super().__init__(daemon=True)
+        self.folder, self.killed, self.left = folder, 0, 0
+
+    def run(self):
+        while not part_files(self.folder):
+            time.sleep(0.005)
+        self.killed = read_about(part_files(self.folder)[0])["process"]
+        os.kill(self.killed, signal.SIGKILL)
+        self.left = 200 - len(part_files(self.folder))
+
+
+def test_a_worker_that_is_killed_loses_nothing(cluster, many, tmp_path):
+    whole = done(*search(many, tmp_path / "whole.jsonl"))
+    killer = Killer(tmp_path / "found.jsonl.parts")
+    killer.start()
+    result = done(*search(many, tmp_path / "found.jsonl"), "--engine=ray", "--workers=2")
+    killer.join(10)
+    assert killer.killed not in (0, os.getpid())
+    assert killer.left > 0, "the job was finished before the kill"
+    assert result == whole
+    assert (tmp_path / "found.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not (tmp_path / "found.jsonl.parts").exists()
+
+
+@pytest.mark.parametrize("verb", ["embed", "prompt", "run"])
+def test_verbs_that_load_models(verb, cluster, flags_of, tmp_path):  # noqa: F811
+    done(*flags_of(verb, tmp_path / "whole"))
+    flags = flags_of(verb, tmp_path / "ray")
+    done(*flags, "--engine=ray", "--workers=2")
+    assert results(tmp_path / "ray") == results(tmp_path / "whole")
+    done(*flags, "--engine=ray")  # once more, over what is there
+    assert results(tmp_path / "ray") == results(tmp_path / "whole")
+
+
+def test_what_a_worker_refuses_is_the_users_mistake(cluster, many, tmp_path):
+    """The model is opened by workers alone."""
+    flags = ["rerank", f"--data={many}", f"--out={tmp_path / 'out'}", "--engine=ray"]
+    ended = mmqa(*flags, "--model=nowhere")
+    assert ended.code == 2, ended.err
+    assert ended.err.startswith("mmqa: nowhere")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_chunk_that_costs_worker_after_worker_is_given_up(cluster, many, tmp_path):
+    tries = cluster.remote(num_cpus=0)(Tries).remote()
+    for number in (7, 7, 7, 7, 8, 8, 8):
+        cluster.get(tries.begin.remote(number))
+    arguments = make_parser().parse_args([str(x) for x in search(many, tmp_path / "found.jsonl")])
+    worker = Worker({**vars(arguments), "overrides": []}, tries)
+    answers = worker({"chunk": np.array([7, 8])})
+    assert answers["error"].tolist() == ["its workers were lost 4 times", ""]
+    assert [path.name for path in part_files(tmp_path / "found.jsonl.parts")] == ["00008.jsonl"]
+
+
+def test_shards_or_ray(many, refused, tmp_path):
+    flags = search(many, tmp_path / "out.jsonl")
+    refused(*flags, "--engine=ray", "--shard=0/2", message="--engine=ray and --shard: each shares")
+    refused(*flags, "--engine=ray", "--workers=0", message="--workers=0: at least 1 was expected")
+
+
+def test_without_ray(many, refused, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    flags = search(many, tmp_path / "out.jsonl")
+    refused(*flags, "--engine=ray", message="--engine=ray: Ray is not installed .*extra `ray`")

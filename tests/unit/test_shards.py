@@ -1,0 +1,294 @@
+"""Jobs in chunks: shards, kills, what is refused, and how far a job is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmqa_jax.core.chunks import JOB_FILE, Job, Part, part_files, read_about
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
+from mmqa_jax.systems.jobs import find_job, job_status
+
+WHAT = {"verb": "test", "model": "m1"}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    monkeypatch.setenv("MMQA_PROGRESS", "off")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "out.jsonl.parts"
+
+
+def square(chunk: range) -> Part:
+    return Part([{"item": n, "square": n * n} for n in chunk], {"sum": sum(chunk)})
+
+
+ROWS = square(range(23)).rows
+
+
+def job(folder: Path, shard: Shard | None = WHOLE, **changes) -> Job:
+    values = {"chunk": 5, "items": 23} | {
+        k: changes.pop(k) for k in ("chunk", "items") if k in changes
+    }
+    return Job(folder, {**WHAT, **changes}, values["items"], chunk=values["chunk"], shard=shard)
+
+
+def run(folder: Path, shard: Shard | None = WHOLE, compute=square, **changes):
+    """The rows, or None; the job is marked as done."""
+    with job(folder, shard, **changes) as one:
+        one.run(lambda: compute)
+        rows = one.rows()
+        if rows is not None:
+            one.done()
+        return rows
+
+
+class Counting:
+    """Computes, and keeps which chunks; a call of number `fail_at` raises."""
+
+    def __init__(self, fail_at: int = -1, error: type[BaseException] = KeyboardInterrupt):
+        self.chunks, self.fail_at, self.error = [], fail_at, error
+
+    def __call__(self, chunk: range) -> Part:
+        if len(self.chunks) == self.fail_at:
+            raise self.error("stopped")
+        self.chunks.append(chunk.start // 5)
+        return square(chunk)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_give_what_one_process_gives(folder, count):
+    for index in reversed(range(count)):
+        compute = Counting()
+        rows = run(folder, Shard(index, count), compute)
+        assert compute.chunks == list(range(index, 5, count))
+        assert (rows is None) == (index > 0 and count > 1)
+    assert rows == ROWS
+    # One that starts once more has nothing to do, and puts the same together.
+    if count > 1:
+        assert run(folder, Shard(1, count), Counting(fail_at=0)) == ROWS
+    else:
+        assert not folder.exists()
+
+
+def test_a_stopped_job_goes_on_behind_its_last_chunk(folder):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, compute=Counting(fail_at=3))
+    rest = Counting()
+    assert run(folder, compute=rest) == ROWS
+    assert rest.chunks == [3, 4]
+
+
+def test_a_job_without_a_finished_chunk_leaves_nothing(tmp_path):
+    for error in (UserError, RunError, KeyboardInterrupt):
+        with pytest.raises(error):
+            run(tmp_path / "new" / "parts", compute=Counting(0, error))
+        assert not (tmp_path / "new").exists()
+
+
+def test_another_job_of_one_process_replaces_what_was_left(folder):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, compute=Counting(fail_at=3))
+    other = Counting()
+    assert run(folder, compute=other, model="m2") == ROWS
+    assert other.chunks == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("shard", "changes", "message"),
+    [
+        (Shard(1, 2), {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
+        (Shard(1, 3), {}, r"shards is 2 there and 3 here"),
+        (WHOLE, {}, r"shards is 2 there and 1 here"),
+        (Shard(1, 2), {"chunk": 4}, r"chunk is 5 there and 4 here"),
+        (Shard(1, 2), {"items": 22}, r"items is 23 there and 22 here"),
+    ],
+)
+def test_parts_of_another_job_or_number_of_shards_are_refused(folder, shard, changes, message):
+    assert run(folder, Shard(0, 2)) is None
+    before = [path.read_bytes() for path in part_files(folder)]
+    with pytest.raises(UserError, match=rf"holds unfinished parts of another job: {message}"):
+        run(folder, shard, **changes)
+    assert [path.read_bytes() for path in part_files(folder)] == before
+    assert run(folder, Shard(1, 2)) == ROWS
+    # A finished job makes room for another.
+    assert run(folder, Shard(0, 2), model="m2") is None
+    assert len(part_files(folder)) == 3
+
+
+def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
+    assert run(folder, Shard(0, 3)) is None
+    with pytest.raises(
+        UserError, match=r"3 of 5 parts are missing: 1, 2, 4; start --shard=1, 2 of 3 again"
+    ):
+        run(folder, None)
+    run(folder, Shard(1, 3))
+    run(folder, Shard(2, 3))
+    assert run(folder, None, Counting(fail_at=0)) == ROWS
+    third = folder / "00003.jsonl"
+    kept = third.read_bytes()
+    # A part of another run.
+    for index in range(3):
+        run(tmp_path / "other", Shard(index, 3), model="m2")
+    third.write_bytes((tmp_path / "other" / third.name).read_bytes())
+    with pytest.raises(UserError, match=r"00003\.jsonl: is a part of another run"):
+        run(folder, None)
+    # A part of another chunk of this run, and one that lost a row.
+    third.write_bytes((folder / "00000.jsonl").read_bytes())
+    with pytest.raises(UserError, match=r"00003\.jsonl: is a part of another run, or of another"):
+        run(folder, None)
+    third.write_bytes(kept.rpartition(b'{"item"')[0])
+    with pytest.raises(UserError, match=r"00003\.jsonl: has 4 of 5 rows; delete it and start --sh"):
+        run(folder, None)
+    third.write_bytes(b"\x00" * 9)
+    with pytest.raises(UserError, match=r"00003\.jsonl"):
+        run(folder, None)
+    third.unlink()
+    again = Counting()
+    assert run(folder, Shard(0, 3), again) == ROWS
+    assert again.chunks == [3]
+
+
+def test_merging_what_has_changed_is_refused(folder, tmp_path):
+    assert run(folder, Shard(0, 1 + 1)) is None
+    with pytest.raises(UserError, match="model is 'm1' there and 'm2' here"):
+        run(folder, None, model="m2")
+    run(folder, Shard(1, 2))
+    with pytest.raises(UserError, match="has changed since these parts were made"):
+        run(folder, None, model="m2")
+    with pytest.raises(UserError, match="holds no parts of a job"):
+        run(tmp_path / "nowhere", None)
+
+
+# A process of its own: arguments folder, I, N, at which chunk it kills itself (-1: never).
+PROCESS = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_shards import run, square
+from mmqa_jax.core.shards import Shard
+
+index, count, kill_at = map(int, sys.argv[3:])
+
+def compute(chunk):
+    print(chunk.start // 5, flush=True)
+    if chunk.start // 5 == kill_at:
+        os.kill(os.getpid(), 9)
+    if kill_at == -2:
+        sys.stdin.read(1)  # stays at work
+    return square(chunk)
+
+rows = run(Path(sys.argv[2]), Shard(index, count), compute)
+print("waits" if rows is None else "done")
+"""
+
+
+def start(folder: Path, index: int, count: int, kill_at: int = -1) -> subprocess.Popen:
+    arguments = (Path(__file__).parent, folder, index, count, kill_at)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, *map(str, arguments)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_processes_at_once_and_kill_9(folder):
+    first, killed = start(folder, 0, 2), start(folder, 1, 2, kill_at=3)
+    assert first.communicate()[0].split() == ["0", "2", "4", "waits"]
+    assert killed.communicate()[0].split() == ["1", "3"]
+    assert killed.returncode == -signal.SIGKILL
+    assert start(folder, 1, 2).communicate()[0].split() == ["3", "done"]
+    assert run(folder, None) == ROWS
+
+
+def test_a_job_of_one_process_is_alone(folder):
+    at_work = start(folder, 0, 1, kill_at=-2)
+    assert at_work.stdout.readline() == "0\n"
+    for shard in (WHOLE, Shard(0, 2)):
+        with pytest.raises(UserError, match=rf"process {at_work.pid} on .* is at work there"):
+            run(folder, shard)
+    at_work.kill()
+    at_work.communicate()
+    assert run(folder) == ROWS  # a killed process holds no lock
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "shard"),
+    [
+        ("0/1", {}, (0, 1)),
+        ("7/8", {}, (7, 8)),
+        ("auto", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, (3, 8)),
+        (
+            "auto",
+            {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1",
+             "SLURM_ARRAY_TASK_STEP": "2"},
+            (2, 3),
+        ),
+        ("auto", {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4"}, (2, 4)),
+        ("auto/4", {"JOB_COMPLETION_INDEX": "2"}, (2, 4)),
+        ("auto/9", {"SLURM_ARRAY_TASK_ID": "8"}, (8, 9)),
+    ],
+)  # fmt: skip
+def test_which_shard(text, environment, shard):
+    assert parse_shard(text, environment) == shard
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "message"),
+    [
+        ("2/2", {}, r"--shard=2/2: I/N with I from 0 to N - 1"),
+        ("auto", {}, r"SLURM_ARRAY_TASK_ID is not set"),
+        ("auto", {"SLURM_ARRAY_TASK_ID": "3"}, r"SLURM_ARRAY_TASK_COUNT is not set"),
+        ("auto", {"JOB_COMPLETION_INDEX": "1"}, r"JOB_COMPLETIONS is not set"),
+        ("auto", {"JOB_COMPLETION_INDEX": "x", "JOB_COMPLETIONS": "4"}, r"INDEX is 'x'"),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "2"}, r"the environment says 2/2"),
+        ("auto/a", {"JOB_COMPLETION_INDEX": "2"}, r"I/N with I from 0"),
+        ("automatic", {}, r"I/N with I from 0"),
+    ],
+)
+def test_shards_that_there_are_not(text, environment, message):
+    with pytest.raises(UserError, match=message):
+        parse_shard(text, environment)
+
+
+def test_how_far_a_job_is(folder, tmp_path):
+    run(folder, Shard(0, 2), items=25)  # chunks 0, 2, 4: 15 of 25 items
+    run(folder, Shard(1, 2), Counting(), items=25)
+    (folder / "00003.jsonl").unlink()
+    record = json.loads((folder / JOB_FILE).read_text())
+    (folder / JOB_FILE).write_text(json.dumps({**record, "complete": False}))
+    for number, (began, ended) in {0: (0, 10), 2: (10, 15), 4: (100, 105), 1: (0, 2)}.items():
+        path = folder / f"{number:05d}.jsonl"
+        head, rest = path.read_text().split("\n", 1)
+        about = {**json.loads(head), "began": began, "ended": ended}
+        path.write_text(json.dumps(about) + "\n" + rest)
+    place = find_job(tmp_path / "out.jsonl")
+    assert place.folder == folder
+    status = job_status(place, now=130.0)
+    first, second = status.pop("shards")
+    assert (first["rate"], first["last"], first["items_done"]) == (15 / 20, 25.0, 15)
+    assert (second["rate"], second["last"], second["items_done"]) == (5 / 2, 128.0, 5)
+    assert (first["shard"], first["parts"], first["parts_done"]) == ("0/2", 3, 3)
+    assert first["host"] == read_about(folder / "00000.jsonl")["host"]
+    assert status == {
+        "folder": str(folder), "complete": False, "items": 25, "items_done": 20, "parts": 5,
+        "parts_done": 4, "missing": [3], "rate": 15 / 20 + 5 / 2, "seconds_left": 2.0,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="holds no parts of a job"):
+        find_job(tmp_path / "nowhere")
+
+
+def test_parts_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/parts: cannot be written or locked"):
+        run(tmp_path / "file" / "parts")
+    assert os.listdir(tmp_path) == ["file"]
