@@ -72,7 +72,11 @@ def test_shards_that_do_not_belong_together(changed, message, search, refused):
 
 def test_a_weight_is_chosen_by_one_process(search, refused):
     flags = [*search, "--method=fused", "--tune", "--split=val"]
-    refused(*flags, "--shard=0/2", message="--tune with --shard or --engine: the weight is chosen over all")
+    refused(
+        *flags,
+        "--shard=0/2",
+        message="--tune with --shard or --engine: the weight is chosen over all",
+    )
 
 
 def test_there_is_nothing_to_merge(refused, tmp_path):
