@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Runs a command, and runs it again until it ends with 0 (done) or 2 (the user's input is wrong).
 #   launch/babysit.sh [--max_restarts=20] [--backoff=10] [--dry_run] COMMAND...
-# Between attempts it waits --backoff seconds, twice as long after every failure, at most 10
-# minutes. An attempt of at least 10 minutes was a start that worked: waiting and counting begin
-# anew after it. TERM and Ctrl-C reach the command as TERM, and nothing is started again. The exit
-# code is the last attempt's. Every verb of mmqa continues where it stopped, so the command is
+# Between attempts it waits --backoff seconds (or MMQA_BACKOFF), twice as long after every failure,
+# at most 10 minutes. An attempt of at least 10 minutes was a start that worked: waiting and counting
+# begin anew after it. TERM and Ctrl-C reach the command as TERM, and nothing is started again. The
+# exit code is the last attempt's. Every verb of mmqa continues where it stopped, so the command is
 # always the same. Tried without hardware: all of it.
 set -euo pipefail
 # shellcheck source=common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-max_restarts=20 backoff=10 dry_run=0
+max_restarts=20 backoff="${MMQA_BACKOFF:-10}" dry_run=0
 longest=600 # seconds: the longest wait, and how long an attempt lasts that counts as a good start
 while [ $# -gt 0 ]; do
   case "$1" in

@@ -54,7 +54,12 @@ def steps(out: Path, size: str, *, tests: bool) -> list[Step]:
     found.append(Step("data", ("mmqa", "prepare", "atlas", f"--out={out / 'atlas'}", "--json")))
     for task in TRAINED:
         config = f"--config=configs/atlas/{task}.py{':runlocal' if size == 'small' else ''}"
-        found.append(Step(f"plan_{task}", ("mmqa", "plan", config, "--topology=local", "--json")))
+        found.append(
+            Step(
+                f"plan_{task}",
+                ("mmqa", "plan", config, "--only=train", "--topology=local", "--json"),
+            )
+        )
         found.append(
             Step(
                 f"train_{task}",

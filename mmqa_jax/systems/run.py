@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +21,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.chunks import PARTS, Engine, Job
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import unfinished, write_json, write_jsonl
+from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
@@ -164,7 +166,7 @@ def run_row(
             if shared and shard is not None:
                 journals /= f"{shard.index}-of-{shard.count}"
             if worker:
-                journals /= unfinished(Path("worker")).name
+                journals /= f"worker-{socket.gethostname()}-{os.getpid()}"
             parts = opened or OpenedParts(corpus, journals)
             try:
                 job.run(lambda: answering(config, questions, corpus, parts))

@@ -91,7 +91,6 @@ _JOB = _object(
     parallelism=_COUNT,
     backoffLimit=_COUNT,
     backoffLimitPerIndex=_COUNT,
-    maxFailedIndexes=_COUNT,
     podFailurePolicy=_object(("rules",), rules=_list(_POD_RULE)),
     # A pod failure policy asks for it.
     template=_object(

@@ -129,7 +129,8 @@ def test_a_run_that_fails_starts_again_unless_the_input_is_wrong(
 ):
     first = 'case "$SLURM_PROCID" in 0) ' + task_0 + ";; *) " + task_1 + ";; esac"
     script = f'mark={tmp_path}/mark$SLURM_PROCID; [ -e "$mark" ] && exit 0; touch "$mark"; {first}'
-    process = slurm("bash", "-c", script, STUB_NO_PREFLIGHT="1", STUB_WAIT="0.5")
+    stub = {"STUB_NO_PREFLIGHT": "1", "STUB_WAIT": "0.5", "MMQA_BACKOFF": "1"}
+    process = slurm("bash", "-c", script, **stub)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == wanted, output
     assert ("restart 1 of 20" in output) == restarted

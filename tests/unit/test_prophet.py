@@ -123,3 +123,16 @@ def test_the_vqa_model_alone():
     assert [p.answer for p in answer_first_candidate(QUESTIONS, of)] == ["tea", "", ""]
     with pytest.raises(UserError, match="no candidates for any of the 6 questions there"):
         answer_first_candidate(EXAMPLES, of)
+
+
+def test_files_are_compared_with_the_whole_split_not_with_a_chunk():
+    of = heuristics(candidates={"q0": [("tea", 0.5)]}, examples={"q0": ["e0"]})
+    with pytest.raises(UserError, match="no candidates for any of the 2 questions there"):
+        of.select(QUESTIONS[1:], library(), 1, "answer_aware")
+    split = of.of_split(QUESTIONS)
+    assert split.select(QUESTIONS[1:], library(), 1, "answer_aware") == [[], []]
+    with pytest.raises(UserError, match="no candidates for any of the 2 questions there"):
+        of.of_split(QUESTIONS[1:])
+    other = heuristics(candidates={"q0": [("tea", 0.5)]}, examples={"z": ["e0"]})
+    with pytest.raises(UserError, match="none of the questions has an example there"):
+        other.of_split(QUESTIONS)

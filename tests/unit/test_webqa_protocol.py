@@ -82,6 +82,9 @@ def test_oracle_sources_need_a_split_that_has_them():
     # A question without any among others has none to show.
     (first, second) = webqa.answer_oracle([question("c", ("t00",)), hidden[0]], Said())
     assert (first.sources, second.sources) == (("t00",), ())
+    # Nor has one that is in a chunk of its own: the whole split was looked at before.
+    (alone,) = webqa.answer_oracle(hidden[:1], Said())
+    assert alone.sources == ()
 
 
 def notebook_f1(scores: np.ndarray, gold: set[int], threshold: float) -> float:
