@@ -181,6 +181,18 @@ def barrier(name: str) -> None:
     gather(f"barrier/{name}", None)
 
 
+def connect_devices() -> None:
+    """One small collective over all devices: the last thing that can be wrong before a step.
+
+    On CPU it also makes the connections between the processes, which a program whose first
+    collectives run side by side does not survive.
+    """
+    from jax.experimental import multihost_utils
+
+    if _service() is not None:
+        multihost_utils.sync_global_devices("the devices are connected")
+
+
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
     """A UserError or RunError of one process in the block becomes that of all.
