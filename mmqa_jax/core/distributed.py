@@ -20,9 +20,10 @@ from typing import Any
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import cache_dir
 
-# Hosts of a pod come up minutes apart, and loading weights can keep one busy for long.
-_INITIALIZATION_TIMEOUT_SECONDS = 1800
-_HEARTBEAT_TIMEOUT_SECONDS = 600
+_INITIALIZATION_TIMEOUT_SECONDS = 1800  # hosts of a pod come up minutes apart
+# A thread outside Python sends the heartbeats: loading weights or compiling does not delay them.
+# So long do the others wait for a host that is lost.
+_HEARTBEAT_TIMEOUT_SECONDS = 100
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _FAILED = "mmqa/failed"
 
@@ -181,6 +182,18 @@ def gather(name: str, value: Any) -> list[Any]:
 def barrier(name: str) -> None:
     """Waits until every process of the launch is here."""
     gather(f"barrier/{name}", None)
+
+
+def connect_devices() -> None:
+    """One small collective over all devices: the last thing that can be wrong before a step.
+
+    On CPU it also makes the connections between the processes, which a program whose first
+    collectives run side by side does not survive.
+    """
+    from jax.experimental import multihost_utils
+
+    if _service() is not None:
+        multihost_utils.sync_global_devices("the devices are connected")
 
 
 @contextlib.contextmanager

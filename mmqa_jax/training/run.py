@@ -80,6 +80,7 @@ def _run_training(
     with claim_workdir(folder, config, work="checkpoints/[0-9]*"):
         distributed.barrier("the workdir is claimed")
         check_shared_folder(folder)
+        distributed.connect_devices()
         if only_start and any(folder.glob("checkpoints/[0-9]*")):
             raise UserError(
                 f"--only_start: {folder} holds a trained run; name another --workdir, or leave "

@@ -43,6 +43,7 @@ def main():
     found["unwritable"] = refused(
         agreement.check_shared_folder, folder if me == 0 else folder / "absent"
     )
+    distributed.barrier("the marks are removed")
     found["left"] = sorted(path.name for path in folder.glob("**/.*"))
     assert not xla_bridge.backends_are_initialized()  # versions are compared before devices are
     try:
