@@ -100,6 +100,8 @@ class Job:
         self.folder, self.shard = folder, shard
         shards = _shards_of(folder) if shard is None else shard.count
         versions = {name: _version(name) for name in _PACKAGES}
+        if shards > 1:  # the hosts' checkouts may differ
+            versions["code"] = _code()
         self.what = json.loads(
             json.dumps({"shards": shards, **what, "items": items, "chunk": chunk, **versions})
         )
@@ -359,6 +361,15 @@ def _turn(turn: int, turns: int, progress: Progress) -> Callable[[float | None],
         return f"chunk {turn + 1} of {turns}{known}"
 
     return text
+
+
+def _code() -> str:
+    """16 hex digits of this package's source files."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _version(package: str) -> str:

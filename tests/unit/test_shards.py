@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mmqa_jax.core import chunks
 from mmqa_jax.core.chunks import JOB_FILE, Job, Part, part_files, read_about
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
@@ -124,6 +125,21 @@ def test_parts_of_another_job_or_number_of_shards_are_refused(folder, shard, cha
     # A finished job makes room for another.
     assert run(folder, Shard(0, 2), model="m2") is None
     assert len(part_files(folder)) == 3
+
+
+def test_hosts_with_other_code_or_versions_are_refused(folder, monkeypatch):
+    run(folder, Shard(0, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "_code", lambda: "other")
+        with pytest.raises(
+            UserError, match=r"another job: code is '[0-9a-f]{16}' there and 'other'"
+        ):
+            run(folder, Shard(1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "_version", lambda package: "0.1")
+        with pytest.raises(UserError, match=r"another job: mmqa-jax is '.*' there and '0\.1' here"):
+            run(folder, Shard(1, 2))
+    assert run(folder, Shard(1, 2)) == ROWS
 
 
 def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
