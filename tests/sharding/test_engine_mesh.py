@@ -53,7 +53,13 @@ def main():
     alone = make_mesh({"data": 1}, devices=jax.devices()[:1])
     for kind in CACHES:
         sizes = EngineConfig(
-            slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32, cache_dtype=kind
+            slots=4,
+            length=96,
+            buckets=(8, 32),
+            prefill_tokens=64,
+            block=32,
+            decode_block=96,
+            cache_dtype=kind,
         )
         found = []
         for where, scan in ((alone, False), (mesh, False), (mesh, True)):
