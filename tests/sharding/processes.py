@@ -63,7 +63,7 @@ def launch(count: int, *command: str, devices: int = 1, differing: tuple = ()) -
     ]
 
 
-def outcomes(processes: list, timeout: int = 400) -> list[tuple[int, str]]:
+def outcomes(processes: list, timeout: int = 600) -> list[tuple[int, str]]:
     """Exit code and output of each; none is left running."""
     try:
         printed = [process.communicate(timeout=timeout)[0] for process in processes]
@@ -75,7 +75,7 @@ def outcomes(processes: list, timeout: int = 400) -> list[tuple[int, str]]:
     return [(process.returncode, out) for process, out in zip(processes, printed, strict=True)]
 
 
-def finish(processes: list, code: int = 0, timeout: int = 400) -> list[str]:
+def finish(processes: list, code: int = 0, timeout: int = 600) -> list[str]:
     """The outputs, after all have ended with that exit code."""
     found = outcomes(processes, timeout)
     assert [ended for ended, _ in found] == [code] * len(processes), found
