@@ -120,9 +120,10 @@ def with_pretrained(
     return dataclasses.replace(state, params=params)
 
 
-def _placed(value: jax.Array, sharding: Any) -> jax.Array:
+def _placed(value: jax.Array | np.ndarray, sharding: Any) -> jax.Array:
     """The array on a sharding; where that spans processes, each brings a copy of the whole."""
-    if value.is_fully_addressable and not sharding.is_fully_addressable:
+    here = isinstance(value, np.ndarray) or value.is_fully_addressable
+    if here and not sharding.is_fully_addressable:
         whole = np.asarray(value)
         return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
     return jax.device_put(value, sharding)
