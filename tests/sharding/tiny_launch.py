@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from mmqa_jax.core import distributed
@@ -53,7 +54,12 @@ def happening(what):
     """Something to happen at a batch."""
     if what == "nan":
         return lambda batch: {**batch, "y": batch["y"] * np.float32("nan")}
-    return lambda batch: os.kill(os.getpid(), signal.Signals[what])
+
+    def send(_):
+        os.kill(os.getpid(), signal.Signals[what])
+        time.sleep(2)  # the other host hears of it before these tiny steps are all done
+
+    return send
 
 
 def loader(folder):
