@@ -185,6 +185,7 @@ def ingest(
                     f"{place}: holds embeddings with {name} {found.get(name)!r}, these have "
                     f"{value!r}; name another collection."
                 )
+        client.load_collection(place.collection)  # rows are counted in loaded collections alone
         sent = False
         chunk = max(1, _CHUNK_BYTES // (4 * dim))
         for start in range(0, rows, chunk):
@@ -203,7 +204,6 @@ def ingest(
             client.alter_collection_properties(
                 place.collection, properties={f"{_PROPERTY}complete": "yes"}
             )
-        client.load_collection(place.collection)
     return sent
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.journal import Journal
-from mmqa_jax.systems.opened_parts import _fingerprint
+from mmqa_jax.systems.identity import of_folders
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_weights_written_again_have_another_fingerprint(tmp_path):
     (tmp_path / "model.json").write_text("{}")
     manifest = tmp_path / "weights" / "manifest.ocdbt"
     manifest.write_bytes(b"one")
-    first = _fingerprint("reader", (str(tmp_path),))
-    assert _fingerprint("reader", (str(tmp_path), "")) == first
+    first = of_folders(tmp_path, text="reader")
+    assert of_folders(tmp_path, "", text="reader") == first
     manifest.write_bytes(b"two")
-    assert _fingerprint("reader", (str(tmp_path),)) != first
+    assert of_folders(tmp_path, text="reader") != first
