@@ -52,7 +52,7 @@ def test_rerank_with_a_retriever_is_the_demos_selection(data, models, index, tmp
     assert ended.code == 0, ended.err
     corpus = open_corpus(data)
     questions = corpus.questions("test")
-    dense = open_dense(corpus, contrastive, index)
+    dense = open_dense(corpus, str(contrastive), str(index))
     reranker = with_similarity(open_reranker(corpus, models / "rerank"), dense, corpus, 25.0)
     hops = reranker.read(questions, webqa.restricted_candidates(questions, corpus))
     expected = combine(hops, 25.0)
