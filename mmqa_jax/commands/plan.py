@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     topology = open_topology(arguments.topology)
     options = {"model": arguments.model, "only": arguments.only}
     if arguments.search:
-        found = planning.search(config, topology, **options)
+        found = planning.best_settings(config, topology, **options)
         show(_search_table(arguments.topology, found))
         best = found[0]
         verdict = f"best of {len(found)}: {planning.described(best.changes)}."

@@ -227,7 +227,7 @@ class Found:
         }
 
 
-def search(
+def best_settings(
     config: ConfigDict, topology: Topology, *, model: str | None = None, only: Sequence[str] = ()
 ) -> list[Found]:
     """Tries mesh x remat x batch (of an engine mesh x slots), the fastest first.

@@ -249,7 +249,7 @@ def test_remedies_are_compiled_until_each_kind_fits(compiled_by_rule):
 
 
 def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule):
-    found = planning.search(a_rerank_config(64), SLICE)
+    found = planning.best_settings(a_rerank_config(64), SLICE)
     rates = [one.rate for one in found]
     assert rates == sorted(rates, reverse=True)
     assert all(one.rate == 0 for one in found if not one.planned.fits)

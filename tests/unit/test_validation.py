@@ -306,7 +306,7 @@ def test_every_training_config_can_be_validated(folder):
     """Atlas's and OpenStax's, whose figures are of the last step, only when asked to."""
     seen = set()
     for file in sorted((ROOT / "configs" / folder).glob("*.py")):
-        if file.stem in ("tables", "demo", "vlp"):
+        if file.stem in ("tables", "demo", "vlp", "mcan"):  # mcan: test_cli_vqa.py
             continue
         config = load_config(file)
         if config.task not in SECTIONS:
