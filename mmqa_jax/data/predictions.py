@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_jsonl, write_jsonl
+from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.schema import Prediction
-
-
-def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Writes one prediction a line, the file whole or not at all."""
-    write_jsonl(path, map(prediction_row, predictions))
 
 
 def prediction_row(prediction: Prediction) -> dict[str, Any]:

@@ -5,7 +5,6 @@ engine_programs.py compiles them in a process of its own, where JAX's platform i
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,12 +16,14 @@ import pytest
 
 from mmqa_jax.decoding.slot_runner import EngineConfig
 
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
+)
+
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, dict[str, Any]]:
     """Program -> its facts (see engine_programs.facts)."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu (extra `plan`)")
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine_programs.py"))],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

@@ -5,7 +5,6 @@ training_programs.py compiles them in a process of its own, where JAX's platform
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +14,10 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
+)
+
 NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model")
 AT_ONCE = (("vlp_select", "language_model"), ("vlp_answer", "contrastive"))  # a process each
 
@@ -22,8 +25,6 @@ AT_ONCE = (("vlp_select", "language_model"), ("vlp_answer", "contrastive"))  # a
 @pytest.fixture(scope="module")
 def programs() -> dict[str, dict[str, Any]]:
     """Program -> its facts (see training_programs.facts)."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu (extra `plan`)")
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",

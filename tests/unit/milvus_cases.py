@@ -51,7 +51,6 @@ class Counting:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A collection that is filled."""
-    pytest.importorskip("milvus_lite")
     text = f"milvus://{tmp_path_factory.mktemp('milvus')}/one.db/sources"
     assert ingest(text, EMBEDDINGS)
     return text
@@ -63,7 +62,6 @@ def index(place):
 
 
 def test_a_killed_job_is_finished_and_nothing_is_sent_twice(tmp_path, monkeypatch):
-    pytest.importorskip("milvus_lite")
     text = f"milvus://{tmp_path}/two.db/sources"
     monkeypatch.setattr(milvus, "_CHUNK_BYTES", 100 * 4 * DIM)  # six chunks
     connect, clients = milvus._connect, []
@@ -126,7 +124,6 @@ def test_candidates_are_ranked(index):
 
 
 def test_more_rows_are_searched_by_a_graph(tmp_path, monkeypatch):
-    pytest.importorskip("milvus_lite")
     monkeypatch.setattr(milvus, "_FLAT_ROWS", 100)
     text = f"milvus://{tmp_path}/graph.db/sources"
     ingest(text, EMBEDDINGS)
@@ -165,7 +162,6 @@ def test_what_is_not_there(place, index, monkeypatch):
 
 
 def test_a_server_that_does_not_answer_is_named():
-    pytest.importorskip("pymilvus")
     with pytest.raises(UserError, match=r"milvus://127\.0\.0\.1:1/sources: .*; start Milvus there"):
         open_milvus("milvus://127.0.0.1:1/sources", "m", "c")
 

@@ -274,7 +274,6 @@ def test_other_indexes_find_the_same(where, data, models, index, tmp_path):
         place = copy
         built = done("index", f"--embeddings={copy}", f"--kind={where}")
     else:
-        pytest.importorskip("milvus_lite")
         verb, place = done_apart, f"milvus://{tmp_path}/one.db/sources"
         built = verb("index", f"--embeddings={copy}", f"--index={place}")
         assert not verb("index", f"--embeddings={copy}", f"--index={place}")["built"]

@@ -13,7 +13,7 @@ from mmqa_jax.commands import flags as shared_flags
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.readers import READERS
-from mmqa_jax.data.predictions import read_predictions, write_predictions
+from mmqa_jax.data.predictions import prediction_row, read_predictions
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 
@@ -228,7 +228,7 @@ def test_bad_predictions_of_aokvqa(text, message, refused, tmp_path):
 
 def test_choices_come_back_from_predictions_jsonl(tmp_path):
     rows = [Prediction("q1", choice=2), Prediction("q2", "moon"), Prediction("q3", choice=0)]
-    write_predictions(tmp_path / "predictions.jsonl", rows)
+    write_jsonl(tmp_path / "predictions.jsonl", map(prediction_row, rows))
     assert read_predictions(tmp_path / "predictions.jsonl") == rows
 
 

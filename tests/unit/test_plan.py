@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import sys
 from collections import Counter
 
 import jax
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 
 TINY_LLM = {"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 4, "mlp": 48, "positions": 64}
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+    sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
 )
 
 

@@ -1,4 +1,4 @@
-"""`--engine=ray` on a cluster of this machine; left out where Ray is not installed."""
+"""`--engine=ray` on a cluster of this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 from cli_runs import LANDS, QUESTIONS, done, mmqa, question, write_documents
 from test_inference_killed import flags_of, results  # noqa: F401
 
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("quick_and_quiet")
 @pytest.fixture(scope="module")
 def cluster():
     """Two workers' worth of Ray."""
-    ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
