@@ -13,6 +13,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from mmqa_jax.bench.plan.flops import jaxpr_flops
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import flash, splash
 from mmqa_jax.models.layers import attention
@@ -57,8 +58,8 @@ def test_splash_in_interpret_mode(columns):
     np.testing.assert_allclose(got, plain(q, k, v, seen[:, None, None]), rtol=0, atol=1e-5)
 
 
-def lowered_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
-    """StableHLO of causal attention on a mesh of one GPU, which need not be there."""
+def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
+    """Causal attention, traced on a mesh of one GPU, which need not be there."""
     shapes = [jax.ShapeDtypeStruct(x.shape, kind) for x in inputs(length, 32, **sizes)]
     attend = functools.partial(attention, is_causal=True, implementation=implementation)
     mesh = AbstractMesh((1,), ("tensor",), abstract_device=AbstractDevice("H100", None, "gpu"))
@@ -66,8 +67,12 @@ def lowered_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **size
         fused_attention_stablehlo, "check_cudnn_version", return_value=91000
     )
     with use_abstract_mesh(mesh), installed:
-        traced = jax.jit(attend).trace(*shapes, mask=mask)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(attend).trace(*shapes, mask=mask)
+
+
+def lowered_for_gpu(*arguments, **options):
+    """Its StableHLO."""
+    return traced_for_gpu(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("rows", [None, 1, 2])
@@ -88,6 +93,11 @@ def test_cudnn_is_not_asked_for_what_it_does_not_take(case):
 def test_a_mask_of_odd_lengths_has_no_gradient_with_cudnn():
     mask = jax.ShapeDtypeStruct((1, 1, 1, 32), bool)
     assert "__cudnn" not in lowered_for_gpu("cudnn", mask, length=7)
+
+
+def test_flops_of_cudnns_attention_are_those_of_its_products():
+    flops = [jaxpr_flops(traced_for_gpu(name, None).jaxpr.jaxpr) for name in ("cudnn", "blocks")]
+    assert flops[0] == flops[1] == 2 * 2 * (2 * 8 * 32 * 4 * 16)
 
 
 def test_without_a_gpu_cudnn_is_blocks():

@@ -200,6 +200,28 @@ def test_what_the_gpu_compiler_writes():
     assert reduced.sent_bytes == 2 * 7 / 8 * 32 * 16 * 4
 
 
+CUDNN = """\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (q: bf16[8,512,32,128], k: bf16[8,1024,8,128], v: bf16[8,1024,8,128]) -> bf16[8,32,512,128] {
+  %q = bf16[8,512,32,128]{3,2,1,0} parameter(0)
+  %k = bf16[8,1024,8,128]{3,2,1,0} parameter(1)
+  %v = bf16[8,1024,8,128]{3,2,1,0} parameter(2)
+  %f = (bf16[8,32,512,128]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %o = bf16[8,32,512,128]{3,1,2,0} get-tuple-element(%f), index=0
+}
+"""  # noqa: E501
+
+
+def test_cudnns_attention():
+    product = 2 * 8 * 32 * 512 * 1024 * 128
+    counts = count(CUDNN)
+    assert counts.flops == {"bf16": 2 * product}
+    assert counts.bytes == 2 * (2 * 8 * 512 * 32 * 128 + 2 * 8 * 1024 * 8 * 128)
+    assert not counts.unknown
+    assert count(CUDNN.replace("Softmax", "SoftmaxBackward")).flops == {"bf16": 5 * product}
+
+
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     text = TPU.replace("constant(12)", "constant({...})")
     counts = count(text)
