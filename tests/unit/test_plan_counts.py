@@ -210,7 +210,7 @@ ENTRY %main (q: bf16[8,512,32,128], k: bf16[8,1024,8,128], v: bf16[8,1024,8,128]
   %f = (bf16[8,32,512,128]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax"
   ROOT %o = bf16[8,32,512,128]{3,1,2,0} get-tuple-element(%f), index=0
 }
-"""  # noqa: E501
+"""
 
 
 def test_cudnns_attention():
