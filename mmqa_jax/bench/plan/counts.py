@@ -36,6 +36,8 @@ _NO_WORK = {  # custom calls that only hand on or mark memory
         "MoveToDevice",
         "TopK",
         "PinToDevice",
+        "PrepareAsyncCallStart",
+        "PrepareAsyncCallDone",
     ),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
@@ -158,7 +160,8 @@ class _Counter:
         called = [
             self._module.computations[name]
             for key, name in one.called.items()
-            if name in self._module.computations and (key != "to_apply" or one.opcode == "call")
+            if name in self._module.computations
+            and (key != "to_apply" or one.opcode in ("call", "call-start"))
         ]
         if one.opcode == "fusion":
             for inner in called:
@@ -180,7 +183,7 @@ class _Counter:
             if chosen:  # the branch that costs most
                 total.add(max(chosen, key=lambda c: (c.total_flops, c.bytes)))
             return total
-        if one.opcode == "async-start":
+        if one.opcode in ("async-start", "call-start"):  # the latter on a TPU's SparseCores
             for inner in called:
                 total.add(self.computation(inner, fused=fused))
             return total
