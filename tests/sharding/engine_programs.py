@@ -1,7 +1,7 @@
 """Compiles the engine's programs for TPUs or GPUs, and prints the facts of each as a line of JSON.
 
 A process of its own, where JAX's platform is the CPU: see test_engine_programs.py. Its argument is
-`tpu` or `gpu`.
+`tpu`, `gpu`, or `gpu_scanned`: what scanned layers would cost on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ LLAMA_7B = llama2_7b(dtype="bfloat16")
 LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
 
 
-# Name, model, topology, mesh, slots and programs.
+FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
+# Name, model, topology, mesh, slots and programs; "scanned" scans its layers on a GPU, too.
 PROGRAMS = {
     "tpu": (
         ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
@@ -40,6 +41,10 @@ PROGRAMS = {
     "gpu": (
         ("7b", LLAMA_7B, "h100:1", {"tensor": 1}, 40, ("decode", "prefill")),
         ("sharded", LLAMA_7B, "h100:8", {"tensor": 8}, 64, ("prefill",)),
+    ),
+    "gpu_scanned": (
+        ("layers", FOUR_LAYERS, "h100:1", {"tensor": 1}, 64, ("decode",)),
+        ("scanned", FOUR_LAYERS, "h100:1", {"tensor": 1}, 64, ("decode",)),
     ),
 }
 _KERNEL = re.compile(r'custom_call_target="(__cudnn[^"]*|tpu_custom_call)"')
@@ -79,7 +84,8 @@ def facts(program: Program) -> dict[str, Any]:
 def main():
     for name, config, topology, shape, slots, wanted in PROGRAMS[sys.argv[1]]:
         mesh = make_mesh(shape, devices=open_topology(topology).devices)
-        sizes = dataclasses.replace(SIZES, slots=slots)
+        scan = True if name == "scanned" else None
+        sizes = dataclasses.replace(SIZES, slots=slots, scan_layers=scan)
         programs = engine_programs(config, sizes, mesh, columns=REACHED)
         for kind in wanted:
             with jax.set_mesh(mesh):
