@@ -110,8 +110,10 @@ class _Job:
         folder.mkdir()
         started = [
             subprocess.Popen(
-                ["taskset", "-c", str(core), sys.executable, "-c", _MMQA, *self.arguments]
-                + [f"--out={folder / self.out}", f"--shard={shard}/{_SHARDS}"],
+                [
+                    *("taskset", "-c", str(core), sys.executable, "-c", _MMQA, *self.arguments),
+                    *(f"--out={folder / self.out}", f"--shard={shard}/{_SHARDS}"),
+                ],
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
             )
@@ -210,8 +212,10 @@ def _embed(folder: Path, jobs: Jobs) -> _Job:
 def _rerank(folder: Path, jobs: Jobs) -> _Job:
     model = _untrained(folder, jobs, "rerank")
     return _Job(
-        ("rerank", f"--data={folder / 'data'}", f"--model={model}", f"--chunk={jobs.questions}")
-        + ("--split=train", "--candidates=restricted"),
+        (
+            *("rerank", f"--data={folder / 'data'}", f"--model={model}"),
+            *("--split=train", "--candidates=restricted", f"--chunk={jobs.questions}"),
+        ),
         jobs.questions,
         "ranked.jsonl",
         "ranked.jsonl.parts/[0-9]*.jsonl",
@@ -230,9 +234,11 @@ def _prompt(folder: Path, jobs: Jobs) -> _Job:
     size = "small" if jobs.small else "full"
     subprocess.run([sys.executable, "-c", call, str(model), size], check=True, env=_environment())
     return _Job(
-        ("prompt", f"--prompts={prompts}", f"--model={model}", f"--chunk={jobs.prompts}")
-        + ("--no_cache", "--config.decoding.max_new_tokens=16")
-        + ("--config.engine.slots=8", "--config.engine.length=64"),
+        (
+            *("prompt", f"--prompts={prompts}", f"--model={model}", f"--chunk={jobs.prompts}"),
+            *("--no_cache", "--config.decoding.max_new_tokens=16"),
+            *("--config.engine.slots=8", "--config.engine.length=64"),
+        ),
         jobs.prompts,
         "answers.jsonl",
         "answers.jsonl.parts/[0-9]*.jsonl",

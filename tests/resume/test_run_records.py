@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import jax
 import pytest
 import tiny_run
@@ -32,7 +35,7 @@ def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, monkeypatch):
         assert found.seconds[name] > 0, name
     # The rows of metrics.jsonl split the time between them.
     trained = [row for row in read_metrics(tmp_path) if "loss" in row and row["step"] > resumed + 4]
-    for before, row in zip(trained, trained[1:], strict=False):
+    for before, row in itertools.pairwise(trained):
         split = sum(row.get(f"{phase}_seconds", 0) for phase in PHASES)
         assert split == pytest.approx(row["time"] - before["time"], rel=0.2, abs=0.1)
         assert row["examples_per_second"] > 0
@@ -40,7 +43,6 @@ def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, monkeypatch):
 
 def test_the_wait_for_input_is_told_from_computing(tmp_path):
     """A loader that stalls the devices, and one that is slow behind a slower step."""
-    import time
 
     class Slow:
         def __init__(self, batches):
