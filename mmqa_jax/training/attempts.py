@@ -1,32 +1,34 @@
 """Goodput: the share of a run's wall time, restarts included, that went into steps that count.
 
 Process 0 keeps attempts.jsonl in the workdir, a row at the start of every attempt, at every
-checkpoint, now and then in between, and at the end:
+checkpoint, at the end, and for the time since then at the last step that is known of:
 
-    {"event": "start" | "save" | "step" | "stop" | "end", "time": seconds since the epoch,
+    {"event": "start" | "save" | "stop" | "end" | "step", "time": seconds since the epoch,
      "step": n, "elapsed": seconds of this attempt, "seconds": {phase: seconds of this attempt}}
 
-Rows are only ever added, so that what a kill interrupts is in it as well. An attempt that starts
-from step n says which steps of the earlier ones count: those up to n.
+Rows of earlier attempts stay, so that what a kill interrupted is in it as well. An attempt that
+starts from step n says which steps of the earlier ones count: those up to n.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.progress import duration
 from mmqa_jax.training.time_split import PHASES
 
 FILE = "attempts.jsonl"
 _SECONDS_BETWEEN_ROWS = 30.0
+_FIELDS = {"event", "time", "step", "elapsed", "seconds"}
 
 
 class Attempts:
@@ -39,60 +41,54 @@ class Attempts:
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        folder: Path,
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ):
-        self.path = Path(folder) / FILE
-        self._clock, self._now = clock, now
+        self._folder, self._clock, self._now = folder, clock, now
         self._began, self._started = clock(), now()
-        self._file: Any = None
+        self._rows: list[dict[str, Any]] = []
         self._last = self._began
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def start(self, step: int) -> None:
         """The attempt starts from that step, as of when this object was made."""
-        if jax.process_index() != 0:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():  # a kill may have cut the last line
-            with open(self.path, "rb+") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        self._write("start", step, self._started, self._began, {})
+        if jax.process_index() == 0:
+            self._rows = read_attempts(self._folder)
+            self._write("start", step, self._started, self._began, {})
 
     def note(self, event: str, step: int, seconds: Mapping[str, float]) -> None:
-        """A row; of the event `step` one at most every 30 seconds.
+        """A row; one of the event `step` at most every 30 seconds, in place of the last one.
 
         Args:
           seconds: of this attempt so far, by phase (TimeSplit.total).
         """
         now = self._clock()
-        if self._file is None or (event == "step" and now - self._last < _SECONDS_BETWEEN_ROWS):
+        if not self._rows or (event == "step" and now - self._last < _SECONDS_BETWEEN_ROWS):
             return
+        if self._rows[-1]["event"] == "step":
+            del self._rows[-1]
         self._write(event, step, self._now(), now, seconds)
+
+    def goodput(self) -> Goodput | None:
+        """Of the run so far; None on other processes than 0."""
+        return goodput(self._rows)
 
     def _write(
         self, event: str, step: int, at: float, now: float, seconds: Mapping[str, float]
     ) -> None:
         self._last = now
-        row = {
-            "event": event,
-            "time": round(at, 3),
-            "step": step,
-            "elapsed": round(now - self._began, 3),
-            "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        }
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._rows.append(
+            {
+                "event": event,
+                "time": round(at, 3),
+                "step": step,
+                "elapsed": round(now - self._began, 3),
+                "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            }
+        )
+        # Whole: the folder may be in a store that cannot append.
+        write_jsonl(self._folder / FILE, self._rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,21 +169,19 @@ def goodput(rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
     return Goodput(seconds["counted"] / wall, wall, len(attempts), lost_steps, seconds)
 
 
-def read_attempts(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """The rows of a run's attempts.jsonl, from the first start on; none if there is no file.
+def read_attempts(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's attempts.jsonl; none if there is no file.
 
-    Lines that are not rows, as a full disk leaves them, are passed over.
+    Raises:
+      UserError: the file is damaged.
     """
-    path = Path(folder) / FILE
+    path = folder / FILE
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            known = {name: row[name] for name in ("event", "time", "step", "elapsed", "seconds")}
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-        if rows or known["event"] == "start":
-            rows.append(known)
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not all(row.keys() >= _FIELDS for row in rows) or rows[0]["event"] != "start":
+            raise ValueError
+    except (ValueError, AttributeError, LookupError) as error:
+        raise UserError(f"{path}: is damaged; delete it, and goodput is counted anew.") from error
     return rows

@@ -32,7 +32,7 @@ from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_blocks, local_blocks,
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
-from mmqa_jax.training.attempts import Attempts, goodput, read_attempts
+from mmqa_jax.training.attempts import Attempts
 from mmqa_jax.training.nonfinite import FiniteCheck, OnNan
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
 from mmqa_jax.training.profile import Profile, Steps
@@ -165,9 +165,9 @@ def train(
     )
     folder = Path(workdir)
     fingerprint = config_fingerprint({"train": config, "seed": seed, "model": metadata or {}})
+    attempts = Attempts(folder)
     with (
         report_full_disk(folder),
-        Attempts(folder) as attempts,
         Checkpoints(
             folder / "checkpoints", fingerprint=fingerprint, keep=options.keep
         ) as checkpoints,
@@ -360,8 +360,7 @@ class _Run:
         self._split.lap("checkpoint")
         self._outputs.attempts.note(event, step, self._split.total)
         self._show_input_wait(self._split.total)
-        found = goodput(read_attempts(self._outputs.attempts.path.parent))
-        if found is not None:
+        if (found := self._outputs.attempts.goodput()) is not None:
             self._progress.advance(0, goodput=f"{100 * found.share:.0f} %")
 
     def _show_input_wait(self, seconds: Mapping[str, float]) -> None:

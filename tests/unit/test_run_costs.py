@@ -238,14 +238,18 @@ def test_attempts_are_kept_through_a_kill(tmp_path):
         clock.now += 20
         attempts.note("step", 5, {"compute": 2.0})
         attempts.note("save", 6, {"compute": 2.5})
-        with (tmp_path / FILE).open("a") as file:
-            file.write('{"event": "sa')  # cut by the kill
+        for later in (8, 9):  # the last step that is known of
+            clock.now += 40
+            attempts.note("step", later, {"compute": 3.0})
     rows = read_attempts(tmp_path)
     assert [(row["event"], row["step"], row["elapsed"]) for row in rows] == [
-        ("start", 0, 0.0), ("step", 5, 45.0), ("save", 6, 45.0),
-        ("start", 10, 0.0), ("step", 5, 45.0), ("save", 6, 45.0),
+        ("start", 0, 0.0), ("save", 6, 45.0), ("step", 9, 125.0),
+        ("start", 10, 0.0), ("save", 6, 45.0), ("step", 9, 125.0),
     ]  # fmt: skip
     assert read_attempts(tmp_path / "nowhere") == []
+    (tmp_path / FILE).write_text('{"event": "start"}\n')
+    with pytest.raises(UserError, match="is damaged; delete it"):
+        read_attempts(tmp_path)
 
 
 @pytest.mark.parametrize(
