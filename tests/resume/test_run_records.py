@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import jax
 import pytest
@@ -39,35 +38,6 @@ def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, monkeypatch):
         split = sum(row.get(f"{phase}_seconds", 0) for phase in PHASES)
         assert split == pytest.approx(row["time"] - before["time"], rel=0.2, abs=0.1)
         assert row["examples_per_second"] > 0
-
-
-def test_the_wait_for_input_is_told_from_computing(tmp_path):
-    """A loader that stalls the devices, and one that is slow behind a slower step."""
-
-    class Slow:
-        def __init__(self, batches):
-            self._batches = batches
-            self.get_state, self.set_state = batches.get_state, batches.set_state
-
-        def __next__(self):
-            time.sleep(0.05)
-            return next(self._batches)
-
-    class SlowSteps(tiny_run.Regression):
-        def loss(self, model, batch, dropout_key):
-            jax.debug.callback(lambda: time.sleep(0.2))
-            return super().loss(model, batch, dropout_key)
-
-    def seconds(workdir, **options):
-        run(workdir, Slow(tiny_run.pipeline()), steps=12, log_every=12, evaluate_every=0, **options)
-        row = next(row for row in read_metrics(workdir) if "loss" in row)
-        return row["input_seconds"], row["compute_seconds"]
-
-    waited, _ = seconds(tmp_path / "stalled")
-    assert waited >= 12 * 0.05
-    hidden, computed = seconds(tmp_path / "hidden", task=SlowSteps())
-    assert computed > 12 * 0.15
-    assert hidden < 6 * 0.05  # but for the first steps, the wait is behind a step
 
 
 def test_steps_are_traced(tmp_path):

@@ -21,8 +21,9 @@ from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.wandb_log import check_wandb
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.systems.training_status import training_status
-from mmqa_jax.training import throughput
+from mmqa_jax.training import loop, throughput
 from mmqa_jax.training.attempts import FILE, Attempts, goodput, read_attempts
+from mmqa_jax.training.optimizer import OptimizerOptions
 from mmqa_jax.training.profile import parse_steps
 from mmqa_jax.training.throughput import CLOCK_COLUMNS, Throughput, tokens_of
 from mmqa_jax.training.time_split import PHASES, TimeSplit
@@ -50,6 +51,51 @@ def test_the_phases_add_up_to_the_wall_time():
     assert windows[1] == {**expected, "input": 3.5}
     assert sum(split.total.values()) == pytest.approx(clock.now - 2.0 - 100.0)
     assert {f"{phase}_seconds" for phase in PHASES} <= set(CLOCK_COLUMNS)
+
+
+class Flying:
+    """The loss of a step that is computed, or not yet."""
+
+    def __init__(self, ready):
+        self._ready = ready
+
+    def is_ready(self):
+        return self._ready
+
+    def block_until_ready(self):
+        self._ready = True
+
+
+def test_a_wait_behind_a_step_is_no_wait_for_input(monkeypatch):
+    """Reading a batch takes a second; so does the first program of a shape, to compile."""
+    clock = Clock()
+
+    class Batches:
+        def __next__(self):
+            clock.now += 1.0
+            return {"index": np.arange(4), "x": np.ones((4, 2), np.float32)}
+
+    class Step:
+        mesh = make_mesh(devices=jax.devices()[:1])
+
+        def model_flops(self, state, batch):
+            clock.now += 1.0
+            return 0.0
+
+    monkeypatch.setattr(loop, "TimeSplit", lambda: TimeSplit(clock))
+    quiet = types.SimpleNamespace(beat=lambda *_: None, advance=lambda *_, **__: None)
+    outputs = loop._Outputs(None, None, None, quiet, quiet)
+    options = loop.LoopOptions(steps=9, optimizer=OptimizerOptions("adam", 0.1))
+    run = loop._Run(options, outputs, Step(), Batches(), {"sums": {}, "count": 0}, 0)
+    found = []
+    for step, ready in enumerate((False, False, True, False), start=1):
+        batch = run.read(step, None)
+        assert batch.keys() == {"x"}
+        run.dispatched(step, {"loss": Flying(ready)})
+        found.append((run._split.total["input"], run._split.total["compute"]))
+    # Nothing in flight; a step in flight, twice; the last one is computed.
+    assert found == [(1, 0), (1, 1), (1, 2), (2, 2)]
+    assert run._split.total["compile"] == 1.0
 
 
 def test_tokens_are_counted_without_padding():
