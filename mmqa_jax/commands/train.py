@@ -29,6 +29,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="take no steps: create a workdir with the weights named by config.init, for other "
         "verbs",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="START:END",
+        help="write a trace of these steps, both included, to WORKDIR/profile, for xprof or "
+        "TensorBoard",
+    )
+    parser.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="log the rows of metrics.jsonl to Weights & Biases too (extra `wandb`; "
+        "WANDB_MODE=offline needs no network)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -48,4 +60,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         make_validation=make_validation,
         make_examples=make_examples,
         only_start=arguments.only_start,
+        profile=arguments.profile,
+        wandb=arguments.wandb,
     )

@@ -1,4 +1,4 @@
-"""Metrics of a run: rows in metrics.jsonl, and TensorBoard events beside them."""
+"""Metrics of a run: rows in metrics.jsonl, and the same in TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.wandb_log import WandbLog
 
 
 class MetricsWriter:
@@ -24,13 +25,20 @@ class MetricsWriter:
     Args:
       folder: workdir of the run.
       restored_step: step of the checkpoint that the run resumes from, 0 for a new run.
+      wandb: project in Weights & Biases, which gets the rows too; None: none does.
+
+    Raises:
+      UserError: Weights & Biases does not start.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, restored_step: int = 0):
+    def __init__(
+        self, folder: str | os.PathLike, *, restored_step: int = 0, wandb: str | None = None
+    ):
         import jax
 
         self._file: Any = None
         self._events: Any = None
+        self._wandb: WandbLog | None = None
         if jax.process_index() != 0:
             return
         from tensorboardX import SummaryWriter
@@ -39,6 +47,8 @@ class MetricsWriter:
         path = folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         rows = read_metrics(folder)
+        if wandb is not None:
+            self._wandb = WandbLog(wandb, folder)
         kept = [row for row in rows if row["step"] <= restored_step]
         if path.exists():
             write_jsonl(path, kept)  # also drops a line that a kill cut short
@@ -59,13 +69,18 @@ class MetricsWriter:
         for name, value in numbers.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
+        if self._wandb is not None:
+            self._wandb.write(step, numbers)
 
     def close(self) -> None:
-        """Closes both files."""
-        if self._file is not None:
-            self._file.close()
-            self._events.close()
-            self._file = None
+        """Closes the files, and the run in Weights & Biases."""
+        if self._file is None:
+            return
+        self._file.close()
+        self._events.close()
+        self._file = None
+        if self._wandb is not None:
+            self._wandb.close()
 
     def __enter__(self) -> Self:
         return self

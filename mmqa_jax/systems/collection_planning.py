@@ -11,12 +11,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.bench.plan.chips import GIB
-from mmqa_jax.bench.plan.flops import jaxpr_flops
 from mmqa_jax.bench.plan.program import Program, compile_program, shard_bytes
 from mmqa_jax.bench.plan.roofline import Planned
 from mmqa_jax.bench.plan.topology import Topology
+from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.models.presets import dual_encoder_from_config
 from mmqa_jax.retrieval.index_sizes import IndexSize, index_sizes
 from mmqa_jax.retrieval.mesh_index import abstract_search

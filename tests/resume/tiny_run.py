@@ -29,7 +29,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.training import validation
-from mmqa_jax.training.loop import train
+from mmqa_jax.training.loop import Observed, train
 from mmqa_jax.training.validation import Validation
 from mmqa_jax.weights import folder
 
@@ -141,7 +141,7 @@ def raise_signal(number):
 
 def run(
     workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None,
-    validation=None, **changes,
+    validation=None, observed=None, **changes,
 ):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
@@ -154,6 +154,7 @@ def run(
         validation=validation or Validation(evaluate),
         metadata=metadata,
         load_pretrained=load_pretrained,
+        observed=observed or Observed(),
     )
 
 

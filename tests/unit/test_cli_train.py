@@ -31,6 +31,8 @@ def test_a_trained_run_is_not_trained_again(data, models):
         ("--config=nowhere.py", r"--config=nowhere\.py: no such config file"),
         ("--config.data.dir=nothing", r"nothing: no such folder, a prepared corpus was expected"),
         ("--config.data.dir=", r"config key data\.dir is empty"),
+        ("--profile=1", r"--profile=1: START:END was expected"),
+        ("--profile=1:3", r"--profile=1:3: steps from 1 to 2 \(train\.steps\) were expected"),
     ],
 )
 def test_wrong_configs(flag, message, refused, data, tmp_path):

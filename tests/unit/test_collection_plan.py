@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cli_runs import done
 
-from mmqa_jax.bench.plan.chips import GIB
+from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.index import build_index
