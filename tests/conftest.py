@@ -45,7 +45,8 @@ def pytest_addoption(parser):
         "--kills",
         type=int,
         default=5,
-        help="how often tests/resume/test_random_kills.py kills a training run (50 takes minutes)",
+        help="how often tests/resume/test_random_kills.py kills a training run, and "
+        "tests/unit/test_inference_killed.py all inference verbs together (50 takes minutes)",
     )
 
 

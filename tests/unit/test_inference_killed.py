@@ -1,7 +1,7 @@
-"""Every inference verb, shared by two processes that are killed (kill -9) at random moments.
+"""Every inference verb, killed (kill -9) at random moments, most of them shared by processes.
 
-Its files are those of one process that nobody disturbed, to the bit. The default is one kill a
-verb; MMQA_KILLS=50 makes 50 over all verbs.
+Its files are those of one process that nobody disturbed, to the bit. By default each verb is
+killed once; with --kills=50 all verbs together at least 50 times.
 """
 
 from __future__ import annotations
@@ -15,16 +15,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, rows_of
+from cli_runs import ROOT, done, quickly_and_quietly, rows_of
 from row_runs import row_flags
+from test_cli_candidates import whole_run_flags
+from test_cli_caption import caption_flags, write_captioner
 from tiny_llm import SIZES, write_folder
+from vqa_files import write_okvqa
 
 from mmqa_jax.core.files import read_json
 
-VERBS = ("embed", "search", "rerank", "answer", "prompt", "run")
-KILLS = -(-int(os.environ.get("MMQA_KILLS", len(VERBS))) // len(VERBS))  # of each verb
+SHARED = ("embed", "search", "rerank", "answer", "prompt", "run")
+ALONE = ("index", "caption", "candidates")  # one process does all of the job
 # Files that name times or hosts, what is kept of finished work, and locks.
 NOT_COMPARED = ("config.json", "report.html", ".lock", ".claim")
+
+
+@pytest.fixture(scope="module")
+def kills(request):
+    """How often each verb is killed."""
+    return -(-request.config.getoption("--kills") // len(SHARED + ALONE))
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +59,24 @@ def start(cli_cache):
 
 
 @pytest.fixture(scope="module")
-def flags_of(data, models, index, bm25, tmp_path_factory):
+def flags_of(data, models, index, bm25, cli_cache, tmp_path_factory):
     """Verb, folder -> its flags, in chunks of two or three."""
-    folder = tmp_path_factory.mktemp("prompts")
+    folder = tmp_path_factory.mktemp("inputs")
     model = write_folder(folder / "model")
     prompts = folder / "prompts.txt"
     prompts.write_text("The capital\nThe flag\nWhy\nSeven days\nThe\n")
     sizes = ("slots", "length", "buckets", "prefill_tokens", "block")
     engine = [f"--config.engine.{name}={getattr(SIZES, name)}" for name in sizes]
+    write_captioner(folder / "oscar")
+    done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'okvqa'}")
+    with quickly_and_quietly(cli_cache):
+        done(*whole_run_flags(folder / "vqa", folder / "okvqa"))
 
     def flags(verb: str, out: Path) -> list:
         corpus, contrastive = f"--data={data}", f"--model={models / 'contrastive'}"
         file = f"--out={out / 'out.jsonl'}"
+        if verb == "index" and not out.exists():
+            shutil.copytree(index / "embeddings", out / "embeddings")
         return {
             "embed": ["embed", corpus, contrastive, f"--out={out}", "--chunk=3"],
             "search": [
@@ -83,6 +98,12 @@ def flags_of(data, models, index, bm25, tmp_path_factory):
                 f"--cache={out / 'cache.sqlite'}", "--chunk=2",
             ],
             "run": [*row_flags("webqa:clip20_vlp", out, data, models, index), "--chunk=2"],
+            "index": ["index", f"--embeddings={out}", "--kind=exact"],
+            "caption": caption_flags(folder / "oscar", out),
+            "candidates": [
+                "candidates", f"--data={folder / 'okvqa'}", f"--model={folder / 'vqa'}",
+                f"--out={out}",
+            ],
         }[verb]  # fmt: skip
 
     return flags
@@ -103,26 +124,26 @@ def results(folder: Path) -> dict[str, bytes | list]:
     return found
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, tmp_path):
-    rng = random.Random(f"{verb} {KILLS}")
+@pytest.mark.parametrize("verb", SHARED)
+def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, kills, tmp_path):
+    rng = random.Random(f"{verb} {kills}")
     whole, folder = tmp_path / "whole", tmp_path / "shared"
     ended = start(flags_of(verb, whole))
     assert ended["code"] == 0, ended["err"]
     expected = results(whole)
     assert len(expected) >= (4 if verb == "run" else 1)
-    flags, kills, shards, moments = flags_of(verb, folder), 0, 2, ended["moments"]
-    while kills < KILLS:
+    flags, died, shards, moments = flags_of(verb, folder), 0, 2, ended["moments"]
+    while died < kills:
         shards = shards if folder.exists() else rng.choice((2, 3))
         shard = f"--shard={rng.randrange(shards)}/{shards}"
         ended = start([*flags, shard], kill_at=rng.randint(1, moments // shards))
-        kills += ended["signal"] == 9
+        died += ended["signal"] == 9
         assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
         # A file is there whole, or it is not there.
         for name, content in results(folder).items():
             if name in expected and name != "embeddings/manifest.json":
                 assert content == expected[name], name
-        if ended["signal"] == 0 and done(folder):
+        if ended["signal"] == 0 and complete(folder):
             shutil.rmtree(folder)
     for index in range(shards):
         ended = start([*flags, f"--shard={index}/{shards}"])
@@ -130,8 +151,32 @@ def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, 
     assert results(folder) == expected
 
 
-def done(folder: Path) -> bool:
-    """Whether a job's results are written."""
+@pytest.mark.parametrize("verb", ALONE)
+def test_killed_jobs_end_with_the_files_of_an_undisturbed_one(
+    verb, start, flags_of, kills, tmp_path
+):
+    rng = random.Random(f"{verb} {kills}")
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    ended = start(flags_of(verb, whole))
+    assert ended["code"] == 0, ended["err"]
+    expected, moments = results(whole), ended["moments"]
+    assert len(expected) > len(results(folder))
+    died = 0
+    while died < kills:
+        ended = start(flags_of(verb, folder), kill_at=rng.randint(1, moments))
+        died += ended["signal"] == 9
+        assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
+        found = results(folder)
+        assert all(found[name] == expected[name] for name in found.keys() & expected.keys())
+        if found == expected:
+            shutil.rmtree(folder)
+    ended = start(flags_of(verb, folder))
+    assert ended["code"] == 0, ended["err"]
+    assert results(folder) == expected
+
+
+def complete(folder: Path) -> bool:
+    """Whether a shared job's results are written."""
     jobs = [*folder.rglob("job.json")]
     if jobs:
         return all(read_json(path)["complete"] for path in jobs)
