@@ -8,9 +8,12 @@ from typing import Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "embed every source of a corpus, or a benchmark's pictures as grids of features."
 EXAMPLE = "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index"
+STORE_INPUTS = ("data", "model")
+STORE_OUTPUTS = ("out",)
 
 
 _CHUNK = 1024
@@ -37,6 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Embeds the sources, or the questions' pictures."""
     shard = flags.start(arguments)
+    arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.systems.grid_features import embed_grids, is_image_tower
     from mmqa_jax.systems.indexing import embed
 
@@ -46,11 +50,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 "--shard, --engine and --overwrite: are for the embeddings of sources; leave them "
                 "out."
             )
-        return embed_grids(Path(arguments.data), Path(arguments.model), Path(arguments.out))
+        return embed_grids(Path(arguments.data), Path(arguments.model), as_path(arguments.out))
     return embed(
         Path(arguments.data),
         Path(arguments.model),
-        Path(arguments.out),
+        as_path(arguments.out),
         shard=shard,
         chunk=arguments.chunk,
         engine=flags.engine(arguments),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "show how far a job is: progress, rate, missing parts, time left."
 EXAMPLE = "mmqa status runs/retrieval/dense.jsonl"
+STORE_OUTPUTS = ("path",)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +24,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import Table, show
     from mmqa_jax.systems.jobs import find_job, job_status
 
-    status = job_status(find_job(Path(arguments.path)))
+    status = job_status(find_job(as_path(arguments.path)))
     rows = [
         [
             shard["shard"],
