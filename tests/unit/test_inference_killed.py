@@ -1,7 +1,8 @@
 """Every inference verb, killed (kill -9) at random moments, most of them shared by processes.
 
-Its files are those of one process that nobody disturbed, to the bit. By default each verb is
-killed once; with --kills=50 all verbs together at least 50 times.
+Its files are those of one process that nobody disturbed, to the bit: in the file system, and with
+all inputs and results in an object store (tests/object_store.py). By default each verb is killed
+once; with --kills=50 all verbs together at least 50 times.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import object_store
 import pytest
 from cli_runs import ROOT, done, quickly_and_quietly, rows_of
 from row_runs import row_flags
@@ -23,6 +25,8 @@ from tiny_llm import SIZES, write_folder
 from vqa_files import write_okvqa
 
 from mmqa_jax.core.files import read_json
+from mmqa_jax.core.local_copies import local_copy
+from mmqa_jax.core.paths import as_path
 
 SHARED = ("embed", "search", "rerank", "answer", "prompt", "run")
 ALONE = ("index", "caption", "candidates")  # one process does all of the job
@@ -37,7 +41,15 @@ def kills(request):
 
 
 @pytest.fixture(scope="module")
-def start(cli_cache):
+def store(tmp_path_factory):
+    """The objects of a store's bucket."""
+    folder = tmp_path_factory.mktemp("store") / "all"
+    with pytest.MonkeyPatch.context() as patch, object_store.started(folder, patch):
+        yield object_store.Objects(folder / object_store.BUCKET)
+
+
+@pytest.fixture(scope="module")
+def start(cli_cache, store):
     """Starts a verb; returns how it ended."""
     environment = os.environ | {
         "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
@@ -149,6 +161,40 @@ def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, 
         ended = start([*flags, f"--shard={index}/{shards}"])
         assert ended["code"] == 0, ended["err"]
     assert results(folder) == expected
+
+
+@pytest.mark.parametrize(("verb", "scheme"), [("embed", "gs"), ("prompt", "s3"), ("run", "gs")])
+def test_killed_shards_in_an_object_store(
+    verb, scheme, start, store, flags_of, kills, data, models, index, tmp_path
+):
+    """The data, the models and the index are in the store too."""
+    rng = random.Random(f"{verb} in a store {kills}")
+    ended = start(flags_of(verb, tmp_path / "whole"))
+    assert ended["code"] == 0, ended["err"]
+    expected, bucket = results(tmp_path / "whole"), f"{scheme}://{object_store.BUCKET}"
+    inputs = {"data": data, "contrastive": models / "contrastive", "index": index}
+    inputs |= {name: models / name for name in ("rerank", "answer")}
+    for name, folder in inputs.items():
+        for file in filter(Path.is_file, folder.rglob("*")):
+            store.put(f"{name}/{file.relative_to(folder)}", file.read_bytes())
+
+    def flags(out: Path | str) -> list:
+        found = [str(flag) for flag in flags_of(verb, as_path(out)) if "--cache=" not in str(flag)]
+        for name, folder in inputs.items():
+            found = [flag.replace(str(folder), f"{bucket}/{name}") for flag in found]
+        return found
+
+    out, died = f"{bucket}/results-{verb}", 0
+    while died < min(kills, 2):
+        shard = f"--shard={rng.randrange(2)}/2"
+        ended = start([*flags(out), shard], kill_at=rng.randint(1, ended["moments"] // 2))
+        died += ended["signal"] == 9
+        assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
+    for shard in range(2):
+        ended = start([*flags(out), f"--shard={shard}/2"])
+        assert ended["code"] == 0, ended["err"]
+    assert results(local_copy(out)) == expected
+    assert not [name for name in store.names(f"results-{verb}") if ".lock/" in name]
 
 
 @pytest.mark.parametrize("verb", ALONE)
