@@ -71,7 +71,24 @@ def start(cli_cache, store):
 
 
 @pytest.fixture(scope="module")
-def flags_of(data, models, index, bm25, cli_cache, tmp_path_factory):
+def captioner(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("oscar")
+    write_captioner(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prophet(cli_cache, tmp_path_factory):
+    """A benchmark's data, and a model trained on it, whose candidates are wanted."""
+    folder = tmp_path_factory.mktemp("vqa")
+    done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'data'}")
+    with quickly_and_quietly(cli_cache):
+        done(*whole_run_flags(folder / "run", folder / "data"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags_of(data, models, index, bm25, tmp_path_factory, request):
     """Verb, folder -> its flags, in chunks of two or three."""
     folder = tmp_path_factory.mktemp("inputs")
     model = write_folder(folder / "model")
@@ -79,16 +96,20 @@ def flags_of(data, models, index, bm25, cli_cache, tmp_path_factory):
     prompts.write_text("The capital\nThe flag\nWhy\nSeven days\nThe\n")
     sizes = ("slots", "length", "buckets", "prefill_tokens", "block")
     engine = [f"--config.engine.{name}={getattr(SIZES, name)}" for name in sizes]
-    write_captioner(folder / "oscar")
-    done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'okvqa'}")
-    with quickly_and_quietly(cli_cache):
-        done(*whole_run_flags(folder / "vqa", folder / "okvqa"))
 
     def flags(verb: str, out: Path) -> list:
         corpus, contrastive = f"--data={data}", f"--model={models / 'contrastive'}"
         file = f"--out={out / 'out.jsonl'}"
-        if verb == "index" and not out.exists():
-            shutil.copytree(index / "embeddings", out / "embeddings")
+        if verb == "index":
+            if not out.exists():
+                shutil.copytree(index / "embeddings", out / "embeddings")
+            return ["index", f"--embeddings={out}", "--kind=exact"]
+        if verb == "caption":
+            return caption_flags(request.getfixturevalue("captioner"), out)
+        if verb == "candidates":
+            made = request.getfixturevalue("prophet")
+            paths = (f"--data={made / 'data'}", f"--model={made / 'run'}", f"--out={out}")
+            return ["candidates", *paths]
         return {
             "embed": ["embed", corpus, contrastive, f"--out={out}", "--chunk=3"],
             "search": [
@@ -110,12 +131,6 @@ def flags_of(data, models, index, bm25, cli_cache, tmp_path_factory):
                 f"--cache={out / 'cache.sqlite'}", "--chunk=2",
             ],
             "run": [*row_flags("webqa:clip20_vlp", out, data, models, index), "--chunk=2"],
-            "index": ["index", f"--embeddings={out}", "--kind=exact"],
-            "caption": caption_flags(folder / "oscar", out),
-            "candidates": [
-                "candidates", f"--data={folder / 'okvqa'}", f"--model={folder / 'vqa'}",
-                f"--out={out}",
-            ],
         }[verb]  # fmt: skip
 
     return flags
@@ -184,17 +199,17 @@ def test_killed_shards_in_an_object_store(
             found = [flag.replace(str(folder), f"{bucket}/{name}") for flag in found]
         return found
 
-    out, died = f"{bucket}/results-{verb}", 0
+    out, died, moments = f"{bucket}/results-{verb}", 0, ended["moments"]
     while died < min(kills, 2):
         shard = f"--shard={rng.randrange(2)}/2"
-        ended = start([*flags(out), shard], kill_at=rng.randint(1, ended["moments"] // 2))
+        ended = start([*flags(out), shard], kill_at=rng.randint(1, moments // 2))
         died += ended["signal"] == 9
         assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
     for shard in range(2):
         ended = start([*flags(out), f"--shard={shard}/2"])
         assert ended["code"] == 0, ended["err"]
     assert results(local_copy(out)) == expected
-    assert not [name for name in store.names(f"results-{verb}") if ".lock/" in name]
+    assert not [name for name in store.names(f"results-{verb}") if "/alone-" in name]
 
 
 @pytest.mark.parametrize("verb", ALONE)
