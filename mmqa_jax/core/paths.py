@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from mmqa_jax.core.errors import RunError, UserError
@@ -38,15 +38,19 @@ def as_path(place: str | os.PathLike) -> Path:
     Raises:
       UserError: another scheme, or the store's package is not installed.
     """
-    if not isinstance(place, str):
-        return place  # type: ignore[return-value] - either kind
-    if scheme_of(place) is None:
+    if isinstance(place, PurePath):  # of either kind
+        return place  # type: ignore[return-value]
+    place = os.fspath(place)
+    scheme = scheme_of(place)
+    if scheme is None:
         return Path(place)
     check_scheme(place, place)
     import fsspec
     from etils import epath
 
-    fsspec.config.conf.setdefault(_PROTOCOLS[scheme_of(place)], {}).update(_FRESH)  # of epath's
+    # What epath makes of it is to be as `filesystem` does: fsspec's, also beside TensorFlow.
+    os.environ.setdefault("EPATH_USE_TF", "false")
+    fsspec.config.conf.setdefault(_PROTOCOLS[scheme], {}).update(_FRESH)
     return epath.Path(place)
 
 

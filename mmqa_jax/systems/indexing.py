@@ -9,6 +9,7 @@ from typing import Any
 from mmqa_jax.core import distributed
 from mmqa_jax.core.chunks import Engine, check_chunk
 from mmqa_jax.core.files import check_out, read_json, write_json
+from mmqa_jax.core.paths import check_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import open_corpus
@@ -110,6 +111,7 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
       kind: see retrieval.index.build_index.
       place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
     """
+    check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)
     if place:
         return _fill(place, embeddings)
