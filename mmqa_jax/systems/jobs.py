@@ -110,7 +110,7 @@ def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], 
             seconds = _covered([(about["began"], about["ended"]) for about in own])
             shard.rate = shard.items_done / seconds if seconds > 0 else None
             newest = max(own, key=lambda about: about["ended"])
-            shard.last, shard.host = now - newest["ended"], newest["host"]
+            shard.last, shard.host = max(now - newest["ended"], 0.0), newest["host"]
     missing = [number for number in range(len(sizes)) if number not in found]
     return shards, missing, bool(record["complete"])
 
@@ -125,7 +125,7 @@ def _of_embeddings(folder: Path, now: float) -> tuple[list[ShardStatus], list[in
     for index, shard in enumerate(shards):
         own = sorted((at, sizes[n]) for n, at in found.items() if n % unfinished.parts == index)
         if own:
-            shard.last = now - own[-1][0]
+            shard.last = max(now - own[-1][0], 0.0)  # clocks of hosts may differ, or be set
         if len(own) > 1 and own[-1][0] > own[0][0]:  # when the first was begun is not known
             shard.rate = sum(size for _, size in own[1:]) / (own[-1][0] - own[0][0])
     return shards, unfinished.missing, False
