@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -22,7 +23,6 @@ from mmqa_jax.core.paths import (
     key_of,
     listing,
     named_errors,
-    scheme_of,
 )
 from mmqa_jax.core.progress import Progress
 
@@ -34,8 +34,8 @@ _NOT_COPIED = re.compile(r"(?:checkpoints|.*\.lock|.*\.claim)/|.*events\.out\.")
 def local_copy(place: str | os.PathLike) -> Path:
     """A path in the file system; of an object, or of all objects below a name, that of a copy.
 
-    The copy is kept in the cache folder ($MMQA_CACHE); what has changed in the store since is
-    copied again. Processes of one host share it. Of a run's workdir neither the checkpoints nor
+    The copy is kept in the cache folder ($MMQA_CACHE/store); what has changed in the store since
+    is copied again. Processes of one host share it. Of a run's workdir neither the checkpoints nor
     the folder `best` are copied, which is a place of its own.
 
     Raises:
@@ -55,10 +55,12 @@ def local_copy(place: str | os.PathLike) -> Path:
         for key, about in found.items()
         if not _NOT_COPIED.match(key) and not ("model.json" in found and key.startswith("best/"))
     }
-    copy = cache_dir() / "store" / str(scheme_of(name)) / key_of(name)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with alone(_beside(copy, "lock")):
-        _update(name, copy, wanted)
+    # Each place has a folder of its own: places may lie within each other.
+    folder = cache_dir() / "store" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / "copy" / key_of(name).rpartition("/")[2]
+    with alone(folder / "lock"):
+        _update(name, copy, wanted, folder / "objects.json")
     return copy
 
 
@@ -80,11 +82,15 @@ def with_local_copies(config: Any) -> Any:
     return config if found == given else ConfigDict(found)
 
 
-def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]]) -> None:
-    """Makes the copy hold these objects, by what follows `name`, and nothing else."""
-    index = _beside(copy, "index.json")
-    known = read_json(index) if index.exists() else {}
-    for file in [file for file in copy.rglob("[!.]*") if file.is_file()]:
+def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]], record: Path) -> None:
+    """Makes the copy hold these objects, by what follows `name`, and nothing else.
+
+    Args:
+      wanted: name -> size and version.
+      record: file that keeps `wanted` of a finished copy.
+    """
+    known = read_json(record) if record.exists() else {}
+    for file in [file for file in copy.rglob("*") if file.is_file()]:
         if str(file.relative_to(copy)) not in wanted:
             file.unlink()
     todo = {
@@ -94,18 +100,18 @@ def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]]) -> Non
     }
     if not todo:
         return
-    total, free = sum(todo.values()), shutil.disk_usage(copy.parent).free
+    total, free = sum(todo.values()), shutil.disk_usage(record.parent).free
     if total > free:
         raise RunError(
-            f"{name}: its copy takes {total / 2**30:.1f} GiB, {copy.parent} has "
+            f"{name}: its copy takes {total / 2**30:.1f} GiB, {record.parent} has "
             f"{free / 2**30:.1f} GiB left; name a folder on a larger disk with MMQA_CACHE."
         )
-    index.unlink(missing_ok=True)  # until all are there
+    record.unlink(missing_ok=True)  # until all are there
 
     def fetch(key: str) -> int:
         target = copy / key
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _beside(target, "part")
+        temporary = target.with_name(f".{target.name}.part")
         with named_errors(name):
             filesystem(name).get_file(f"{name.rstrip('/')}/{key}".rstrip("/"), str(temporary))
         os.replace(temporary, target)
@@ -119,8 +125,4 @@ def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]]) -> Non
         for size in pool.map(fetch, todo):
             progress.advance(((done + size) >> 20) - (done >> 20))
             done += size
-    write_json(index, {key: list(about) for key, about in wanted.items()})
-
-
-def _beside(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}")
+    write_json(record, {key: list(about) for key, about in wanted.items()})

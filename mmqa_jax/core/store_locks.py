@@ -106,12 +106,15 @@ class StoreLock:
         """The objects of those with whom this process cannot share the lock."""
         if not self._folder.is_dir():
             return []
-        names = (path.name for path in self._folder.iterdir())
-        return [
-            name
-            for name in names
-            if name != self._own.name and not (self._shared and name.startswith("shared-"))
-        ]
+        others = []
+        for path in self._folder.iterdir():
+            if _has_ended(path.name):
+                path.unlink(missing_ok=True)
+            elif path.name != self._own.name and not (
+                self._shared and path.name.startswith("shared-")
+            ):
+                others.append(path.name)
+        return others
 
     def _lives(self, name: str) -> bool | None:
         """Whether a holder is alive, None while that is not known; the dead's object is removed."""
@@ -121,8 +124,7 @@ class StoreLock:
             return False
         now = time.monotonic()
         before, since = self._watched.setdefault(name, (content, now))
-        dead = _has_ended(content) or (before == content and now - since > PATIENCE_SECONDS)
-        if dead:
+        if before == content and now - since > PATIENCE_SECONDS:
             (self._folder / name).unlink(missing_ok=True)
             return False
         return True if before != content else None
@@ -135,14 +137,8 @@ class StoreLock:
 
     def _beat(self, own: Path | None = None) -> None:
         self._beats += 1
-        host, process = socket.gethostname(), os.getpid()
-        content = {
-            "owner": f"process {process} on {host}",
-            "host": host,
-            "process": process,
-            "time": round(time.time()),
-            "beats": self._beats,
-        }
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        content = {"owner": owner, "time": round(time.time()), "beats": self._beats}
         (own or self._own).write_text(json.dumps(content))
 
     def _keep(self) -> None:
@@ -164,15 +160,15 @@ class StoreLock:
                 print(f"mmqa: {self._folder}: {error}", file=sys.stderr)
 
 
-def _has_ended(content: str) -> bool:
+def _has_ended(name: str) -> bool:
     """Whether a holder's process was of this host and has ended."""
+    holder = name.partition("-")[2].rsplit("-", 2)
+    if len(holder) != 3 or holder[0] != socket.gethostname() or not holder[1].isdigit():
+        return False
     try:
-        holder = json.loads(content)
-        if holder["host"] != socket.gethostname():
-            return False
-        os.kill(holder["process"], 0)
+        os.kill(int(holder[1]), 0)
     except ProcessLookupError:
         return True
-    except (ValueError, KeyError, PermissionError):
+    except PermissionError:  # another user's
         return False
     return False
