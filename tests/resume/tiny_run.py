@@ -18,12 +18,12 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import object_store
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -33,6 +33,9 @@ from mmqa_jax.training import validation
 from mmqa_jax.training.loop import train
 from mmqa_jax.training.validation import Validation
 from mmqa_jax.weights import folder
+
+sys.path.append(str(Path(__file__).parents[1]))  # where it is a script of its own
+import object_store
 
 FEATURES, HIDDEN, BATCH, EXAMPLES = 5, 16, 8, 96
 

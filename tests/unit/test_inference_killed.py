@@ -192,6 +192,11 @@ def test_killed_shards_in_an_object_store(
     for name, folder in inputs.items():
         for file in filter(Path.is_file, folder.rglob("*")):
             store.put(f"{name}/{file.relative_to(folder)}", file.read_bytes())
+        # embed.json names them.
+        place, moved = str(folder).encode(), f"{bucket}/{name}".encode()
+        for key, content in expected.items():
+            if isinstance(content, bytes):
+                expected[key] = content.replace(place, moved)
 
     def flags(out: Path | str) -> list:
         found = [str(flag) for flag in flags_of(verb, as_path(out)) if "--cache=" not in str(flag)]
