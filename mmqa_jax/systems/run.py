@@ -23,7 +23,7 @@ from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.local_copies import with_local_copies
+from mmqa_jax.core.local_copies import local_copy, with_local_copies
 from mmqa_jax.core.paths import as_path, in_store, key_of
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
@@ -154,7 +154,7 @@ def run_row(
         if worker
         else claim_workdir(folder, recorded, work=work, shared=shared)
     ):
-        config = with_local_copies(config)
+        given, config = config, with_local_copies(config)
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         if context := config.data.get("context"):
             assert opened is None, "parts that other rows opened read questions as they are"
@@ -165,7 +165,7 @@ def run_row(
         if needs_all(system, config.setting):
             chunk = len(questions)
         with Job(
-            folder / PARTS, _what(config, corpus, questions), len(questions), chunk=chunk,
+            folder / PARTS, _what(given, corpus, questions), len(questions), chunk=chunk,
             shard=shard, command=command, engine=engine,
         ) as job:  # fmt: skip
             here = cache_dir() / "journals" / key_of(str(folder)) if in_store(folder) else folder
@@ -214,7 +214,10 @@ def _what(config: ConfigDict, corpus: Corpus, questions: Sequence[Question]) -> 
         "corpus": corpus.fingerprint,
         "questions": identity.of_questions(questions),
         "config": config_fingerprint(ConfigDict(affecting)),
-        "inputs": {path: identity.of_path(path) for path in _part_paths(config)},
+        "inputs": {
+            path: identity.of_path(local_copy(path) if in_store(path) else path)
+            for path in _part_paths(config)
+        },
     }
 
 
