@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "show how far a training run or a job in parts is, and the time left."
 EXAMPLE = "mmqa status runs/retrieval/dense.jsonl"
+STORE_OUTPUTS = ("path",)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +23,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prints what is known of a training run, or a line per shard of a job and one for all."""
     from mmqa_jax.systems.training_status import is_training, status_lines, training_status
 
-    if is_training(Path(arguments.path)):
-        training = training_status(Path(arguments.path))
+    if is_training(as_path(arguments.path)):
+        training = training_status(as_path(arguments.path))
         print("\n".join(status_lines(training)))
         return training
     from mmqa_jax.core.chunks import named
@@ -30,7 +32,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import Table, show
     from mmqa_jax.systems.jobs import find_job, job_status
 
-    status = job_status(find_job(Path(arguments.path)))
+    status = job_status(find_job(as_path(arguments.path)))
     rows = [
         [
             shard["shard"],

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mmqa_jax.core.chunks import JOB_FILE, PARTS, part_files, read_about, read_job
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import check_store
 from mmqa_jax.retrieval.embeddings import read_unfinished
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.systems.parts import EMBEDDINGS
@@ -24,6 +25,7 @@ class Place(NamedTuple):
 
 def find_job(path: Path) -> Place:
     """The job whose --workdir, --out or folder of parts `path` is; UserError if there is none."""
+    check_store(path)
     for folder in (path, path / PARTS, path.with_name(f"{path.name}.parts")):
         if (folder / JOB_FILE).is_file():
             return Place(folder, False)

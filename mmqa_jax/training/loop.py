@@ -30,6 +30,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import report_full_disk
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
+from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts
@@ -163,7 +164,7 @@ def train(
         mesh=mesh,
         skip_nonfinite=options.on_nan == "skip",
     )
-    folder = Path(workdir)
+    folder = as_path(workdir)
     fingerprint = config_fingerprint({"train": config, "seed": seed, "model": metadata or {}})
     attempts = Attempts(folder)
     with (
@@ -335,6 +336,7 @@ class _Run:
         self.check_finite()
         self._split.lap("compute")
         self._watchdog.beat(step, "saving")
+        self._metrics.flush()
         window = {"sums": self._sums, "count": self._count, "skipped": self._finite.skipped}
         self._checkpoints.save(
             step,

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core import distributed
 from mmqa_jax.core.agreement import check_same_run, check_shared_folder
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.wandb_log import check_wandb
 from mmqa_jax.core.workdir import claim_workdir
@@ -89,11 +90,12 @@ def _run_training(
 ) -> dict[str, Any]:
     if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
+    given, config = config, with_local_copies(config)
     corpus = corpus or open_corpus(config.data.dir)
     steps = 0 if only_start else config.train.steps
     further = {"--workdir": str(folder), "--only_start": only_start}
-    check_same_run(config, {**further, "the prepared corpus": corpus.fingerprint})
-    with claim_workdir(folder, config, work="checkpoints/[0-9]*"):
+    check_same_run(given, {**further, "the prepared corpus": corpus.fingerprint})
+    with claim_workdir(folder, given, work="checkpoints/[0-9]*"):
         distributed.barrier("the workdir is claimed")
         check_shared_folder(folder)
         distributed.connect_devices()

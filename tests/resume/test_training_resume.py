@@ -26,7 +26,7 @@ def killed_run(workdir, when, step):
         [sys.executable, tiny_run.__file__, str(workdir), when, str(step)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
