@@ -54,13 +54,13 @@ class MetricsWriter:
 
         self._folder = here = as_path(folder)
         rows = read_metrics(folder)
-        if wandb is not None:
-            self._wandb = WandbLog(wandb, folder)
         kept = [row for row in rows if row["step"] <= restored_step]
         if in_store(folder):
             self._temporary = tempfile.TemporaryDirectory(prefix="mmqa-metrics-")
             here = Path(self._temporary.name)
         here.mkdir(parents=True, exist_ok=True)
+        if wandb is not None:
+            self._wandb = WandbLog(wandb, self._folder, here)
         self._here, self._put_at = here, time.monotonic()
         if (self._folder / _FILE).exists():
             write_jsonl(here / _FILE, kept)  # also drops a line that a kill cut short
@@ -95,7 +95,8 @@ class MetricsWriter:
         if self._temporary is None:
             return
         for file in self._here.iterdir():
-            upload(file, self._folder / file.name)
+            if file.is_file():  # W&B's folder stays here
+                upload(file, self._folder / file.name)
         self._put_at = time.monotonic()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.paths import absolute
 
 _RECORD = "wandb.json"
 
@@ -32,12 +33,13 @@ class WandbLog:
     Args:
       project: where the run is listed.
       folder: workdir of the run; wandb.json in it names the run.
+      files: folder in the file system for wandb's own files.
 
     Raises:
       UserError: wandb refuses to start.
     """
 
-    def __init__(self, project: str, folder: Path):
+    def __init__(self, project: str, folder: Path, files: Path):
         check_wandb(project)
         import wandb
 
@@ -48,8 +50,8 @@ class WandbLog:
             self._run: Any = wandb.init(
                 project=project,
                 id=read_json(record)["id"],
-                name=folder.absolute().name,
-                dir=str(folder),
+                name=absolute(folder).name,
+                dir=str(files),
                 config=read_json(config).get("config") if config.exists() else None,
                 resume="allow",
             )
