@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import grain
+from absl import flags
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch
@@ -128,6 +129,9 @@ class _WorkerBatches:
             self._running = None
 
     def _start(self) -> grain.DatasetIterator:
+        # Grain reads absl's flags here, which are only known to have their defaults once parsed.
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
         rest = grain.MapDataset.range(self._position, len(self._make.plan))
         batches = rest.map(self._make).to_iter_dataset(_read_options(self._threads))
         options = grain.MultiprocessingOptions(
