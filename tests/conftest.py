@@ -19,7 +19,15 @@ skip_absent_tpu()  # before a test imports jax; processes that tests start inher
 _SLOW = frozenset(
     f"test_{name}.py"
     for name in (
-        *("backends", "bench", "bench_llm", "bench_rerank", "bench_retrieval", "cached_reranker"),
+        *(
+            "backends",
+            "bench",
+            "bench_input",
+            "bench_llm",
+            "bench_rerank",
+            "bench_retrieval",
+            "cached_reranker",
+        ),
         *("cli_answer", "cli_candidates", "cli_caption", "cli_choices", "cli_compare"),
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
         *("cli_atlas_systems", "cli_prompt", "grid_stage", "launch_slurm"),
