@@ -34,7 +34,7 @@ _SLOW = frozenset(
         *("cli_run", "cli_run_errors", "inference_killed", "ray_engine", "run_resume"),
         "shards_cli",
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
-        *("flash", "scanned_cache"),
+        *("flash", "input_workers", "scanned_cache"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
         *("plan", "plan_counts", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -49,26 +48,35 @@ def test_rows(web):
     json.dumps(found)
 
 
-class Slow:
-    """Batches of two shapes, of which every one takes a while."""
+class Clock:
+    """Time that passes when a test says so."""
 
-    def __init__(self, seconds):
-        self._seconds, self._count = seconds, 0
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Slow:
+    """Batches of two shapes, of which every one takes two seconds."""
 
     get_state = set_state = None
 
+    def __init__(self, clock):
+        self._clock, self._count = clock, 0
+
     def __next__(self):
-        time.sleep(self._seconds)
+        self._clock.now += 2
         self._count += 1
         return {"x": np.zeros(1 + (self._count > 5))}
 
 
-def test_waiting_is_the_time_before_a_batch_but_not_while_a_step_is_compiled():
-    timed = bench._Timed(Slow(0.02))
+def test_waiting_is_the_time_before_a_batch_but_not_while_a_step_is_compiled(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(bench, "time", clock)
+    timed = bench._Timed(Slow(clock))
     for number in range(10):
         next(timed)
-        time.sleep(0.5 if number in (0, 5) else 0.06)  # each shape's first step compiles
-    waited, whole, counted = timed.totals()
-    assert counted == 7
-    assert 7 * 0.08 <= whole < 0.9
-    assert 7 * 0.02 <= waited < whole - 7 * 0.06
+        clock.now += 50 if number in (0, 5) else 6  # each shape's first step compiles
+    assert timed.totals() == (7 * 2, 7 * 8, 7)
