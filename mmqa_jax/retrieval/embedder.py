@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
@@ -85,7 +85,7 @@ class Embedder:
         self.buckets = tuple(buckets)
         self.batch_size = batch_size
         self.text_of = text_of
-        self._state = state
+        self._state, self._placement = state, placement_of(state)
         self._encode_text = make_encode_text(graphdef)
         self._encode_image = jax.jit(
             lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels)
@@ -106,6 +106,7 @@ class Embedder:
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
+        self._placement = placement_of(self._state)
         self._fingerprint = None
 
     def embed_questions(
@@ -213,9 +214,11 @@ class Embedder:
             for indices, ids, mask in self._text_batches([texts[i] for i in snippets]):
                 yield snippets[indices], self._encode_text(self._state, *self._put(ids, mask))
             for indices, ids, mask in self._text_batches([texts[i] for i in captions]):
-                decoded = list(pool.map(pictures.pixels, [rows[i] for i in captions[indices]]))
-                pixels, has_image = self._stack(decoded, len(ids))
-                batch = self._put(ids, mask, pixels, has_image)
+                own = self._placement.rows(len(ids))
+                shown = [rows[captions[indices[n]]] for n in own if n < len(indices)]
+                decoded = list(pool.map(pictures.pixels, shown))
+                pixels, has_image = self._stack(decoded, len(own))
+                batch = self._placement.put((ids[own], mask[own], pixels, has_image))
                 yield captions[indices], self._encode_source(self._state, *batch)
 
         self._collect(encoded(), vectors)
@@ -246,15 +249,18 @@ class Embedder:
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
         for indices in self._batches(np.arange(len(pictures))):
             size = self._padded_size(len(indices))
-            pixels, _ = self._stack([pictures[i] for i in indices], size)
-            yield indices, self._encode_image(self._state, *self._put(pixels))
+            own = self._placement.rows(size)
+            shown = [pictures[indices[n]] for n in own if n < len(indices)]
+            pixels, _ = self._stack(shown, len(own))
+            yield indices, self._encode_image(self._state, self._placement.put(pixels))
 
     def _batches(self, members: np.ndarray) -> list[np.ndarray]:
-        starts = range(0, len(members), self.batch_size)
-        return [members[start : start + self.batch_size] for start in starts]
+        size = self._placement.padded(self.batch_size)
+        return [members[start : start + size] for start in range(0, len(members), size)]
 
     def _padded_size(self, count: int) -> int:
-        return _SMALL_BATCH if count <= _SMALL_BATCH < self.batch_size else self.batch_size
+        small = count <= _SMALL_BATCH < self.batch_size
+        return self._placement.padded(_SMALL_BATCH if small else self.batch_size)
 
     def _stack(
         self, pictures: Sequence[np.ndarray | None], size: int
@@ -274,9 +280,10 @@ class Embedder:
             pixels[i], has_image[i] = picture, True
         return pixels, has_image
 
-    @staticmethod
-    def _put(*arrays: np.ndarray) -> tuple[jax.Array, ...]:
-        return tuple(map(jax.device_put, arrays))  # explicit: allowed under the transfer guard
+    def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
+        """The whole batch's arrays [B, ...] on the devices."""
+        own = self._placement.rows(len(arrays[0]))
+        return self._placement.put(tuple(array[own] for array in arrays))
 
     @staticmethod
     def _collect(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from mmqa_jax.training.profile import parse_steps
 from mmqa_jax.training.recipes import MakeExamples, make_recipe, make_tokenizer
 from mmqa_jax.training.validation import Validation, read_best
 from mmqa_jax.weights.folder import RECORD, read_metadata
+
+# A run may resume with other values of these, on a host with another number of cores.
+_FREE = frozenset({"batches.threads", "batches.workers"})
 
 # (config, corpus, tokenizer, abstract model) -> what the run is validated by.
 MakeValidation = Callable[[ConfigDict, Corpus, Any, nnx.Module], Validation]
@@ -95,7 +99,7 @@ def _run_training(
     steps = 0 if only_start else config.train.steps
     further = {"--workdir": str(folder), "--only_start": only_start}
     check_same_run(given, {**further, "the prepared corpus": corpus.fingerprint})
-    with claim_workdir(folder, given, work="checkpoints/[0-9]*"):
+    with claim_workdir(folder, given, work="checkpoints/[0-9]*", free=_FREE):
         distributed.barrier("the workdir is claimed")
         check_shared_folder(folder)
         distributed.connect_devices()
@@ -116,21 +120,22 @@ def _run_training(
                 assert make_validation is not None, "this caller cannot evaluate"
                 model = nnx.eval_shape(lambda: recipe.task.init(jax.random.key(0)))
                 validation = make_validation(config, corpus, tokenizer, model)
-            train(
-                config.train.to_dict(),
-                task=recipe.task,
-                batches=recipe.batches,
-                mesh=make_mesh(config.mesh.to_dict()),
-                workdir=folder,
-                seed=config.seed,
-                validation=validation,
-                load_pretrained=recipe.load_pretrained,
-                finish=recipe.finish,
-                title=recipe.title,
-                metadata={"task": config.task, "corpus": corpus.fingerprint, **recipe.metadata},
-                only_start=only_start,
-                observed=observed,
-            )
+            with contextlib.closing(recipe.batches) as batches:
+                train(
+                    config.train.to_dict(),
+                    task=recipe.task,
+                    batches=batches,
+                    mesh=make_mesh(config.mesh.to_dict()),
+                    workdir=folder,
+                    seed=config.seed,
+                    validation=validation,
+                    load_pretrained=recipe.load_pretrained,
+                    finish=recipe.finish,
+                    title=recipe.title,
+                    metadata={"task": config.task, "corpus": corpus.fingerprint, **recipe.metadata},
+                    only_start=only_start,
+                    observed=observed,
+                )
             if recipe.reader is not None:
                 recipe.reader.warn_missing()
     result = {"task": config.task, "steps": steps, "workdir": str(folder)}
