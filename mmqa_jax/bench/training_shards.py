@@ -44,8 +44,8 @@ class Jobs:
 
     parts: int = 6
     sources: int = 192
-    questions: int = 12
-    prompts: int = 16
+    questions: int = 48
+    prompts: int = 48
     candidates: int = 8
     words: int = 24
     small: bool = False

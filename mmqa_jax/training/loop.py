@@ -183,8 +183,6 @@ def train(
             best.repair(abstract.params)
         if load_pretrained is not None and first == 0:
             state = with_pretrained(state, model, load_pretrained)
-        if not only_start:
-            attempts.start(first)
         with (
             MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
@@ -192,6 +190,8 @@ def train(
             Watchdog(hang_limit(os.environ)) as watchdog,
             Profile(observed.profile, folder) as profile,
         ):
+            if not only_start:
+                attempts.start(first)
             outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog)
             run = _Run(options, outputs, step_fn, batches, window, seed)
             for step in range(first + 1, steps + 1):
