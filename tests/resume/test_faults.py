@@ -102,7 +102,7 @@ def test_a_dead_worker_ends_the_run_and_loses_nothing(tmp_path):
 
     batches = worker_batches(1)
     with pytest.raises(
-        RunError, match=r"batch \d+: the worker process .* exit code -9, killed, .*"
+        RunError, match=r"batch \d+: the worker process .* \(exit code -9, killed, .*"
     ):
         run(tmp_path / "killed", tiny_run.Watched(batches, 27, kill))
     assert latest(tmp_path / "killed") in (20, 30)
