@@ -105,7 +105,8 @@ def test_a_dead_worker_ends_the_run_and_loses_nothing(tmp_path):
         RunError, match=r"batch \d+: the worker process .* \(exit code -9, killed, .*"
     ):
         run(tmp_path / "killed", tiny_run.Watched(batches, 27, kill))
-    assert latest(tmp_path / "killed") in (20, 30)
+    saved = [int(path.name) for path in (tmp_path / "killed" / "checkpoints").glob("[0-9]*")]
+    assert 0 < max(saved) < 40
     run(tmp_path / "killed", worker_batches(0))
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
 
