@@ -73,6 +73,8 @@ def run_training(
     distributed.start()
     with distributed.fail_together():
         check_config(config)
+        if only_start and profile is not None:
+            raise UserError("--profile: --only_start takes no step; leave one of them out.")
         observed = Observed(
             None if profile is None else parse_steps(profile, config.train.steps), wandb
         )

@@ -166,6 +166,11 @@ def test_a_config_file_with_a_mistake(line, message, data, refused, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_no_steps_are_traced_where_none_are_taken(data, refused, tmp_path):
+    flags = train_flags("rerank", data, tmp_path / "run")
+    refused("train", *flags, "--only_start", "--profile=1:2", message=r"--profile: --only_start")
+
+
 def test_a_config_whose_import_fails(refused, tmp_path):
     (tmp_path / "own.py").write_text("import json\njson.loads('{')\n")
     flags = (f"--config={tmp_path / 'own.py'}", f"--workdir={tmp_path / 'run'}")
