@@ -18,6 +18,7 @@ import sys
 import threading
 import types
 import urllib.parse
+from datetime import UTC, datetime
 from pathlib import Path
 
 import fsspec
@@ -102,9 +103,20 @@ class StandIn(fsspec.AbstractFileSystem):
                     if slash
                     else self._about(objects, bucket, one)
                 )
-        if not found:
-            found = {path: self.info(path)} if self.info(path)["type"] == "file" else {}
+        if not found:  # an object, or nothing
+            found = {path: self.info(path)} if name else {}
         return list(found.values()) if detail else list(found)
+
+    def exists(self, path, **_):
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def modified(self, path):
+        objects, _, name = self._split(path)
+        return datetime.fromtimestamp(objects.path(name).stat().st_mtime, UTC)
 
     def _rm(self, path):
         objects, _, name = self._split(path)

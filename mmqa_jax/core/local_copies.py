@@ -112,7 +112,7 @@ def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]], record
         target = copy / key
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.part")
-        with named_errors(name):
+        with named_errors(name, RunError):
             filesystem(name).get_file(f"{name.rstrip('/')}/{key}".rstrip("/"), str(temporary))
         os.replace(temporary, target)
         return todo[key]

@@ -29,6 +29,7 @@ _ADVICE = {
     "gs": "`gcloud auth application-default login` or GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "`aws configure` or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
 }
+_NETWORK = re.compile(r"^\w*(?:Connect|Timeout)\w*:|Service Unavailable")
 _SERVERS = ("http", "https", "milvus")  # no places of files
 
 
@@ -114,14 +115,17 @@ def check_store(place: str | os.PathLike) -> None:
 def upload(file: str | os.PathLike, place: Path) -> None:
     """Puts a file into a store, whole or not at all; an object of that name is replaced."""
     name = os.fspath(place)
-    with named_errors(name):
+    with named_errors(name, RunError):
         filesystem(name).put_file(os.fspath(file), name)
 
 
 def modified(path: Path) -> float:
     """When a file or an object was written, in seconds since the epoch."""
-    status: Any = path.stat()
-    return status.mtime or 0.0 if in_store(path) else status.st_mtime
+    if not in_store(path):
+        return path.stat().st_mtime
+    name = os.fspath(path)
+    with named_errors(name, RunError):
+        return filesystem(name).modified(name).timestamp()
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -139,7 +143,7 @@ def remove_tree(folder: Path) -> None:
         return
     name = os.fspath(folder)
     store = filesystem(name)
-    with named_errors(name):
+    with named_errors(name, RunError):
         found = [one for one in store.find(name) if "/.lock/" not in one]
         if found:
             store.rm(found)
@@ -182,15 +186,22 @@ def _bucket(name: str) -> str:
 
 
 @contextlib.contextmanager
-def named_errors(name: str) -> Iterator[None]:
-    """Turns what the store's package raises into a UserError; the packages have no common error."""
+def named_errors(name: str, kind: type[UserError | RunError] = UserError) -> Iterator[None]:
+    """Turns what the store's package raises into one sentence; the packages have no common error.
+
+    Args:
+      kind: what is raised: UserError before the work, RunError within it, after which launchers
+        start a command again. Where the network fails it is a RunError in any case.
+    """
     try:
         yield
     except (UserError, RunError, FileNotFoundError, KeyboardInterrupt):
         raise
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
+        if isinstance(error, ConnectionError | TimeoutError) or _NETWORK.search(said):
+            kind = RunError
+        raise kind(
             f"{name}: the store refuses or cannot be reached ({said}); check the name, the "
             f"permissions and the credentials ({_ADVICE[scheme_of(name)]})."
         ) from error

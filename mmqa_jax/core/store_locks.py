@@ -13,6 +13,7 @@ at once, with an exit code at which launchers start it again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -104,10 +105,14 @@ class StoreLock:
 
     def _others(self) -> list[str]:
         """The objects of those with whom this process cannot share the lock."""
-        if not self._folder.is_dir():
-            return []
+        # Not is_dir(), which says no where the store cannot be reached.
+        with contextlib.suppress(FileNotFoundError):
+            return self._of_others(list(self._folder.iterdir()))
+        return []
+
+    def _of_others(self, holders: list[Path]) -> list[str]:
         others = []
-        for path in self._folder.iterdir():
+        for path in holders:
             if _has_ended(path.name):
                 path.unlink(missing_ok=True)
             elif path.name != self._own.name and not (

@@ -14,7 +14,7 @@ import pytest
 from cli_runs import mmqa
 
 from mmqa_jax.core import store_locks
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_jsonl, write_json
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
@@ -226,6 +226,28 @@ def test_wrong_places(store, arguments, message):
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith(f"mmqa: {message}")
     assert ended.err.count("\n") == 1
+
+
+def test_a_store_that_fails(store, monkeypatch):
+    """The network's fault, or a refusal in the middle of the work: launchers start it again."""
+
+    def fail_with(error):
+        def fail(*_, **__):
+            raise error
+
+        for name in ("info", "find", "put_file", "exists"):
+            monkeypatch.setattr(object_store.StandIn, name, fail)
+
+    for error in (ConnectionResetError("reset"), TimeoutError("slow")):
+        fail_with(error)
+        for failing in (check_store, local_copy):
+            with pytest.raises(RunError, match="cannot be reached"):
+                failing(f"{GS}/run")
+    fail_with(PermissionError("no longer"))
+    with pytest.raises(RunError, match="no longer"):
+        write_json(f"{GS}/x", {})
+    with pytest.raises(PermissionError):  # not: there is none
+        as_path(f"{GS}/x").exists()
 
 
 def test_a_store_that_refuses(store):
