@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -192,4 +191,4 @@ def _exit_code(error: BaseException) -> str:
         "-9": "killed, as the system does when memory is short",
         "-7": "shared memory, /dev/shm, is full",
     }
-    return ", ".join(itertools.chain([f"exit code {code}"], filter(None, [known.get(code)])))
+    return ", ".join(filter(None, [f"exit code {code}", known.get(code)]))
