@@ -12,7 +12,6 @@ from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.weights.folder import read_metadata
 
-STEPS = 32
 WORKDIR = f"gs://{BUCKET}/runs/tiny"
 
 

@@ -178,7 +178,14 @@ def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, 
     assert results(folder) == expected
 
 
-@pytest.mark.parametrize(("verb", "scheme"), [("embed", "gs"), ("prompt", "s3"), ("run", "gs")])
+def pytest_generate_tests(metafunc):
+    if "scheme" in metafunc.fixturenames:
+        cases = [("embed", "gs"), ("prompt", "s3")]
+        if metafunc.config.getoption("--kills") >= 50:
+            cases += [("run", "gs"), ("search", "s3"), ("rerank", "gs"), ("answer", "s3")]
+        metafunc.parametrize(("verb", "scheme"), cases)
+
+
 def test_killed_shards_in_an_object_store(
     verb, scheme, start, store, flags_of, kills, data, models, index, tmp_path
 ):
