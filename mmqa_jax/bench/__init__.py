@@ -28,9 +28,12 @@ BENCHES = {
     "convert": "peak memory of `mmqa convert`, of its export, and of loading onto devices",
     "llm": "the generation engine against transformers' generate",
     "retrieval": "embedding, indexing and search against exact search",
+    "train": "the loop, checkpoints, and runs and jobs of several processes",
+    "input": "reading and decoding pictures against Pillow alone; waiting for batches",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
 }
 SIZES = ("small", "full")
+_ON_DATA = ("input",)  # benches that can measure on a user's corpus
 _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
 
 
@@ -42,11 +45,13 @@ class Options:
       rounds: how often each side is timed; None is the bench's own number.
       only: names of rows; empty is all.
       size: one of SIZES; None is the bench's choice for the device.
+      data: folder of a prepared corpus to measure on; None is what the bench generates.
     """
 
     rounds: int | None = None
     only: tuple[str, ...] = ()
     size: str | None = None
+    data: str | None = None
 
     def __post_init__(self):
         if self.rounds is not None and self.rounds < 1:
@@ -75,7 +80,15 @@ def describe() -> str:
 
 
 def run_bench(name: str, options: Options) -> dict[str, Any]:
-    """Runs one bench; returns what `--json` prints."""
+    """Runs one bench; returns what `--json` prints.
+
+    Raises:
+      UserError: `data` for a bench that generates its own.
+    """
+    if options.data is not None and name not in _ON_DATA:
+        raise UserError(
+            f"--data={options.data}: `mmqa bench {name}` generates its data; leave it out."
+        )
     return importlib.import_module(f"{__name__}.{name}").run(options)
 
 

@@ -24,13 +24,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=SIZES,
         help="full: published sizes, which need a large machine (the bench's default)",
     )
+    parser.add_argument(
+        "--data", metavar="DIR", help="input: a prepared corpus (generated pictures and texts)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures and prints the table."""
     from mmqa_jax.bench import Options, run_bench, show
 
-    options = Options(arguments.rounds, tuple(arguments.only), arguments.size)
+    options = Options(arguments.rounds, tuple(arguments.only), arguments.size, arguments.data)
     result = run_bench(arguments.name, options)
     show(result)
     return result

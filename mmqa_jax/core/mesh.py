@@ -8,6 +8,7 @@ units of a layer).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -250,6 +251,50 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
         return jax.make_array_from_callback(shape, sharding, block_at)
 
     return jax.tree.map(put, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlacement:
+    """Where the rows of a batch go that is computed with some parameters; see `placement_of`.
+
+    Attributes:
+      mesh: over whose data axes they are split; None: they go to the default device.
+    """
+
+    mesh: Mesh | None
+
+    def padded(self, size: int) -> int:
+        """The smallest batch of `size` rows or more that can be split."""
+        blocks = 1 if self.mesh is None else batch_blocks(self.mesh)
+        return -(-size // blocks) * blocks
+
+    def rows(self, size: int) -> np.ndarray:
+        """The rows int64[n] of a padded batch that this process makes, ascending."""
+        own = None if self.mesh is None else local_rows(self.mesh, size)
+        return np.arange(size) if own is None else np.array(own, np.int64)
+
+    def put(self, batch: Any) -> Any:
+        """The arrays of a batch on the devices; a pytree of this process's rows [n, ...]."""
+        if self.mesh is None:
+            return jax.device_put(batch)  # explicit: allowed under the transfer guard
+        return put_batch(self.mesh, batch)
+
+
+DEFAULT_DEVICE = RowPlacement(None)
+
+
+def placement_of(parameters: Any) -> RowPlacement:
+    """Batches for `parameters`, a pytree, are split over the mesh that these are on, if it is one.
+
+    All processes of the mesh then make and compute parts of the same batches, in the same order,
+    and `fetch` gathers the results.
+    """
+    leaves = jax.tree.leaves(parameters)
+    sharding = getattr(leaves[0], "sharding", None) if leaves else None
+    on_mesh = isinstance(sharding, NamedSharding) and set(_BATCH_AXES) <= set(
+        sharding.mesh.axis_names
+    )
+    return RowPlacement(sharding.mesh if on_mesh and sharding.mesh.size > 1 else None)
 
 
 def fetch(tree: Any) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +21,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, write_json
 from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
+from mmqa_jax.core.paths import as_path, check_store, remove_tree
 
 _PACKAGES = (
     *("mmqa-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"),
@@ -42,7 +42,7 @@ class Workdir:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+        self.path = as_path(path)
         self._lock: Any = None
 
     def __fspath__(self) -> str:
@@ -63,12 +63,16 @@ class Workdir:
             self._lock.close()
             self._lock = None
 
-    def claim(self, config: Any, *, shared: bool = False) -> bool:
+    def claim(
+        self, config: Any, *, shared: bool = False, free: Collection[str] = frozenset()
+    ) -> bool:
         """Locks the folder and writes config.json, or checks that it is this config's.
 
         Args:
           config: ConfigDict or mapping.
           shared: other processes with this config may write into it too.
+          free: keys that may differ from those of config.json, which keeps the first values: they
+            change no result.
 
         Returns:
           True if the folder already belonged to this config: the run resumes.
@@ -83,7 +87,7 @@ class Workdir:
         plain = to_plain_dict(config)
         file = self.path / "config.json"
         if file.exists():
-            self._check_same(plain, file)
+            self._check_same(plain, file, free)
             return True
         record = {
             "config": plain,
@@ -98,7 +102,7 @@ class Workdir:
             with alone(self.path / ".claim"):
                 if not file.exists():
                     write_json(file, record)
-            self._check_same(plain, file)
+            self._check_same(plain, file, free)
         else:
             write_json(file, record)
         return False
@@ -140,6 +144,7 @@ class Workdir:
     def _take_lock(self, shared: bool) -> None:
         if self._lock is not None:
             return
+        check_store(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = hold(self.path / ".lock", shared=shared)
@@ -154,7 +159,7 @@ class Workdir:
                 "name a folder that can."
             ) from error
 
-    def _check_same(self, plain: dict[str, Any], file: Path) -> None:
+    def _check_same(self, plain: dict[str, Any], file: Path, free: Collection[str]) -> None:
         stored = read_json(file)
         if not isinstance(stored, Mapping) or not isinstance(stored.get("config"), Mapping):
             raise UserError(f"{file}: is not a run's config.json; name another --workdir.")
@@ -165,8 +170,10 @@ class Workdir:
         changed = [
             f"{key} ({old.get(key, 'absent')!r} there, {new.get(key, 'absent')!r} now)"
             for key in dict.fromkeys([*new, *old])
-            if old.get(key, absent) != new.get(key, absent)
+            if old.get(key, absent) != new.get(key, absent) and key not in free
         ]
+        if not changed:
+            return
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
             f"--workdir={self.path}: holds a run of another config: {', '.join(changed[:3])}{more} "
@@ -244,7 +251,12 @@ def _git_commit(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def claim_workdir(
-    folder: Path, config: ConfigDict, work: str, *, shared: bool = False
+    folder: Path,
+    config: ConfigDict,
+    work: str,
+    *,
+    shared: bool = False,
+    free: Collection[str] = frozenset(),
 ) -> Iterator[tuple[Workdir, bool]]:
     """Claims a run's workdir; yields it, and whether the run resumes.
 
@@ -254,9 +266,10 @@ def claim_workdir(
     Args:
       work: glob of the files that make a run worth keeping; if there is one, nothing is removed.
       shared: see `Workdir.claim`; nothing is removed while another process is at work there.
+      free: see `Workdir.claim`.
     """
     with no_empty_folders(folder), Workdir(folder) as workdir:
-        resumed = workdir.claim(config, shared=shared)
+        resumed = workdir.claim(config, shared=shared, free=free)
         before = set(folder.iterdir()) if folder.exists() else set()
         written = {workdir / name for name in ("config.json", ".lock", ".claim")}
         try:
@@ -264,7 +277,7 @@ def claim_workdir(
         except UserError:
             if not resumed and workdir.is_its_only_writer() and not any(folder.glob(work)):
                 for path in written | (set(folder.iterdir()) - before):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                    remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
             raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,13 @@ class IndexedTsv:
         offsets = read_offsets(self.lineidx)
         self._offsets = np.append(offsets, self.path.stat().st_size)  # [rows + 1]
         self._file = open(self.path, "rb")  # noqa: SIM115 - open as long as the object lives
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_file"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._file = open(self.path, "rb")  # noqa: SIM115 - as above
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

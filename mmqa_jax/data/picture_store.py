@@ -29,7 +29,7 @@ class PictureStore:
       corpus: where the encoded pictures come from.
       size: side of the pixels.
       resize: see `to_pixels`.
-      alpha: see `decode_to_pixels`.
+      alpha, scaled: see `decode_to_pixels`.
       cache_bytes: memory for decoded pixels; the least recently used are dropped first.
       max_broken: see BrokenPictures; broken pictures are counted in `.broken`.
     """
@@ -41,10 +41,12 @@ class PictureStore:
         resize: Resize = "crop",
         *,
         alpha: Alpha = "white",
+        scaled: bool = False,
         cache_bytes: int = 512 * 2**20,
         max_broken: int | None = None,
     ):
-        self.corpus, self.size, self.resize, self.alpha = corpus, size, resize, alpha
+        self.corpus, self.size, self.resize = corpus, size, resize
+        self.alpha, self.scaled = alpha, scaled
         shown = sum(source.image is not None for source in corpus.sources)
         self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
         self._capacity = cache_bytes // (size * size * 3)
@@ -77,7 +79,9 @@ class PictureStore:
         if data is None:
             return None
         try:
-            pixels = decode_to_pixels(data, self.size, self.resize, alpha=self.alpha, name=name)
+            pixels = decode_to_pixels(
+                data, self.size, self.resize, alpha=self.alpha, name=name, scaled=self.scaled
+            )
         except PictureError as error:
             self.broken.add(name, str(error))
             return None

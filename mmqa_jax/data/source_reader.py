@@ -11,6 +11,7 @@ from jaxtyping import Int
 from mmqa_jax.core.errors import first_names
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.examples import RawExample, RawSource
+from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Example, SourceTokens, clean
 from mmqa_jax.data.patch_regions import PatchRegions, Tags
 from mmqa_jax.data.picture_store import PictureStore
@@ -89,6 +90,12 @@ class SourceReader:
             if fits and modality in (None, "image" if is_image else "text"):
                 kept.append(row)
         return kept
+
+    @property
+    def broken(self) -> tuple[BrokenPictures, ...]:
+        """What counts the pictures that could not be read."""
+        found = (getattr(self.regions, "missing", None), getattr(self.pictures, "broken", None))
+        return tuple(count for count in found if count is not None)
 
     def warn_missing(self) -> None:
         """Warns on stderr of pictures that could not be read; their captions alone were used."""

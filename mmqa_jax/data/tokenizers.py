@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -47,6 +48,10 @@ class WordPiece:
         settings = json.loads(tokenizer.to_str())
         parts = [self._tokens, settings["normalizer"], settings["pre_tokenizer"]]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A Tokenizer that is sent to another process forgets `encode_special_tokens`.
+        return WordPiece, (self._tokenizer,)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens."""

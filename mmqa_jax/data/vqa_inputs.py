@@ -14,6 +14,7 @@ from jaxtyping import Int32
 
 from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.examples import RawExample, RawSource
+from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.picture_features import PictureFeatures
 from mmqa_jax.data.question_pictures import QuestionPictures, stacked
@@ -25,6 +26,10 @@ from mmqa_jax.data.truncation import cut
 
 class VQAInputs(Protocol):
     """Questions -> the arrays of a batch."""
+
+    @property
+    def broken(self) -> tuple[BrokenPictures, ...]:
+        """What counts the pictures that could not be read."""
 
     def __call__(self, questions: Sequence[Question]) -> Packed: ...
 
@@ -42,6 +47,11 @@ class GridInputs:
 
     def __init__(self, tokenizer: WordPiece, features: PictureFeatures, length: int):
         self._tokenizer, self._features, self._length = tokenizer, features, length
+
+    @property
+    def broken(self) -> tuple[BrokenPictures, ...]:
+        """What counts the pictures that could not be read."""
+        return (self._features.missing,)
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
         ids, lost = _question_ids([q.question for q in questions], self._length, self._tokenizer)
@@ -66,6 +76,11 @@ class PatchInputs:
     def __init__(self, tokenizer: WordPiece, pictures: QuestionPictures, length: int, slots: int):
         self._tokenizer, self._pictures = tokenizer, pictures
         self._length, self._slots = length, slots
+
+    @property
+    def broken(self) -> tuple[BrokenPictures, ...]:
+        """What counts the pictures that could not be read."""
+        return (self._pictures.missing,)
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
         return self.encode([self.raw(question) for question in questions])
@@ -99,6 +114,11 @@ class RegionInputs:
     def __init__(self, words: QuestionWords, features: PictureFeatures, length: int):
         self._words, self._features, self._length = words, features, length
 
+    @property
+    def broken(self) -> tuple[BrokenPictures, ...]:
+        """What counts the pictures that could not be read."""
+        return (self._features.missing,)
+
     def __call__(self, questions: Sequence[Question]) -> Packed:
         ids, lost = self._words_of(questions)
         image = self._features.batch([image_id(question) for question in questions])
@@ -131,6 +151,11 @@ class CaptionInputs:
 
     def __init__(self, tokenizer: WordPiece, length: int):
         self._tokenizer, self._length = tokenizer, length
+
+    @property
+    def broken(self) -> tuple[BrokenPictures, ...]:
+        """What counts the pictures that could not be read."""
+        return ()
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
         tokenizer = self._tokenizer

@@ -5,6 +5,9 @@ rows that only pad the last batch of a bucket. Scatter results with
 
     real = batch["weights"] > 0
     results[batch["index"][real]] = outputs[real]
+
+Where several processes compute a batch, each makes some rows of it (`rows`, of
+core.mesh.RowPlacement): the arrays hold these, `index` and `weights` are of the whole batch.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ def rerank_pairs(
     *,
     batch_size: int,
     coin_ids: Sequence[str] | None = None,
+    rows: np.ndarray | None = None,
 ) -> Iterator[Packed]:
     """(question, candidate) pairs for the source head.
 
@@ -35,6 +39,7 @@ def rerank_pairs(
       candidates: corpus rows of each question's candidates; possibly none.
       coin_ids: the questions' ids; surplus tokens are then cut from head or tail as in training,
         by coins that depend on the ids of question and source. None: from the tail.
+      rows: int[n], of every batch, which to make; None: all.
 
     Yields:
       The arrays of packing.INPUT_FIELDS with `index` into the candidates of all questions,
@@ -42,21 +47,21 @@ def rerank_pairs(
     """
     assert len(questions) == len(candidates)
     question_tokens = TokenTable(reader.tokenizer, [clean(question) for question in questions])
-    sizes = [len(rows) for rows in candidates]
+    sizes = [len(own) for own in candidates]
     question = np.repeat(np.arange(len(questions)), sizes)  # [pairs]
-    rows = np.array([row for own in candidates for row in own], np.int64)  # [pairs]
-    text = reader.text_length(rows[:, None]) + question_tokens.lengths[question]
-    buckets = packer.config.bucket_indices(reader.is_image[rows], text, 2)
+    source = np.array([row for own in candidates for row in own], np.int64)  # [pairs]
+    text = reader.text_length(source[:, None]) + question_tokens.lengths[question]
+    buckets = packer.config.bucket_indices(reader.is_image[source], text, 2)
 
     def make(pair: int, bucket: int) -> Packed:
-        raw = RawExample(questions[question[pair]], (reader.raw(int(rows[pair])),))
+        raw = RawExample(questions[question[pair]], (reader.raw(int(source[pair])),))
         example = reader.example(raw, question_tokens[question[pair]], ())
         rng = None
         if coin_ids is not None:
-            rng = coins(coin_ids[question[pair]], reader.corpus.sources[rows[pair]].id)
+            rng = coins(coin_ids[question[pair]], reader.corpus.sources[source[pair]].id)
         return packer.pack_for_selection(example, bucket, rng)
 
-    yield from _by_bucket(buckets, make, batch_size)
+    yield from _by_bucket(buckets, make, batch_size, rows)
 
 
 def answer_inputs(
@@ -69,6 +74,7 @@ def answer_inputs(
     question_pixels: Sequence[np.ndarray | None] | None = None,
     about_pictures: Sequence[bool] | None = None,
     coin_ids: Sequence[str] | None = None,
+    rows: np.ndarray | None = None,
 ) -> Iterator[Packed]:
     """Questions with the sources to answer from, for the decoder.
 
@@ -79,6 +85,7 @@ def answer_inputs(
       about_pictures: which questions are laid out as picture questions whatever their sources;
         None: none of them.
       coin_ids: as in `rerank_pairs`, of the questions alone.
+      rows: as in `rerank_pairs`.
 
     Yields:
       The arrays of packing.INPUT_FIELDS and `length` int32[B] (see Packer.pack_for_decoding)
@@ -88,31 +95,36 @@ def answer_inputs(
     question_tokens = TokenTable(reader.tokenizer, [clean(question) for question in questions])
     own = [() if p is None else (RawSource("", pixels=p),) for p in question_pixels or ()]
     own = own or [()] * len(questions)
-    rows = [np.array(listed, int) for listed in sources]
-    pictures = [len(own[i]) + reader.is_image[listed].sum() for i, listed in enumerate(rows)]
-    text = [reader.text_length(listed, len(own[i])) for i, listed in enumerate(rows)]
+    listed = [np.array(given, int) for given in sources]
+    pictures = [len(own[i]) + reader.is_image[given].sum() for i, given in enumerate(listed)]
+    text = [reader.text_length(given, len(own[i])) for i, given in enumerate(listed)]
     buckets = packer.config.bucket_indices(pictures, text + question_tokens.lengths, 2)
 
     def make(i: int, bucket: int) -> Packed:
-        shown = (*own[i], *(reader.raw(int(row)) for row in rows[i]))
+        shown = (*own[i], *(reader.raw(int(row)) for row in listed[i]))
         example = reader.example(RawExample(questions[i], shown), question_tokens[i], ())
         example = example._replace(about_pictures=bool(about_pictures and about_pictures[i]))
         rng = None if coin_ids is None else coins(coin_ids[i])
         return packer.pack_for_decoding(example, bucket, rng)
 
-    yield from _by_bucket(buckets, make, batch_size)
+    yield from _by_bucket(buckets, make, batch_size, rows)
 
 
 def _by_bucket(
-    buckets: np.ndarray, make: Callable[[int, int], Packed], batch_size: int
+    buckets: np.ndarray,
+    make: Callable[[int, int], Packed],
+    batch_size: int,
+    rows: np.ndarray | None,
 ) -> Iterator[Packed]:
+    rows = np.arange(batch_size) if rows is None else rows
     for bucket in np.unique(buckets):
         members = np.flatnonzero(buckets == bucket)
         for start in range(0, len(members), batch_size):
             chunk = members[start : start + batch_size]
-            packed = [make(int(i), int(bucket)) for i in chunk]
             missing = batch_size - len(chunk)
-            arrays = batch(packed + [packed[-1]] * missing)
-            arrays["index"] = np.concatenate([chunk, np.repeat(chunk[-1], missing)])
+            index = np.concatenate([chunk, np.repeat(chunk[-1], missing)])
+            packed = {int(i): make(int(i), int(bucket)) for i in np.unique(index[rows])}
+            arrays = batch([packed[int(i)] for i in index[rows]])
+            arrays["index"] = index
             arrays["weights"] = (np.arange(batch_size) < len(chunk)).astype(np.float32)
             yield arrays

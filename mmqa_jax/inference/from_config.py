@@ -131,7 +131,8 @@ def make_pictures(config: ConfigDict, corpus: Corpus) -> PictureStore:
     """The corpus's pictures as the config's model takes them."""
     section = config.pictures
     alpha = section.get("alpha", "white")
-    return PictureStore(corpus, section.size, section.resize, alpha=alpha)
+    scaled = section.get("scaled_decoding", False)
+    return PictureStore(corpus, section.size, section.resize, alpha=alpha, scaled=scaled)
 
 
 def make_source_reader(

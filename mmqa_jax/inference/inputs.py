@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import first_names
+from mmqa_jax.core.mesh import DEFAULT_DEVICE, RowPlacement
 from mmqa_jax.data.packing import INPUT_FIELDS, Packer
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.vlp import VLPInputs
 
 
-def vlp_inputs(batch: dict[str, np.ndarray]) -> VLPInputs:
-    """The packed arrays of a batch on the device."""
-    return VLPInputs(**{name: jax.device_put(batch[name]) for name in INPUT_FIELDS})
+def vlp_inputs(batch: dict[str, np.ndarray], placement: RowPlacement = DEFAULT_DEVICE) -> VLPInputs:
+    """The packed arrays of a batch on the devices; `batch` has this process's rows of them."""
+    return VLPInputs(**placement.put({name: batch[name] for name in INPUT_FIELDS}))
 
 
 def coin_ids(questions: Sequence[Question], options: ConfigDict) -> list[str] | None:

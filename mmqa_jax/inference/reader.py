@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, category_modality
@@ -69,22 +69,25 @@ class Reader:
         )
         wanted = [self._wanted(question) for question in questions]
         readable = [self.readable(*pair) for pair in zip(questions, cited, strict=True)]
+        placement = placement_of(self._state)
+        batch_size = placement.padded(self.options.batch_size)
         batches = answer_inputs(
             self._reader,
             self._packer,
             [question.question for question in questions],
             readable,
-            batch_size=self.options.batch_size,
+            batch_size=batch_size,
             question_pixels=pixels,
             about_pictures=[modality == "image" for modality in wanted],
             coin_ids=coin_ids(questions, self.options),
+            rows=placement.rows(batch_size),
         )
         with Progress("Answering", len(questions), "questions") as progress:
             for batch in batches:
                 result = beam_search(
                     self._graphdef,
                     self._state,
-                    vlp_inputs(batch),
+                    vlp_inputs(batch, placement),
                     mask_id=self.tokenizer.mask_id,
                     sep_id=self.tokenizer.sep_id,
                     num_beams=self.options.num_beams,

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
@@ -72,18 +72,21 @@ class Reranker:
         warn_truncated(questions, self._packer)
         texts = [question.question for question in questions]
         rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        placement = placement_of(self._state)
+        batch_size = placement.padded(self.options.batch_size)
         batches = rerank_pairs(
             self._reader,
             self._packer,
             texts,
             rows,
-            batch_size=self.options.batch_size,
+            batch_size=batch_size,
             coin_ids=coin_ids(questions, self.options),
+            rows=placement.rows(batch_size),
         )
         with Progress("Scoring sources", sum(map(len, rows)), "pairs") as progress:
             for batch in batches:
                 real = batch["weights"] > 0
-                scores = fetch(self._relevance(self._state, vlp_inputs(batch)))
+                scores = fetch(self._relevance(self._state, vlp_inputs(batch, placement)))
                 yield ScoredPairs(batch["index"][real], scores[real])
                 progress.advance(int(real.sum()))
         self._reader.warn_missing()

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Float32
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
@@ -93,10 +93,13 @@ class VQAModel:
     def _batches(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[Sequence[Question], np.ndarray, np.ndarray]]:
-        for start in range(0, len(questions), self._batch_size):
-            batch = questions[start : start + self._batch_size]
-            filled = [*batch, *[batch[-1]] * (self._batch_size - len(batch))]
-            arrays = self._inputs(filled)
-            inputs = jax.device_put((arrays["question_ids"], arrays["image"]))
+        placement = placement_of(self._state)
+        size = placement.padded(self._batch_size)
+        own = placement.rows(size)
+        for start in range(0, len(questions), size):
+            batch = questions[start : start + size]
+            filled = [*batch, *[batch[-1]] * (size - len(batch))]
+            arrays = self._inputs([filled[row] for row in own])
+            inputs = placement.put((arrays["question_ids"], arrays["image"]))
             scores, latents = map(fetch, self._run(self._state, *inputs))
             yield batch, scores[: len(batch)], latents[: len(batch)]

@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
@@ -25,6 +26,7 @@ from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.retrieval.embeddings import Embeddings, write_embeddings
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
+_MANY = 2_000  # texts or pictures, from which on their progress is shown
 _IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and picture decoder
 
 
@@ -83,7 +85,7 @@ class Embedder:
         self.buckets = tuple(buckets)
         self.batch_size = batch_size
         self.text_of = text_of
-        self._state = state
+        self._state, self._placement = state, placement_of(state)
         self._encode_text = make_encode_text(graphdef)
         self._encode_image = jax.jit(
             lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels)
@@ -104,6 +106,7 @@ class Embedder:
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
+        self._placement = placement_of(self._state)
         self._fingerprint = None
 
     def embed_questions(
@@ -124,7 +127,7 @@ class Embedder:
             (indices, self._encode_text(self._state, *self._put(ids, mask)))
             for indices, ids, mask in self._text_batches(texts)
         )
-        self._collect(encoded, vectors)
+        self._collect(encoded, vectors, "texts")
         if pictures is None:
             return vectors
         if len(pictures) != len(texts):
@@ -139,7 +142,7 @@ class Embedder:
     def embed_pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
         """Unit vectors of pictures, uint8[S, S, 3] each."""
         vectors = np.zeros((len(pictures), self.dim), np.float32)
-        self._collect(self._picture_batches(pictures), vectors)
+        self._collect(self._picture_batches(pictures), vectors, "pictures")
         return vectors
 
     def embed_sources(
@@ -211,9 +214,11 @@ class Embedder:
             for indices, ids, mask in self._text_batches([texts[i] for i in snippets]):
                 yield snippets[indices], self._encode_text(self._state, *self._put(ids, mask))
             for indices, ids, mask in self._text_batches([texts[i] for i in captions]):
-                decoded = list(pool.map(pictures.pixels, [rows[i] for i in captions[indices]]))
-                pixels, has_image = self._stack(decoded, len(ids))
-                batch = self._put(ids, mask, pixels, has_image)
+                own = self._placement.rows(len(ids))
+                shown = [rows[captions[indices[n]]] for n in own if n < len(indices)]
+                decoded = list(pool.map(pictures.pixels, shown))
+                pixels, has_image = self._stack(decoded, len(own))
+                batch = self._placement.put((ids[own], mask[own], pixels, has_image))
                 yield captions[indices], self._encode_source(self._state, *batch)
 
         self._collect(encoded(), vectors)
@@ -244,15 +249,18 @@ class Embedder:
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
         for indices in self._batches(np.arange(len(pictures))):
             size = self._padded_size(len(indices))
-            pixels, _ = self._stack([pictures[i] for i in indices], size)
-            yield indices, self._encode_image(self._state, *self._put(pixels))
+            own = self._placement.rows(size)
+            shown = [pictures[indices[n]] for n in own if n < len(indices)]
+            pixels, _ = self._stack(shown, len(own))
+            yield indices, self._encode_image(self._state, self._placement.put(pixels))
 
     def _batches(self, members: np.ndarray) -> list[np.ndarray]:
-        starts = range(0, len(members), self.batch_size)
-        return [members[start : start + self.batch_size] for start in starts]
+        size = self._placement.padded(self.batch_size)
+        return [members[start : start + size] for start in range(0, len(members), size)]
 
     def _padded_size(self, count: int) -> int:
-        return _SMALL_BATCH if count <= _SMALL_BATCH < self.batch_size else self.batch_size
+        small = count <= _SMALL_BATCH < self.batch_size
+        return self._placement.padded(_SMALL_BATCH if small else self.batch_size)
 
     def _stack(
         self, pictures: Sequence[np.ndarray | None], size: int
@@ -272,25 +280,39 @@ class Embedder:
             pixels[i], has_image[i] = picture, True
         return pixels, has_image
 
-    @staticmethod
-    def _put(*arrays: np.ndarray) -> tuple[jax.Array, ...]:
-        return tuple(map(jax.device_put, arrays))  # explicit: allowed under the transfer guard
+    def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
+        """The whole batch's arrays [B, ...] on the devices."""
+        own = self._placement.rows(len(arrays[0]))
+        return self._placement.put(tuple(array[own] for array in arrays))
 
     @staticmethod
-    def _collect(encoded: Iterator[tuple[np.ndarray, jax.Array]], vectors: np.ndarray) -> None:
-        """Writes encoded batches into `vectors`, a few batches behind the device."""
+    def _collect(
+        encoded: Iterator[tuple[np.ndarray, jax.Array]],
+        vectors: np.ndarray,
+        unit: str | None = None,
+    ) -> None:
+        """Writes encoded batches into `vectors`, a few batches behind the device.
+
+        unit: what is encoded; the progress of many is shown.
+        """
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
+        shown = unit is not None and len(vectors) >= _MANY
 
-        def write() -> None:
-            indices, batch = waiting.popleft()
-            vectors[indices] = fetch(batch)[: len(indices)]
+        with Progress(
+            f"Embedding {unit}", len(vectors), unit or "", quiet=None if shown else True
+        ) as progress:
 
-        for item in encoded:
-            waiting.append(item)
-            if len(waiting) > _IN_FLIGHT:
+            def write() -> None:
+                indices, batch = waiting.popleft()
+                vectors[indices] = fetch(batch)[: len(indices)]
+                progress.advance(len(indices))
+
+            for item in encoded:
+                waiting.append(item)
+                if len(waiting) > _IN_FLIGHT:
+                    write()
+            while waiting:
                 write()
-        while waiting:
-            write()
 
     def _hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)

@@ -2,7 +2,8 @@
 
 Each validation holds one inference part, built before the first step, and the few sources that it
 reads. The part compiles at the first evaluation; after that only its parameters change. Parameters
-stay on the run's mesh; its devices and processes all compute the same.
+stay on the run's mesh, over which batches are split: each process reads and computes its own rows,
+and all gather the results (core.mesh.placement_of). A cached reranker's are not split.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import evenly, trains_on
 from mmqa_jax.evaluation.candidates import score_candidates
@@ -26,6 +26,7 @@ from mmqa_jax.evaluation.source_selection import (
 )
 from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.evaluation.webqa import Normalizer, has_keywords, score_answers
+from mmqa_jax.inference.from_config import make_pictures
 from mmqa_jax.inference.loading import make_embedder
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.vqa_model import VQAModel
@@ -92,7 +93,7 @@ class _RetrievalValidation:
         sampled = evenly(everything, section.sources)
         own = [row for question in self._questions for row in corpus.candidates(question)]
         self._pool = _part_of(corpus, [*own, *sampled])
-        self._pictures = PictureStore(self._pool, config.pictures.size, config.pictures.resize)
+        self._pictures = make_pictures(config, self._pool)
         self._embedder = make_embedder(config, tokenizer, model)
 
     def __call__(self, model: nnx.Module) -> dict[str, float]:

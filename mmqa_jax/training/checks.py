@@ -51,6 +51,12 @@ _DATA = {
     "titles": optional(bool),
     "modality": optional(Modality | None),
 }
+_PICTURES = {
+    "size": int,
+    "resize": Resize,
+    "alpha": optional(Alpha),
+    "scaled_decoding": optional(bool),
+}
 _CONFIG: dict[str, Any] = {
     "task": str,
     "seed": int,
@@ -62,7 +68,7 @@ _CONFIG: dict[str, Any] = {
     "train": dict,  # see training.loop.read_section
 }
 _SOURCES: dict[str, Any] = {  # of the tasks that read sources
-    "pictures": {"size": int, "resize": Resize, "alpha": optional(Alpha)},
+    "pictures": _PICTURES,
     "augment": optional(dict),  # its factory's arguments
     "features": optional(
         {
@@ -116,14 +122,14 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         "features": optional(
             {"root": str, "max_missing": optional(int), "slots": optional(int, minimum=1)}
         ),
-        "pictures": optional({"size": int, "resize": Resize, "alpha": optional(Alpha)}),
+        "pictures": optional(_PICTURES),
         "augment": optional(dict),  # its factory's arguments
         "inference": {"batch_size": _POSITIVE},
         "validate": optional(dict),  # see training.validation
     },
     "example_retrieval": {
         "data": {"dir": str, "split": str, "scores": str, "text": Literal[tuple(TEXTS)]},
-        "pictures": {"size": int, "resize": Resize, "alpha": optional(Alpha)},
+        "pictures": _PICTURES,
         "target_temperature": Key(float, minimum=1e-3),
         "inference": {"batch_size": _POSITIVE, "buckets": tuple[int, ...]},
         "validate": optional(dict),

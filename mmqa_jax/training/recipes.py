@@ -22,6 +22,7 @@ from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.language_model import RowSize, language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.batches.vqa import vqa_batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
@@ -73,7 +74,12 @@ MakeExamples = Callable[
 ]
 DUAL_ENCODERS = ("contrastive", "example_retrieval")  # tasks that train one
 # The keys of the section `batches` that go to FeedConfig.
-FEED_SPEC = {"batch_size": int, "slack": optional(int), "threads": optional(int)}
+FEED_SPEC = {
+    "batch_size": int,
+    "slack": optional(int),
+    "threads": optional(int, minimum=0),
+    "workers": optional(int, minimum=0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Recipe:
 
     Attributes:
       task: model and loss.
-      batches: Grain iterator of its batches.
+      batches: iterates over its batches.
       load_pretrained: puts pretrained weights into a freshly initialized model, in place; None
         to train from scratch.
       title: for the progress line.
@@ -94,7 +100,7 @@ class Recipe:
     """
 
     task: Task
-    batches: Any
+    batches: Batches
     load_pretrained: Loader | None
     title: str
     reader: SourceReader | PictureFeatures | QuestionPictures | None
@@ -320,6 +326,7 @@ def _feed(config: ConfigDict, inputs: Callable[..., Any] | None = None) -> FeedC
         slack=config.batches.get("slack", 0),
         rows=local_rows(make_mesh(config.mesh.to_dict()), batch_size),
         threads=config.batches.get("threads", 2),
+        workers=config.batches.get("workers", 0),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import signal
 
@@ -12,6 +13,8 @@ from test_training_resume import assert_same_run, curve, run, weights
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
+from mmqa_jax.data.packing import Bucket
 from mmqa_jax.training.validation import Validation
 
 
@@ -75,6 +78,36 @@ def test_only_so_many_steps_are_skipped_and_resuming_counts_on(tmp_path):
         run(tmp_path / "resumed", spoiled(4), **skip)
     with pytest.raises(UserError, match=r"train\.on_nan='ignore'"):
         run(tmp_path / "typo", on_nan="ignore")
+
+
+def worker_batches(workers):
+    """Batches of the examples, made by so many processes."""
+
+    def make(planned, table):
+        examples = [tiny_run.example(index) for index in table["example"]]
+        return {name: np.stack([one[name] for one in examples]) for name in examples[0]}
+
+    count = tiny_run.EXAMPLES
+    table = {"example": np.arange(count), "bucket": np.zeros(count, int)}
+    feed = FeedConfig(tiny_run.BATCH, seed=3, threads=1, workers=workers)
+    return feed_batches(lambda epoch: table, [Bucket(0, 8)], make, feed)
+
+
+def test_a_dead_worker_ends_the_run_and_loses_nothing(tmp_path):
+    run(tmp_path / "undisturbed", worker_batches(0))
+
+    def kill(batch):
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    batches = tiny_run.Watched(worker_batches(1), 27, kill)
+    message = r"batch \d+: the worker process that makes it has died \(exit code -9, killed, "
+    with pytest.raises(RunError, match=message):
+        run(tmp_path / "killed", batches)
+    folders = (tmp_path / "killed" / "checkpoints").iterdir()
+    assert max(int(path.name) for path in folders if path.name.isdigit()) in (20, 30)
+    run(tmp_path / "killed", worker_batches(0))
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
 
 
 def test_a_full_disk_is_named_and_loses_nothing(tmp_path, undisturbed):

@@ -13,8 +13,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from mmqa_jax.bench.plan.flops import jaxpr_flops
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.models import flash, splash
 from mmqa_jax.models.layers import attention
 

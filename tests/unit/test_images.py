@@ -139,6 +139,25 @@ def test_stores_take_alpha_as_their_model_does():
     assert (white.pixels(0) != dropped.pixels(0)).any()
 
 
+@pytest.mark.parametrize("alpha", ["white", "dropped"])
+def test_large_jpegs_may_be_decoded_at_a_fraction_of_their_size(alpha):
+    """By libjpeg's scaled transform, as Pillow's `draft` asks for it; nothing else changes."""
+
+    def pixels(data, **options):
+        return images.decode_to_pixels(data, 32, "crop", alpha=alpha, **options)
+
+    large = encode(noise(200, 140), "JPEG")
+    whole, scaled = pixels(large), pixels(large, scaled=True)
+    np.testing.assert_array_equal(whole, clips_pixels(large, 32))
+    with Image.open(io.BytesIO(large)) as image:
+        image.draft(None, (32, 32))
+        assert image.size == (50, 35)
+        np.testing.assert_array_equal(scaled, images.to_pixels(image.convert("RGB"), 32, "crop"))
+    assert 0 < np.abs(whole.astype(int) - scaled).mean() < 10
+    for data in (encode(noise(60, 200), "JPEG"), encode(noise(200, 140))):
+        np.testing.assert_array_equal(pixels(data), pixels(data, scaled=True))
+
+
 def test_other_modes():
     deep = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
     decoded = images.decode(encode(deep))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.sampling import BatchPlan, batch_iterator, merge_rare
+from mmqa_jax.data.batches.reading import batch_iterator
+from mmqa_jax.data.batches.sampling import BatchPlan, merge_rare
 from mmqa_jax.data.packing import Bucket
 
 BUCKETS = np.random.default_rng(7).choice([0, 1, 2], 103, p=[0.6, 0.3, 0.1])

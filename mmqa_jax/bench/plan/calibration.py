@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.bench.plan.chips import chip_of_kind
 from mmqa_jax.bench.plan.topology import Topology
+from mmqa_jax.core.chips import chip_of_kind
 from mmqa_jax.core.errors import UserError
 
 DEFAULT = Path("device_check/device_check.json")  # where device_check.sh writes without --out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import grain
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
@@ -17,6 +16,7 @@ from mmqa_jax.data.batches.feed import (
     feed_batches,
     nest_inputs,
 )
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import MaskingConfig, Packed, Packer, batch, clean
@@ -39,7 +39,7 @@ def answer_batches(
     shares: dict[str, float] | None = None,
     wording: Literal["first", "random"] = "random",
     route_by_category: bool = False,
-) -> grain.DatasetIterator[Packed]:
+) -> Batches:
     """Questions with their gold sources and partly masked answers, for masked-LM training.
 
     Args:
@@ -142,7 +142,7 @@ def answer_batches(
         arrays["index"] = table["question"].astype(np.int32)
         return nest_inputs(arrays, feed)
 
-    return feed_batches(sample, packer.config.buckets, make, feed)
+    return feed_batches(sample, packer.config.buckets, make, feed, reader.broken)
 
 
 def _check_shares(shares: dict[str, float], categories: set[str]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import grain
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.feed import FeedConfig, Table, augmented, feed_batches
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import Bucket, Packed
@@ -27,7 +27,7 @@ def contrastive_batches(
     source_lengths: Sequence[int],
     num_negatives: int = 1,
     second_hop: bool = False,
-) -> grain.DatasetIterator[Packed]:
+) -> Batches:
     """Questions against one gold source each and `num_negatives` hard negatives.
 
     With `second_hop`, half of the examples with several gold sources are second-hop queries, as
@@ -119,7 +119,7 @@ def contrastive_batches(
             "truncated": query_lost + source_lost.reshape(count, group).sum(axis=1, dtype=np.int32),
         }
 
-    return feed_batches(sample, shapes, make, feed)
+    return feed_batches(sample, shapes, make, feed, reader.broken)
 
 
 def _second_hop_query(question: Tokens, title: Tokens, length: int) -> np.ndarray:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import grain
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.example_scores import ExampleScores
 from mmqa_jax.data.packing import Bucket, Packed
@@ -25,7 +25,7 @@ def example_retrieval_batches(
     *,
     length: int,
     candidates: int,
-) -> grain.DatasetIterator[Packed]:
+) -> Batches:
     """Questions with `candidates` of their examples each, drawn anew in every epoch.
 
     A batch of B questions with m candidates each: query_ids int32 and query_mask bool

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, batch_iterator, merge_rare
+from mmqa_jax.data.batches.reading import Batches, batch_iterator
+from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, merge_rare
 from mmqa_jax.data.examples import Augment, RawExample
+from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import INPUT_FIELDS, Bucket, Packed
 
 # The examples of one epoch by column, one row each; `bucket` is one of the columns.
@@ -31,7 +32,8 @@ class FeedConfig:
         models.vlp.VLPInputs; None leaves them flat under their names.
       slack: tokens by which augmentation may lengthen an example; its bucket leaves room for them.
       rows: this process's rows of every batch (core.mesh.local_rows); None: all.
-      threads: threads that prepare batches ahead.
+      threads: that make batches ahead, in each process that makes them.
+      workers: processes that make batches beside the run's own; 0: its threads make them.
     """
 
     batch_size: int
@@ -41,6 +43,7 @@ class FeedConfig:
     slack: int = 0
     rows: tuple[int, ...] | None = None
     threads: int = 2
+    workers: int = 0
 
     def __post_init__(self):
         if self.seed < 0:
@@ -64,6 +67,13 @@ class Epochs:
                 self._tables[epoch] = self._sample(epoch)
             return self._tables[epoch]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
     def buckets(self, epoch: int) -> np.ndarray:
         """Bucket of every example of the epoch, rare buckets merged."""
         return self._merged[self(epoch)["bucket"]]
@@ -74,13 +84,15 @@ def feed_batches(
     shapes: Sequence[Bucket],
     make: Callable[[PlannedBatch, Table], Packed],
     feed: FeedConfig,
-) -> grain.DatasetIterator[Packed]:
+    broken: Sequence[BrokenPictures] = (),
+) -> Batches:
     """Iterates over the batches of a task.
 
     Args:
       sample: epoch -> its examples; a pure function.
       shapes: the buckets of the examples.
       make: a batch from its entry in the plan and the rows of its examples; a pure function.
+      broken: what `make` counts; with `feed.workers` the counts of the workers are added to it.
     """
     epochs = Epochs(sample, shapes, feed.batch_size)
     plan = BatchPlan(epochs.buckets, feed.batch_size, feed.seed, rows=feed.rows)
@@ -89,7 +101,9 @@ def feed_batches(
         table = epochs(planned.epoch)
         return make(planned, {name: table[name][planned.examples] for name in table})
 
-    return batch_iterator(plan, make_planned, threads=feed.threads)
+    return batch_iterator(
+        plan, make_planned, threads=feed.threads, workers=feed.workers, broken=broken
+    )
 
 
 def nest_inputs(arrays: Packed, feed: FeedConfig) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import grain
 import numpy as np
 from jaxtyping import Int32
 
 from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.packing import Bucket, Packed
 
@@ -49,7 +49,7 @@ def language_model_batches(
     *,
     length: int,
     targets: int,
-) -> grain.DatasetIterator[Packed]:
+) -> Batches:
     """Examples packed into rows; an epoch shows every example once, in one of its versions.
 
     A batch: the arrays of `packed_batch`, and index int32[B, M]: the examples of each row.

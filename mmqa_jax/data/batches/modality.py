@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import grain
 import numpy as np
 
 from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece, text_inputs
@@ -20,7 +20,7 @@ def modality_batches(
     feed: FeedConfig,
     *,
     length: int,
-) -> grain.DatasetIterator[Packed]:
+) -> Batches:
     """Questions with the class of each.
 
     A batch: input_ids int32[B, length], mask bool[B, length], label int32[B]; index int32[B]:

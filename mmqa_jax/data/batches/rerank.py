@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import grain
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
@@ -17,6 +16,7 @@ from mmqa_jax.data.batches.feed import (
     feed_batches,
     nest_inputs,
 )
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import Packed, Packer, batch, clean
@@ -34,7 +34,7 @@ def rerank_batches(
     choices_per_question: int = 8,
     alike_share: float = 0.5,
     second_hop_prob: float = 0.0,
-) -> grain.DatasetIterator[Packed]:
+) -> Batches:
     """(question, candidate) pairs for the source head, pictures and snippets apart.
 
     Every epoch shows all gold sources of a question and a new draw of its hard negatives:
@@ -106,4 +106,4 @@ def rerank_batches(
         arrays["index"] = table["question"].astype(np.int32)
         return nest_inputs(arrays, feed)
 
-    return feed_batches(sample, packer.config.buckets, make, feed)
+    return feed_batches(sample, packer.config.buckets, make, feed, reader.broken)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 from jaxtyping import Int
 
@@ -79,6 +78,13 @@ class BatchPlan:
         part = examples[row, self._rows]
         return PlannedBatch(index, epoch, int(buckets[row]), part, self._rows)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Buckets [n] and examples [n, batch_size] of one epoch's batches, in order."""
         if epoch in self._epochs:
@@ -119,18 +125,3 @@ def merge_rare(
             counts[index + 1] += counts[index]
             target[target == index] = index + 1
     return target
-
-
-def batch_iterator(
-    plan: BatchPlan,
-    make_batch: Callable[[PlannedBatch], Any],
-    *,
-    threads: int = 2,
-) -> grain.DatasetIterator:
-    """Iterates over `make_batch(plan[i])`, i = 0, 1, ..., prefetched by `threads` threads.
-
-    Its state (`get_state`, `set_state`) is its position alone; `make_batch` must be a pure
-    function of its argument.
-    """
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4)
-    return iter(grain.MapDataset.source(plan).map(make_batch).to_iter_dataset(options))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import grain
 import numpy as np
 
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.feed import FeedConfig, Table, augmented, feed_batches
+from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.schema import Question
@@ -23,7 +23,7 @@ def vqa_batches(
     feed: FeedConfig,
     *,
     lengths: Sequence[int],
-) -> grain.DatasetIterator[Packed]:
+) -> Batches:
     """Questions with the target of every answer.
 
     A batch: question_ids int32[B, L] and image, see data.vqa_inputs; targets float32[B, V]; index
@@ -59,4 +59,5 @@ def vqa_batches(
             "index": rows.astype(np.int32),
         }
 
-    return feed_batches(lambda _: everything, [Bucket(0, n) for n in lengths], make, feed)
+    shapes = [Bucket(0, length) for length in lengths]
+    return feed_batches(lambda _: everything, shapes, make, feed, inputs[0].broken)

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import check_section, spec_of
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.data.batches.language_model import (
     RowSize,
     TokenExample,
@@ -167,12 +168,18 @@ class LanguageModelValidation:
     def _totals(self, state: Any) -> np.ndarray:
         """Summed log-probability of every example's targets."""
         totals = np.zeros(len(self._examples))
-        for start in range(0, len(self._packed), self._batch_size):
-            rows = self._packed[start : start + self._batch_size]
-            filled = [*rows, *[[]] * (self._batch_size - len(rows))]
+        placement = placement_of(state)
+        size = placement.padded(self._batch_size)
+        own = placement.rows(size)
+        for start in range(0, len(self._packed), size):
+            rows = self._packed[start : start + size]
+            filled = [*rows, *[[]] * (size - len(rows))]
             batch = packed_batch([[self._examples[i] for i in row] for row in filled], self._size)
-            log_probs = np.asarray(self._log_probs(state, batch), np.float64)
-            for row, own, segments in zip(rows, log_probs, batch["target_segments"], strict=False):
-                sums = np.bincount(segments, own, minlength=len(row) + 1)
+            arrays = placement.put({name: array[own] for name, array in batch.items()})
+            log_probs = fetch(self._log_probs(state, arrays)).astype(np.float64)
+            for row, found, segments in zip(
+                rows, log_probs, batch["target_segments"], strict=False
+            ):
+                sums = np.bincount(segments, found, minlength=len(row) + 1)
                 totals[row] = sums[1:]
         return totals

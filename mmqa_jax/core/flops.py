@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ import jax
 
 # cuDNN's attention: products as large as the scores, which are not computed again.
 _CUDNN = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}
+# How JAX names the scope of what jax.checkpoint computes a second time.
+_RECOMPUTED = "rematted_computation"
 
 
 def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
@@ -21,13 +24,20 @@ def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
     return jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False) -> float:
-    """As `traced_flops`, of a jaxpr; or of the Pallas kernels in it alone."""
-    return sum(_equation(equation, kernels_only) for equation in jaxpr.eqns)
+def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = True) -> float:
+    """As `traced_flops`, of a jaxpr.
+
+    Args:
+      kernels_only: counts the Pallas kernels in it alone.
+      recomputed: whether to count what jax.checkpoint computes once more in the backward pass.
+    """
+    return sum(_equation(equation, kernels_only, recomputed) for equation in jaxpr.eqns)
 
 
-def _equation(equation: Any, kernels_only: bool) -> float:
+def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> float:
     name, params = equation.primitive.name, equation.params
+    if not recomputed and _RECOMPUTED in str(equation.source_info.name_stack):
+        return 0.0
     if name == "pallas_call":
         inner = sum(map(jaxpr_flops, _inner(params)))
         return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
@@ -45,10 +55,11 @@ def _equation(equation: Any, kernels_only: bool) -> float:
     if name in _CUDNN:  # queries [B, Lq, heads, D], keys [B, Lk, kv_heads, D]
         queries, keys = (variable.aval for variable in equation.invars[:2])
         return 2.0 * _CUDNN[name] * queries.size * keys.shape[1]
+    count = functools.partial(jaxpr_flops, kernels_only=kernels_only, recomputed=recomputed)
     if name == "cond":
         branches = (branch.jaxpr for branch in params["branches"])
-        return max(jaxpr_flops(branch, kernels_only=kernels_only) for branch in branches)
-    inner = sum(jaxpr_flops(own, kernels_only=kernels_only) for own in _inner(params))
+        return max(count(branch) for branch in branches)
+    inner = sum(map(count, _inner(params)))
     if name == "scan":
         return inner * params["length"]
     if name == "while":

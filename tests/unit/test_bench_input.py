@@ -1,0 +1,82 @@
+"""`mmqa bench input`: both sides decode the same pictures, and waiting is what a run waits."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mmqa_jax.bench import Options
+from mmqa_jax.bench import input as bench
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.images import decode_to_pixels
+
+SIZES = {
+    **{"pictures": 8, "batch": 2, "batches": 2, "steps": 6},
+    **{"demo_snippets": 40, "demo_pictures": 20, "demo_questions": 60},
+}
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory):
+    return bench._web_corpus(tmp_path_factory.mktemp("bench") / "web", 8)
+
+
+def test_pillow_alone_makes_the_same_pixels(web):
+    corpus = open_corpus(web)
+    assert len(corpus.questions("train")) == 8
+    for row in range(8):
+        data = corpus.picture(row)
+        ours = decode_to_pixels(data, 224, "crop", alpha="white")
+        np.testing.assert_array_equal(bench._decoded(data, 224), ours)
+
+
+def test_rows(web):
+    only = ("records", "pictures", "pictures_scaled", "workers_0", "wait_contrastive")
+    found = bench.run_sizes(SIZES, Options(rounds=1, only=only), "runlocal")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert tuple(rows) == only
+    assert all(
+        row["ours"] > 0 and {"peer", "ratio", "unit", "floor"} <= row.keys()
+        for row in rows.values()
+    )
+    assert rows["pictures"]["pillow_resized"] < rows["pictures"]["peer"]  # it does more
+    waiting = rows["wait_contrastive"]
+    assert 0 < waiting["ours"] < 100
+    assert (waiting["steps"], waiting["required"]) == (4, 2.0)  # the first of its shape compiled
+    json.dumps(found)
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Slow:
+    """Batches of two shapes, of which every one takes two seconds."""
+
+    get_state = set_state = None
+
+    def __init__(self, clock):
+        self._clock, self._count = clock, 0
+
+    def __next__(self):
+        self._clock.now += 2
+        self._count += 1
+        return {"x": np.zeros(1 + (self._count > 5))}
+
+
+def test_waiting_is_the_time_before_a_batch_but_not_while_a_step_is_compiled(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(bench, "time", clock)
+    timed = bench._Timed(Slow(clock))
+    for number in range(10):
+        next(timed)
+        clock.now += 50 if number in (0, 5) else 6  # each shape's first step compiles
+    assert timed.totals() == (7 * 2, 7 * 8, 7)

@@ -1,0 +1,175 @@
+"""Batches made by worker processes: those of one process, in its order, whatever happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+from tiny_corpus import PACKING, QUESTIONS, make_reader
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.batches.answer import answer_batches
+from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
+from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
+from mmqa_jax.data.batches.modality import modality_batches
+from mmqa_jax.data.batches.rerank import rerank_batches
+from mmqa_jax.data.batches.vqa import vqa_batches
+from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.packing import Bucket, MaskingConfig, Packer
+from mmqa_jax.data.vqa_inputs import CaptionInputs
+
+ROOT = Path(__file__).parents[2]
+
+
+def built(feed: FeedConfig) -> dict:
+    """The batches of the tasks with an unpicklable part: a closure, a tokenizer, a lock."""
+    reader = make_reader()
+    packer = Packer(reader.tokenizer, PACKING)
+    texts = [question.question for question in QUESTIONS]
+    examples = [[TokenExample(np.arange(n + 2, dtype=np.int32), 1)] for n in range(20)]
+    words = [CaptionInputs(reader.tokenizer, length) for length in (12, 24)]
+    answers = AnswerVocabulary(sorted({a for q in QUESTIONS for a in q.answers}))
+    masking = MaskingConfig(0.5, 9)
+    return {
+        "contrastive": contrastive_batches(
+            reader, QUESTIONS, feed, query_length=24, source_lengths=(12, 40)
+        ),
+        "rerank": rerank_batches(reader, QUESTIONS, packer, feed),
+        "answer": answer_batches(reader, QUESTIONS, packer, masking, feed),
+        "modality": modality_batches(reader.tokenizer, texts, [0] * 30, feed, length=16),
+        "language_model": language_model_batches(examples, [1.0], feed, length=64, targets=60),
+        "vqa": vqa_batches(words, QUESTIONS, answers, feed, lengths=(12, 24)),
+    }
+
+
+def assert_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def marked(raw, rng):
+    """An augmentation after which question and sources are tokenized anew."""
+    question = f"{raw.question} [SEP] {rng.integers(9)}"
+    sources = [
+        dataclasses.replace(s, text=f"{s.text} [MASK] {rng.integers(9)}") for s in raw.sources
+    ]
+    return dataclasses.replace(raw, question=question, sources=tuple(sources))
+
+
+@pytest.mark.parametrize(
+    "task", ["contrastive", "rerank", "answer", "modality", "language_model", "vqa"]
+)
+def test_a_copy_in_another_process_makes_the_same_batches(task):
+    """What is sent to a worker: nothing of it may be lost on the way."""
+    feed = FeedConfig(4, seed=5, threads=0, augment=marked, slack=8)
+    here = built(feed)[task]
+    there = cloudpickle.loads(
+        cloudpickle.dumps(built(dataclasses.replace(feed, workers=1))[task]._make)
+    )
+    for position in range(20):
+        batch, found = there(position)
+        assert_same(batch, next(here))
+        assert not any(found)
+
+
+def test_batches_do_not_depend_on_the_workers():
+    feed = FeedConfig(4, seed=5, augment=marked, slack=8)
+    reference = built(dataclasses.replace(feed, threads=0))["rerank"]
+    expected = [next(reference) for _ in range(17)]
+    two = built(dataclasses.replace(feed, workers=2))["rerank"]
+    for batch in expected[:7]:
+        assert_same(next(two), batch)
+    state = json.loads(json.dumps(two.get_state()))
+    assert_same(next(two), expected[7])
+    for workers in (0, 1):
+        resumed = built(dataclasses.replace(feed, workers=workers))["rerank"]
+        resumed.set_state(state)
+        assert resumed.get_state() == state
+        for batch in expected[7:]:
+            assert_same(next(resumed), batch)
+        resumed.close()
+    two.close()
+    assert multiprocessing.active_children() == []
+
+
+def counting(workers: int, at_most: int = 10):
+    """Batches of one number each, with a broken picture in every third, and its counter."""
+    broken = BrokenPictures(0, at_most)
+
+    def make(planned, table):
+        if planned.index % 3 == 0:
+            broken.add(f"picture {planned.index}", "it is torn")
+        if planned.index == 8:
+            raise UserError("records: cannot be read; run `mmqa prepare` again.")
+        return {"index": np.full(2, planned.index)}
+
+    table = {"example": np.arange(40), "bucket": np.zeros(40, int)}
+    feed = FeedConfig(2, threads=1, workers=workers)
+    return feed_batches(lambda epoch: table, [Bucket(0, 8)], make, feed, (broken,)), broken
+
+
+def test_what_workers_count_and_refuse_is_what_the_run_counts_and_refuses():
+    batches, broken = counting(workers=1)
+    assert [next(batches)["index"][0] for _ in range(8)] == list(range(8))
+    assert {"picture 0", "picture 3", "picture 6"} <= set(broken.reasons)
+    with pytest.raises(UserError, match="records: cannot be read; run `mmqa prepare` again"):
+        next(batches)
+    batches.close()
+    batches, broken = counting(workers=1, at_most=1)
+    with pytest.raises(RunError, match="2 pictures cannot be decoded, more than the 1 allowed"):
+        [next(batches) for _ in range(8)]
+    batches.close()
+
+
+def test_workers_end_with_a_run_that_is_killed():
+    """They take no notice of the signals that a job's processes get together."""
+    script = (
+        "import multiprocessing, os, sys\n"
+        "sys.path.insert(0, 'tests/unit')\n"
+        "from test_input_workers import counting\n"
+        "batches, _ = counting(1)\n"
+        "next(batches)\n"
+        "print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print([int(next(batches)['index'][0]) for _ in range(6)], flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    worker = int(run.stdout.readline())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(worker, number)
+    out, _ = run.communicate("\n", timeout=60)
+    assert (out.strip(), run.returncode) == ("[1, 2, 3, 4, 5, 6]", -signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(worker)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_bad_workers():
+    with pytest.raises(UserError, match="workers=-1 is negative"):
+        counting(workers=-1)
