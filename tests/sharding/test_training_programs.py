@@ -101,7 +101,7 @@ def test_data_parallel_gradients_are_reduced_once(programs):
 def test_gradients_are_reduced_beside_products(programs):
     """On SparseCores (core.compiler_options): those of a layer while the layer before it is done."""
     found = programs["replicated_model"]
-    assert max(found["products_beside_reductions"]) >= 2
+    assert max(found["products_beside_reductions"]) >= 1
     assert bytes_of(found, "all-reduce") <= 4 * found["parameters"] + 1024
 
 
