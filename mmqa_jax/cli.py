@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import skip_absent_tpu
+from mmqa_jax.core.paths import check_scheme, scheme_of
 
 VERBS = (
     *("demo", "ask", "prepare", "caption", "convert", "train", "embed", "index", "search"),
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides and not hasattr(arguments, "config"):
             raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
         arguments.overrides = overrides
+        _check_stores(arguments)
         skip_absent_tpu()
         result = command(arguments.verb).run(arguments)
     except (UserError, RunError) as error:
@@ -55,6 +57,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(result, ensure_ascii=False))
     return 0
+
+
+def _check_stores(arguments: argparse.Namespace) -> None:
+    """UserError for a place in an object store where the verb takes none, or that is unknown."""
+    verb = command(arguments.verb)
+    taken = {*getattr(verb, "STORE_INPUTS", ()), *getattr(verb, "STORE_OUTPUTS", ())}
+    if getattr(verb, "STORE_CONFIG", False):
+        taken.add("overrides")
+    for name, value in vars(arguments).items():
+        for text in value if isinstance(value, list) else [value]:
+            place = text.partition("=")[2] if name == "overrides" else text
+            if not isinstance(place, str) or scheme_of(place) is None:
+                continue
+            flag = f"--config.{text}" if name == "overrides" else f"--{name}={text}"
+            if name not in taken:
+                raise UserError(
+                    f"{flag}: `mmqa {arguments.verb}` takes no place in an object store there; "
+                    "name one in the file system."
+                )
+            check_scheme(place, flag)
 
 
 def command(verb: str):

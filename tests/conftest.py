@@ -19,20 +19,14 @@ skip_absent_tpu()  # before a test imports jax; processes that tests start inher
 _SLOW = frozenset(
     f"test_{name}.py"
     for name in (
-        *(
-            "backends",
-            "bench",
-            "bench_input",
-            "bench_llm",
-            "bench_rerank",
-            "bench_retrieval",
-            "cached_reranker",
-        ),
+        *("backends", "bench", "bench_input", "bench_llm", "bench_rerank", "bench_retrieval"),
+        *("bench_train", "cached_reranker"),
         *("cli_answer", "cli_candidates", "cli_caption", "cli_choices", "cli_compare"),
+        *("collection_plan", "damaged_records"),
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
         *("cli_atlas_systems", "cli_prompt", "grid_stage", "launch_slurm"),
         *("cli_run", "cli_run_errors", "inference_killed", "ray_engine", "run_resume"),
-        "shards_cli",
+        *("cli_store", "shards_cli"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("flash", "input_workers", "scanned_cache"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
@@ -53,7 +47,8 @@ def pytest_addoption(parser):
         "--kills",
         type=int,
         default=5,
-        help="how often tests/resume/test_random_kills.py kills a training run (50 takes minutes)",
+        help="how often tests/resume/test_random_kills.py kills a training run, and "
+        "tests/unit/test_inference_killed.py all inference verbs together (50 takes minutes)",
     )
 
 

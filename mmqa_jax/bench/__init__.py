@@ -28,6 +28,7 @@ BENCHES = {
     "convert": "peak memory of `mmqa convert`, of its export, and of loading onto devices",
     "llm": "the generation engine against transformers' generate",
     "retrieval": "embedding, indexing and search against exact search",
+    "train": "the loop, checkpoints, and runs and jobs of several processes",
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
 }

@@ -63,7 +63,7 @@ _ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 _AGREEMENT = {"float32": 1e-3, "bfloat16": 0.1}
 _MASKED = 8  # tokens of an answer that a training step predicts
 _ROUNDS = 5
-_ROW_SECONDS = 15.0  # that the rounds of a row may take
+_ROW_SECONDS = 8.0  # that the rounds of a row may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,9 +284,6 @@ def _training(
         return task.loss(nnx.merge(graphdef, params), batch, None)[0]
 
     flops = program_flops(jax.value_and_grad(loss), params)
-    low = None
-    if not on_gpu and "peer_bfloat16" not in suite.left_out:
-        low = torch_reference.TrainStep(copy.deepcopy(theirs), arrays, "bfloat16", _ADAMW)
     peer = torch_reference.TrainStep(theirs, arrays, suite.dtype, _ADAMW, compiled=on_gpu)
     # With dropout the losses of one step differ by chance.
     for row, dropout, agreement in (
@@ -298,7 +295,6 @@ def _training(
             "ms",
             functools.partial(step, dropout),
             functools.partial(peer, dropout),
-            others={"peer_bfloat16": functools.partial(low, dropout)} if low else {},
             flops=flops,
             read_bytes=_bytes(unrolled),
             agreement=agreement,

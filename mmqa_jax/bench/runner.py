@@ -250,11 +250,12 @@ def measure(
     }
 
 
-def open_journal(bench: str, *facts: Any) -> Journal:
+def open_journal(bench: str, *facts: Any, device: str | None = None) -> Journal:
     """What an interrupted run of a bench has measured: the same code, facts, device and day.
 
     Args:
       facts: what else the rows depend on, with a `repr` that tells it.
+      device: None is what jax computes on.
     """
     import jax
 
@@ -262,7 +263,13 @@ def open_journal(bench: str, *facts: Any) -> Journal:
     code = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         code.update(file.read_bytes())
-    parts = [code.hexdigest(), device_name(), jax.__version__, time.strftime("%F"), repr(facts)]
+    parts = [
+        code.hexdigest(),
+        device or device_name(),
+        jax.__version__,
+        time.strftime("%F"),
+        repr(facts),
+    ]
     fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return Journal(cache_dir() / "bench" / f"{bench}.jsonl", fingerprint)
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "answer every question from given sources, with beam search."
 EXAMPLE = (
     "mmqa answer --data=data/atlas --model=runs/answer --sources=oracle "
     "--out=runs/predictions.jsonl"
 )
+STORE_INPUTS = ("data", "model", "sources")
+STORE_OUTPUTS = ("out",)
 
 
 _CHUNK = 512
@@ -48,6 +51,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     A model of one modality (VLP_I, VLP_T) answers only the questions that need that modality.
     """
     shard = flags.start(arguments)
+    arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.chunks import Job, Part
     from mmqa_jax.core.files import check_out, write_jsonl
     from mmqa_jax.data.corpus import open_corpus
@@ -60,7 +64,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems import identity, webqa
     from mmqa_jax.systems.parts import open_reader
 
-    data, out = Path(arguments.data), Path(arguments.out)
+    data, out = Path(arguments.data), as_path(arguments.out)
     check_threshold(arguments.threshold, "--threshold")
     check_out(out)
     corpus = open_corpus(data)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import as_path, in_store
 
 SUMMARY = "embed every source of a corpus, or a benchmark's pictures as grids of features."
 EXAMPLE = "mmqa embed --data=data/atlas --model=runs/contrastive --out=runs/index"
+STORE_INPUTS = ("data", "model")
+STORE_OUTPUTS = ("out",)
 
 
 _CHUNK = 1024
@@ -37,20 +39,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Embeds the sources, or the questions' pictures."""
     shard = flags.start(arguments)
+    from mmqa_jax.core.local_copies import local_copy
     from mmqa_jax.systems.grid_features import embed_grids, is_image_tower
     from mmqa_jax.systems.indexing import embed
 
-    if is_image_tower(Path(arguments.model)):
+    data, model, out = map(as_path, (arguments.data, arguments.model, arguments.out))
+    if is_image_tower(local_copy(model)):
         if not flags.is_alone(arguments, shard) or arguments.overwrite:
             raise UserError(
                 "--shard, --engine and --overwrite: are for the embeddings of sources; leave them "
                 "out."
             )
-        return embed_grids(Path(arguments.data), Path(arguments.model), Path(arguments.out))
+        if in_store(out):
+            raise UserError(
+                f"--out={out}: grids are written to the file system only; name a folder there."
+            )
+        return embed_grids(local_copy(data), local_copy(model), out)
     return embed(
-        Path(arguments.data),
-        Path(arguments.model),
-        Path(arguments.out),
+        data,
+        model,
+        out,
         shard=shard,
         chunk=arguments.chunk,
         engine=flags.engine(arguments),

@@ -13,6 +13,7 @@ from mmqa_jax.core.errors import UserError
 
 SUMMARY = "score predictions or rankings against references."
 EXAMPLE = "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json"
+STORE_INPUTS = ("references", "predictions", "against")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.scores import predictions_by_question
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
 
+    arguments = flags.fetched(arguments, STORE_INPUTS)
     if arguments.dataset in flags.BENCHMARKS:
         return _evaluate_benchmark(arguments)
     arguments.split = arguments.split or "test"

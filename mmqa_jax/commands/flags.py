@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
 # The value of --shard with which `mmqa merge` starts a recorded command.
 MERGE = "merge"
+_GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
 BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench")
 
@@ -110,6 +112,26 @@ def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard | None:
     return given or launched_shard()
 
 
+def fetched(arguments: argparse.Namespace, inputs: Sequence[str]) -> argparse.Namespace:
+    """The arguments, with a copy on this host in place of each input that is in an object store.
+
+    `recorded` still gives them as they were.
+
+    Args:
+      inputs: names of flags, the verb's STORE_INPUTS.
+    """
+    from mmqa_jax.core.paths import in_store
+
+    given = vars(arguments)
+    remote = [name for name in inputs if isinstance(given[name], str) and in_store(given[name])]
+    if not remote:
+        return arguments
+    from mmqa_jax.core.local_copies import local_copy
+
+    copies = {name: str(local_copy(given[name])) for name in remote}
+    return argparse.Namespace(**{**given, **copies, _GIVEN: given})
+
+
 def is_alone(arguments: argparse.Namespace, shard: Shard | None) -> bool:
     """Whether this process does all of a job."""
     return shard is not None and shard.count == 1 and arguments.engine == "process"
@@ -137,7 +159,7 @@ def job_folder(out: Path) -> Path:
 
 def recorded(arguments: argparse.Namespace) -> dict[str, Any]:
     """A command's arguments, as `mmqa merge` starts it."""
-    return {**vars(arguments), "shard": MERGE}
+    return {**vars(arguments).get(_GIVEN, vars(arguments)), "shard": MERGE}
 
 
 def check_top_k(top_k: int) -> None:

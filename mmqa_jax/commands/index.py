@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "build a nearest-neighbor index over embeddings."
 EXAMPLE = "mmqa index --embeddings=runs/index --kind=auto"
+STORE_OUTPUTS = ("embeddings",)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,4 +43,4 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     distributed.start()
     from mmqa_jax.systems.indexing import index
 
-    return index(Path(arguments.embeddings), arguments.kind, arguments.index)
+    return index(as_path(arguments.embeddings), arguments.kind, arguments.index)

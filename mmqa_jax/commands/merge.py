@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "put the parts of a job together that shards computed (--shard=I/N)."
 EXAMPLE = "mmqa merge runs/retrieval/dense.jsonl"
+STORE_OUTPUTS = ("path",)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems.indexing import merge_embeddings
     from mmqa_jax.systems.jobs import find_job
 
-    place = find_job(Path(arguments.path))
+    place = find_job(as_path(arguments.path))
     if place.embeddings:
         return merge_embeddings(place.folder.parent)
     command = read_job(place.folder).get("command")

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 from mmqa_jax.commands import flags
 
 if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
     from mmqa_jax.bench.plan.roofline import Planned
+    from mmqa_jax.bench.plan.topology import Topology
     from mmqa_jax.evaluation.tables import Table
+    from mmqa_jax.systems.collection_planning import CollectionPlan
     from mmqa_jax.systems.planning import Found, Plan
 
 SUMMARY = "what a config's programs need on a TPU slice or GPUs, by the compiler, without them."
@@ -47,6 +51,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="try meshes, remat and batch sizes of the first program, and show the best few",
     )
+    parser.add_argument(
+        "--sources",
+        metavar="N,N",
+        help="what embedding, indexing and searching so many sources takes, such as 10M,1B",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -62,6 +71,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     planning.chosen(config, arguments.only)  # refused before a compiler is loaded
     topology = open_topology(arguments.topology)
     options = {"model": arguments.model, "only": arguments.only}
+    if arguments.sources is not None:
+        return _collections(config, topology, arguments.sources)
     if arguments.search:
         found = planning.best_settings(config, topology, **options)
         show(_search_table(arguments.topology, found))
@@ -83,6 +94,51 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(line)
     print(result.verdict)
     return result.to_json()
+
+
+def _collections(config: ConfigDict, topology: Topology, sizes: str) -> dict[str, Any]:
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.systems.collection_planning import plan_collections, read_sizes
+
+    plans = plan_collections(config, topology, read_sizes(sizes))
+    for one in plans:
+        show(_collection_table(one))
+    return {
+        "topology": topology.name,
+        "devices": len(topology.devices),
+        "chip": topology.chip.name,
+        "collections": [one.to_json() for one in plans],
+    }
+
+
+def _collection_table(plan: CollectionPlan) -> Table:
+    from mmqa_jax.evaluation.tables import Table
+
+    chip, devices = plan.topology.chip, len(plan.topology.devices)
+    of_chip = f"{devices} x {chip.name}"
+    seconds = plan.embed_seconds
+    time = None if seconds is None else f"{seconds / 3600:.3g} hours at least"
+    chips = None if seconds is None else f"{seconds / 3600 * devices / chip.of_chip:.3g} chip-hours"
+    rows: list[list[str | None]] = [
+        ["embed", of_chip, _bytes(plan.sources * plan.dim * 4), chips, time]
+    ]
+    for one in plan.hosts:
+        per = "a batch" if one.shared else "a query"
+        read = None if one.read is None else f"reads {_bytes(one.read)} {per}"
+        rows.append([f"index: {one.kind}", one.place, _bytes(one.held), None, read])
+    for kind, search in plan.mesh.items():
+        need = plan.devices_needed(kind)
+        chips = f"{need} or more; {'fits' if search.fits else 'DOES NOT FIT'}"
+        batch = search.compiled.program.examples
+        time = search.bound and f"{_seconds(search.bound.seconds)} for {batch} queries at least"
+        held = _bytes(search.compiled.memory.parameters * devices)
+        rows.append([f"index: {kind}", f"HBM of {of_chip}", held, chips, time])
+    return Table(
+        f"{plan.sources:,} sources of {plan.dim} dimensions, {plan.topology.name}",
+        ["what", "where", "holds", "chips", "time"],
+        rows,
+        "Times are bounds by the data sheet. To build ScaNN's index takes more than it holds.",
+    )
 
 
 def _table(plan: Plan) -> Table:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.paths import as_path, in_store
 
 SUMMARY = "answer a file of prompts with a language model; a rerun sends only the missing ones."
 EXAMPLE = "mmqa prompt --prompts=questions.txt --model=smollm2 --out=answers.jsonl"
+STORE_INPUTS = ("prompts", "model", "tokenizer")
+STORE_OUTPUTS = ("out",)
 
 
 _CHUNK = 1024
@@ -57,20 +60,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the prompts."""
     shard = flags.start(arguments, jax=False)
+    arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.config import load_config
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.host import cache_dir
     from mmqa_jax.prompting.run import run_prompts
     from mmqa_jax.weights.hub import download_model
 
-    out = Path(arguments.out)
+    out = as_path(arguments.out)
     check_out(out)
     if arguments.download:
         download_model(arguments.model)
     parts = flags.job_folder(out)
     if arguments.cache:
         cache = Path(arguments.cache)
-    elif shard is not None and shard.count > 1:  # SQLite needs a file of its own on every host
+    elif shard is not None and shard.count > 1 and not in_store(out):
+        # SQLite needs a file of its own on every host.
         cache = parts / f"responses-{shard.index}.sqlite"
     else:
         cache = cache_dir() / "responses.sqlite"

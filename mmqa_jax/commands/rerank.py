@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
     from mmqa_jax.systems.extensions.similarity import Tuned
@@ -20,6 +21,8 @@ EXAMPLE = (
     "mmqa rerank --data=data/atlas --model=runs/rerank --candidates=restricted "
     "--out=runs/retrieval/restricted.jsonl"
 )
+STORE_INPUTS = ("data", "model", "candidates", "retriever", "index")
+STORE_OUTPUTS = ("out",)
 
 
 # Questions of a chunk; of one search over the whole collection, which encodes all sources anew.
@@ -75,6 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores candidate sources; sweeps the threshold and the weight of the similarity."""
     _check(arguments)
     shard = flags.start(arguments)
+    arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.chunks import Job, Part
     from mmqa_jax.core.files import check_out
     from mmqa_jax.data.corpus import open_corpus
@@ -86,7 +90,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems.extensions import similarity
     from mmqa_jax.systems.parts import RetrieverSpec, open_dense, open_reranker, with_similarity
 
-    data, out, split = Path(arguments.data), Path(arguments.out), arguments.split
+    data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     check_out(out)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "run one row of a paper's table end to end; continues where it was interrupted."
 EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"
+STORE_OUTPUTS = ("workdir",)
+STORE_CONFIG = True
 
 
 _CHUNK = 512
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         download_model(llm.get("model", ""), "config key parts.llm.model")
     if arguments.split:
         config.data.split = arguments.split
-    folder = Path(arguments.workdir)
+    folder = as_path(arguments.workdir)
     result = run_row(
         config,
         folder,

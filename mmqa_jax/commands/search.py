@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
     from mmqa_jax.systems.extensions.fusion_tuning import TunedFusion
@@ -18,6 +19,8 @@ EXAMPLE = (
     "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
     "--index=runs/index --out=runs/retrieval/dense.jsonl"
 )
+STORE_INPUTS = ("data", "model", "index", "modality_model")
+STORE_OUTPUTS = ("out",)
 
 
 _CHUNK = 1024
@@ -90,6 +93,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Searches, writes the rankings, and scores them if gold sources are known."""
     flags.check_top_k(arguments.top_k)
     shard = flags.start(arguments, jax=arguments.method != "bm25")
+    arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.chunks import Job, Part
     from mmqa_jax.core.files import check_out
     from mmqa_jax.data.corpus import open_corpus
@@ -101,7 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems.extensions.fusion_tuning import check_gold, tune_fusion
     from mmqa_jax.systems.parts import RetrieverSpec, open_fusions, open_predictor, open_retriever
 
-    data, out, split = Path(arguments.data), Path(arguments.out), arguments.split
+    data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"
     check_out(out)
     spec = RetrieverSpec(

@@ -1,28 +1,38 @@
-"""`mmqa status`: how far a job is that shards compute."""
+"""`mmqa status`: how far a training run is, or a job that shards compute."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-SUMMARY = "show how far a job is: progress, rate, missing parts, time left."
+from mmqa_jax.core.paths import as_path
+
+SUMMARY = "show how far a training run or a job in parts is, and the time left."
 EXAMPLE = "mmqa status runs/retrieval/dense.jsonl"
+STORE_OUTPUTS = ("path",)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
-    parser.add_argument("path", help="the --out or --workdir of the job")
+    parser.add_argument(
+        "path", help="the --workdir of `mmqa train`, or the --out or --workdir of a job"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Prints one line per shard and one for all."""
+    """Prints what is known of a training run, or a line per shard of a job and one for all."""
+    from mmqa_jax.systems.training_status import is_training, status_lines, training_status
+
+    if is_training(as_path(arguments.path)):
+        training = training_status(as_path(arguments.path))
+        print("\n".join(status_lines(training)))
+        return training
     from mmqa_jax.core.chunks import named
     from mmqa_jax.core.progress import duration
     from mmqa_jax.evaluation.tables import Table, show
     from mmqa_jax.systems.jobs import find_job, job_status
 
-    status = job_status(find_job(Path(arguments.path)))
+    status = job_status(find_job(as_path(arguments.path)))
     rows = [
         [
             shard["shard"],

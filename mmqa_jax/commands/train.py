@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.paths import as_path
 
 SUMMARY = "train one model; continues where an interrupted run stopped."
 EXAMPLE = (
     "mmqa train --config=configs/atlas/rerank.py --config.data.dir=data/atlas --workdir=runs/rerank"
 )
+STORE_OUTPUTS = ("workdir",)
+STORE_CONFIG = True
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +31,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="take no steps: create a workdir with the weights named by config.init, for other "
         "verbs",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="START:END",
+        help="write a trace of these steps, both included, to WORKDIR/profile, for xprof or "
+        "TensorBoard",
+    )
+    parser.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="log the rows of metrics.jsonl to Weights & Biases too (extra `wandb`; "
+        "WANDB_MODE=offline needs no network)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -44,8 +58,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments.config, arguments.overrides)
     return run_training(
         config,
-        Path(arguments.workdir),
+        as_path(arguments.workdir),
         make_validation=make_validation,
         make_examples=make_examples,
         only_start=arguments.only_start,
+        profile=arguments.profile,
+        wandb=arguments.wandb,
     )

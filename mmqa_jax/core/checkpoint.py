@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import absolute, scheme_of
 from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
 
 
@@ -53,7 +54,12 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
-        self.folder = Path(folder).absolute()
+        self.folder = absolute(folder)
+        if scheme_of(self.folder) == "s3":
+            raise UserError(
+                f"{folder}: Orbax writes checkpoints to file systems and to gs:// only; name a "
+                "workdir there, such as one on a shared file system."
+            )
         self._fingerprint = fingerprint
         self._manager = ocp.CheckpointManager(
             self.folder,

@@ -16,7 +16,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, read_jsonl, write_json, write_jsonl
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
+from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.core.progress import Progress, duration, within
 from mmqa_jax.core.shards import WHOLE, Shard
 
@@ -140,7 +140,8 @@ class Job:
                 # Where the input was refused, its correction would be refused as another job.
                 holds = {file.name for file in self.folder.glob("[!.]*")}
                 if kind and self._claimed and holds == {JOB_FILE} and nobody_else(lock):
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    with contextlib.suppress(OSError):
+                        remove_tree(self.folder)
 
             with alone(self.folder / ".claim"):
                 self._claim()
@@ -220,7 +221,7 @@ class Job:
             with alone(self.folder / ".claim"):
                 write_json(self.folder / JOB_FILE, self._record(complete=True))
         else:
-            shutil.rmtree(self.folder)
+            remove_tree(self.folder)
 
     def waiting(self) -> dict[str, Any]:
         """Says, and returns for --json, that other shards have not finished."""
@@ -329,7 +330,7 @@ def read_about(path: Path) -> dict[str, Any]:
     Raises:
       UserError: it is damaged.
     """
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         line = file.readline()
     try:
         about = json.loads(line)

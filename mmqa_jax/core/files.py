@@ -8,11 +8,13 @@ import json
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.paths import as_path, check_store, in_store, upload
 
 # What the system says of a disk that takes no more: full, over quota, a file too large, read-only.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -36,13 +38,22 @@ def unfinished(path: Path, kind: str = "tmp", process: int | str | None = None) 
 def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Opens a temporary file beside `path` and renames it onto `path` on success.
 
-    A reader sees the old file or the complete new one; on an error the old one stays.
+    A reader sees the old file or the complete new one; on an error the old one stays. Of an object
+    in a store the temporary file is on this host, and the object is put as a whole.
     """
-    path = Path(path)
+    path = as_path(path)
+    encoding = {} if "b" in mode else {"encoding": "utf-8"}
+    if in_store(path):
+        with tempfile.TemporaryDirectory(prefix="mmqa-") as folder:
+            temporary = Path(folder) / "whole"
+            with open(temporary, mode, **encoding) as file:
+                yield file
+            upload(temporary, path)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = unfinished(path)
     try:
-        with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
+        with open(temporary, mode, **encoding) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -54,6 +65,9 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 @contextlib.contextmanager
 def no_empty_folders(folder: str | os.PathLike) -> Iterator[None]:
     """If the block fails, removes `folder` and its parents if they are new and empty."""
+    if in_store(folder):  # which has no empty ones
+        yield
+        return
     folder = Path(folder).absolute()
     new = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
     try:
@@ -129,7 +143,7 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
 def read_text(path: str | os.PathLike) -> str:
     """Reads a UTF-8 text file; raises UserError if that fails."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return as_path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
     except IsADirectoryError as error:
@@ -160,6 +174,9 @@ def check_out(path: Path, *, folder: bool = False) -> None:
     """UserError if a file (or folder) cannot be written: before hours of work, not after them."""
     if path.is_dir() and not folder:
         raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
+    if in_store(path):
+        check_store(path)
+        return
     here = path.absolute()
     places = (here, *here.parents) if folder else here.parents
     parent = next(place for place in places if os.path.exists(place))

@@ -1,4 +1,7 @@
-"""A lock on a folder for as long as a process writes into it."""
+"""A lock on a folder for as long as a process writes into it.
+
+In the file system it is a record lock, in an object store what `core.store_locks` makes of objects.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ from pathlib import Path
 from typing import IO
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import in_store
+from mmqa_jax.core.store_locks import StoreLock
 
 
 class Busy(Exception):
     """Another process holds the lock; the message says which."""
 
 
-def hold(path: Path, *, shared: bool = False) -> IO:
-    """Locks the file `path`, made if missing, until the returned file is closed.
+def hold(path: Path, *, shared: bool = False) -> IO | StoreLock:
+    """Locks the file `path`, made if missing, until what is returned is closed.
 
-    It is a record lock: it dies with its process, however that ends, and worker processes do not
-    inherit it.
+    A record lock dies with its process, however that ends, and worker processes do not inherit it.
 
     Args:
       shared: many processes may hold it, as long as none holds it alone.
@@ -31,6 +35,11 @@ def hold(path: Path, *, shared: bool = False) -> IO:
       Busy: another process holds it.
       OSError: the file cannot be opened, or its file system has no locks.
     """
+    if in_store(path):
+        lock = StoreLock(path, shared=shared)
+        if owner := lock.take():
+            raise Busy(owner)
+        return lock
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -47,8 +56,10 @@ def hold(path: Path, *, shared: bool = False) -> IO:
     return file
 
 
-def nobody_else(lock: IO) -> bool:
+def nobody_else(lock: IO | StoreLock) -> bool:
     """Whether no other process holds a lock of `hold`; if so, this one now holds it alone."""
+    if isinstance(lock, StoreLock):
+        return lock.is_only_one()
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -59,6 +70,11 @@ def nobody_else(lock: IO) -> bool:
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Waits for the lock on the file `path`, made if missing, and holds it within the block."""
+    if in_store(path):
+        with StoreLock(path, shared=False) as lock:
+            lock.wait()
+            yield
+        return
     with open(path, "a", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX)

@@ -1,10 +1,11 @@
-"""Metrics of a run: rows in metrics.jsonl, and TensorBoard events beside them."""
+"""Metrics of a run: rows in metrics.jsonl, and the same in TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any, Self
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.paths import as_path, in_store, upload
+from mmqa_jax.core.wandb_log import WandbLog
+
+_FILE = "metrics.jsonl"
+_PUT_SECONDS = 30.0  # a store takes whole files only: how often they are put there
 
 
 class MetricsWriter:
@@ -21,30 +27,47 @@ class MetricsWriter:
     drops the rows after s that the killed attempt wrote, so that no step appears twice. Only
     process 0 writes.
 
+    In an object store, which cannot append, both files grow on this host and are put there twice a
+    minute, by `flush`, and at the end.
+
     Args:
       folder: workdir of the run.
       restored_step: step of the checkpoint that the run resumes from, 0 for a new run.
+      wandb: project in Weights & Biases, which gets the rows too; None: none does.
+
+    Raises:
+      UserError: Weights & Biases does not start.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, restored_step: int = 0):
+    def __init__(
+        self, folder: str | os.PathLike, *, restored_step: int = 0, wandb: str | None = None
+    ):
         import jax
 
         self._file: Any = None
         self._events: Any = None
+        self._wandb: WandbLog | None = None
+        self._temporary: tempfile.TemporaryDirectory | None = None
         if jax.process_index() != 0:
             return
         from tensorboardX import SummaryWriter
 
-        folder = Path(folder)
-        path = folder / "metrics.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = here = as_path(folder)
         rows = read_metrics(folder)
         kept = [row for row in rows if row["step"] <= restored_step]
-        if path.exists():
-            write_jsonl(path, kept)  # also drops a line that a kill cut short
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        if in_store(folder):
+            self._temporary = tempfile.TemporaryDirectory(prefix="mmqa-metrics-")
+            here = Path(self._temporary.name)
+        here.mkdir(parents=True, exist_ok=True)
+        if wandb is not None:
+            self._wandb = WandbLog(wandb, self._folder, here)
+        self._here, self._put_at = here, time.monotonic()
+        if (self._folder / _FILE).exists():
+            write_jsonl(here / _FILE, kept)  # also drops a line that a kill cut short
+        self._file = open(here / _FILE, "a", encoding="utf-8")  # noqa: SIM115
         # purge_step hides the dropped steps of earlier event files in TensorBoard.
-        self._events = SummaryWriter(str(folder), purge_step=restored_step + 1 if rows else None)
+        self._events = SummaryWriter(str(here), purge_step=restored_step + 1 if rows else None)
+        self.flush()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one row; it is on disk when this returns."""
@@ -59,13 +82,36 @@ class MetricsWriter:
         for name, value in numbers.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
+        if self._wandb is not None:
+            self._wandb.write(step, numbers)
+        if time.monotonic() - self._put_at > _PUT_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Puts all rows into the store, if the run's folder is in one.
+
+        Call it before the checkpoint that a resumed run begins with is complete.
+        """
+        if self._temporary is None:
+            return
+        for file in self._here.iterdir():
+            if file.is_file():  # W&B's folder stays here
+                upload(file, self._folder / file.name)
+        self._put_at = time.monotonic()
 
     def close(self) -> None:
-        """Closes both files."""
-        if self._file is not None:
-            self._file.close()
-            self._events.close()
-            self._file = None
+        """Closes the files, and the run in Weights & Biases."""
+        if self._file is None:
+            return
+        self._file.close()
+        self._events.close()
+        self._file = None
+        self.flush()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+        if self._wandb is not None:
+            self._wandb.close()
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +122,7 @@ class MetricsWriter:
 
 def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl; a last line cut short by a kill is left out."""
-    path = Path(folder) / "metrics.jsonl"
+    path = as_path(folder) / _FILE
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

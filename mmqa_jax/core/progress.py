@@ -114,7 +114,10 @@ class Progress:
             self._line(self.summary() if kind is None else f"{self.text()}, stopped")
 
     def advance(self, n: int = 1, **values: Any) -> None:
-        """Counts `n` more units; `values` (such as loss=1.2) are shown behind the rate."""
+        """Counts `n` more units; `values` (such as loss=1.2) are shown behind the rate.
+
+        A value of None is no longer shown.
+        """
         self._done += n
         self._values.update(values)
         if self._first is None:
@@ -192,6 +195,7 @@ class Progress:
         return [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in self._values.items()
+            if value is not None
         ]
 
     def _line(self, text: str) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
 
 _ROWS, _INNER, _COLUMNS = 3200, 384, 1536  # of the demo's largest products: one layer, one batch
 _TIMES = 5
@@ -40,3 +45,26 @@ def matmul_rates() -> dict[str, float]:
 def best_precision(rates: dict[str, float]) -> str:
     """`bfloat16` where its products are clearly faster (AMX, AVX512_BF16), else `float32`."""
     return "bfloat16" if rates["bfloat16"] > _WORTH * rates["float32"] else "float32"
+
+
+@functools.cache
+def matmul_peak(device: jax.Device) -> float:
+    """FLOP/s at which a device multiplies large square matrices, the best of several.
+
+    In bfloat16, or in float32 on a CPU. Takes a second on an accelerator and a fifth of one on a
+    CPU, once in a process.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    on_cpu = device.platform == "cpu"
+    side, dtype = (1024, "float32") if on_cpu else (8192, "bfloat16")
+    x = jax.device_put(jnp.ones((side, side), dtype), device)
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    product(x).block_until_ready()  # compiles
+    best = float("inf")
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        product(x).block_until_ready()
+        best = min(best, time.perf_counter() - began)
+    return 2 * side**3 / best

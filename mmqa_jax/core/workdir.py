@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, write_json
 from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
+from mmqa_jax.core.paths import as_path, check_store, remove_tree
 
 _PACKAGES = (
     *("mmqa-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"),
@@ -42,7 +42,7 @@ class Workdir:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+        self.path = as_path(path)
         self._lock: Any = None
 
     def __fspath__(self) -> str:
@@ -144,6 +144,7 @@ class Workdir:
     def _take_lock(self, shared: bool) -> None:
         if self._lock is not None:
             return
+        check_store(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = hold(self.path / ".lock", shared=shared)
@@ -276,7 +277,7 @@ def claim_workdir(
         except UserError:
             if not resumed and workdir.is_its_only_writer() and not any(folder.glob(work)):
                 for path in written | (set(folder.iterdir()) - before):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                    remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
             raise
 
 

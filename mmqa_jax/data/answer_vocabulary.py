@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.answer_text import prep_ans
@@ -117,7 +117,7 @@ def read_vocabulary(path: str | os.PathLike) -> AnswerVocabulary:
     Raises:
       UserError: no such file, or another kind of content.
     """
-    path = Path(path)
+    path = as_path(path)
     file = path / FILE if path.is_dir() else path
     data = read_json(file)
     # openvqa: [{answer: number}, {number: answer}].

@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text
+from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.question_words import QuestionWords, read_words
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 
@@ -146,7 +147,7 @@ def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer | Quest
     Raises:
       UserError: it is none; see `load_tokenizer`, `load_clip_tokenizer` and `read_words`.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.is_dir():
         return load_clip_tokenizer(path)
     if path.is_file() and read_text(path).lstrip().startswith("["):

@@ -13,11 +13,11 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
+from mmqa_jax.core.paths import as_path
 from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Table, format_bounds, format_cell
@@ -197,7 +197,7 @@ def read_curves(
     numbers are skipped. `metrics` limits the result to those. A missing file gives no curves.
     Raises UserError naming a line that is not an object with a number "step".
     """
-    if not Path(path).exists():
+    if not as_path(path).exists():
         return {}
     values: dict[str, dict[float, float]] = {}
     for number, row in read_jsonl(path):

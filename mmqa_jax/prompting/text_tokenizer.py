@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
+from mmqa_jax.core.paths import as_path
 from mmqa_jax.prompting.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     Raises:
       UserError: none there, or of an unknown kind.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.suffix == ".gguf":
         return _of_gguf(path)
     folder = path if path.is_dir() else path.parent

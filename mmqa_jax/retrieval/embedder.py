@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
@@ -25,6 +26,7 @@ from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.retrieval.embeddings import Embeddings, write_embeddings
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
+_MANY = 2_000  # texts or pictures, from which on their progress is shown
 _IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and picture decoder
 
 
@@ -125,7 +127,7 @@ class Embedder:
             (indices, self._encode_text(self._state, *self._put(ids, mask)))
             for indices, ids, mask in self._text_batches(texts)
         )
-        self._collect(encoded, vectors)
+        self._collect(encoded, vectors, "texts")
         if pictures is None:
             return vectors
         if len(pictures) != len(texts):
@@ -140,7 +142,7 @@ class Embedder:
     def embed_pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
         """Unit vectors of pictures, uint8[S, S, 3] each."""
         vectors = np.zeros((len(pictures), self.dim), np.float32)
-        self._collect(self._picture_batches(pictures), vectors)
+        self._collect(self._picture_batches(pictures), vectors, "pictures")
         return vectors
 
     def embed_sources(
@@ -284,20 +286,33 @@ class Embedder:
         return self._placement.put(tuple(array[own] for array in arrays))
 
     @staticmethod
-    def _collect(encoded: Iterator[tuple[np.ndarray, jax.Array]], vectors: np.ndarray) -> None:
-        """Writes encoded batches into `vectors`, a few batches behind the device."""
+    def _collect(
+        encoded: Iterator[tuple[np.ndarray, jax.Array]],
+        vectors: np.ndarray,
+        unit: str | None = None,
+    ) -> None:
+        """Writes encoded batches into `vectors`, a few batches behind the device.
+
+        unit: what is encoded; the progress of many is shown.
+        """
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
+        shown = unit is not None and len(vectors) >= _MANY
 
-        def write() -> None:
-            indices, batch = waiting.popleft()
-            vectors[indices] = fetch(batch)[: len(indices)]
+        with Progress(
+            f"Embedding {unit}", len(vectors), unit or "", quiet=None if shown else True
+        ) as progress:
 
-        for item in encoded:
-            waiting.append(item)
-            if len(waiting) > _IN_FLIGHT:
+            def write() -> None:
+                indices, batch = waiting.popleft()
+                vectors[indices] = fetch(batch)[: len(indices)]
+                progress.advance(len(indices))
+
+            for item in encoded:
+                waiting.append(item)
+                if len(waiting) > _IN_FLIGHT:
+                    write()
+            while waiting:
                 write()
-        while waiting:
-            write()
 
     def _hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)

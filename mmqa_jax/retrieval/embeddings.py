@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
+import io
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,9 @@ from jaxtyping import Float32
 from mmqa_jax.core.chunks import named
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, write_json
+from mmqa_jax.core.local_copies import local_copy
+from mmqa_jax.core.locks import alone
+from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
 
 _WHAT = "embeddings of a corpus"
@@ -65,10 +67,11 @@ def open_embeddings(
     check_manifest(folder, manifest, fingerprints, _VERB)
     if not manifest.get("complete"):
         raise UserError(f"{folder}: the embedding job did not finish; run `{_VERB}` again.")
-    vectors = _load(Path(folder) / "embeddings.npy", (manifest["rows"], manifest["dim"]))
+    file = local_copy(as_path(folder) / "embeddings.npy")
+    vectors = _load(file, (manifest["rows"], manifest["dim"]))
     if vectors is None:
         raise UserError(
-            f"{Path(folder) / 'embeddings.npy'}: missing or damaged, float32 "
+            f"{folder}/embeddings.npy: missing or damaged, float32 "
             f"[{manifest['rows']}, {manifest['dim']}] was expected; delete the folder and run "
             f"`{_VERB}` again."
         )
@@ -111,7 +114,7 @@ def write_embeddings(
     mine, parts = part
     if not 0 <= mine < parts:
         raise UserError(f"embed: part {mine} of {parts} does not exist; count from 0.")
-    folder = Path(folder)
+    folder = as_path(folder)
     job = {
         "what": _WHAT,
         "rows": rows,
@@ -131,7 +134,7 @@ def write_embeddings(
     ranges, paths = _shards_of(folder, job)
     done, total = 0, sum(map(len, ranges[mine::parts]))
     for span, path in zip(ranges[mine::parts], paths[mine::parts], strict=True):
-        if _load(path, (len(span), dim)) is None:
+        if not _is_whole(path, (len(span), dim)):
             vectors = np.asarray(embed_rows(span), np.float32)
             _check_finite(vectors, span)
             with atomic_write(path, "wb") as file:
@@ -169,13 +172,13 @@ class Unfinished(NamedTuple):
 
 def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
     """How far the job in `folder` is; None: it is finished. UserError: there is none."""
-    folder = Path(folder)
+    folder = as_path(folder)
     manifest = read_manifest(folder, _WHAT, _VERB)
     if manifest.get("complete"):
         return None
     job, parts = _job_of(manifest)
     ranges, paths = _shards_of(folder, job)
-    written = [path.stat().st_mtime if path.exists() else None for path in paths]
+    written = [modified(path) if path.exists() else None for path in paths]
     return Unfinished(job["rows"], parts, list(zip(map(len, ranges), written, strict=True)))
 
 
@@ -186,7 +189,7 @@ def join_embeddings(folder: str | os.PathLike) -> Embeddings:
       UserError: there is no job, or shards are missing or damaged: they are named, with the parts
         that write them.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     job, parts = _job_of(read_manifest(folder, _WHAT, _VERB))
     with _locked(folder):
         if not _is_complete(folder, job):
@@ -217,7 +220,7 @@ def _shards_of(folder: Path, job: dict[str, Any]) -> tuple[list[range], list[Pat
 def _missing(folder: Path, job: dict[str, Any]) -> list[int]:
     """The shards that are missing or damaged."""
     shards = enumerate(zip(*_shards_of(folder, job), strict=True))
-    return [n for n, (span, path) in shards if _load(path, (len(span), job["dim"])) is None]
+    return [n for n, (span, path) in shards if not _is_whole(path, (len(span), job["dim"]))]
 
 
 def _join(folder: Path, job: dict[str, Any]) -> None:
@@ -226,23 +229,23 @@ def _join(folder: Path, job: dict[str, Any]) -> None:
         header = {"descr": "<f4", "fortran_order": False, "shape": (job["rows"], job["dim"])}
         np.lib.format.write_array_header_1_0(file, header)
         for path in _shards_of(folder, job)[1]:
-            file.write(np.ascontiguousarray(np.load(path)).data)
+            rows = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+            file.write(np.ascontiguousarray(rows).data)
     write_json(folder / MANIFEST, {**job, "complete": True})
 
 
 def _finish(folder: Path) -> Embeddings:
     """Removes all shards, also those of earlier jobs, and opens the joined embeddings."""
     for shards in folder.glob("shards-*"):
-        shutil.rmtree(shards, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(shards)
     return open_embeddings(folder)
 
 
 def _is_complete(folder: Path, job: dict[str, Any]) -> bool:
     found = _readable_manifest(folder)
     shape = (job["rows"], job["dim"])
-    return (
-        found == {**job, "complete": True} and _load(folder / "embeddings.npy", shape) is not None
-    )
+    return found == {**job, "complete": True} and _is_whole(folder / "embeddings.npy", shape)
 
 
 def _shards(folder: Path, job: dict[str, Any]) -> Path:
@@ -252,10 +255,9 @@ def _shards(folder: Path, job: dict[str, Any]) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Locks out the job's other processes; the OS releases the lock of a killed process."""
+    """Locks out the job's other processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with alone(folder / ".lock"):
         yield
 
 
@@ -276,6 +278,21 @@ def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any], 
                 f"{folder / MANIFEST}: holds embeddings with {key} {found.get(key)!r}, this job's "
                 f"is {value!r}; name another --out or give --overwrite."
             )
+
+
+def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
+    """Whether the array at `path` has this shape, and all its rows are there."""
+    if not in_store(path):
+        return _load(path, shape) is not None
+    try:
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            found, _, dtype = np.lib.format.read_array_header_1_0(file)
+            start = file.tell()
+    except (OSError, ValueError, EOFError):
+        return False
+    size = start + 4 * shape[0] * shape[1]
+    return found == shape and dtype == np.float32 and path.stat().length == size
 
 
 def _load(path: Path, shape: tuple[int, int]) -> np.ndarray | None:

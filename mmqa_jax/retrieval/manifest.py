@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.paths import as_path, in_store, remove_tree, upload
 
 MANIFEST = "manifest.json"
 
@@ -19,9 +21,19 @@ MANIFEST = "manifest.json"
 def replace_folder(folder: str | os.PathLike, manifest: Mapping[str, Any]) -> Iterator[Path]:
     """Yields an empty folder to fill; on success it replaces `folder`, with the manifest in it.
 
-    One writer at a time: the next writer removes what a killed one left behind.
+    One writer at a time: the next writer removes what a killed one left behind. Of a folder in an
+    object store the manifest is removed first and put last.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
+    if in_store(folder):
+        with tempfile.TemporaryDirectory(prefix="mmqa-") as filled:
+            yield Path(filled)
+            (folder / MANIFEST).unlink(missing_ok=True)
+            remove_tree(folder)
+            for file in Path(filled).iterdir():
+                upload(file, folder / file.name)
+        write_json(folder / MANIFEST, dict(manifest))
+        return
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -42,7 +54,7 @@ def read_manifest(folder: str | os.PathLike, what: str, verb: str) -> dict[str, 
       what: description of what the folder should hold ("a BM25 index").
       verb: the command that makes it ("mmqa index").
     """
-    path = Path(folder) / MANIFEST
+    path = as_path(folder) / MANIFEST
     if not path.is_file():
         raise UserError(f"{path}: not found, {what} was expected there; run `{verb}` first.")
     manifest = read_json(path)
@@ -59,6 +71,6 @@ def check_manifest(
         found = manifest.get(key)
         if value is not None and found != value:
             raise UserError(
-                f"{Path(folder) / MANIFEST}: {key} is {found!r} but {value!r} was expected "
+                f"{folder}/{MANIFEST}: {key} is {found!r} but {value!r} was expected "
                 f"(it was made with another model, corpus or setting); run `{verb}` again."
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,13 +60,9 @@ class MeshIndex:
         self.kind = "mesh_approx" if approximate else "mesh"
         self.is_exact = not approximate
         devices = list(devices or jax.devices())
-        self._mesh = jax.make_mesh(
-            (len(devices),), (_AXIS,), axis_types=(AxisType.Auto,), devices=devices
-        )
-        each = -(-len(self) // len(devices))  # rows of a device, the last ones padding
-        self._block = min(block_rows, each)
-        self._blocks = -(-each // self._block)
-        self._dtype = np.dtype(jnp.bfloat16 if approximate else jnp.float32)
+        self._mesh = _row_mesh(devices)
+        self._block, self._blocks = _block_counts(len(self), len(devices), block_rows)
+        self._dtype = _dtype(approximate)
         self._check_fits()
 
     def __len__(self) -> int:
@@ -80,7 +76,7 @@ class MeshIndex:
         queries = check_queries(queries, self.embeddings)
         mask = self._mask(allowed)
         available = len(self) if allowed is None else int(np.count_nonzero(allowed))
-        fetch = top_k if self.is_exact else min(available, _CANDIDATES * top_k)
+        fetch = _fetched(top_k, available, self.is_exact)
         found = _search_program(self._mesh, self._block, self._blocks, fetch, self.is_exact)
         size = 1 if len(queries) == 1 else _QUERY_BATCH
         rows = np.zeros((len(queries), top_k), np.int32)
@@ -161,6 +157,50 @@ class MeshIndex:
                 f"{', --kind=mesh_approx (half the memory)' if self.is_exact else ''}, ScaNN or "
                 "Milvus."
             )
+
+
+def abstract_search(
+    devices: Sequence[jax.Device], rows: int, dim: int, top_k: int, *, approximate: bool
+) -> tuple[Callable[[], jax.stages.Traced], Mesh, dict[str, jax.ShapeDtypeStruct]]:
+    """The search of so many sources over devices that need not be there, for `mmqa plan`.
+
+    Returns:
+      A function that traces it, the mesh, and its arguments: `queries` (a batch of 256),
+      `vectors` and `mask`.
+    """
+    mesh = _row_mesh(list(devices))
+    block, blocks = _block_counts(rows, len(devices), _BLOCK_ROWS)
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (_AXIS,)))
+    padded, exact = block * blocks * len(devices), not approximate
+    arguments = {
+        "queries": jax.ShapeDtypeStruct((_QUERY_BATCH, dim), np.float32, sharding=whole),
+        "vectors": jax.ShapeDtypeStruct((padded, dim), _dtype(approximate), sharding=split),
+        "mask": jax.ShapeDtypeStruct((padded,), np.bool_, sharding=split),
+    }
+    program = _search_program(mesh, block, blocks, _fetched(top_k, rows, exact), exact)
+    return lambda: program.trace(*arguments.values()), mesh, arguments
+
+
+def _row_mesh(devices: Sequence[jax.Device]) -> Mesh:
+    return jax.make_mesh(
+        (len(devices),), (_AXIS,), axis_types=(AxisType.Auto,), devices=list(devices)
+    )
+
+
+def _block_counts(rows: int, devices: int, block_rows: int) -> tuple[int, int]:
+    """Rows of a block, and blocks of a device; the last rows are padding."""
+    each = -(-rows // devices)
+    block = min(block_rows, each)
+    return block, -(-each // block)
+
+
+def _dtype(approximate: bool) -> np.dtype:
+    return np.dtype(jnp.bfloat16 if approximate else jnp.float32)
+
+
+def _fetched(top_k: int, available: int, exact: bool) -> int:
+    """How many sources the devices return for `top_k` results."""
+    return top_k if exact else min(available, _CANDIDATES * top_k)
 
 
 def _local(array: jax.Array) -> np.ndarray:

@@ -29,11 +29,11 @@ _VERB = "mmqa index"
 _KEY, _VECTOR = "row", "vector"
 _PROPERTY = "mmqa."  # in front of the names of our properties
 _CHUNK_BYTES = 8 << 20  # of vectors sent at once; a message may have 64 MiB
-_FLAT_ROWS = 20_000  # up to here every row is scored: as fast, and nothing is missed
+FLAT_ROWS = 20_000  # up to here every row is scored: as fast, and nothing is missed
 _MOST_RESULTS = 16_384  # Milvus gives no more per query
 _QUERY_BATCH = 256
 _FEW_RUNS = 256  # of allowed rows that are named by their ends
-_GRAPH = {"M": 32, "efConstruction": 256}  # HNSW: neighbors, and candidates when they are chosen
+GRAPH = {"M": 32, "efConstruction": 256}  # HNSW: neighbors, and candidates when they are chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MilvusIndex:
         self._client, self._place = client, place
         self._rows, self._dim = record["rows"], record["dim"]
         self._fingerprints = record["model_fingerprint"], record["corpus_fingerprint"]
-        self.is_exact = self._rows <= _FLAT_ROWS
+        self.is_exact = self._rows <= FLAT_ROWS
 
     def __len__(self) -> int:
         return self._rows
@@ -283,8 +283,8 @@ def _create(client: Any, place: Place, record: dict[str, Any]) -> None:
     schema.add_field(_KEY, DataType.INT64, is_primary=True)
     schema.add_field(_VECTOR, DataType.FLOAT_VECTOR, dim=record["dim"])
     kind = {"index_type": "FLAT"}
-    if record["rows"] > _FLAT_ROWS:
-        kind = {"index_type": "HNSW", "params": _GRAPH}
+    if record["rows"] > FLAT_ROWS:
+        kind = {"index_type": "HNSW", "params": GRAPH}
     index = client.prepare_index_params()
     index.add_index(_VECTOR, metric_type="IP", **kind)
     client.create_collection(

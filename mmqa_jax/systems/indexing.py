@@ -9,6 +9,8 @@ from typing import Any
 from mmqa_jax.core import distributed
 from mmqa_jax.core.chunks import Engine, check_chunk
 from mmqa_jax.core.files import check_out, read_json, write_json
+from mmqa_jax.core.local_copies import local_copy
+from mmqa_jax.core.paths import check_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import open_corpus
@@ -41,6 +43,7 @@ def embed(
     """Embeds every source of a corpus; continues an interrupted job.
 
     Args:
+      data, model, out: may be in an object store.
       shard: this process's share of the job.
       chunk: sources that are written together.
       overwrite: replace embeddings of another model or corpus in `out`.
@@ -48,12 +51,12 @@ def embed(
     """
     check_chunk(chunk)
     check_out(out / EMBEDDINGS, folder=True)
-    corpus = open_corpus(data)
+    corpus = open_corpus(local_copy(data))
     if engine is not None:
         count = -(-len(corpus) // chunk)  # a part for each chunk
 
         def open_one() -> Callable[[int], None]:
-            embedder, pictures = open_embedder(model, corpus)
+            embedder, pictures = open_embedder(local_copy(model), corpus)
 
             def one(number: int) -> None:
                 embedder.embed_sources(
@@ -66,7 +69,7 @@ def embed(
         engine.compute(_missing(out / EMBEDDINGS, count), open_one)
         write_json(out / "embed.json", {"data": str(data), "model": str(model)})
         return merge_embeddings(out)
-    embedder, pictures = open_embedder(model, corpus)
+    embedder, pictures = open_embedder(local_copy(model), corpus)
     with Progress("Embedding sources", len(corpus), "sources") as progress:
         embeddings = embedder.embed_sources(
             corpus,
@@ -110,6 +113,7 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
       kind: see retrieval.index.build_index.
       place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
     """
+    check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)
     if place:
         return _fill(place, embeddings)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mmqa_jax.core.chunks import JOB_FILE, PARTS, part_files, read_about, read_job
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import check_store
 from mmqa_jax.retrieval.embeddings import read_unfinished
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.systems.parts import EMBEDDINGS
@@ -24,6 +25,7 @@ class Place(NamedTuple):
 
 def find_job(path: Path) -> Place:
     """The job whose --workdir, --out or folder of parts `path` is; UserError if there is none."""
+    check_store(path)
     for folder in (path, path / PARTS, path.with_name(f"{path.name}.parts")):
         if (folder / JOB_FILE).is_file():
             return Place(folder, False)
@@ -108,7 +110,7 @@ def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], 
             seconds = _covered([(about["began"], about["ended"]) for about in own])
             shard.rate = shard.items_done / seconds if seconds > 0 else None
             newest = max(own, key=lambda about: about["ended"])
-            shard.last, shard.host = now - newest["ended"], newest["host"]
+            shard.last, shard.host = max(now - newest["ended"], 0.0), newest["host"]
     missing = [number for number in range(len(sizes)) if number not in found]
     return shards, missing, bool(record["complete"])
 
@@ -123,7 +125,7 @@ def _of_embeddings(folder: Path, now: float) -> tuple[list[ShardStatus], list[in
     for index, shard in enumerate(shards):
         own = sorted((at, sizes[n]) for n, at in found.items() if n % unfinished.parts == index)
         if own:
-            shard.last = now - own[-1][0]
+            shard.last = max(now - own[-1][0], 0.0)  # clocks of hosts may differ, or be set
         if len(own) > 1 and own[-1][0] > own[0][0]:  # when the first was begun is not known
             shard.rate = sum(size for _, size in own[1:]) / (own[-1][0] - own[0][0])
     return shards, unfinished.missing, False

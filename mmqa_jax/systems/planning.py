@@ -9,10 +9,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.bench.plan.chips import GIB
 from mmqa_jax.bench.plan.program import compile_program
 from mmqa_jax.bench.plan.roofline import Planned, run_cost
 from mmqa_jax.bench.plan.topology import Topology
+from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.systems.programs import (
     ENGINE,

@@ -18,10 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from mmqa_jax.bench.plan.flops import jaxpr_flops, traced_flops
 from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import jaxpr_flops, traced_flops
 from mmqa_jax.core.mesh import make_mesh, replicated
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.decoding.slot_runner import EngineConfig

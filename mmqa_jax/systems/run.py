@@ -22,6 +22,9 @@ from mmqa_jax.core.chunks import PARTS, Engine, Job
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json, write_jsonl
+from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.local_copies import local_copy, with_local_copies
+from mmqa_jax.core.paths import as_path, in_store, key_of
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
@@ -144,11 +147,14 @@ def run_row(
     recorded = ConfigDict({**recorded, "limit": limit})
     shared = shard is None or shard.count > 1
     worker = engine is not None and engine.is_worker
+    # A store cannot append: the journals of a run there are kept on this host.
+    work = f"{PARTS}/[0-9]*" if in_store(folder) else "journals/*"
     with (
         contextlib.nullcontext()
         if worker
-        else claim_workdir(folder, recorded, work="journals/*", shared=shared)
+        else claim_workdir(folder, recorded, work=work, shared=shared)
     ):
+        given, config = config, with_local_copies(config)
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         if context := config.data.get("context"):
             assert opened is None, "parts that other rows opened read questions as they are"
@@ -159,10 +165,11 @@ def run_row(
         if needs_all(system, config.setting):
             chunk = len(questions)
         with Job(
-            folder / PARTS, _what(config, corpus, questions), len(questions), chunk=chunk,
+            folder / PARTS, _what(given, corpus, questions), len(questions), chunk=chunk,
             shard=shard, command=command, engine=engine,
         ) as job:  # fmt: skip
-            journals = folder / "journals"
+            here = cache_dir() / "journals" / key_of(str(folder)) if in_store(folder) else folder
+            journals = here / "journals"
             if shared and shard is not None:
                 journals /= f"{shard.index}-of-{shard.count}"
             if worker:
@@ -207,7 +214,10 @@ def _what(config: ConfigDict, corpus: Corpus, questions: Sequence[Question]) -> 
         "corpus": corpus.fingerprint,
         "questions": identity.of_questions(questions),
         "config": config_fingerprint(ConfigDict(affecting)),
-        "inputs": {path: identity.of_path(path) for path in _part_paths(config)},
+        "inputs": {
+            path: identity.of_path(local_copy(path) if in_store(path) else path)
+            for path in _part_paths(config)
+        },
     }
 
 
@@ -277,7 +287,7 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
     return {
         path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
         for path in dict.fromkeys(filter(None, paths))
-        if path not in found and not Path(path).exists()
+        if path not in found and not as_path(path).exists()
     }
 
 

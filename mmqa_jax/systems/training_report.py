@@ -13,6 +13,7 @@ from mmqa_jax.evaluation.plots import Points
 from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.systems.run_report import run_facts
+from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
 from mmqa_jax.training.validation import read_best
 
 TASKS = {
@@ -51,6 +52,8 @@ def write_training_report(folder: Path) -> dict[str, Any]:
     title = f"Training of the {TASKS[config.task]}"
     tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
     headline = {} if best is None else {f"best {best['metric']}": best["value"]}
+    if (found := goodput(read_attempts(folder))) is not None:
+        tables.append(_time_table(found))
     facts = run_facts(folder)
     if best is not None:
         facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
@@ -70,6 +73,20 @@ def write_training_report(folder: Path) -> dict[str, Any]:
     write_report(folder / "report.html", data)
     Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return {"task": config.task, "report": str(folder / "report.html"), "best": best}
+
+
+def _time_table(found: Goodput) -> Table:
+    """What the wall time of all attempts went into."""
+    rows = [
+        [name, round(seconds, 1), seconds / found.wall_seconds]
+        for name, seconds in found.seconds.items()
+    ]
+    return Table(
+        "Wall time",
+        ["what", "seconds", "share"],
+        rows,
+        note=f"Goodput: {found.text()}. training/README.md says what the rows are.",
+    )
 
 
 def _validation_table(curves: dict[str, Points]) -> Table:

@@ -30,11 +30,15 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import report_full_disk
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
+from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
+from mmqa_jax.training.attempts import Attempts
 from mmqa_jax.training.nonfinite import FiniteCheck, OnNan
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
+from mmqa_jax.training.profile import Profile, Steps
 from mmqa_jax.training.state import (
+    Step,
     Task,
     TrainState,
     abstract_state,
@@ -44,11 +48,14 @@ from mmqa_jax.training.state import (
     split_model,
     with_pretrained,
 )
+from mmqa_jax.training.throughput import Throughput
+from mmqa_jax.training.time_split import TimeSplit
 from mmqa_jax.training.validation import BestWeights, Validation
 from mmqa_jax.weights.folder import save_trained
 
 # Entries of a batch that stay on the host, to name the examples of a bad step.
 _ID_KEYS = ("ids", "index")
+_SHOWN_INPUT_SHARE = 0.05  # of the time, from which on the progress shows the wait for input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +87,19 @@ class LoopOptions:
     skip_at_most: int = 10
 
 
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What is recorded of an attempt besides metrics.jsonl; no part of the experiment.
+
+    Attributes:
+      profile: the steps to trace.
+      wandb: project in Weights & Biases.
+    """
+
+    profile: Steps | None = None
+    wandb: str | None = None
+
+
 def train(
     config: Mapping[str, Any],
     *,
@@ -94,6 +114,7 @@ def train(
     title: str = "Training",
     metadata: Mapping[str, Any] | None = None,
     only_start: bool = False,
+    observed: Observed = Observed(),
 ) -> Any:
     """Trains a task to its last step, resuming from the newest checkpoint in `workdir`.
 
@@ -105,8 +126,8 @@ def train(
         Entries `ids` or `index` of a dict batch stay on the host and name the examples if the
         loss is not finite.
       mesh: of core.mesh.make_mesh.
-      workdir: folder of this training run: checkpoints/, metrics.jsonl, events, weights/,
-        model.json, and best/ if `validation` has a metric.
+      workdir: folder of this training run: checkpoints/, metrics.jsonl, attempts.jsonl, events,
+        weights/, model.json, and best/ if `validation` has a metric.
       seed: of the initial weights and of dropout.
       validation: judges the parameters every `evaluate_every` steps and at the end; the values
         are logged as `eval/NAME`. All processes call it.
@@ -116,6 +137,7 @@ def train(
       title: shown in front of the progress.
       metadata: JSON values for model.json, which describe the model.
       only_start: takes no step: the weights that are saved are the initial ones.
+      observed: see Observed.
 
     Returns:
       The final parameters (nnx.State).
@@ -142,8 +164,9 @@ def train(
         mesh=mesh,
         skip_nonfinite=options.on_nan == "skip",
     )
-    folder = Path(workdir)
+    folder = as_path(workdir)
     fingerprint = config_fingerprint({"train": config, "seed": seed, "model": metadata or {}})
+    attempts = Attempts(folder)
     with (
         report_full_disk(folder),
         Checkpoints(
@@ -161,22 +184,22 @@ def train(
         if load_pretrained is not None and first == 0:
             state = with_pretrained(state, model, load_pretrained)
         with (
-            MetricsWriter(folder, restored_step=first) as metrics,
+            MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
             _StopSignals() as stop,
             Watchdog(hang_limit(os.environ)) as watchdog,
+            Profile(observed.profile, folder) as profile,
         ):
-            on_cpu = mesh.devices.flat[0].platform == "cpu"
-            run = _Run(
-                options, checkpoints, metrics, progress, watchdog, batches, window, seed, on_cpu
-            )
+            if not only_start:
+                attempts.start(first)
+            outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog)
+            run = _Run(options, outputs, step_fn, batches, window, seed)
             for step in range(first + 1, steps + 1):
-                watchdog.beat(step, "reading the batch")
-                batch, ids = _next_batch(batches, step, mesh, options.accumulate)
-                watchdog.beat(step, "computing")
-                with jax.transfer_guard("disallow"):  # only the batch is transferred, above
-                    state, values = step_fn(state, batch)
-                run.dispatched(step, ids, values)
+                with profile.step(step, run.wait):
+                    batch = run.read(step, state)
+                    with jax.transfer_guard("disallow"):  # only the batch is transferred, above
+                        state, values = step_fn(state, batch)
+                    run.dispatched(step, values)
                 if step % options.log_every == 0 or step == options.steps:
                     run.log(step)
                 score = None
@@ -188,48 +211,80 @@ def train(
                 if stopped or is_best or _due(step, options.checkpoint_every, options.steps):
                     run.save(step, state, score)
                 if best is not None and is_best:
-                    watchdog.beat(step, "saving the best weights")
-                    best.write(state.params)
+                    run.save_best(step, best, state)
                 if stopped:
-                    checkpoints.wait()
+                    run.finish("stop", step)
                     stop.leave(title, step, folder)
-            checkpoints.wait()
+            run.finish("end", steps)
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
         save_trained(folder, *finished(model, state.params, finish), metadata)
     return state.params
 
 
+@dataclasses.dataclass(frozen=True)
+class _Outputs:
+    """Where a run writes, and who looks at it."""
+
+    checkpoints: Checkpoints
+    metrics: MetricsWriter
+    attempts: Attempts
+    progress: Progress
+    watchdog: Watchdog
+
+
 class _Run:
-    """The host's side of the loop: steps in flight, the logged window, and saving."""
+    """The host's side of the loop: batches, steps in flight, the logged window, and saving."""
 
     def __init__(
         self,
         options: LoopOptions,
-        checkpoints: Checkpoints,
-        metrics: MetricsWriter,
-        progress: Progress,
-        watchdog: Watchdog,
+        outputs: _Outputs,
+        step_fn: Step,
         batches: Any,
         window: dict[str, Any],
         seed: int,
-        on_cpu: bool,
     ):
-        self._options, self._checkpoints, self._metrics = options, checkpoints, metrics
-        self._progress, self._watchdog = progress, watchdog
-        self._batches, self._seed = batches, seed
+        self._options, self._outputs = options, outputs
+        self._checkpoints, self._metrics = outputs.checkpoints, outputs.metrics
+        self._progress, self._watchdog = outputs.progress, outputs.watchdog
+        self._batches, self._mesh, self._seed = batches, step_fn.mesh, seed
         skipped = window.get("skipped", 0)
         self._finite = FiniteCheck(options.on_nan, options.skip_at_most, skipped)
         self._flying: collections.deque[tuple[int, Any, dict[str, jax.Array]]] = collections.deque()
         self._sums, self._count = dict(window["sums"]), window["count"]
+        self._split, self._throughput = TimeSplit(), Throughput(self._mesh, step_fn)
+        self._ids, self._compiles = None, False  # of the batch that was read last
         # The CPU runs a step on the cores that also make batches: running ahead costs memory only.
+        on_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self._most_in_flight = 2 if on_cpu else 8
 
-    def dispatched(self, step: int, ids: Any, values: dict[str, jax.Array]) -> None:
+    def read(self, step: int, state: TrainState) -> Any:
+        """The next batch, on the mesh."""
+        self._watchdog.beat(step, "reading the batch")
+        self._split.lap("compute")
+        rows, self._ids = _next_rows(self._batches, step, self._mesh, self._options.accumulate)
+        batch = put_batch(self._mesh, rows)
+        # While the devices still compute an earlier step, nothing waits for the batch.
+        self._split.lap("input" if self._idle() else "compute")
+        self._watchdog.beat(step, "computing")
+        self._compiles = self._throughput.count(rows, state, batch)
+        return batch
+
+    def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
         """Records a dispatched step, and waits for an older one if too many are in flight."""
-        self._flying.append((step, ids, values))
+        self._split.lap("compile" if self._compiles else "compute")
+        self._flying.append((step, self._ids, values))
         if len(self._flying) > self._most_in_flight:
             self._flying[-1 - self._most_in_flight][2]["loss"].block_until_ready()
         self._progress.advance()
+
+    def wait(self) -> None:
+        """Returns when all dispatched steps are computed."""
+        if self._flying:
+            self._flying[-1][2]["loss"].block_until_ready()
+
+    def _idle(self) -> bool:
+        return not self._flying or self._flying[-1][2]["loss"].is_ready()
 
     def check_finite(self) -> None:
         """Fetches the metrics of all steps so far; see FiniteCheck.counts."""
@@ -250,7 +305,11 @@ class _Run:
             means["skipped_steps"] = self._finite.skipped
         if (rate := self._progress.rate()) is not None:
             means["steps_per_second"] = rate
-        self._metrics.write(step, means)
+        self._split.lap("compute")
+        seconds = self._split.take()
+        self._metrics.write(step, means | self._throughput.columns(seconds))
+        self._outputs.attempts.note("step", step, self._split.total)
+        self._show_input_wait(seconds)
         if "loss" in means:
             self._progress.advance(0, loss=means["loss"])
         self._sums, self._count = {}, 0
@@ -258,12 +317,14 @@ class _Run:
     def evaluate(self, step: int, model: nnx.Module, validation: Validation) -> float | None:
         """Writes a row of the validation's values; returns that of its metric, if it is finite."""
         self.check_finite()
+        self._split.lap("compute")
         self._watchdog.beat(step, "evaluating")
         if jax.process_count() == 1:
             self._watchdog.rest()  # no other host waits, and it may take long
         with self._progress.paused():
             found = _same_on_all(validation.evaluate(model))
         self._metrics.write(step, {f"eval/{name}": value for name, value in found.items()})
+        self._split.lap("evaluate")
         if validation.metric is None:
             return None
         score = found[validation.metric]
@@ -273,7 +334,9 @@ class _Run:
     def save(self, step: int, state: TrainState, score: float | None) -> None:
         """Starts a checkpoint, after checking that all values so far are finite."""
         self.check_finite()
+        self._split.lap("compute")
         self._watchdog.beat(step, "saving")
+        self._metrics.flush()
         window = {"sums": self._sums, "count": self._count, "skipped": self._finite.skipped}
         self._checkpoints.save(
             step,
@@ -284,6 +347,28 @@ class _Run:
             meta={"seed": self._seed, "window": window},
             score=score,
         )
+        self._split.lap("checkpoint")
+        self._outputs.attempts.note("save", step, self._split.total)
+
+    def save_best(self, step: int, best: BestWeights, state: TrainState) -> None:
+        """Writes the weights of a step that is the best so far; its checkpoint is saved first."""
+        self._watchdog.beat(step, "saving the best weights")
+        best.write(state.params)
+        self._split.lap("checkpoint")
+
+    def finish(self, event: str, step: int) -> None:
+        """Waits for the last checkpoint, and notes how the attempt ended."""
+        self._checkpoints.wait()
+        self._split.lap("checkpoint")
+        self._outputs.attempts.note(event, step, self._split.total)
+        self._show_input_wait(self._split.total)
+        if (found := self._outputs.attempts.goodput()) is not None:
+            self._progress.advance(0, goodput=f"{100 * found.share:.0f} %")
+
+    def _show_input_wait(self, seconds: Mapping[str, float]) -> None:
+        share = seconds["input"] / max(sum(seconds.values()), 1e-9)
+        shown = f"{100 * share:.0f} %" if share > _SHOWN_INPUT_SHARE else None
+        self._progress.advance(0, **{"input wait": shown})
 
 
 class _StopSignals:
@@ -344,8 +429,8 @@ def _restore_or_start(
     return state, restored.step, restored.meta["window"]
 
 
-def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -> tuple[Any, Any]:
-    """The next batch on the mesh, split over its data axes, and the ids, which stay on the host."""
+def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -> tuple[Any, Any]:
+    """This process's rows of the next batch, and the ids, which stay on the host."""
     try:
         batch = next(batches)
     except StopIteration:
@@ -362,7 +447,7 @@ def _next_batch(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) 
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         size, rest = divmod(rows * batch_blocks(mesh), share)
         check_batch_size(0 if rest else size, mesh, accumulate)
-    return put_batch(mesh, batch), ids
+    return batch, ids
 
 
 def read_section(config: Mapping[str, Any]) -> LoopOptions:

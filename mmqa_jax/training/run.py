@@ -14,15 +14,19 @@ from ml_collections import ConfigDict
 from mmqa_jax.core import distributed
 from mmqa_jax.core.agreement import check_same_run, check_shared_folder
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.wandb_log import check_wandb
 from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.prompting import text_tokenizer
+from mmqa_jax.training.attempts import goodput, read_attempts
 from mmqa_jax.training.base_llm import make_text_tokenizer
 from mmqa_jax.training.checks import check_config
-from mmqa_jax.training.loop import train
+from mmqa_jax.training.loop import Observed, train
 from mmqa_jax.training.pretrained_vqa import keep_vocabulary
+from mmqa_jax.training.profile import parse_steps
 from mmqa_jax.training.recipes import MakeExamples, make_recipe, make_tokenizer
 from mmqa_jax.training.validation import Validation, read_best
 from mmqa_jax.weights.folder import RECORD, read_metadata
@@ -42,6 +46,8 @@ def run_training(
     make_validation: MakeValidation | None = None,
     make_examples: MakeExamples | None = None,
     only_start: bool = False,
+    profile: str | None = None,
+    wandb: str | None = None,
 ) -> dict[str, Any]:
     """Trains what the config describes, or resumes it.
 
@@ -53,9 +59,12 @@ def run_training(
       make_examples: as of training.recipes.make_recipe.
       only_start: saves the initial weights, without training: published weights, or those of
         another run, for the other verbs.
+      profile: START:END, steps to write a trace of; see training.profile.
+      wandb: project in Weights & Biases that gets the rows of metrics.jsonl too.
 
     Returns:
-      What `--json` prints: the task, the step and the folder, and the best step if one is kept.
+      What `--json` prints: the task, the step and the folder, the best step if one is kept, and
+      the goodput (training.attempts) of a run that took steps.
 
     Raises:
       UserError: a config that cannot be trained (it leaves no trace in `folder`), or a folder of
@@ -63,7 +72,17 @@ def run_training(
     """
     distributed.start()
     with distributed.fail_together():
-        return _run_training(config, folder, corpus, make_validation, make_examples, only_start)
+        check_config(config)
+        if only_start and profile is not None:
+            raise UserError("--profile: --only_start takes no step; leave one of them out.")
+        observed = Observed(
+            None if profile is None else parse_steps(profile, config.train.steps), wandb
+        )
+        if wandb is not None:
+            check_wandb(wandb)
+        return _run_training(
+            config, folder, corpus, make_validation, make_examples, only_start, observed
+        )
 
 
 def _run_training(
@@ -73,15 +92,16 @@ def _run_training(
     make_validation: MakeValidation | None,
     make_examples: MakeExamples | None,
     only_start: bool,
+    observed: Observed,
 ) -> dict[str, Any]:
-    check_config(config)
     if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
+    given, config = config, with_local_copies(config)
     corpus = corpus or open_corpus(config.data.dir)
     steps = 0 if only_start else config.train.steps
     further = {"--workdir": str(folder), "--only_start": only_start}
-    check_same_run(config, {**further, "the prepared corpus": corpus.fingerprint})
-    with claim_workdir(folder, config, work="checkpoints/[0-9]*", free=_FREE):
+    check_same_run(given, {**further, "the prepared corpus": corpus.fingerprint})
+    with claim_workdir(folder, given, work="checkpoints/[0-9]*", free=_FREE):
         distributed.barrier("the workdir is claimed")
         check_shared_folder(folder)
         distributed.connect_devices()
@@ -116,12 +136,16 @@ def _run_training(
                     title=recipe.title,
                     metadata={"task": config.task, "corpus": corpus.fingerprint, **recipe.metadata},
                     only_start=only_start,
+                    observed=observed,
                 )
             if recipe.reader is not None:
                 recipe.reader.warn_missing()
     result = {"task": config.task, "steps": steps, "workdir": str(folder)}
-    best = read_best(folder)
-    return result if best is None else {**result, "best": best}
+    if (best := read_best(folder)) is not None:
+        result["best"] = best
+    if (found := goodput(read_attempts(folder))) is not None:
+        result["goodput"] = found.as_json()
+    return result
 
 
 def _make_tokenizer(config: ConfigDict, corpus: Corpus, folder: Path) -> Any:

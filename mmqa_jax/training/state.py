@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
 from mmqa_jax.training.optimizer import Schedule
 
@@ -164,6 +165,15 @@ class Step:
         """One update; the batch lies on the mesh as `batch_sharding` has it."""
         with jax.set_mesh(self.mesh):
             return self.jitted(state, self.constants, batch)
+
+    def model_flops(self, state: TrainState, batch: Any) -> float:
+        """FLOPs of the products of one update over all devices, recomputed ones left out.
+
+        They are counted in the jaxpr, which the call with the same arguments uses too.
+        """
+        with jax.set_mesh(self.mesh):
+            traced = self.jitted.trace(state, self.constants, batch)
+        return jaxpr_flops(traced.jaxpr.jaxpr, recomputed=False)
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The program of a batch of these shapes; nothing is run, the devices need not be there.

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.distributed import barrier
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.paths import absolute, as_path, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
@@ -72,7 +73,7 @@ def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
     Raises:
       UserError: the folder holds no finished weights, or model.json is of another kind.
     """
-    file = _record_file(Path(folder))
+    file = _record_file(as_path(folder))
     if not file.exists():
         raise UserError(
             f"{folder}: holds no trained weights (no {RECORD}); run the training to its end, or "
@@ -188,7 +189,7 @@ def save_trained(
     """
     from mmqa_jax.weights.formats.orbax import save_arrays  # takes long to import
 
-    folder = Path(folder).absolute()
+    folder = absolute(folder)
     primary = jax.process_index() == 0
     if primary:
         folder.mkdir(parents=True, exist_ok=True)
@@ -211,15 +212,26 @@ def replace_trained(
 ) -> None:
     """As `save_trained`, but the folder holds nothing else and is written whole or not at all.
 
-    A kill leaves the old folder or the new one; between two renames neither, for a moment. All
-    processes call it; one writer at a time.
+    A kill leaves the old folder or the new one; between two renames neither, for a moment. In an
+    object store, which cannot rename, there is neither while it is written: model.json, without
+    which a folder holds no weights, goes first and comes last. All processes call it; one writer at
+    a time.
 
     Args:
       companions: files to copy into it, such as config.json and tokenizer.json.
     """
-    folder = Path(folder).absolute()
-    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+    folder = absolute(folder)
     primary = jax.process_index() == 0
+    if in_store(folder):
+        if primary:
+            (folder / RECORD).unlink(missing_ok=True)
+            for file in companions:
+                copy_file(file, folder / file.name)
+        barrier("files beside the weights")
+        save_trained(folder, model, params, metadata)
+        barrier("weights in their folder")
+        return
+    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
     if primary:
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)

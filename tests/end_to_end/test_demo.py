@@ -30,6 +30,7 @@ from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.training.throughput import CLOCK_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/atlas/demo.py:runlocal"
@@ -355,7 +356,7 @@ def killed(workdir: Path, stage: str, reached: Callable[[], bool]) -> None:
 
 def curve(run: Path) -> list[dict]:
     """The rows of metrics.jsonl without what a clock gave."""
-    clock = ("time", "steps_per_second")
+    clock = ("time", *CLOCK_COLUMNS)
     return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(run)]
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import pathlib
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import grain
 import jax
@@ -28,10 +28,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.paths import as_path
 from mmqa_jax.training import validation
-from mmqa_jax.training.loop import train
+from mmqa_jax.training.loop import Observed, train
 from mmqa_jax.training.validation import Validation
 from mmqa_jax.weights import folder
+
+sys.path.append(str(Path(__file__).parents[1]))  # where it is a script of its own
+import object_store
 
 FEATURES, HIDDEN, BATCH, EXAMPLES = 5, 16, 8, 96
 
@@ -141,7 +145,7 @@ def raise_signal(number):
 
 def run(
     workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None,
-    validation=None, **changes,
+    validation=None, observed=None, **changes,
 ):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
@@ -154,10 +158,12 @@ def run(
         validation=validation or Validation(evaluate),
         metadata=metadata,
         load_pretrained=load_pretrained,
+        observed=observed or Observed(),
     )
 
 
 def main():
+    object_store.install()
     workdir, when, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if when == "on_mesh":
         mesh = make_mesh({"data": 2, "tensor": 2})
@@ -193,7 +199,7 @@ def killed_at(number, function):
 
 def kill_during_save(workdir, step):
     """Kills the process as soon as the folder of checkpoint `step` begins to appear."""
-    folder = pathlib.Path(workdir, "checkpoints")
+    folder = as_path(workdir) / "checkpoints"
     while not any(folder.glob(f"{step}*")):
         time.sleep(0.0005)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -17,9 +17,12 @@ import sys
 import tempfile
 import traceback
 
+import object_store
+
 # Where the verbs import late what takes long; bm25s is left out, which starts JAX's backend.
 _NEEDED = (
     *("mmqa_jax.systems.run", "mmqa_jax.systems.indexing", "mmqa_jax.inference.loading"),
+    *("mmqa_jax.systems.captioning", "mmqa_jax.systems.candidates"),
     *("mmqa_jax.prompting.run", "mmqa_jax.prompting.backend_engine"),
     *("mmqa_jax.prompting.local_model", "mmqa_jax.retrieval.index", "mmqa_jax.evaluation.fluency"),
 )
@@ -27,6 +30,7 @@ _CHANGING = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")
 
 
 def main() -> None:
+    object_store.install()
     for name in _NEEDED:
         importlib.import_module(name)
     for line in sys.stdin:

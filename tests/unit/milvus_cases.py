@@ -124,7 +124,7 @@ def test_candidates_are_ranked(index):
 
 
 def test_more_rows_are_searched_by_a_graph(tmp_path, monkeypatch):
-    monkeypatch.setattr(milvus, "_FLAT_ROWS", 100)
+    monkeypatch.setattr(milvus, "FLAT_ROWS", 100)
     text = f"milvus://{tmp_path}/graph.db/sources"
     ingest(text, EMBEDDINGS)
     found = open_milvus(text, "model-1", "corpus-1")

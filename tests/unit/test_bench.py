@@ -234,7 +234,10 @@ def test_models_rows_compare_the_same_work(models_run):
         assert row["unit"] == "ms"
         low, high = row["ratio_range"]
         assert low <= row["ratio"] <= high
-        assert row["peer_bfloat16"] > 0 or any("peer_" in said for said in result["left_out"])
+        if "_train" in name:
+            assert "peer_bfloat16" not in row  # there is none of ours to compare it with
+        else:
+            assert row["peer_bfloat16"] > 0 or any("peer_" in said for said in result["left_out"])
         assert name == "matmul" or row["of_xla_matmul"] > 0
         if name != "matmul" and not name.endswith("_dropout"):
             assert row["deviation"] < 2e-5, row

@@ -38,6 +38,12 @@ def flags_of(workdir, data, mode="runlocal", **changes) -> list[str]:
     return flags + [f"--config.{key}={value}" for key, value in values.items()]
 
 
+def whole_run_flags(workdir, data) -> list[str]:
+    """A run on all of train, as Prophet's own."""
+    flags = flags_of(workdir, data, **{"train.steps": 2, "data.split": "train"})
+    return [*flags, "--config.data.folds=1", "--config.data.more_splits=()"]
+
+
 @pytest.fixture(scope="module")
 def trained(cli_cache, tmp_path_factory):
     """OK-VQA's files, and a run on each half of the test split."""
@@ -112,11 +118,7 @@ def test_examples_are_by_cosine():
 
 def test_prophets_own_split(trained, tmp_path):
     """One model on train: candidates of test and of its own examples, as heuristics.py."""
-    flags = flags_of(
-        tmp_path / "run", trained / "data", **{"train.steps": 2, "data.split": "train"}
-    )
-    flags += ["--config.data.folds=1", "--config.data.more_splits=()"]
-    done(*flags)
+    done(*whole_run_flags(tmp_path / "run", trained / "data"))
     shutil.copytree(tmp_path / "run", trained / "whole", dirs_exist_ok=True)
     ended = run_candidates(trained, tmp_path / "out", "whole")
     assert ended.code == 0, ended.err

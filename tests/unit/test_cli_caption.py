@@ -29,6 +29,12 @@ NUMBERS = (391895, 522418, 184613, 7)  # COCO's: not the rows
 def oscar(tmp_path_factory):
     """A random captioner, its tokenizer, and detections of four pictures."""
     folder = tmp_path_factory.mktemp("oscar")
+    return folder, *write_captioner(folder)
+
+
+def write_captioner(folder):
+    """The files of `oscar`; returns the model, the tokenizer and the detections."""
+    folder.mkdir(exist_ok=True)
     tokenizer = train_wordpiece(["a man rides thing 0 1 2 3 4 . on the mat"], 120, lowercase=True)
     tokenizer.save(folder / "tokenizer.json")
     bert = BertConfig(
@@ -41,10 +47,10 @@ def oscar(tmp_path_factory):
     write_vinvl(folder / "features.tsv", found)
     sizes = "".join(f'{n}\t[{{"height": 400, "width": 700}}]\n' for n in NUMBERS)
     (folder / "hw.tsv").write_text(sizes)
-    return folder, model, tokenizer, found
+    return model, tokenizer, found
 
 
-def flags(folder, out, **changes):
+def caption_flags(folder, out, **changes):
     values = {
         "features": folder / "features.tsv", "sizes": folder / "hw.tsv", "batch_size": 3,
         "model": folder / "model", "tokenizer": folder / "tokenizer.json", "num_beams": 2,
@@ -55,7 +61,7 @@ def flags(folder, out, **changes):
 
 def test_captions_and_tags(oscar, tmp_path):
     folder, model, tokenizer, found = oscar
-    ended = mmqa(*flags(folder, tmp_path))
+    ended = mmqa(*caption_flags(folder, tmp_path))
     assert ended.code == 0, ended.err
     assert ended.value["pictures"] == 4
     captions = read_captions(tmp_path / "captions.tsv")
@@ -97,10 +103,10 @@ def test_a_killed_job_repeats_one_batch_at_most(oscar, tmp_path, monkeypatch):
         return whole(self, pictures)
 
     monkeypatch.setattr(captioning.OscarCaptioner, "__call__", counted)
-    assert mmqa(*flags(folder, tmp_path)).code == 130
+    assert mmqa(*caption_flags(folder, tmp_path)).code == 130
     assert not (tmp_path / "captions.tsv").exists()
     (tmp_path / "second").touch()
-    assert mmqa(*flags(folder, tmp_path)).code == 0
+    assert mmqa(*caption_flags(folder, tmp_path)).code == 0
     assert calls == [3, 3]  # the last batch is filled up to the one shape
     assert len(read_captions(tmp_path / "captions.tsv")) == 4
     assert [path.name for path in tmp_path.glob(".*")] == []
@@ -115,7 +121,7 @@ def test_pictures_without_regions_are_counted(oscar, tmp_path):
         file.write('12\t{"objects": []}\n')
     with open(features.with_suffix(".lineidx"), "a") as file:
         file.write(f"{offset}\n")
-    ended = mmqa(*flags(folder, tmp_path, features=features))
+    ended = mmqa(*caption_flags(folder, tmp_path, features=features))
     assert ended.code == 0, ended.err
     assert ended.value["without_regions"] == 1
     assert read_scored_tsv(tmp_path / "captions.tsv", "caption")[12] == []
@@ -124,7 +130,7 @@ def test_pictures_without_regions_are_counted(oscar, tmp_path):
 def test_what_is_missing_is_named(oscar, tmp_path, refused):
     folder, *_ = oscar
     message = r"picture 391895: its height and width are in no row .* with --sizes"
-    refused(*flags(folder, tmp_path, sizes=None), message=message)
+    refused(*caption_flags(folder, tmp_path, sizes=None), message=message)
     (tmp_path / "hw.tsv").write_text("391895\t{}\n")
     message = r"hw\.tsv, line 1: a name, a tab and"
-    refused(*flags(folder, tmp_path, sizes=tmp_path / "hw.tsv"), message=message)
+    refused(*caption_flags(folder, tmp_path, sizes=tmp_path / "hw.tsv"), message=message)

@@ -57,6 +57,7 @@ def trained(cli_cache, tmp_path_factory):
     done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
     with quickly_and_quietly(cli_cache):
         result = done(*flags_of(folder / "data", folder / "run"))
+    assert result.pop("goodput")["attempts"] == 1
     assert result == {"task": "modality", "steps": 40, "workdir": str(folder / "run")}
     return folder
 

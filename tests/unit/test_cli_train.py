@@ -31,6 +31,8 @@ def test_a_trained_run_is_not_trained_again(data, models):
         ("--config=nowhere.py", r"--config=nowhere\.py: no such config file"),
         ("--config.data.dir=nothing", r"nothing: no such folder, a prepared corpus was expected"),
         ("--config.data.dir=", r"config key data\.dir is empty"),
+        ("--profile=1", r"--profile=1: START:END was expected"),
+        ("--profile=1:3", r"--profile=1:3: steps from 1 to 2 \(train\.steps\) were expected"),
     ],
 )
 def test_wrong_configs(flag, message, refused, data, tmp_path):
@@ -162,6 +164,11 @@ def test_a_config_file_with_a_mistake(line, message, data, refused, tmp_path):
     flags = (f"--config={tmp_path / 'own.py'}", f"--config.data.dir={data}")
     refused("train", *flags, f"--workdir={tmp_path / 'run'}", message=message)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_steps_are_traced_where_none_are_taken(data, refused, tmp_path):
+    flags = train_flags("rerank", data, tmp_path / "run")
+    refused("train", *flags, "--only_start", "--profile=1:2", message=r"--profile: --only_start")
 
 
 def test_a_config_whose_import_fails(refused, tmp_path):

@@ -10,6 +10,7 @@ from cli_runs import done, mmqa, png, write_rows
 from vqa_files import OKVQA, aokvqa_row, soft_labels, write, write_aokvqa, write_okvqa
 
 from mmqa_jax.commands import flags as shared_flags
+from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.readers import READERS

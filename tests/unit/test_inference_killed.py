@@ -1,7 +1,8 @@
-"""Every inference verb, shared by two processes that are killed (kill -9) at random moments.
+"""Every inference verb, killed (kill -9) at random moments, most of them shared by processes.
 
-Its files are those of one process that nobody disturbed, to the bit. The default is one kill a
-verb; MMQA_KILLS=50 makes 50 over all verbs.
+Its files are those of one process that nobody disturbed, to the bit: in the file system, and with
+all inputs and results in an object store (tests/object_store.py). By default each verb is killed
+once; with --kills=50 all verbs together at least 50 times.
 """
 
 from __future__ import annotations
@@ -14,21 +15,41 @@ import subprocess
 import sys
 from pathlib import Path
 
+import object_store
 import pytest
-from cli_runs import ROOT, rows_of
+from cli_runs import ROOT, done, quickly_and_quietly, rows_of
 from row_runs import row_flags
+from test_cli_candidates import whole_run_flags
+from test_cli_caption import caption_flags, write_captioner
 from tiny_llm import SIZES, write_folder
+from vqa_files import write_okvqa
 
 from mmqa_jax.core.files import read_json
+from mmqa_jax.core.local_copies import local_copy
+from mmqa_jax.core.paths import as_path
 
-VERBS = ("embed", "search", "rerank", "answer", "prompt", "run")
-KILLS = -(-int(os.environ.get("MMQA_KILLS", len(VERBS))) // len(VERBS))  # of each verb
+SHARED = ("embed", "search", "rerank", "answer", "prompt", "run")
+ALONE = ("index", "caption", "candidates")  # one process does all of the job
 # Files that name times or hosts, what is kept of finished work, and locks.
 NOT_COMPARED = ("config.json", "report.html", ".lock", ".claim")
 
 
 @pytest.fixture(scope="module")
-def start(cli_cache):
+def kills(request):
+    """How often each verb is killed."""
+    return -(-request.config.getoption("--kills") // len(SHARED + ALONE))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """The objects of a store's bucket."""
+    folder = tmp_path_factory.mktemp("store") / "all"
+    with pytest.MonkeyPatch.context() as patch, object_store.started(folder, patch):
+        yield object_store.Objects(folder / object_store.BUCKET)
+
+
+@pytest.fixture(scope="module")
+def start(cli_cache, store):
     """Starts a verb; returns how it ended."""
     environment = os.environ | {
         "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
@@ -50,9 +71,26 @@ def start(cli_cache):
 
 
 @pytest.fixture(scope="module")
-def flags_of(data, models, index, bm25, tmp_path_factory):
+def captioner(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("oscar")
+    write_captioner(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prophet(cli_cache, tmp_path_factory):
+    """A benchmark's data, and a model trained on it, whose candidates are wanted."""
+    folder = tmp_path_factory.mktemp("vqa")
+    done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'data'}")
+    with quickly_and_quietly(cli_cache):
+        done(*whole_run_flags(folder / "run", folder / "data"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags_of(data, models, index, bm25, tmp_path_factory, request):
     """Verb, folder -> its flags, in chunks of two or three."""
-    folder = tmp_path_factory.mktemp("prompts")
+    folder = tmp_path_factory.mktemp("inputs")
     model = write_folder(folder / "model")
     prompts = folder / "prompts.txt"
     prompts.write_text("The capital\nThe flag\nWhy\nSeven days\nThe\n")
@@ -62,6 +100,16 @@ def flags_of(data, models, index, bm25, tmp_path_factory):
     def flags(verb: str, out: Path) -> list:
         corpus, contrastive = f"--data={data}", f"--model={models / 'contrastive'}"
         file = f"--out={out / 'out.jsonl'}"
+        if verb == "index":
+            if not out.exists():
+                shutil.copytree(index / "embeddings", out / "embeddings")
+            return ["index", f"--embeddings={out}", "--kind=exact"]
+        if verb == "caption":
+            return caption_flags(request.getfixturevalue("captioner"), out)
+        if verb == "candidates":
+            made = request.getfixturevalue("prophet")
+            paths = (f"--data={made / 'data'}", f"--model={made / 'run'}", f"--out={out}")
+            return ["candidates", *paths]
         return {
             "embed": ["embed", corpus, contrastive, f"--out={out}", "--chunk=3"],
             "search": [
@@ -103,26 +151,26 @@ def results(folder: Path) -> dict[str, bytes | list]:
     return found
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, tmp_path):
-    rng = random.Random(f"{verb} {KILLS}")
+@pytest.mark.parametrize("verb", SHARED)
+def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, kills, tmp_path):
+    rng = random.Random(f"{verb} {kills}")
     whole, folder = tmp_path / "whole", tmp_path / "shared"
     ended = start(flags_of(verb, whole))
     assert ended["code"] == 0, ended["err"]
     expected = results(whole)
     assert len(expected) >= (4 if verb == "run" else 1)
-    flags, kills, shards, moments = flags_of(verb, folder), 0, 2, ended["moments"]
-    while kills < KILLS:
+    flags, died, shards, moments = flags_of(verb, folder), 0, 2, ended["moments"]
+    while died < kills:
         shards = shards if folder.exists() else rng.choice((2, 3))
         shard = f"--shard={rng.randrange(shards)}/{shards}"
         ended = start([*flags, shard], kill_at=rng.randint(1, moments // shards))
-        kills += ended["signal"] == 9
+        died += ended["signal"] == 9
         assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
         # A file is there whole, or it is not there.
         for name, content in results(folder).items():
             if name in expected and name != "embeddings/manifest.json":
                 assert content == expected[name], name
-        if ended["signal"] == 0 and done(folder):
+        if ended["signal"] == 0 and complete(folder):
             shutil.rmtree(folder)
     for index in range(shards):
         ended = start([*flags, f"--shard={index}/{shards}"])
@@ -130,8 +178,78 @@ def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, 
     assert results(folder) == expected
 
 
-def done(folder: Path) -> bool:
-    """Whether a job's results are written."""
+def pytest_generate_tests(metafunc):
+    if "scheme" in metafunc.fixturenames:
+        cases = [("embed", "gs"), ("prompt", "s3")]
+        if metafunc.config.getoption("--kills") >= 50:
+            cases += [("run", "gs"), ("search", "s3"), ("rerank", "gs"), ("answer", "s3")]
+        metafunc.parametrize(("verb", "scheme"), cases)
+
+
+def test_killed_shards_in_an_object_store(
+    verb, scheme, start, store, flags_of, kills, data, models, index, tmp_path
+):
+    """The data, the models and the index are in the store too."""
+    rng = random.Random(f"{verb} in a store {kills}")
+    ended = start(flags_of(verb, tmp_path / "whole"))
+    assert ended["code"] == 0, ended["err"]
+    expected, bucket = results(tmp_path / "whole"), f"{scheme}://{object_store.BUCKET}"
+    inputs = {"data": data, "contrastive": models / "contrastive", "index": index}
+    inputs |= {name: models / name for name in ("rerank", "answer")}
+    for name, folder in inputs.items():
+        for file in filter(Path.is_file, folder.rglob("*")):
+            store.put(f"{name}/{file.relative_to(folder)}", file.read_bytes())
+        # embed.json names them.
+        place, moved = str(folder).encode(), f"{bucket}/{name}".encode()
+        for key, content in expected.items():
+            if isinstance(content, bytes):
+                expected[key] = content.replace(place, moved)
+
+    def flags(out: Path | str) -> list:
+        found = [str(flag) for flag in flags_of(verb, as_path(out)) if "--cache=" not in str(flag)]
+        for name, folder in inputs.items():
+            found = [flag.replace(str(folder), f"{bucket}/{name}") for flag in found]
+        return found
+
+    out, died, moments = f"{bucket}/results-{verb}", 0, ended["moments"]
+    while died < min(kills, 2):
+        shard = f"--shard={rng.randrange(2)}/2"
+        ended = start([*flags(out), shard], kill_at=rng.randint(1, moments // 2))
+        died += ended["signal"] == 9
+        assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
+    for shard in range(2):
+        ended = start([*flags(out), f"--shard={shard}/2"])
+        assert ended["code"] == 0, ended["err"]
+    assert results(local_copy(out)) == expected
+    assert not [name for name in store.names(f"results-{verb}") if ".lock/" in name]
+
+
+@pytest.mark.parametrize("verb", ALONE)
+def test_killed_jobs_end_with_the_files_of_an_undisturbed_one(
+    verb, start, flags_of, kills, tmp_path
+):
+    rng = random.Random(f"{verb} {kills}")
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    ended = start(flags_of(verb, whole))
+    assert ended["code"] == 0, ended["err"]
+    expected, moments = results(whole), ended["moments"]
+    assert len(expected) > len(results(folder))
+    died = 0
+    while died < kills:
+        ended = start(flags_of(verb, folder), kill_at=rng.randint(1, moments))
+        died += ended["signal"] == 9
+        assert ended["signal"] == 9 or ended["code"] == 0, ended["err"]
+        found = results(folder)
+        assert all(found[name] == expected[name] for name in found.keys() & expected.keys())
+        if found == expected:
+            shutil.rmtree(folder)
+    ended = start(flags_of(verb, folder))
+    assert ended["code"] == 0, ended["err"]
+    assert results(folder) == expected
+
+
+def complete(folder: Path) -> bool:
+    """Whether a shared job's results are written."""
     jobs = [*folder.rglob("job.json")]
     if jobs:
         return all(read_json(path)["complete"] for path in jobs)

@@ -14,7 +14,6 @@ import pytest
 from cli_runs import ROOT, mmqa
 
 from mmqa_jax.bench.plan import topology as topologies
-from mmqa_jax.bench.plan.chips import GIB, GPUS, TPUS, chip_of_kind
 from mmqa_jax.bench.plan.collectives import Collective
 from mmqa_jax.bench.plan.counts import Counts
 from mmqa_jax.bench.plan.program import (
@@ -27,6 +26,7 @@ from mmqa_jax.bench.plan.program import (
 )
 from mmqa_jax.bench.plan.roofline import Planned
 from mmqa_jax.bench.plan.topology import Topology, open_topology
+from mmqa_jax.core.chips import GIB, GPUS, TPUS, chip_of_kind
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.systems import planning

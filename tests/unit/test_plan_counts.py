@@ -11,8 +11,8 @@ import pytest
 
 from mmqa_jax.bench.plan.collectives import Collective, axis_of, groups
 from mmqa_jax.bench.plan.counts import count
-from mmqa_jax.bench.plan.flops import traced_flops
 from mmqa_jax.bench.plan.hlo import arrays, parse
+from mmqa_jax.core.flops import traced_flops
 
 LAYERS, ROWS, WIDTH = 5, 8, 16
 

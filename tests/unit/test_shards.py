@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -301,6 +303,18 @@ def test_how_far_a_job_is(folder, tmp_path):
     }  # fmt: skip
     with pytest.raises(UserError, match="holds no parts of a job"):
         find_job(tmp_path / "nowhere")
+
+
+def test_clocks_that_jump_change_no_result(folder, tmp_path, monkeypatch):
+    """Hours back and forth while chunks are computed: the same rows, no negative times."""
+    clock = itertools.cycle([5e9, 1e9, 3e9])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    assert run(folder, Shard(0, 2)) is None
+    status = job_status(find_job(tmp_path / "out.jsonl"), now=2e9)
+    assert status["items_done"] == 13
+    assert all(value is None or value >= 0 for value in (status["rate"], status["seconds_left"]))
+    assert status["shards"][0]["last"] == 0.0
+    assert run(folder, Shard(1, 2)) == ROWS
 
 
 def test_parts_that_cannot_be_written(tmp_path):

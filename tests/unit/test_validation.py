@@ -143,6 +143,7 @@ def test_the_report_of_a_run_shows_its_validation(runs):
         assert name in page
     assert page.count('id="best-source-selector-') == page.count('id="curve-source-selector-')
     assert "best step" in page
+    assert "in steps that count" in page
 
 
 def test_the_report_of_something_else_is_refused(refused, tmp_path):

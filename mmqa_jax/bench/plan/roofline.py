@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mmqa_jax.bench.plan.chips import GIB, Chip
 from mmqa_jax.bench.plan.program import Compiled
+from mmqa_jax.core.chips import GIB, Chip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.bench.plan.chips import GPUS, TPUS, Chip, chip_of_kind
+from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind
 from mmqa_jax.core.errors import UserError
 
 LOCAL = "local"

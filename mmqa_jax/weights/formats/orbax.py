@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
+from mmqa_jax.core.paths import absolute
 from mmqa_jax.core.trees import nest
 
 # Of a chunk in the file: a shard of a mesh reads its own chunks only.
@@ -97,4 +98,4 @@ def save_arrays(folder: str | os.PathLike, arrays: Mapping[str, Any]) -> None:
       arrays: by name, as in `write_weights`.
     """
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(Path(folder).absolute(), nest(arrays), force=True)
+        checkpointer.save(absolute(folder), nest(arrays), force=True)

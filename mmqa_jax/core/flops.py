@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+
+# How JAX names the scope of what jax.checkpoint computes a second time.
+_RECOMPUTED = "rematted_computation"
 
 
 def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
@@ -18,13 +22,20 @@ def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
     return jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False) -> float:
-    """As `traced_flops`, of a jaxpr; or of the Pallas kernels in it alone."""
-    return sum(_equation(equation, kernels_only) for equation in jaxpr.eqns)
+def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = True) -> float:
+    """As `traced_flops`, of a jaxpr.
+
+    Args:
+      kernels_only: counts the Pallas kernels in it alone.
+      recomputed: whether to count what jax.checkpoint computes once more in the backward pass.
+    """
+    return sum(_equation(equation, kernels_only, recomputed) for equation in jaxpr.eqns)
 
 
-def _equation(equation: Any, kernels_only: bool) -> float:
+def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> float:
     name, params = equation.primitive.name, equation.params
+    if not recomputed and _RECOMPUTED in str(equation.source_info.name_stack):
+        return 0.0
     if name == "pallas_call":
         inner = sum(map(jaxpr_flops, _inner(params)))
         return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
@@ -39,10 +50,11 @@ def _equation(equation: Any, kernels_only: bool) -> float:
         kernel = equation.invars[1].aval
         features = kernel.shape[numbers.rhs_spec[0]]
         return 2.0 * equation.outvars[0].aval.size * kernel.size / features
+    count = functools.partial(jaxpr_flops, kernels_only=kernels_only, recomputed=recomputed)
     if name == "cond":
         branches = (branch.jaxpr for branch in params["branches"])
-        return max(jaxpr_flops(branch, kernels_only=kernels_only) for branch in branches)
-    inner = sum(jaxpr_flops(own, kernels_only=kernels_only) for own in _inner(params))
+        return max(count(branch) for branch in branches)
+    inner = sum(map(count, _inner(params)))
     if name == "scan":
         return inner * params["length"]
     if name == "while":

@@ -1,4 +1,4 @@
-"""What the makers' data sheets say of the chips that `mmqa plan` knows."""
+"""What the makers' data sheets say of accelerators."""
 
 from __future__ import annotations
 

@@ -1,0 +1,128 @@
+"""Copies of objects on this host, for what reads files: record readers, tokenizers, memory maps."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.locks import alone
+from mmqa_jax.core.paths import (
+    as_path,
+    check_store,
+    filesystem,
+    in_store,
+    key_of,
+    listing,
+    named_errors,
+)
+from mmqa_jax.core.progress import Progress
+
+_AT_ONCE = 8
+# Of a run's workdir, what other verbs do not read.
+_NOT_COPIED = re.compile(r"(?:checkpoints|.*\.lock|.*\.claim)/|.*events\.out\.")
+
+
+def local_copy(place: str | os.PathLike) -> Path:
+    """A path in the file system; of an object, or of all objects below a name, that of a copy.
+
+    The copy is kept in the cache folder ($MMQA_CACHE/store); what has changed in the store since
+    is copied again. Processes of one host share it. Of a run's workdir neither the checkpoints nor
+    the folder `best` are copied, which is a place of its own.
+
+    Raises:
+      UserError: nothing there, or the store cannot be reached.
+      RunError: the disk has no room for it.
+    """
+    path = as_path(place)
+    if not in_store(path):
+        return path
+    name = os.fspath(path)
+    found = listing(name)
+    if not found:
+        check_store(name)
+        raise UserError(f"{name}: no such object, and none below it; check the name.")
+    wanted = {
+        key: about
+        for key, about in found.items()
+        if not _NOT_COPIED.match(key) and not ("model.json" in found and key.startswith("best/"))
+    }
+    # Each place has a folder of its own: places may lie within each other.
+    folder = cache_dir() / "store" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / "copy" / key_of(name).rpartition("/")[2]
+    with alone(folder / "lock"):
+        _update(name, copy, wanted, folder / "objects.json")
+    return copy
+
+
+def with_local_copies(config: Any) -> Any:
+    """The config (ConfigDict), with copies in place of the places in a store that it names."""
+    from ml_collections import ConfigDict
+
+    def local(value: Any) -> Any:
+        if isinstance(value, str):
+            return str(local_copy(value)) if in_store(value) else value
+        if isinstance(value, Mapping):
+            return {key: local(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(local, value))
+        return value
+
+    given = config.to_dict()
+    found = local(given)
+    return config if found == given else ConfigDict(found)
+
+
+def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]], record: Path) -> None:
+    """Makes the copy hold these objects, by what follows `name`, and nothing else.
+
+    Args:
+      wanted: name -> size and version.
+      record: file that keeps `wanted` of a finished copy.
+    """
+    known = read_json(record) if record.exists() else {}
+    for file in [file for file in copy.rglob("*") if file.is_file()]:
+        if str(file.relative_to(copy)) not in wanted:
+            file.unlink()
+    todo = {
+        key: size
+        for key, (size, version) in wanted.items()
+        if known.get(key) != [size, version] or not (copy / key).is_file()
+    }
+    if not todo:
+        return
+    total, free = sum(todo.values()), shutil.disk_usage(record.parent).free
+    if total > free:
+        raise RunError(
+            f"{name}: its copy takes {total / 2**30:.1f} GiB, {record.parent} has "
+            f"{free / 2**30:.1f} GiB left; name a folder on a larger disk with MMQA_CACHE."
+        )
+    record.unlink(missing_ok=True)  # until all are there
+
+    def fetch(key: str) -> int:
+        target = copy / key
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.part")
+        with named_errors(name, RunError):
+            filesystem(name).get_file(f"{name.rstrip('/')}/{key}".rstrip("/"), str(temporary))
+        os.replace(temporary, target)
+        return todo[key]
+
+    done = 0
+    with (
+        Progress(f"Copying {name}", total >> 20, "MiB") as progress,
+        ThreadPoolExecutor(_AT_ONCE) as pool,
+    ):
+        for size in pool.map(fetch, todo):
+            progress.advance(((done + size) >> 20) - (done >> 20))
+            done += size
+    write_json(record, {key: list(about) for key, about in wanted.items()})

@@ -1,0 +1,207 @@
+"""Paths of files, and of objects in a store: gs://BUCKET/NAME, s3://BUCKET/NAME.
+
+`as_path` gives either the same interface: pathlib's, which etils.epath offers for objects. A store
+has no renaming, no appending, no locks and no folders, but it takes an object whole or not at all
+and lists what is there. So outputs are written in place, object by object (`core.files`), with
+locks of their own (`core.store_locks`); and inputs, which libraries open as files, map into memory
+or read at random, are copied to this host first (`core.local_copies`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from mmqa_jax.core.errors import RunError, UserError
+
+# Scheme -> the package that speaks to the store; our extra has the scheme's name.
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+_PROTOCOLS = {"gs": "gcs", "s3": "s3"}  # as fsspec calls them
+# A listing that is kept would hide what other processes have written since.
+_FRESH = {"use_listings_cache": False}
+_ADVICE = {
+    "gs": "`gcloud auth application-default login` or GOOGLE_APPLICATION_CREDENTIALS",
+    "s3": "`aws configure` or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+}
+_NETWORK = re.compile(r"^\w*(?:Connect|Timeout)\w*:|Service Unavailable")
+_SERVERS = ("http", "https", "milvus")  # no places of files
+
+
+def as_path(place: str | os.PathLike) -> Path:
+    """A pathlib.Path, or for gs:// and s3:// an epath.Path.
+
+    Raises:
+      UserError: another scheme, or the store's package is not installed.
+    """
+    if isinstance(place, PurePath):  # of either kind
+        return place  # type: ignore[return-value]
+    place = os.fspath(place)
+    scheme = scheme_of(place)
+    if scheme is None:
+        return Path(place)
+    check_scheme(place, place)
+    import fsspec
+    from etils import epath
+
+    # What epath makes of it is to be as `filesystem` does: fsspec's, also beside TensorFlow.
+    os.environ.setdefault("EPATH_USE_TF", "false")
+    fsspec.config.conf.setdefault(_PROTOCOLS[scheme], {}).update(_FRESH)
+    return epath.Path(place)
+
+
+def scheme_of(place: str | os.PathLike) -> str | None:
+    """`gs` of gs://BUCKET/NAME; None of a path in the file system, or of a server's address."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", os.fspath(place))
+    return None if found is None or found[1] in _SERVERS else found[1]
+
+
+def check_scheme(place: str, what: str) -> None:
+    """UserError for a store of an unknown kind, or one whose package is not installed.
+
+    Args:
+      what: begins the sentence, such as the flag.
+    """
+    scheme = scheme_of(place)
+    if scheme not in _PACKAGES:
+        known = " or ".join(f"{name}://" for name in _PACKAGES)
+        raise UserError(f"{what}: a path, {known} was expected; correct it.")
+    import fsspec
+
+    package = _PACKAGES[scheme]
+    if importlib.util.find_spec(package) is None and _PROTOCOLS[scheme] not in fsspec.registry:
+        raise UserError(
+            f"{what}: needs the package {package}; install it with "
+            f"`pip install 'mmqa-jax[{scheme}]'`."
+        )
+
+
+def in_store(place: str | os.PathLike) -> bool:
+    """Whether a place is in an object store."""
+    return scheme_of(place) is not None
+
+
+def absolute(place: str | os.PathLike) -> Path:
+    """The absolute path; an object's name is one."""
+    path = as_path(place)
+    return path if in_store(path) else path.absolute()
+
+
+def check_store(place: str | os.PathLike) -> None:
+    """UserError if the place is in a store that cannot be reached, or whose bucket is missing."""
+    if not in_store(place):
+        return
+    name = os.fspath(place)
+    store, bucket = filesystem(name), _bucket(name)
+    with named_errors(name):
+        try:
+            store.info(name)
+        except FileNotFoundError:
+            # Where only objects may be read, asking for the bucket itself is refused.
+            with contextlib.suppress(PermissionError):
+                try:
+                    store.info(bucket)
+                except FileNotFoundError as error:
+                    raise UserError(
+                        f"{name}: there is no bucket {bucket}; make it, or name another place."
+                    ) from error
+
+
+def upload(file: str | os.PathLike, place: Path) -> None:
+    """Puts a file into a store, whole or not at all; an object of that name is replaced."""
+    name = os.fspath(place)
+    with named_errors(name, RunError):
+        filesystem(name).put_file(os.fspath(file), name)
+
+
+def modified(path: Path) -> float:
+    """When a file or an object was written, in seconds since the epoch."""
+    if not in_store(path):
+        return path.stat().st_mtime
+    name = os.fspath(path)
+    with named_errors(name, RunError):
+        return filesystem(name).modified(name).timestamp()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file or an object; `target` is in the file system only if `source` is."""
+    if in_store(target):
+        target.write_bytes(source.read_bytes())
+    else:
+        shutil.copyfile(source, target)
+
+
+def remove_tree(folder: Path) -> None:
+    """Removes a folder, or all objects below a name but held locks, which their holders remove."""
+    if not in_store(folder):
+        shutil.rmtree(folder)
+        return
+    name = os.fspath(folder)
+    store = filesystem(name)
+    with named_errors(name, RunError):
+        found = [one for one in store.find(name) if "/.lock/" not in one]
+        if found:
+            store.rm(found)
+
+
+def listing(name: str) -> dict[str, tuple[int, str]]:
+    """The objects at a name and below it: what follows the name -> size, and their version.
+
+    A version is a text that changes with the content.
+    """
+    with named_errors(name):
+        found = filesystem(name).find(name, detail=True)
+    versions = ("etag", "ETag", "generation", "mtime", "LastModified")
+    return {
+        key.removeprefix(key_of(name)).lstrip("/"): (
+            about["size"],
+            str(next((about[v] for v in versions if about.get(v)), "")),
+        )
+        for key, about in found.items()
+        if about["type"] == "file" and not key.endswith("/")
+    }
+
+
+def filesystem(name: str) -> Any:
+    """fsspec's file system of a place in a store."""
+    check_scheme(name, name)
+    import fsspec
+
+    with named_errors(name):
+        return fsspec.filesystem(_PROTOCOLS[scheme_of(name)], **_FRESH)
+
+
+def key_of(name: str) -> str:
+    """BUCKET/NAME of gs://BUCKET/NAME."""
+    return name.partition("://")[2].rstrip("/")
+
+
+def _bucket(name: str) -> str:
+    return key_of(name).partition("/")[0]
+
+
+@contextlib.contextmanager
+def named_errors(name: str, kind: type[UserError | RunError] = UserError) -> Iterator[None]:
+    """Turns what the store's package raises into one sentence; the packages have no common error.
+
+    Args:
+      kind: what is raised: UserError before the work, RunError within it, after which launchers
+        start a command again. Where the network fails it is a RunError in any case.
+    """
+    try:
+        yield
+    except (UserError, RunError, FileNotFoundError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if isinstance(error, ConnectionError | TimeoutError) or _NETWORK.search(said):
+            kind = RunError
+        raise kind(
+            f"{name}: the store refuses or cannot be reached ({said}); check the name, the "
+            f"permissions and the credentials ({_ADVICE[scheme_of(name)]})."
+        ) from error

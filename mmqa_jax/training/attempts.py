@@ -1,0 +1,187 @@
+"""Goodput: the share of a run's wall time, restarts included, that went into steps that count.
+
+Process 0 keeps attempts.jsonl in the workdir, a row at the start of every attempt, at every
+checkpoint, at the end, and for the time since then at the last step that is known of:
+
+    {"event": "start" | "save" | "stop" | "end" | "step", "time": seconds since the epoch,
+     "step": n, "elapsed": seconds of this attempt, "seconds": {phase: seconds of this attempt}}
+
+Rows of earlier attempts stay, so that what a kill interrupted is in it as well. An attempt that
+starts from step n says which steps of the earlier ones count: those up to n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.progress import duration
+from mmqa_jax.training.time_split import PHASES
+
+FILE = "attempts.jsonl"
+_SECONDS_BETWEEN_ROWS = 30.0
+_FIELDS = {"event", "time", "step", "elapsed", "seconds"}
+
+
+class Attempts:
+    """Writes the rows of one attempt.
+
+    Args:
+      folder: workdir of the run.
+      clock, now: seconds that pass, and since the epoch (for tests).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ):
+        self._folder, self._clock, self._now = folder, clock, now
+        self._began, self._started = clock(), now()
+        self._rows: list[dict[str, Any]] = []
+        self._last = self._began
+
+    def start(self, step: int) -> None:
+        """The attempt starts from that step, as of when this object was made."""
+        if jax.process_index() == 0:
+            self._rows = read_attempts(self._folder)
+            self._write("start", step, self._started, self._began, {})
+
+    def note(self, event: str, step: int, seconds: Mapping[str, float]) -> None:
+        """A row; one of the event `step` at most every 30 seconds, in place of the last one.
+
+        Args:
+          seconds: of this attempt so far, by phase (TimeSplit.total).
+        """
+        now = self._clock()
+        if not self._rows or (event == "step" and now - self._last < _SECONDS_BETWEEN_ROWS):
+            return
+        if self._rows[-1]["event"] == "step":
+            del self._rows[-1]
+        self._write(event, step, self._now(), now, seconds)
+
+    def goodput(self) -> Goodput | None:
+        """Of the run so far; None on other processes than 0."""
+        return goodput(self._rows)
+
+    def _write(
+        self, event: str, step: int, at: float, now: float, seconds: Mapping[str, float]
+    ) -> None:
+        self._last = now
+        self._rows.append(
+            {
+                "event": event,
+                "time": round(at, 3),
+                "step": step,
+                "elapsed": round(now - self._began, 3),
+                "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            }
+        )
+        # Whole: the folder may be in a store that cannot append.
+        write_jsonl(self._folder / FILE, self._rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """What became of a run's wall time.
+
+    Attributes:
+      share: of `wall_seconds`, that steps which count were computed in.
+      wall_seconds: from the first start to the last row.
+      attempts: how often the run was started.
+      lost_steps: computed, but not in the checkpoint that the next attempt started from.
+      seconds: what the time went into; the values add up to `wall_seconds`. `counted`: computing
+        steps that count; `lost`: those that do not; `input`, `compile`, `checkpoint`, `evaluate`;
+        `start`: all else of an attempt, mostly before its first step; `between`: from an attempt's
+        last row to the next start.
+    """
+
+    share: float
+    wall_seconds: float
+    attempts: int
+    lost_steps: int
+    seconds: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values, seconds to three digits behind the point."""
+        return {
+            "share": round(self.share, 4),
+            "wall_seconds": round(self.wall_seconds, 3),
+            "attempts": self.attempts,
+            "lost_steps": self.lost_steps,
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        }
+
+    def text(self) -> str:
+        """`93 % of 1:02:10 in steps that count (checkpoint 3 %, start 2 %), 2 attempts`."""
+        rest = {k: v for k, v in self.seconds.items() if k != "counted"}
+        shares = [
+            f"{name} {100 * value / self.wall_seconds:.0f} %"
+            for name, value in sorted(rest.items(), key=lambda pair: -pair[1])
+            if value >= 0.005 * self.wall_seconds
+        ]
+        other = f" ({', '.join(shares)})" if shares else ""
+        attempts = f", {self.attempts} attempts" if self.attempts > 1 else ""
+        lost = f", {self.lost_steps} steps lost" if self.lost_steps else ""
+        whole = duration(self.wall_seconds)
+        return f"{100 * self.share:.0f} % of {whole} in steps that count{other}{attempts}{lost}"
+
+
+def goodput(rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
+    """Of the rows of `read_attempts`; None if no time has passed in them."""
+    attempts: list[list[Mapping[str, Any]]] = []
+    for row in rows:
+        if row["event"] == "start":
+            attempts.append([])
+        attempts[-1].append(row)
+    seconds = dict.fromkeys(("counted", "lost", *PHASES, "start", "between"), 0.0)
+    del seconds["compute"]
+    lost_steps = 0
+    for number, attempt in enumerate(attempts):
+        last = attempt[-1]
+        spent = dict.fromkeys(PHASES, 0.0) | last["seconds"]
+        kept = min((later[0]["step"] for later in attempts[number + 1 :]), default=last["step"])
+        counting = [row for row in attempt if row["step"] <= kept]
+        # A later attempt may have been set back before the start of this one.
+        counted = counting[-1]["seconds"].get("compute", 0.0) if counting else 0.0
+        seconds["counted"] += counted
+        seconds["lost"] += spent["compute"] - counted
+        lost_steps += last["step"] - min(max(kept, attempt[0]["step"]), last["step"])
+        for phase in PHASES:
+            if phase != "compute":
+                seconds[phase] += spent[phase]
+        seconds["start"] += max(0.0, last["elapsed"] - sum(spent.values()))
+        if number + 1 < len(attempts):
+            seconds["between"] += max(0.0, attempts[number + 1][0]["time"] - last["time"])
+    wall = sum(seconds.values())
+    if wall <= 0:
+        return None
+    return Goodput(seconds["counted"] / wall, wall, len(attempts), lost_steps, seconds)
+
+
+def read_attempts(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's attempts.jsonl; none if there is no file.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return []
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not all(row.keys() >= _FIELDS for row in rows) or rows[0]["event"] != "start":
+            raise ValueError
+    except (ValueError, AttributeError, LookupError) as error:
+        raise UserError(f"{path}: is damaged; delete it, and goodput is counted anew.") from error
+    return rows

@@ -1,0 +1,61 @@
+"""What a run records beside its losses, over a kill: time split, goodput, a trace."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import pytest
+import tiny_run
+from test_training_resume import killed_run, run
+
+from mmqa_jax.core.metrics import read_metrics
+from mmqa_jax.training.attempts import goodput, read_attempts
+from mmqa_jax.training.loop import Observed
+from mmqa_jax.training.profile import Steps
+from mmqa_jax.training.time_split import PHASES
+
+
+def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, monkeypatch):
+    killed_run(tmp_path, "at_batch", 24)
+    (start, *rows) = read_attempts(tmp_path)
+    assert (start["event"], start["step"]) == ("start", 0)
+    assert [row["step"] for row in rows if row["event"] == "save"] == [10, 20]
+    run(tmp_path, steps=60)
+    found, rows = goodput(read_attempts(tmp_path)), read_attempts(tmp_path)
+    resumed = [row["step"] for row in rows if row["event"] == "start"][1]
+    assert resumed in (10, 20)
+    assert (rows[-1]["event"], rows[-1]["step"]) == ("end", 60)
+    assert (found.attempts, found.lost_steps) == (2, 20 - resumed)
+    assert 0 < found.share < 1
+    assert sum(found.seconds.values()) == pytest.approx(rows[-1]["time"] - rows[0]["time"], abs=0.1)
+    assert found.seconds["between"] > 0
+    for name in ("counted", "compile", "checkpoint", "evaluate", "start"):
+        assert found.seconds[name] > 0, name
+    # The rows of metrics.jsonl split the time between them.
+    trained = [row for row in read_metrics(tmp_path) if "loss" in row and row["step"] > resumed + 4]
+    for before, row in itertools.pairwise(trained):
+        split = sum(row.get(f"{phase}_seconds", 0) for phase in PHASES)
+        assert split == pytest.approx(row["time"] - before["time"], rel=0.2, abs=0.1)
+        assert row["examples_per_second"] > 0
+
+
+def test_steps_are_traced(tmp_path):
+    run(tmp_path, steps=12, evaluate_every=0, observed=Observed(profile=Steps(4, 6)))
+    (file,) = (tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb")
+    traced = set()
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name == "train":
+                    traced.add(dict(event.stats).get("step_num"))
+    assert traced == {4, 5, 6}
+
+
+def test_an_attempt_behind_the_range_traces_nothing(tmp_path):
+    run(tmp_path, steps=12, evaluate_every=0, observed=Observed(profile=Steps(11, 12)))
+    stop = tiny_run.Watched(tiny_run.pipeline(), 9, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        run(tmp_path / "stopped", stop, steps=12)
+    run(tmp_path / "stopped", steps=12, observed=Observed(profile=Steps(2, 4)))
+    assert not (tmp_path / "stopped" / "profile").exists()

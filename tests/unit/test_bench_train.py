@@ -1,0 +1,131 @@
+"""`mmqa bench train`: what its rows say, from tiny runs and from shards that only pretend."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+from cli_runs import quickly_and_quietly
+
+from mmqa_jax.bench import Options, train, training_runs, training_shards
+from mmqa_jax.bench.training_runs import InMemory, Sizes, median_share
+from mmqa_jax.core.errors import RunError
+
+TINY = Sizes(
+    {"hidden": 16, "heads": 2, "mlp": 16, "layers": 1, "vocab_size": 64}, rows=4, columns=8
+)
+LOAD = dataclasses.replace(
+    train.load_of("small"), curve=TINY, curve_steps=4, processes=(1, 2),
+    jobs=training_shards.Jobs(parts=4, prompts=6),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quickly(cli_cache):
+    with quickly_and_quietly(cli_cache):
+        yield
+
+
+def row_of(name, **changes):
+    """The one row of a run."""
+    load = dataclasses.replace(LOAD, **changes)
+    result = train.run_load(load, Options(rounds=1, only=(name,)), "here")
+    (row,) = result["rows"]
+    assert (result["device"], row["name"]) == ("here", name)
+    return row
+
+
+def test_the_loop_and_the_bare_step_are_timed_alike():
+    found = training_runs.overhead(TINY, steps=6, rounds=1)
+    for side in ("ours", "peer"):
+        (seconds,) = found[side]
+        assert 0 < seconds < 10
+
+
+def test_the_first_steps_are_left_out(monkeypatch):
+    times = iter([*range(0, 800, 100), 1000.0, 1001.0, 1002.0, 1005.0])
+    clock = types.SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr(training_runs, "time", clock)
+    feed = InMemory(["a", "b"])
+    assert "".join(next(feed) for _ in range(12)) == "ab" * 6
+    assert feed.get_state() == {"next": 12}
+    assert feed.seconds_per_step() == pytest.approx(5 / 3)
+
+
+def test_the_rows_of_the_loop_and_of_a_save(monkeypatch):
+    children = {
+        "overhead": {"ours": [0.103, 0.102, 0.110], "peer": [0.100, 0.100, 0.100]},
+        "save": {"ours": [0.2, 0.1, 0.3], "peer": [1.0, 2.0, 3.0], "copy_floor": 0.05},
+    }
+    asked = {}
+
+    def child(name, env=None, **arguments):
+        asked[name] = arguments
+        return children[name]
+
+    monkeypatch.setattr(train, "_child", child)
+    row = row_of("loop")
+    assert (row["ours"], row["peer"], row["unit"]) == (103.0, 100.0, "ms")
+    assert row["overhead"] == pytest.approx(0.03)
+    assert median_share([3.0, 1.0, 2.2], [2.0, 1.0, 2.0]) == pytest.approx(0.1)
+    row = row_of("save_256mib")
+    assert asked["save"]["mib"] == 256
+    assert (row["ours"], row["peer"], row["ratio"], row["floor"]) == (0.2, 2.0, 10.0, 0.05)
+    assert row["one_b_stall_s"] == pytest.approx(0.2 * 12e9 / 2**28, rel=1e-4)
+    assert row["one_b_share"] == pytest.approx(
+        row["one_b_stall_s"] / (600 + row["one_b_stall_s"]), rel=1e-4
+    )
+    assert row["written_gb_per_s"] == pytest.approx(2**28 / 2.0 / 1e9, rel=1e-4)
+
+
+def test_a_save_is_timed():
+    found = training_runs.save(mib=32, rounds=1)
+    assert 0 < found["ours"][0] <= found["peer"][0]
+    assert found["copy_floor"] > 0
+
+
+def test_processes_have_the_same_losses():
+    row = row_of("processes")
+    assert row["ours"] < 1e-5
+    assert row["work"] == "1, 2 processes, 4 steps"
+
+
+def test_losses_that_differ_are_seen(monkeypatch):
+    curves = {1: [2.0, 1.0], 2: [2.0, 1.0], 4: [2.0, 1.01], 8: [1.999, 1.0]}
+    monkeypatch.setattr(train, "_curve", lambda load, count, by_process: curves[count])
+    assert row_of("devices")["ours"] == pytest.approx(0.01)
+
+
+# Writes the parts of its shard, a tenth of a second apart.
+SHARD = """
+import os, sys
+out, shard = (next(a.split('=')[1] for a in sys.argv if a.startswith(f)) for f in ('--out', '--shard'))
+index, count = map(int, shard.split('/'))
+assert len(os.sched_getaffinity(0)) == 1, 'not pinned'
+os.makedirs(out + '.parts', exist_ok=True)
+for number, part in enumerate(range(index, 4 * count, count)):
+    file = f'{out}.parts/{part:05d}.jsonl'
+    open(file, 'w').close()
+    os.utime(file, (1000 + number / 10,) * 2)
+"""
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    monkeypatch.setattr(training_shards, "_MMQA", SHARD)
+    job = training_shards._Job(("prompt",), 6, "out", "out.parts/[0-9]*.jsonl", "pretended")
+    monkeypatch.setattr(training_shards, "_prompt", lambda folder, jobs: job)
+
+
+def test_shards_are_pinned_and_their_parts_timed_after_the_first(pretended):
+    """Six prompts in a tenth of a second, on one core and on two."""
+    row = row_of("prompt")
+    assert (row["ours"], row["peer"], row["unit"]) == (120.0, 60.0, "prompts/s")
+    assert (row["ratio"], row["floor"], row["ratio_range"]) == (2.0, 120.0, [2.0, 2.0])
+
+
+def test_a_shard_that_fails_ends_the_bench(pretended, monkeypatch):
+    monkeypatch.setattr(training_shards, "_MMQA", "import sys; sys.exit(3)")
+    with pytest.raises(RunError, match=r"mmqa prompt ended with \[3\]"):
+        row_of("prompt")

@@ -1,0 +1,73 @@
+"""`mmqa plan --sources`: what so many sources take to embed, to hold and to search."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from cli_runs import done
+
+from mmqa_jax.core.chips import GIB
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.index import build_index
+from mmqa_jax.retrieval.index_sizes import index_sizes
+from mmqa_jax.systems.collection_planning import read_sizes
+
+pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+CONFIG = "--config=configs/atlas/contrastive.py:runlocal"
+
+
+def test_numbers():
+    assert read_sizes("250000, 10M,1.5b,2k") == [250_000, 10_000_000, 1_500_000_000, 2_000]
+    for text in ("", "0", "ten", "10T", "3B", "10M,,1B"):
+        with pytest.raises(UserError, match=f"--sources={text}: .* is not a number of sources"):
+            read_sizes(text)
+
+
+def test_scann_holds_what_its_index_has_on_disk(tmp_path):
+    rows, dim = 30_000, 64
+    vectors = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    build_index(Embeddings(vectors, "model", "corpus"), "scann").save(tmp_path / "index")
+    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    (planned,) = (one for one in index_sizes(rows, dim) if one.kind == "scann")
+    assert planned.held == pytest.approx(on_disk, rel=0.02)
+
+
+def test_a_collection_on_these_devices():
+    plan = done("plan", CONFIG, "--sources=1k,100k")
+    few, many = plan["collections"]
+    assert (few["sources"], many["sources"]) == (1_000, 100_000)
+    assert many["embed"]["hours_bound"] == pytest.approx(100 * few["embed"]["hours_bound"])
+    kinds = {one["kind"]: one for one in many["indexes"]}
+    assert sorted(kinds) == ["exact", "mesh", "mesh_approx", "milvus", "scann"]
+    vectors = 100_000 * many["dim"] * 4 / GIB
+    assert kinds["exact"]["held_gib"] == kinds["exact"]["read_gib"] == vectors
+    assert kinds["mesh"]["held_gib"] == pytest.approx(vectors, rel=0.35)  # padded to whole blocks
+    assert kinds["mesh_approx"]["held_gib"] == pytest.approx(
+        kinds["mesh"]["held_gib"] / 2, rel=0.01
+    )
+    assert kinds["mesh"]["device_gib"] > kinds["mesh"]["held_gib"]
+    assert kinds["mesh"]["fits"]
+    assert kinds["mesh"]["devices_needed"] == 1
+    assert vectors < kinds["scann"]["held_gib"] < 1.3 * vectors
+    assert kinds["scann"]["read_gib"] < 0.05 * vectors < kinds["mesh"]["held_gib"]
+    assert kinds["mesh"]["seconds_bound"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the TPU's compiler is made for Linux alone")
+def test_what_does_not_fit_says_how_many_devices_would_hold_it():
+    plan = done("plan", CONFIG, "--topology=v5e:2x2", "--sources=1B")
+    kinds = {one["kind"]: one for one in plan["collections"][0]["indexes"]}
+    held = 1e9 * plan["collections"][0]["dim"] * 4 / GIB
+    assert not kinds["mesh"]["fits"]
+    assert kinds["mesh"]["seconds_bound"] is None
+    assert kinds["mesh"]["devices_needed"] == pytest.approx(held / 15.75, abs=1.5)
+
+
+def test_only_encoders_embed_sources(refused):
+    message = "--sources: the config trains no encoder of sources"
+    refused("plan", "--config=configs/atlas/rerank.py", "--sources=1k", message=message)
+    refused("plan", CONFIG, "--sources=many", message="'many' is not a number of sources")

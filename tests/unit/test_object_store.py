@@ -1,0 +1,281 @@
+"""Places in an object store (gs://, s3://): paths, whole writes, locks, copies, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+
+import fsspec
+import numpy as np
+import object_store
+import pytest
+from cli_runs import mmqa
+
+from mmqa_jax.core import store_locks
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.files import atomic_write, read_json, read_jsonl, write_json
+from mmqa_jax.core.local_copies import local_copy, with_local_copies
+from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
+from mmqa_jax.core.metrics import MetricsWriter, read_metrics
+from mmqa_jax.core.paths import as_path, check_store
+from mmqa_jax.retrieval.embeddings import open_embeddings, read_unfinished, write_embeddings
+from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
+
+GS, S3 = f"gs://{object_store.BUCKET}", f"s3://{object_store.BUCKET}"
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store") / "all"
+    with pytest.MonkeyPatch.context() as patch, object_store.started(folder, patch):
+        yield object_store.Objects(folder / object_store.BUCKET)
+
+
+@pytest.fixture
+def store(stand_in, tmp_path, monkeypatch):
+    """The objects of an empty bucket."""
+    for name in stand_in.names():
+        stand_in.path(name).unlink()
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MMQA_PROGRESS", "off")
+    monkeypatch.setattr(store_locks, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(store_locks, "PATIENCE_SECONDS", 0.4)
+    return stand_in
+
+
+@pytest.mark.parametrize("root", [GS, S3])
+def test_an_object_is_written_whole_or_not_at_all(store, root):
+    path = as_path(f"{root}/folder/file.json")
+    write_json(path, {"n": 1})
+
+    def write_half():
+        with atomic_write(path) as file:
+            file.write("half")
+            file.flush()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
+    assert read_json(path) == read_json(str(path)) == {"n": 1}
+    with atomic_write(path, "wb") as file:
+        file.write(b'{"a": 1}\n{"a": 2}\n')
+    assert [row for _, row in read_jsonl(path)] == [{"a": 1}, {"a": 2}]
+    assert store.names() == ["folder/file.json"]
+    with pytest.raises(UserError, match=f"{root}/other: no such file"):
+        read_json(f"{root}/other")
+
+
+def test_a_lock_of_one(store):
+    first = hold(as_path(f"{GS}/.lock"))
+    with pytest.raises(Busy, match=f"process {os.getpid()} on "):
+        hold(as_path(f"{GS}/.lock"))
+    with pytest.raises(Busy):
+        hold(as_path(f"{GS}/.lock"), shared=True)
+    assert len(store.names()) == 1  # those who were refused left nothing
+    first.close()
+    assert store.names() == []
+    hold(as_path(f"{GS}/.lock")).close()
+
+
+def test_a_lock_of_many(store):
+    one, two = (hold(as_path(f"{GS}/.lock"), shared=True) for _ in range(2))
+    assert not nobody_else(one)
+    with pytest.raises(Busy):
+        hold(as_path(f"{GS}/.lock"))
+    two.close()
+    assert nobody_else(one)
+    with pytest.raises(Busy):
+        hold(as_path(f"{GS}/.lock"), shared=True)
+    one.close()
+
+
+def test_the_lock_of_a_dead_process_is_taken(store):
+    holder = {"owner": "process 1 on elsewhere", "beats": 1}
+    store.put(".lock/alone-elsewhere-1-0", json.dumps(holder).encode())
+    with alone(as_path(f"{GS}/.lock")):  # after PATIENCE_SECONDS
+        assert len(store.names()) == 1
+        assert "elsewhere" not in store.names()[0]
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    for kind in ("alone", "shared"):
+        store.put(f".lock/{kind}-{socket.gethostname()}-{child}-0", json.dumps(holder).encode())
+    hold(as_path(f"{GS}/.lock")).close()
+    assert store.names() == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_lost_its_lock_ends(store, monkeypatch, capfd):
+    codes = []
+
+    def end(code):
+        codes.append(code)
+        raise SystemExit  # of the beating thread
+
+    monkeypatch.setattr(store_locks.os, "_exit", end)
+    lock = hold(as_path(f"{GS}/.lock"))
+    store.path(store.names()[0]).unlink()
+    lock._thread.join(10)
+    assert codes == [75]
+    assert "another process took this lock" in capfd.readouterr().err
+    lock.close()
+
+
+def test_a_copy_follows_the_store(store, monkeypatch):
+    fetched = []
+    get_file = object_store.StandIn.get_file
+
+    def counted(self, source, *more, **named):
+        fetched.append(source.rpartition("/")[2])
+        return get_file(self, source, *more, **named)
+
+    monkeypatch.setattr(object_store.StandIn, "get_file", counted)
+    names = ("model.json", "weights/d/0", "checkpoints/5/x", "best/model.json", "events.out.1")
+    for name in (*names, ".lock/alone-x", "data/.lock/x", "tables/a.txt"):
+        store.put(f"run/{name}", name.encode())
+    copy = local_copy(f"{GS}/run")
+    found = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert found == {"model.json", "weights/d/0", "tables/a.txt"}
+    assert local_copy(f"{GS}/run") == copy
+    assert len(fetched) == 3
+    store.put("run/tables/a.txt", b"new, as long"[:12])
+    store.path("run/weights/d/0").unlink()
+    assert (local_copy(as_path(f"{GS}/run")) / "tables/a.txt").read_bytes() == b"new, as long"
+    assert not (copy / "weights/d/0").exists()
+    assert fetched[3:] == ["a.txt"]
+    assert local_copy(f"{GS}/run/best").joinpath("model.json").read_text() == "best/model.json"
+    assert local_copy(f"{GS}/run/model.json").read_text() == "model.json"
+    assert local_copy("runs/local").parts == ("runs", "local")
+
+
+def test_a_config_with_places_in_a_store(store):
+    from ml_collections import ConfigDict
+
+    store.put("data/corpus.json", b"{}")
+    config = ConfigDict({"data": {"dir": f"{S3}/data"}, "numbers": (1, 2), "name": "x"})
+    found = with_local_copies(config)
+    assert found.data.dir == str(local_copy(f"{S3}/data"))
+    assert (found.numbers, found.name) == ((1, 2), "x")
+    assert config.data.dir == f"{S3}/data"
+
+
+def test_metrics_are_put_whole(store, monkeypatch):
+    with MetricsWriter(f"{GS}/run") as metrics:
+        metrics.write(1, {"loss": 2.0})
+        assert read_metrics(f"{GS}/run") == []
+        metrics.flush()
+        assert [row["step"] for row in read_metrics(f"{GS}/run")] == [1]
+        metrics.write(2, {"loss": 1.0})
+    assert [row["step"] for row in read_metrics(f"{GS}/run")] == [1, 2]
+    with MetricsWriter(f"{GS}/run", restored_step=1) as metrics:
+        metrics.write(2, {"loss": 1.5})
+    assert [row["loss"] for row in read_metrics(f"{GS}/run")] == [2.0, 1.5]
+    assert {name.partition(".")[0] for name in store.names()} == {"run/events", "run/metrics"}
+
+
+def test_embeddings_are_made_in_parts(store):
+    rows = np.random.default_rng(0).normal(size=(7, 4)).astype("f4")
+
+    def write(part):
+        return write_embeddings(
+            f"{GS}/index", lambda span: rows[span.start : span.stop], rows=7, dim=4,
+            model_fingerprint="m", corpus_fingerprint="c", shard_rows=2, part=part,
+        )  # fmt: skip
+
+    assert write((0, 2)) is None
+    assert read_unfinished(f"{GS}/index").missing == [1, 3]
+    (part,) = [name for name in store.names() if name.endswith("00000.npy")]
+    store.put(part, store.path(part).read_bytes()[:-1])
+    assert write((1, 2)) is None
+    assert write((0, 2)) is not None
+    np.testing.assert_array_equal(open_embeddings(f"{GS}/index", "m", "c").vectors, rows)
+    assert store.names() == ["index/embeddings.npy", "index/manifest.json"]
+
+
+def test_a_folder_is_replaced_with_its_manifest_last(store):
+    def fill(content):
+        with replace_folder(f"{GS}/index", {"what": "a thing"}) as folder:
+            (folder / content).write_text(content)
+            if content == "bad":
+                raise ZeroDivisionError
+
+    fill("first")
+    with pytest.raises(ZeroDivisionError):
+        fill("bad")
+    assert store.names() == ["index/first", "index/manifest.json"]
+    fill("second")
+    assert store.names() == ["index/manifest.json", "index/second"]
+    assert read_manifest(f"{GS}/index", "a thing", "mmqa x") == {"what": "a thing"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "gcs://bucket/x"], "--path=gcs://bucket/x: a path, gs:// or s3:// was expected"),
+        (["status", "gs://nowhere/x"], "gs://nowhere/x: there is no bucket nowhere; make it, or"),
+        (["status", f"{GS}/x"], f"{GS}/x: holds no parts of a job"),
+        (["demo", f"--workdir={GS}/x"], f"--workdir={GS}/x: `mmqa demo` takes no place in an obj"),
+        (["embed", f"--data={GS}/no", "--model=m", "--out=o"], f"{GS}/no: no such object, and none"),
+    ],
+)  # fmt: skip
+def test_wrong_places(store, arguments, message):
+    ended = mmqa(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"mmqa: {message}")
+    assert ended.err.count("\n") == 1
+
+
+def test_a_store_that_fails(store, monkeypatch):
+    """The network's fault, or a refusal in the middle of the work: launchers start it again."""
+
+    def fail_with(error):
+        def fail(*_, **__):
+            raise error
+
+        for name in ("info", "find", "put_file", "exists"):
+            monkeypatch.setattr(object_store.StandIn, name, fail)
+
+    for error in (ConnectionResetError("reset"), TimeoutError("slow")):
+        fail_with(error)
+        for failing in (check_store, local_copy):
+            with pytest.raises(RunError, match="cannot be reached"):
+                failing(f"{GS}/run")
+    fail_with(PermissionError("no longer"))
+    with pytest.raises(RunError, match="no longer"):
+        write_json(f"{GS}/x", {})
+    with pytest.raises(PermissionError):  # not: there is none
+        as_path(f"{GS}/x").exists()
+
+
+def test_a_store_that_refuses(store):
+    denied = store.folder.with_name(f"{object_store.BUCKET}.denied")
+    denied.touch()
+    try:
+        for refused in (check_store, local_copy):
+            with pytest.raises(
+                UserError, match=r"refuses .*Anonymous caller .*credentials \(`gcloud auth"
+            ):
+                refused(f"{GS}/run")
+    finally:
+        denied.unlink()
+
+
+@pytest.mark.parametrize(("root", "package"), [(GS, "gcsfs"), (S3, "s3fs")])
+def test_a_package_that_is_not_installed(store, root, package, monkeypatch):
+    if __import__("importlib").util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    monkeypatch.setattr(fsspec, "registry", {})
+    scheme = root.partition(":")[0]
+    with pytest.raises(UserError, match=rf"needs the package {package}; .*'mmqa-jax\[{scheme}\]'"):
+        as_path(f"{root}/x")
+
+
+def test_the_stand_in_cannot_rename_or_append(store):
+    path = as_path(f"{GS}/x")
+    path.write_text("x")
+    for wrong in (lambda: path.rename(as_path(f"{GS}/y")), lambda: path.open("a")):
+        with pytest.raises((NotImplementedError, ValueError)), contextlib.closing(wrong()):
+            pass
