@@ -165,6 +165,11 @@ def summary(records: Mapping[str, Any], size: str, out: Path) -> dict[str, Any]:
     rows = calibration(records, measured_seconds(records, size, out))
     factors = [row["over_bound"] for row in rows]
     typical = statistics.median(factors) if factors else None
+    memory = [
+        row["memory_gib_measured"] / row["memory_gib_plan"]
+        for row in rows
+        if "memory_gib_plan" in row
+    ]
     return {
         "device": (records.get("llm", {}).get("result") or {}).get("device"),
         "size": size,
@@ -172,6 +177,7 @@ def summary(records: Mapping[str, Any], size: str, out: Path) -> dict[str, Any]:
         "typical_over_bound": typical,
         # How far a plan's time, multiplied by the typical factor, is off as a rule.
         "typical_error": typical and statistics.median(abs(f / typical - 1) for f in factors),
+        "typical_memory": statistics.median(memory) if memory else None,
         "tests": _test_counts(out / "tests.xml"),
         "failed_steps": [name for name, record in records.items() if record["exit_code"]],
         "steps": dict(records),

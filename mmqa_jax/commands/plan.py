@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
@@ -47,6 +48,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="one of the config's programs (all)",
     )
     parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="what launch/device_check.sh wrote on such a device (device_check/device_check.json)",
+    )
+    parser.add_argument(
         "--search",
         action="store_true",
         help="try meshes, remat and batch sizes of the first program, and show the best few",
@@ -62,6 +69,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compiles, and prints the table and the verdict."""
     # Without distributed.start: one process plans alone, and what is compiled for devices that are
     # not there cannot be read back from the compilation cache.
+    from mmqa_jax.bench.plan.calibration import read_calibration
     from mmqa_jax.bench.plan.topology import open_topology
     from mmqa_jax.core.config import load_config
     from mmqa_jax.evaluation.tables import show
@@ -73,6 +81,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {"model": arguments.model, "only": arguments.only}
     if arguments.sources is not None:
         return _collections(config, topology, arguments.sources)
+    calibration = read_calibration(arguments.measured, topology)
     if arguments.search:
         found = planning.best_settings(config, topology, **options)
         show(_search_table(arguments.topology, found))
@@ -88,11 +97,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "search": [one.to_json() for one in found],
             "verdict": verdict,
         }
-    result = planning.plan(config, topology, **options)
+    result = planning.plan(config, topology, calibration=calibration, **options)
     show(_table(result))
     for line in _lines(result):
         print(line)
     print(result.verdict)
+    if calibration is None:
+        print("no estimate was compared with such a device: launch/device_check.sh does it there")
+    else:
+        print(calibration.sentence)
     return result.to_json()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+# cuDNN's attention: products as large as the scores, which are not computed again.
+_CUDNN = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}
 # How JAX names the scope of what jax.checkpoint computes a second time.
 _RECOMPUTED = "rematted_computation"
 
@@ -39,7 +41,7 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> float:
     if name == "pallas_call":
         inner = sum(map(jaxpr_flops, _inner(params)))
         return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
-    if kernels_only and name in ("dot_general", "conv_general_dilated"):
+    if kernels_only and name in ("dot_general", "conv_general_dilated", *_CUDNN):
         return 0.0
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -50,6 +52,9 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> float:
         kernel = equation.invars[1].aval
         features = kernel.shape[numbers.rhs_spec[0]]
         return 2.0 * equation.outvars[0].aval.size * kernel.size / features
+    if name in _CUDNN:  # queries [B, Lq, heads, D], keys [B, Lk, kv_heads, D]
+        queries, keys = (variable.aval for variable in equation.invars[:2])
+        return 2.0 * _CUDNN[name] * queries.size * keys.shape[1]
     count = functools.partial(jaxpr_flops, kernels_only=kernels_only, recomputed=recomputed)
     if name == "cond":
         branches = (branch.jaxpr for branch in params["branches"])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.models.layers import attention
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
 
@@ -150,6 +151,7 @@ def forward(
     all_rows: bool = False,
     branches: Branches | None = None,
     limit: int | None = None,
+    implementation: str = "blocks",
 ) -> tuple[jax.Array, KVCache]:
     """Runs the decoder on tokens that follow what their rows hold, and caches keys and values.
 
@@ -165,6 +167,8 @@ def forward(
       all_rows: the R rows are the cache's rows in order (`rows` then only says which are written).
       branches: of the tokens; None: every row is one sequence, position and column are the same.
       limit: segments from this column on are not read, where no row reaches them; None reads all.
+      implementation: "blocks" reads the cache in place; "cudnn", for many tokens of few rows on a
+        GPU, takes the rows out and hands them to `layers.attention`.
 
     Returns:
       Normed hidden states [R, L, H] and the cache.
@@ -177,15 +181,15 @@ def forward(
     for layer, held in zip(model.each_layer(), cache, strict=True):
         q, k, v = layer.project(x, cos, sin)
         held = write(held, k, v, rows, starts, limit)
-        attended = _attend(
-            q,
-            held.within(limit),
-            columns,
-            branches,
-            None if all_rows else rows,
-            block=block,
-            end=furthest,
-        )
+        read = None if all_rows else rows
+        if implementation == "blocks":
+            attended = _attend(
+                q, held.within(limit), columns, branches, read, block=block, end=furthest
+            )
+        else:
+            attended = _attend_to_rows(
+                q, held.within(limit), columns, branches, read, implementation
+            )
         x = layer.finish(x, attended)
         written.append(held)
     return model.norm(x), tuple(written)
@@ -280,6 +284,34 @@ def _attend(
     _, total, out = carry
     out = (out / total).astype(q.dtype).reshape(batch, kv_heads, groups, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+
+
+def _attend_to_rows(
+    q: jax.Array,
+    segments: Sequence[tuple[int, Segment]],
+    columns: jax.Array,
+    branches: Branches | None,
+    rows: jax.Array | None,
+    implementation: str,
+) -> jax.Array:
+    """As `_attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type."""
+
+    def taken(x: jax.Array, scale: jax.Array | None, axis: int, count: int) -> jax.Array:
+        x = _columns(x, axis, 0, count, rows)
+        x = x.swapaxes(2, 3) if axis == 3 else x  # [R, kv, T, D]
+        if scale is not None:
+            x = x * _columns(scale, 2, 0, count, rows)[..., None]
+        return x.astype(q.dtype).swapaxes(1, 2)  # [R, T, kv, D]
+
+    held = [segment for _, segment in segments]
+    key = jnp.concatenate([taken(s.key, s.key_scale, 3, s.columns) for s in held], axis=1)
+    value = jnp.concatenate([taken(s.value, s.value_scale, 2, s.columns) for s in held], axis=1)
+    column = jnp.arange(key.shape[1])
+    mask = column <= columns[:, :, None]  # [R, L, T]
+    if branches is not None:
+        of_trunk = column < branches.trunk[:, None, None]
+        mask &= of_trunk | (column >= branches.begin[:, :, None])
+    return attention(q, key, value, mask=mask[:, None], implementation=implementation)
 
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted values

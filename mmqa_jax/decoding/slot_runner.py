@@ -21,6 +21,7 @@ from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.kv_cache import Branches
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
+from mmqa_jax.models.flash import implementation_for
 from mmqa_jax.models.llama import Llama, last_token
 
 CACHE_TYPES = ("float32", "bfloat16", "int8")
@@ -151,17 +152,18 @@ class Programs:
         graphdef = nnx.graphdef(model)
         self.whole = SingleDeviceSharding(jax.devices()[0]) if mesh is None else replicated(mesh)
         self.scanned = not isinstance(model.layers, nnx.List)
-        platform = next(iter(self.whole.device_set)).platform
+        device = next(iter(self.whole.device_set))
         columns, block = config.columns, config.block or config.columns
         # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
-        dtype = config.cache_dtype or ("float32" if platform == "cpu" else model.config.dtype)
+        computed = "float32" if device.platform == "cpu" else model.config.dtype
+        dtype = config.cache_dtype or computed
         sizes = (model.config, config.slots, columns, dtype, mesh)
         if self.scanned:
             self.cache = scanned_cache.layout(*sizes)
         else:
             self.cache = kv_cache.layout(*sizes, config.segment)
         self.slots = _slots(config.slots, self.whole)
-        implementation = "splash" if platform == "tpu" else "blocks"
+        implementation = implementation_for(device)
 
         def encode(state, cache, tokens, starts, ends, rows, branches, patches, limit):
             model = nnx.merge(graphdef, state)
@@ -191,6 +193,7 @@ class Programs:
                 block=block,
                 branches=branches,
                 limit=limit,
+                implementation=implementation,
             )
 
         def begin(state, slots, hidden, lengths, rows, positions, parameters):

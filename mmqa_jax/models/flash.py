@@ -1,22 +1,29 @@
-"""Attention whose memory is linear in the lengths: block by block, or JAX's splash kernel on TPU.
+"""Attention whose memory is linear in the lengths: block by block, or cuDNN's.
 
-Both are reached through `layers.attention(..., implementation=...)`, which says what they compute.
+Both are reached through `layers.attention(..., implementation=...)`, which says what they compute,
+as is the TPU's (see splash.py).
 """
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import Mesh, PartitionSpec
 
-from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.core.mesh import platform
 
 _MASKED = -1e30  # as in models.layers
-_LANES = 128  # splash attention takes queries and keys in multiples of this
+_OLDEST_CUDNN_GPU = 8.0  # compute capability (Ampere) from which cuDNN has flash attention
+
+
+def implementation_for(device: jax.Device) -> str:
+    """The implementation of `layers.attention` for long sequences on a device, present or not."""
+    if device.platform == "tpu":
+        return "splash"
+    # Of an AMD GPU it is a name, such as gfx90a.
+    capability = str(getattr(device, "compute_capability", ""))
+    if capability.replace(".", "").isdigit() and float(capability) >= _OLDEST_CUDNN_GPU:
+        return "cudnn"
+    return "blocks"
 
 
 def block_attention(
@@ -76,80 +83,33 @@ def block_attention(
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 
 
-def splash_fits(length: int, columns: int) -> bool:
-    """Whether `splash_attention` takes so many queries and keys."""
-    return length % _LANES == 0 and columns % _LANES == 0
+def cudnn_fits(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool:
+    """Whether `cudnn_attention` takes these queries [B, Lq, heads, D] and keys, where it is traced.
 
-
-def splash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    key_mask: jax.Array | None,
-    is_causal: bool,
-    mesh: Mesh | None,
-    interpret: bool = False,
-) -> jax.Array:
-    """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
-
-    q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; key_mask bool [B, Lk] of keys that are seen; a
-    row must see at least one. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
-    is, and heads as the model's, where these divide.
-    `interpret` runs the kernel without a TPU, slowly, for tests. Returns [B, Lq, heads, D].
+    Heads of up to 128 are what all its GPUs take; with a mask odd lengths have no gradient.
     """
-    length, size = q.shape[1], q.shape[3]
-    columns, kv_heads = k.shape[1:3]
-
-    def one(q, k, v, seen):  # of one sequence: [heads, Lq, D], [kv_heads, Lk, D], bool [Lk]
-        if is_causal:
-            mask = masks.CausalMask((length, columns), offset=columns - length)
-        else:
-            mask = masks.FullMask((length, columns))
-        kernel = splash.make_splash_mha(
-            masks.MultiHeadMask([mask] * q.shape[0]),
-            block_sizes=_block_sizes(length, columns),
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
-        ids = splash.SegmentIds(jnp.ones(length, jnp.int32), seen.astype(jnp.int32))
-        return kernel(q, k, v, ids)
-
-    def attend(q, k, v, seen):
-        return jax.vmap(one)(q, k, v, seen)
-
-    mesh = mesh or jax.sharding.get_abstract_mesh()
-    if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
-        spec = partition_spec(("batch", "heads"), (len(q), kv_heads), mesh)
-        attend = jax.shard_map(
-            attend,
-            mesh=mesh,
-            in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
-            out_specs=spec,
-            check_vma=False,
-        )
-    if key_mask is None:
-        key_mask = jnp.ones((len(q), columns), bool)
-    heads_first = ((q * size**-0.5).astype(q.dtype), k, v)
-    out = attend(*(x.swapaxes(1, 2) for x in heads_first), key_mask)
-    return out.swapaxes(1, 2)
+    half = q.dtype == k.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+    even = mask is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
+    size = q.shape[3]
+    return platform() == "gpu" and half and even and size % 8 == 0 and size <= 128
 
 
-@functools.cache
-def _block_sizes(length: int, columns: int) -> splash.BlockSizes:
-    """Blocks of at most 512 queries and keys; forward and backward."""
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, is_causal: bool
+) -> jax.Array:
+    """cuDNN's flash attention, by `jax.nn.dot_product_attention`.
 
-    def divisor(total: int) -> int:
-        return next(size for size in (512, 256, _LANES) if total % size == 0)
-
-    q, kv = divisor(length), divisor(columns)
-    return splash.BlockSizes(
-        block_q=q,
-        block_kv=kv,
-        block_q_dkv=q,
-        block_kv_dkv=kv,
-        block_kv_dkv_compute=kv,
-        block_q_dq=q,
-        block_kv_dq=kv,
+    q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk]; a
+    query must see at least one key. On a mesh rows and heads are split as q's are; the mask, which
+    cuDNN adds to the scores as [B or 1, 1, Lq, Lk] of q's type, is not repeated for the heads.
+    Returns [B, Lq, heads, D].
+    """
+    length, columns = q.shape[1], k.shape[1]
+    if is_causal and length != columns:  # cuDNN aligns its own with the first key
+        causal = jnp.tril(jnp.ones((length, columns), bool), columns - length)
+        mask, is_causal = causal if mask is None else mask & causal, False
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (*jnp.shape(mask)[:-2], length, columns))
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn"
     )

@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform, split_rows
+from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
 
 Names = tuple[str | None, ...]
@@ -245,12 +246,12 @@ def attention(
     A row without a visible column gives the mean of the values, never NaN.
 
     `implementation`: "xla", whose memory is quadratic in the lengths, or one that is linear:
-    "blocks" (on every device), "cudnn" (flash attention on NVIDIA GPUs; bfloat16/float16) or
-    "splash" (a Pallas kernel for TPU). The linear ones take fewer key heads than query heads, too.
-    "blocks" and "splash" take masks without heads ([B or 1, 1, Lq or 1, Lk]) and align a causal
-    mask with the last key, so that what precedes the queries is seen whole; "splash" takes masks
-    of keys alone (Lq 1) and every row must see a key; `mesh` is where its heads lie. A shape that
-    "splash" does not take (not a multiple of 128) goes to "blocks".
+    "blocks" (on every device), "cudnn" (flash attention on NVIDIA GPUs) or "splash" (a Pallas
+    kernel for TPU). The linear ones take fewer key heads than query heads and masks without heads
+    ([B or 1, 1, Lq or 1, Lk]), and align a causal mask with the last key, so that what precedes the
+    queries is seen whole; with "cudnn" and "splash" every query must see a key. "splash" takes
+    masks of keys alone (Lq 1); `mesh` is where its heads lie. What these two do not take (types,
+    sizes, masks, another platform: `flash.cudnn_fits`, `splash.splash_fits`) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "xla" serves.
     Returns [B, Lq, heads, head_dim] in q's dtype.
     """
@@ -259,10 +260,6 @@ def attention(
             raise UserError(
                 f"attention implementation {implementation!r} cannot drop attention weights: "
                 "set the attention dropout to 0 or use 'xla'."
-            )
-        if implementation == "cudnn":
-            return jax.nn.dot_product_attention(
-                q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn"
             )
         return _linear_attention(
             q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, mesh=mesh
@@ -290,14 +287,17 @@ def _linear_attention(
     implementation: str,
     mesh: Mesh | None,
 ) -> jax.Array:
-    """`attention` by "blocks" or "splash"."""
-    from mmqa_jax.models import flash  # Pallas takes half a second to import
-
+    """`attention` by "blocks", "cudnn" or "splash"."""
     check_known("attention implementation", implementation, ("xla", "cudnn", "blocks", "splash"))
+    if implementation == "cudnn" and flash.cudnn_fits(q, k, mask):
+        return flash.cudnn_attention(q, k, v, mask=mask, is_causal=is_causal)
     of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
-    if implementation == "splash" and of_keys and flash.splash_fits(q.shape[1], k.shape[1]):
-        keys = None if mask is None else jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
-        return flash.splash_attention(q, k, v, key_mask=keys, is_causal=is_causal, mesh=mesh)
+    if implementation == "splash" and of_keys:
+        from mmqa_jax.models import splash  # it imports Pallas, which takes half a second
+
+        if splash.splash_fits(q.shape[1], k.shape[1]):
+            keys = None if mask is None else jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
+            return splash.splash_attention(q, k, v, key_mask=keys, is_causal=is_causal, mesh=mesh)
     return flash.block_attention(q, k, v, mask=mask, is_causal=is_causal)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.bench.plan.calibration import Calibration
 from mmqa_jax.bench.plan.program import compile_program
 from mmqa_jax.bench.plan.roofline import Planned, run_cost
 from mmqa_jax.bench.plan.topology import Topology
@@ -43,11 +44,13 @@ class Plan:
 
     Attributes:
       remedies: program -> what was tried where it does not fit.
+      calibration: how far such estimates were off on such devices; None: not measured.
     """
 
     topology: Topology
     planned: tuple[Planned, ...]
     remedies: Mapping[str, tuple[Remedy, ...]]
+    calibration: Calibration | None = None
 
     @property
     def verdict(self) -> str:
@@ -84,6 +87,7 @@ class Plan:
             "chip": self.topology.chip.name,
             "programs": [one.row() for one in self.planned],
             "run": run_cost(self.planned),
+            "calibration": self.calibration and dataclasses.asdict(self.calibration),
             "verdict": self.verdict,
         }
 
@@ -94,10 +98,12 @@ def plan(
     *,
     model: str | None = None,
     only: Sequence[str] = (),
+    calibration: Calibration | None = None,
 ) -> Plan:
     """Compiles a config's programs for a topology, and remedies for those that do not fit.
 
     Args:
+      calibration: of the topology's kind of devices.
       model: of a language model, a name of programs.PRESETS.
       only: names of programs; all by default.
 
@@ -111,7 +117,7 @@ def plan(
         for name, one in planned.items()
         if not one.fits
     }
-    return Plan(topology, tuple(planned.values()), remedies)
+    return Plan(topology, tuple(planned.values()), remedies, calibration)
 
 
 def chosen(config: ConfigDict, only: Sequence[str]) -> tuple[str, ...]:

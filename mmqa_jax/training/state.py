@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
 from mmqa_jax.training.optimizer import Schedule
@@ -259,5 +260,10 @@ def make_step(
 
     # The old parameters make room for the new ones: one copy in memory, not two.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, replicated(mesh)),
+        compiler_options=training_options(mesh),
+    )
     return Step(jitted, model.constants, abstract, mesh)

@@ -1,6 +1,7 @@
-"""Compiles the engine's programs for TPUs, and prints the facts of each as a line of JSON.
+"""Compiles the engine's programs for TPUs or GPUs, and prints the facts of each as a line of JSON.
 
-A process of its own, where JAX's platform is the CPU: see test_engine_programs.py.
+A process of its own, where JAX's platform is the CPU: see test_engine_programs.py. Its argument is
+`tpu`, `gpu`, or `gpu_scanned`: what scanned layers would cost on a GPU.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import sys
 import time
 from typing import Any
 
@@ -28,6 +31,25 @@ LLAMA_7B = llama2_7b(dtype="bfloat16")
 LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
 
 
+FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
+# Name, model, topology, mesh, slots and programs; "scanned" scans its layers on a GPU, too.
+PROGRAMS = {
+    "tpu": (
+        ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
+        ("70b", LLAMA_70B, "v5e:4x4", {"fsdp": 2, "tensor": 8}, 8, ("decode", "prefill")),
+    ),
+    "gpu": (
+        ("7b", LLAMA_7B, "h100:1", {"tensor": 1}, 40, ("decode", "prefill")),
+        ("sharded", LLAMA_7B, "h100:8", {"tensor": 8}, 64, ("prefill",)),
+    ),
+    "gpu_scanned": (
+        ("layers", FOUR_LAYERS, "h100:1", {"tensor": 1}, 64, ("decode",)),
+        ("scanned", FOUR_LAYERS, "h100:1", {"tensor": 1}, 64, ("decode",)),
+    ),
+}
+_KERNEL = re.compile(r'custom_call_target="(__cudnn[^"]*|tpu_custom_call)"')
+
+
 def shard_bytes(arrays: Any) -> int:
     """Bytes of one device's shards of ShapeDtypeStructs."""
     return sum(
@@ -41,7 +63,8 @@ def facts(program: Program) -> dict[str, Any]:
     began = time.process_time()
     compiled = program.function.lower(*program.arguments).compile()
     seconds = time.process_time() - began
-    memory, found = compiled.memory_analysis(), count(compiled.as_text())
+    text = compiled.as_text()
+    memory, found = compiled.memory_analysis(), count(text)
     state, cache = program.arguments[:2]
     tokens = nnx.to_pure_dict(state)["tokens"]  # a step reads one row of it per slot
     return {
@@ -51,6 +74,7 @@ def facts(program: Program) -> dict[str, Any]:
         "bytes": found.bytes,
         "copied": found.copied_bytes,
         "loops": found.loops,
+        "kernels": sorted(set(_KERNEL.findall(text))),
         "temporaries": memory.temp_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "cpu_seconds": seconds,
@@ -58,12 +82,10 @@ def facts(program: Program) -> dict[str, Any]:
 
 
 def main():
-    for name, config, topology, shape, slots, wanted in (
-        ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
-        ("70b", LLAMA_70B, "v5e:4x4", {"fsdp": 2, "tensor": 8}, 8, ("decode",)),
-    ):
+    for name, config, topology, shape, slots, wanted in PROGRAMS[sys.argv[1]]:
         mesh = make_mesh(shape, devices=open_topology(topology).devices)
-        sizes = dataclasses.replace(SIZES, slots=slots)
+        scan = True if name == "scanned" else None
+        sizes = dataclasses.replace(SIZES, slots=slots, scan_layers=scan)
         programs = engine_programs(config, sizes, mesh, columns=REACHED)
         for kind in wanted:
             with jax.set_mesh(mesh):

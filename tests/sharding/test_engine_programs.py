@@ -1,10 +1,12 @@
-"""What the engine's programs do on a TPU, as its own compiler says; none is needed.
+"""What the engine's programs do on TPUs and GPUs, as their own compilers say; none is needed.
 
-engine_programs.py compiles them in a process of its own, where JAX's platform is the CPU.
+engine_programs.py compiles them in a process of its own, where JAX's platform is the CPU. Those for
+GPUs are tested where JAX's CUDA plugin is installed (the extra `cuda12`, 5 GB).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,11 +23,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def programs() -> dict[str, dict[str, Any]]:
+NAMES = ("7b_decode", "7b_prefill", "70b_decode", "70b_prefill")
+
+
+def compiled_for(platform: str) -> dict[str, dict[str, Any]]:
     """Program -> its facts (see engine_programs.facts)."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_programs.py"))],
+        [sys.executable, str(Path(__file__).with_name("engine_programs.py")), platform],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -36,10 +40,27 @@ def programs() -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in found}
 
 
+@pytest.fixture(scope="module")
+def programs() -> dict[str, dict[str, Any]]:
+    return compiled_for("tpu")
+
+
+@pytest.fixture(scope="module")
+def gpu_programs() -> dict[str, dict[str, Any]]:
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("the GPU's compiler comes with the extra `cuda12`")
+    return compiled_for("gpu")
+
+
+def least_bytes(found: dict[str, Any]) -> float:
+    """Of a step: weights once, and the cache's columns in use once."""
+    used = EngineConfig(length=2048).read(1000) / 2048
+    return found["weights"] - found["embedding"] + used * found["cache"]
+
+
 def test_a_step_reads_weights_and_used_columns_once(programs):
     found = programs["7b_decode"]
-    used = EngineConfig(length=2048).read(1000) / 2048
-    floor = found["weights"] - found["embedding"] + used * found["cache"]
+    floor = least_bytes(found)
     assert floor <= found["bytes"] <= 1.15 * floor
 
 
@@ -49,7 +70,7 @@ def test_a_step_loops_over_layers_alone(programs):
     assert sorted(programs["70b_decode"]["loops"]) == [32, 32, 80]
 
 
-@pytest.mark.parametrize("name", ["7b_decode", "7b_prefill", "70b_decode"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_cache_is_not_copied(programs, name):
     found = programs[name]
     assert found["copied"] < 1e-3 * found["cache"]
@@ -69,7 +90,33 @@ def test_the_memory_of_prompts_is_linear(programs):
     assert found["temporaries"] < new + 256 * 2**20
 
 
-@pytest.mark.parametrize("name", ["7b_decode", "7b_prefill", "70b_decode"])
+@pytest.mark.parametrize("name", NAMES)
 def test_one_layer_is_compiled(programs, name):
     """CPU seconds in place of seconds, which depend on what else runs."""
     assert programs[name]["cpu_seconds"] < 60
+
+
+def test_a_gpus_step_reads_weights_and_used_columns_once(gpu_programs):
+    found = gpu_programs["7b_decode"]
+    assert least_bytes(found) <= found["bytes"] <= 1.15 * least_bytes(found)
+    assert sorted(found["loops"]) == [32, 32]  # over bits, where a row samples with top_k or top_p
+
+
+@pytest.mark.parametrize("name", ["7b_decode", "7b_prefill", "sharded_prefill"])
+def test_a_gpus_cache_is_not_copied(gpu_programs, name):
+    found = gpu_programs[name]
+    assert found["copied"] < 1e-3 * found["cache"]
+    assert found["aliased"] >= found["cache"]
+
+
+@pytest.mark.parametrize("name", ["7b_prefill", "sharded_prefill"])
+def test_a_gpus_prompts_are_attended_to_by_cudnn(gpu_programs, name):
+    """No scores: of 8 chunks and 32 heads [512, 1024] in float32 are 512 MiB a layer."""
+    assert gpu_programs[name]["kernels"] == ["__cudnn$fmhaScaleBiasSoftmax"]
+    assert gpu_programs[name]["temporaries"] < 256 * 2**20
+
+
+@pytest.mark.parametrize("name", ["7b_decode", "7b_prefill", "sharded_prefill"])
+def test_a_gpus_layers_compile_in_time(gpu_programs, name):
+    """They are not a loop: XLA for GPUs copies a layer's weights out of a stack before using them."""
+    assert gpu_programs[name]["cpu_seconds"] < 60

@@ -18,8 +18,11 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
 )
 
-NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model")
-AT_ONCE = (("vlp_select", "language_model"), ("vlp_answer", "contrastive"))  # a process each
+NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model", "replicated_model")
+AT_ONCE = (  # a process each
+    ("vlp_select", "language_model"),
+    ("vlp_answer", "contrastive", "replicated_model"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,13 @@ def test_data_parallel_gradients_are_reduced_once(programs):
     assert sum(one["count"] for one in found["collectives"]) <= found["layers"] + 2
 
 
+def test_gradients_are_reduced_beside_products(programs):
+    """On SparseCores (core.compiler_options): those of a layer while the layer before it is done."""
+    found = programs["replicated_model"]
+    assert max(found["products_beside_reductions"]) >= 2
+    assert bytes_of(found, "all-reduce") <= 4 * found["parameters"] + 1024
+
+
 def test_no_device_holds_the_whole_block_of_logits(programs):
     """B = 32,768 questions on n = 256 chips: rows [B / n, S] of the question's own chip alone."""
     found = programs["contrastive"]
@@ -127,5 +137,5 @@ def test_no_activation_is_of_the_whole_batch(programs):
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_stay_a_loop(programs, name):
     """The TPU's form, though a CPU traces and compiles it: forward and backward."""
-    turns = {"vlp_select": 3, "contrastive": 2}.get(name, 4)
-    assert set(programs[name]["loops"]) == {turns}
+    turns = {"vlp_select": {3}, "contrastive": {2}, "replicated_model": {1, 2}}.get(name, {4})
+    assert set(programs[name]["loops"]) <= turns

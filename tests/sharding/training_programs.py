@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from mmqa_jax.bench.plan.counts import count
+from mmqa_jax.bench.plan.hlo import Instruction, Module, parse
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
@@ -157,9 +158,11 @@ def contrastive() -> dict[str, Any]:
     }
 
 
-def language_model() -> dict[str, Any]:
+def language_model(
+    topology: str = "v5e:2x4", axis: str = "fsdp", layers: int = 4
+) -> dict[str, Any]:
     """LLaMA-2's proportions at a quarter of its width, two rows a chip."""
-    rows, length, targets, layers, hidden, mlp, vocabulary = 16, 256, 128, 4, 1024, 2816, 2048
+    rows, length, targets, hidden, mlp, vocabulary = 16, 256, 128, 1024, 2816, 2048
     config = LlamaConfig(
         vocab_size=vocabulary, hidden=hidden, layers=layers, heads=8, kv_heads=8, mlp=mlp,
         positions=length, dtype="bfloat16",
@@ -171,15 +174,23 @@ def language_model() -> dict[str, Any]:
     flops = layers * (weights + 4 * rows * length * length * hidden)
     flops += 2 * rows * targets * hidden * vocabulary
     return {
-        "topology": "v5e:2x4",
-        "mesh": {"fsdp": 8},
+        "topology": topology,
+        "mesh": {axis: 8},
+        "layers": layers,
         "task": LanguageModelTask(config),
         "batch": batch,
         "flops": flops,
     }
 
 
-PROGRAMS = {f.__name__: f for f in (vlp_select, vlp_answer, contrastive, language_model)}
+def replicated_model() -> dict[str, Any]:
+    """A language model whose parameters every chip of a v5p holds whole."""
+    return language_model("v5p:2x2x2", "data", layers=2)
+
+
+PROGRAMS = {
+    f.__name__: f for f in (vlp_select, vlp_answer, contrastive, language_model, replicated_model)
+}
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -207,6 +218,7 @@ def facts(name: str) -> dict[str, Any]:
         "model_flops": 3 * made["flops"] / len(devices),
         "collectives": [one._asdict() for one in counts.on_mesh(dict(mesh.shape))],
         "gathered": _gathered(text),
+        "products_beside_reductions": _beside(text),
         "parameters": _elements(model.params),
         "shard": _elements(abstract.params, shards=True),
         "optimizer_shard": _elements(abstract.optimizer, shards=True),
@@ -244,6 +256,32 @@ def _gathered(text: str) -> dict[str, int]:
             (beside if inside else alone)[found[2], size] = size
     rest = {key: size for key, size in alone.items() if key not in beside}
     return {"beside": sum(beside.values()), "alone": sum(rest.values())}
+
+
+def _beside(text: str) -> list[int]:
+    """Of every all-reduce on SparseCores, how many products the schedule has until it is awaited."""
+    module, found = parse(text), []
+    for computation in module.computations.values():
+        scheduled = list(computation.instructions.values())
+        for n, one in enumerate(scheduled):
+            if (
+                one.opcode != "call-start"
+                or 'async_execution_thread="sparsecore"' not in one.attributes
+            ):
+                continue
+            last = next(m for m, x in enumerate(scheduled) if one.name in x.operands)
+            found.append(
+                sum(x.opcode == "fusion" and _has_product(module, x) for x in scheduled[n:last])
+            )
+    return found
+
+
+def _has_product(module: Module, one: Instruction) -> bool:
+    inner = module.computations[one.called["calls"]].instructions.values()
+    return any(
+        x.opcode in ("dot", "convolution") or (x.opcode == "fusion" and _has_product(module, x))
+        for x in inner
+    )
 
 
 def _largest(text: str) -> int:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models import flash
+from mmqa_jax.core.flops import jaxpr_flops
+from mmqa_jax.models import flash, splash
 from mmqa_jax.models.layers import attention
 
 RNG = np.random.default_rng(0)
@@ -48,8 +54,74 @@ def test_splash_in_interpret_mode(columns):
     q, k, v = inputs(128, columns, size=32)
     seen = np.arange(columns) < np.array([[40], [0]])
     seen |= np.arange(columns) >= columns - 128
-    got = flash.splash_attention(q, k, v, key_mask=seen, is_causal=True, mesh=None, interpret=True)
+    got = splash.splash_attention(q, k, v, key_mask=seen, is_causal=True, mesh=None, interpret=True)
     np.testing.assert_allclose(got, plain(q, k, v, seen[:, None, None]), rtol=0, atol=1e-5)
+
+
+def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
+    """Causal attention, traced on a mesh of one GPU, which need not be there."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, kind) for x in inputs(length, 32, **sizes)]
+    attend = functools.partial(attention, is_causal=True, implementation=implementation)
+    mesh = AbstractMesh((1,), ("tensor",), abstract_device=AbstractDevice("H100", None, "gpu"))
+    installed = mock.patch.object(
+        fused_attention_stablehlo, "check_cudnn_version", return_value=91000
+    )
+    with use_abstract_mesh(mesh), installed:
+        return jax.jit(attend).trace(*shapes, mask=mask)
+
+
+def lowered_for_gpu(*arguments, **options):
+    """Its StableHLO."""
+    return traced_for_gpu(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("rows", [None, 1, 2])
+def test_cudnn_computes_attention_on_a_gpu(rows):
+    """Its kernel, with the mask added for all heads at once; not run here."""
+    mask = rows and jax.ShapeDtypeStruct((rows, 1, 1, 32), bool)
+    text = lowered_for_gpu("cudnn", mask)
+    assert "__cudnn$fmhaScaleBiasSoftmax" in text
+    assert f"tensor<{rows or 1}x1x8x32xbf16>" in text  # causal as well: 8 queries after 24 keys
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize("case", [{"kind": jnp.float32}, {"size": 12}, {"size": 136}])
+def test_cudnn_is_not_asked_for_what_it_does_not_take(case):
+    assert "__cudnn" not in lowered_for_gpu("cudnn", None, **case)
+
+
+def test_a_mask_of_odd_lengths_has_no_gradient_with_cudnn():
+    mask = jax.ShapeDtypeStruct((1, 1, 1, 32), bool)
+    assert "__cudnn" not in lowered_for_gpu("cudnn", mask, length=7)
+
+
+def test_flops_of_cudnns_attention_are_those_of_its_products():
+    flops = [jaxpr_flops(traced_for_gpu(name, None).jaxpr.jaxpr) for name in ("cudnn", "blocks")]
+    assert flops[0] == flops[1] == 2 * 2 * (2 * 8 * 32 * 4 * 16)
+
+
+def test_without_a_gpu_cudnn_is_blocks():
+    q, k, v = inputs(7, 30)
+    got = attention(q, k, v, is_causal=True, implementation="cudnn")
+    np.testing.assert_allclose(got, plain(q, k, v), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "wanted"),
+    [
+        ("tpu", None, "splash"),
+        ("gpu", "9.0", "cudnn"),
+        ("gpu", "8.0", "cudnn"),
+        ("gpu", "7.5", "blocks"),
+        ("gpu", "gfx90a", "blocks"),
+        ("cpu", None, "blocks"),
+    ],
+)
+def test_the_device_decides(platform, capability, wanted):
+    device = SimpleNamespace(platform=platform)
+    if capability is not None:
+        device.compute_capability = capability
+    assert flash.implementation_for(device) == wanted
 
 
 def test_no_array_has_the_size_of_all_scores():

@@ -63,6 +63,7 @@ def test_the_plan_beside_what_was_measured(check, tmp_path):
     assert (train["memory_gib_plan"], train["memory_gib_measured"]) == (4.0, 5.0)
     assert found["typical_over_bound"] == pytest.approx(2.25)
     assert found["typical_error"] == pytest.approx(1 / 9)
+    assert found["typical_memory"] == pytest.approx(1.25)
     assert found["tests"] == {"tests": 9, "failures": 1, "errors": 0, "skipped": 2}
     assert found["failed_steps"] == ["models"]
     assert found["device"] == "a chip"

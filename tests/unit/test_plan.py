@@ -14,6 +14,7 @@ import pytest
 from cli_runs import ROOT, mmqa
 
 from mmqa_jax.bench.plan import topology as topologies
+from mmqa_jax.bench.plan.calibration import read_calibration
 from mmqa_jax.bench.plan.collectives import Collective
 from mmqa_jax.bench.plan.counts import Counts
 from mmqa_jax.bench.plan.program import (
@@ -28,6 +29,7 @@ from mmqa_jax.bench.plan.roofline import Planned
 from mmqa_jax.bench.plan.topology import Topology, open_topology
 from mmqa_jax.core.chips import GIB, GPUS, TPUS, chip_of_kind
 from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.systems import planning
 from mmqa_jax.systems.planning import Plan, Remedy, changed
@@ -116,7 +118,10 @@ def test_a_config_is_planned_without_its_data():
     )
     assert ended.code == 0, ended.err
     found = ended.value
-    assert {"topology", "devices", "chip", "programs", "run", "verdict"} == found.keys()
+    assert list(found) == [
+        *("topology", "devices", "chip", "programs", "run", "calibration", "verdict")
+    ]
+    assert found["calibration"] is None
     (train,) = found["programs"]
     keys = (
         *("name", "fits", "memory_gib", "hbm_gib", "flops", "model_flops", "hbm_bytes"),
@@ -131,6 +136,54 @@ def test_a_config_is_planned_without_its_data():
     assert found["verdict"].startswith("fits: ")
     assert "the host delivers" in ended.out
     assert train["model_flops"] == pytest.approx(train["flops"], rel=0.05)
+
+
+def checked(**changes):
+    """As device_check.sh writes it."""
+    rows = [{"program": name, "over_bound": 2.0} for name in ("decode", "train_rerank")]
+    return {
+        "device": "NVIDIA H100 80GB HBM3", "calibration": rows, "typical_over_bound": 2.25,
+        "typical_error": 0.11, "typical_memory": 1.04,
+    } | changes  # fmt: skip
+
+
+def test_what_was_measured_is_said_of_devices_of_its_kind(tmp_path, monkeypatch):
+    path = tmp_path / "device_check" / "device_check.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(checked()))
+    h100, v5e = (Topology(name, (), (), chip_of_kind(name)) for name in ("h100", "v5e"))
+    found = read_calibration(path, h100)
+    assert found.sentence == (
+        "decode, train_rerank took 2.25 x their bounds on NVIDIA H100 80GB HBM3 and 1.04 x the "
+        "planned memory; a bound times that is off by 11 % as a rule"
+    )
+    with pytest.raises(
+        UserError, match=r"measured on NVIDIA H100 .*, the plan is for TPU v5e; run"
+    ):
+        read_calibration(path, v5e)
+    monkeypatch.chdir(tmp_path)  # without the flag, only what is of this kind
+    assert read_calibration(None, h100) == found
+    assert read_calibration(None, v5e) is None
+    monkeypatch.chdir("/")
+    assert read_calibration(None, h100) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "FileNotFoundError"),
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"device": "x"}', "KeyError: 'calibration'"),
+        (json.dumps(checked(calibration=[])), "no program whose time was measured"),
+    ],
+)
+def test_a_file_that_is_no_check_is_refused(text, message, tmp_path):
+    path = tmp_path / "check.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=f"^--measured=.*check.json: .*{message}"):
+        read_calibration(path, Topology("h100:1", (), (), chip_of_kind("h100")))
 
 
 @needs_libtpu

@@ -200,6 +200,63 @@ def test_what_the_gpu_compiler_writes():
     assert reduced.sent_bytes == 2 * 7 / 8 * 32 * 16 * 4
 
 
+SPARSE_CORES = """\
+HloModule jit_f, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%called_computation.1 (p: bf16[1,64,128], t: token[]) -> (bf16[1,64,128]) {
+  %p = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %all-reduce.16 = (bf16[1,64,128]{2,1,0:T(8,128)(2,1)}) all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+ENTRY %main (g: bf16[1,64,128]) -> bf16[1,64,128] {
+  %g = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %prepared = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %token = token[] custom-call(%prepared), custom_call_target="PrepareAsyncCallDone"
+  %started = ((bf16[1,64,128]{2,1,0:T(8,128)(2,1)}, token[]), (bf16[1,64,128]{2,1,0:T(8,128)(2,1)})) call-start(%g, %token), async_execution_thread="sparsecore", to_apply=%called_computation.1
+  %done = (bf16[1,64,128]{2,1,0:T(8,128)(2,1)}) call-done(%started)
+  ROOT %reduced = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%done), index=0
+}
+"""
+
+
+def test_a_reduction_on_sparse_cores():
+    counts = count(SPARSE_CORES)
+    assert counts.on_mesh({"data": 4}) == [
+        Collective("all-reduce", "data", 4, 1, 64 * 128 * 2, False)
+    ]
+    assert counts.bytes == 2 * 64 * 128 * 2  # read and written
+    assert not counts.unknown
+
+
+CUDNN = """\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (q: bf16[8,512,32,128], k: bf16[8,1024,8,128], v: bf16[8,1024,8,128]) -> bf16[8,32,512,128] {
+  %q = bf16[8,512,32,128]{3,2,1,0} parameter(0)
+  %k = bf16[8,1024,8,128]{3,2,1,0} parameter(1)
+  %v = bf16[8,1024,8,128]{3,2,1,0} parameter(2)
+  %f = (bf16[8,32,512,128]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %o = bf16[8,32,512,128]{3,1,2,0} get-tuple-element(%f), index=0
+}
+"""
+
+
+def test_cudnns_attention():
+    product = 2 * 8 * 32 * 512 * 1024 * 128
+    counts = count(CUDNN)
+    assert counts.flops == {"bf16": 2 * product}
+    assert counts.bytes == 2 * (2 * 8 * 512 * 32 * 128 + 2 * 8 * 1024 * 8 * 128)
+    assert not counts.unknown
+    assert count(CUDNN.replace("Softmax", "SoftmaxBackward")).flops == {"bf16": 5 * product}
+
+
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     text = TPU.replace("constant(12)", "constant({...})")
     counts = count(text)

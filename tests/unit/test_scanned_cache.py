@@ -1,14 +1,16 @@
-"""The engine over scanned layers gives what it gives over a list of layers."""
+"""The engine over scanned layers, or with a GPU's attention, gives what it gives on a CPU."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 from flax import nnx
 from tiny_llm import by_id, fast_compilation, llama_config
 
+from mmqa_jax.decoding import slot_runner
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -20,8 +22,12 @@ SIZES = EngineConfig(
 )
 
 
-def run(**changes):
-    """Generated candidates and scores by id; prompts share beginnings, several per slot."""
+@functools.cache
+def run(*, attention=None, **changes):
+    """Generated candidates and scores by id; prompts share beginnings, several per slot.
+
+    attention: of prompts, in place of what the device chooses.
+    """
     rng = np.random.default_rng(0)
     head = rng.integers(0, 61, 64)
     requests = [
@@ -32,7 +38,9 @@ def run(**changes):
         Scoring(n, head[:size], [rng.integers(0, 61, m) for m in (1, 3, 20)])
         for n, size in enumerate((2, 31, 64))
     ]
-    with fast_compilation():
+    with fast_compilation(), pytest.MonkeyPatch.context() as patch:
+        if attention is not None:
+            patch.setattr(slot_runner, "implementation_for", lambda device: attention)
         engine = Engine(
             Llama(MODEL, rngs=nnx.Rngs(3)), config=dataclasses.replace(SIZES, **changes)
         )
@@ -41,17 +49,27 @@ def run(**changes):
     return {n: r.candidates[0] for n, r in results.items()}, by_id(engine.score(scorings))
 
 
-@pytest.mark.parametrize("weights", ["given", "int8"])
-def test_scanned_layers_change_no_answer(weights):
-    (want, want_scores), (got, got_scores) = (
-        run(scan_layers=scan, weights=weights) for scan in (False, True)
-    )
+def assert_equal(one, other):
+    """Answers and their log-probabilities, and scores."""
+    (want, want_scores), (got, got_scores) = one, other
     for n in want:
         assert got[n].tokens == want[n].tokens
         np.testing.assert_allclose(got[n].logprobs, want[n].logprobs, rtol=0, atol=1e-4)
     for n in want_scores:
         for one, other in zip(got_scores[n].scores, want_scores[n].scores, strict=True):
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["given", "int8"])
+def test_scanned_layers_change_no_answer(weights):
+    assert_equal(*(run(scan_layers=scan, weights=weights) for scan in (False, True)))
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_gpus_way_to_the_cache_changes_no_answer(cache):
+    """Rows taken out of the cache, and one attention over them: here by blocks, not by cuDNN."""
+    changes = {"scan_layers": False, "weights": "given"} | ({"cache_dtype": cache} if cache else {})
+    assert_equal(run(**changes), run(**changes, attention="cudnn"))
 
 
 def test_an_int8_cache_stays_near():

@@ -36,11 +36,14 @@ _NO_WORK = {  # custom calls that only hand on or mark memory
         "MoveToDevice",
         "TopK",
         "PinToDevice",
+        "PrepareAsyncCallStart",
+        "PrepareAsyncCallDone",
     ),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _HANDED_ON = {"bitcast", "get-tuple-element", "reshape"}
 _MATMUL = re.compile(r"__cublas\$|__cublas\$lt\$|gemm|matmul")
+_ATTENTION = "__cudnn$fmha"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +160,8 @@ class _Counter:
         called = [
             self._module.computations[name]
             for key, name in one.called.items()
-            if name in self._module.computations and (key != "to_apply" or one.opcode == "call")
+            if name in self._module.computations
+            and (key != "to_apply" or one.opcode in ("call", "call-start"))
         ]
         if one.opcode == "fusion":
             for inner in called:
@@ -179,7 +183,7 @@ class _Counter:
             if chosen:  # the branch that costs most
                 total.add(max(chosen, key=lambda c: (c.total_flops, c.bytes)))
             return total
-        if one.opcode == "async-start":
+        if one.opcode in ("async-start", "call-start"):  # the latter on a TPU's SparseCores
             for inner in called:
                 total.add(self.computation(inner, fused=fused))
             return total
@@ -217,6 +221,10 @@ class _Counter:
                 total.flops[_rate(one, factor)] += int(stated)
             elif factor is not None and _MATMUL.search(target):
                 total.flops[_rate(one, factor)] += _gemm_flops(one, factor)
+            elif target.startswith(_ATTENTION) and factor is not None and right is not None:
+                total.flops[_rate(one, factor)] += _attention_flops(
+                    factor, right.arrays[0], backward=target.endswith("Backward")
+                )
             elif target not in _NO_WORK:
                 total.unknown[target] += 1
 
@@ -376,6 +384,13 @@ def _gemm_flops(one: Instruction, left: Array) -> float:
         numbers = [int(n) for n in json.loads(listed[1])] if listed else []
     contracted = math.prod(left.shape[n] for n in numbers) if numbers else left.shape[-1]
     return 2.0 * one.arrays[0].size * contracted
+
+
+def _attention_flops(queries: Array, keys: Array, *, backward: bool) -> float:
+    """cuDNN's attention of [B, Lq, heads, D] to [B, Lk, kv_heads, D], as if no score were masked:
+    scores and values; backward the scores again, and the gradients of all four factors."""
+    products = 5 if backward else 2
+    return 2.0 * products * queries.size * keys.shape[1]
 
 
 def _rate(one: Instruction, factor: Array | None) -> str:

@@ -1,0 +1,30 @@
+"""Options of XLA's compilers for programs of a mesh, where the defaults are not wanted."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+# Chips with SparseCores can reduce gradients on them while the TensorCores go on with the backward
+# pass: each layer's reduction then starts beside the products of the layer before it. Without these
+# a chip waits for each layer's reduction. TPU v5e has no such cores.
+_REDUCE_ON_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_ici_ar_pipelining": True,
+}
+_DATA_PARALLEL = {  # by jax's device_kind
+    "TPU v5": _REDUCE_ON_SPARSE_CORES,  # v5p
+    "TPU v5p": _REDUCE_ON_SPARSE_CORES,
+    "TPU v6 lite": _REDUCE_ON_SPARSE_CORES,
+    "TPU v6e": _REDUCE_ON_SPARSE_CORES,
+}
+
+
+def training_options(mesh: Mesh) -> dict[str, bool]:
+    """`compiler_options` of `jax.jit` for a training step on a mesh, present or not.
+
+    They concern gradients that are reduced over the axis "data"; with "fsdp" alone the compiler
+    splits gathers and reductions into steps that run beside products by itself.
+    """
+    if mesh.shape.get("data", 1) == 1:
+        return {}
+    return _DATA_PARALLEL.get(mesh.devices.flat[0].device_kind, {})
