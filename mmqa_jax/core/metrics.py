@@ -107,11 +107,11 @@ class MetricsWriter:
         self._events.close()
         self._file = None
         self.flush()
+        if self._wandb is not None:  # its files are in the temporary folder too
+            self._wandb.close()
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
-        if self._wandb is not None:
-            self._wandb.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import in_store, upload
 from mmqa_jax.core.progress import announce
 
 FOLDER = "profile"
@@ -62,6 +64,11 @@ class Profile:
         self.folder = workdir / FOLDER
         if jax.process_count() > 1:
             self.folder /= f"process_{jax.process_index()}"
+        self._here = self.folder  # where the profiler writes, which knows files only
+        self._temporary: tempfile.TemporaryDirectory | None = None
+        if steps is not None and in_store(workdir):
+            self._temporary = tempfile.TemporaryDirectory(prefix="mmqa-profile-")
+            self._here = Path(self._temporary.name)
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +80,7 @@ class Profile:
     def _traced(self, step: int, wait: Callable[[], Any]) -> Any:
         if not self._tracing:
             wait()  # for the steps before: they are not to be seen
-            jax.profiler.start_trace(str(self.folder))
+            jax.profiler.start_trace(str(self._here))
             self._tracing = True
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
@@ -95,5 +102,9 @@ class Profile:
         if self._tracing:
             self._tracing = False
             jax.profiler.stop_trace()
+            if self._temporary is not None:
+                for file in filter(Path.is_file, self._here.rglob("*")):
+                    upload(file, self.folder / str(file.relative_to(self._here)))
+                self._temporary.cleanup()
             if jax.process_index() == 0:
                 announce(f"Trace of steps {self._steps.first} to {self._steps.last}: {self.folder}")

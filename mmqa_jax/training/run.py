@@ -16,6 +16,7 @@ from mmqa_jax.core.agreement import check_same_run, check_shared_folder
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.wandb_log import check_wandb
 from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
@@ -75,6 +76,11 @@ def run_training(
         check_config(config)
         if only_start and profile is not None:
             raise UserError("--profile: --only_start takes no step; leave one of them out.")
+        if profile is not None and in_store(folder):
+            raise UserError(
+                f"--profile: a trace cannot be written to {folder}; name a --workdir in the file "
+                "system, or leave the flag out."
+            )
         observed = Observed(
             None if profile is None else parse_steps(profile, config.train.steps), wandb
         )

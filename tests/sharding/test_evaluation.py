@@ -49,4 +49,6 @@ def test_two_processes_evaluate_as_one_does():
             assert numbers(found["detail"]) == pytest.approx(numbers(expected["detail"]), abs=1e-5)
         shares = [set(process[task]["decoded"]) for process in two]
         assert shares[0] | shares[1] == set(expected["decoded"]) == set("0123456")
-        assert max(map(len, shares)) < 7
+        assert sum(map(len, shares)) < 14
+        # In the pairs of a reranker a picture is there several times, elsewhere once.
+        assert task == "rerank" or not shares[0] & shares[1]

@@ -365,9 +365,9 @@ def seen_in_selection(monkeypatch, config, corpus, questions, candidates):
     """What VLP is given for each pair of question and candidate."""
     given = []
 
-    def capture(batch):
+    def capture(batch, placement):
         given.append({k: v for k, v in batch.items() if k != "weights"})
-        return vlp_inputs(batch)
+        return vlp_inputs(batch, placement)
 
     small(monkeypatch, reranker_module, corpus)
     monkeypatch.setattr(reranker_module, "vlp_inputs", capture)

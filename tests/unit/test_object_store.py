@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -22,6 +23,7 @@ from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.retrieval.embeddings import open_embeddings, read_unfinished, write_embeddings
 from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
+from mmqa_jax.training import profile
 
 GS, S3 = f"gs://{object_store.BUCKET}", f"s3://{object_store.BUCKET}"
 
@@ -174,6 +176,19 @@ def test_metrics_are_put_whole(store, monkeypatch):
         metrics.write(2, {"loss": 1.5})
     assert [row["loss"] for row in read_metrics(f"{GS}/run")] == [2.0, 1.5]
     assert {name.partition(".")[0] for name in store.names()} == {"run/events", "run/metrics"}
+
+
+def test_a_trace_is_put_when_it_is_whole(store, monkeypatch):
+    def start(folder):
+        (Path(folder) / "plugins").mkdir()
+        (Path(folder) / "plugins/trace").write_text("steps")
+
+    monkeypatch.setattr(profile.jax.profiler, "start_trace", start)
+    monkeypatch.setattr(profile.jax.profiler, "stop_trace", lambda: None)
+    with profile.Profile(profile.Steps(2, 3), as_path(f"{GS}/run")) as traced:
+        for step in range(1, 5):
+            with traced.step(step, lambda: None):
+                assert store.names() == ([] if step < 4 else ["run/profile/plugins/trace"])
 
 
 def test_embeddings_are_made_in_parts(store):
