@@ -76,7 +76,7 @@ def test_a_worker_that_is_killed_loses_nothing(cluster, many, tmp_path):
     assert not (tmp_path / "found.jsonl.parts").exists()
 
 
-@pytest.mark.parametrize("verb", ["embed", "prompt", "run"])
+@pytest.mark.parametrize("verb", ["embed", "run"])
 def test_verbs_that_load_models(verb, cluster, flags_of, tmp_path):  # noqa: F811
     done(*flags_of(verb, tmp_path / "whole"))
     flags = flags_of(verb, tmp_path / "ray")
