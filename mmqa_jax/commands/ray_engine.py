@@ -72,7 +72,7 @@ class RayEngine:
             Worker,
             fn_constructor_args=[self._command, tries],
             batch_size=1,
-            concurrency=(1, most),
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
             num_gpus=1 if gpus else None,
         )
         waiting, failed = set(numbers), {}
