@@ -25,7 +25,11 @@ PAGES = [
 _OF_ALL = ("--help", "--json", "--traceback")  # flags of every verb
 _SEPARATOR = "\x1f"  # between the arguments of a command
 # In front of a block: `mmqa` prints its arguments, nothing else can be started.
-_RECORDER = f"PATH=; mmqa() {{ printf '%s\\{oct(ord(_SEPARATOR))[2:]}' \"$@\"; printf '\\n'; }}\n"
+# A line is one write, so that commands in the background do not mix theirs.
+_RECORDER = (
+    f"PATH=; mmqa() {{ local line; printf -v line '%s\\{oct(ord(_SEPARATOR))[2:]}' \"$@\"; "
+    "printf '%s\\n' \"$line\"; }\n"
+)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
