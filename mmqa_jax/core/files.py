@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -51,6 +53,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
             upload(temporary, path)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
     temporary = unfinished(path)
     try:
         with open(temporary, mode, **encoding) as file:
@@ -60,6 +63,26 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes the `unfinished` files or folders of `path` of this host's killed processes."""
+    escaped = path.with_name(glob.escape(path.name))
+    for temporary in path.parent.glob(unfinished(escaped, process="*").name):
+        process = temporary.name.split(".")[-2]
+        if process.isdigit() and not _is_alive(int(process)):
+            with contextlib.suppress(OSError):  # another process removes it
+                shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 @contextlib.contextmanager

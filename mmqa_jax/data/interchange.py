@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_jsonl, unfinished, write_jsonl
+from mmqa_jax.core.files import check_text, read_jsonl, remove_leftovers, unfinished, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import SPLITS, Question, Source
 
@@ -76,6 +76,7 @@ def export_interchange(corpus: Corpus, folder: str | os.PathLike) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; name another to export to.")
+    remove_leftovers(folder)
     temporary = unfinished(folder)
     try:
         temporary.mkdir(parents=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.files import no_empty_folders, read_json, unfinished
+from mmqa_jax.core.files import no_empty_folders, read_json, remove_leftovers, unfinished
 
 WRITTEN_BY = "written_by"  # in a JSON file of ours: --overwrite may replace its folder
 
@@ -73,7 +73,7 @@ def whole_folder(out: Path, size: int) -> Iterator[Path]:
     """
     with no_empty_folders(out.parent), _sigterm_interrupts():
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(out)
+        remove_leftovers(out.absolute())
         free = shutil.disk_usage(out.parent).free
         if free < size:
             raise UserError(
@@ -124,25 +124,6 @@ def name_paths(source: Path) -> Iterator[None]:
 
 
 _FULL = "the disk became full while the model was written; free some space and convert it again."
-
-
-def _remove_leftovers(out: Path) -> None:
-    """Removes what dead processes of this host left beside `out`."""
-    pattern = unfinished(out.absolute(), process="*").name
-    for folder in out.absolute().parent.glob(pattern):
-        process = folder.name.split(".")[-2]
-        if process.isdigit() and not _is_alive(int(process)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def main():
     chance, died, origins = random.Random(seed), 0, []
     while died < kills:
         origins.append(newest(workdir))
-        status = attempt(workdir, steps, chance.randint(1, 8), chance.uniform(0, 0.25))
+        status = attempt(workdir, steps, chance.randint(1, 12), chance.uniform(0, 0.25))
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             break  # it was done before it could be killed

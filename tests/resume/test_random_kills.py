@@ -33,10 +33,10 @@ def kills(request):
 
 
 def test_killed_at_random_moments(tmp_path, kills):
-    steps = 6 * kills
+    steps = 8 * kills
     run(tmp_path / "undisturbed", 0, steps)
     found = run(tmp_path / "killed", kills, steps)
-    # The kills were spread over the run, and each left something to resume from.
+    # The kills were spread over the run: most left a new checkpoint to resume from.
     assert found["kills"] >= min(kills, 4)
     assert len(set(found["from"])) >= found["kills"] // 2
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")

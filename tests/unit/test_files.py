@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -55,3 +56,23 @@ def test_only_what_this_host_left_is_removed(tmp_path, monkeypatch):
     with whole_folder(out, 0) as folder:
         (folder / "config.json").write_text("{}")
     assert sorted(tmp_path.iterdir()) == sorted([there, out])
+
+
+def test_a_killed_write_leaves_nothing_once_it_is_repeated(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from mmqa_jax.core.files import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as file:\n"
+        "    file.write('half')\n"
+        "    file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = tmp_path / "rows [1].txt"
+    subprocess.run([sys.executable, "-c", code, str(path)])
+    (left,) = tmp_path.iterdir()
+    at_work = unfinished(path, process=os.getppid())
+    at_work.touch()
+    with atomic_write(path) as file:
+        file.write("whole")
+    assert not left.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([at_work, path])

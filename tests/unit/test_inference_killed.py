@@ -176,6 +176,7 @@ def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, 
         ended = start([*flags, f"--shard={index}/{shards}"])
         assert ended["code"] == 0, ended["err"]
     assert results(folder) == expected
+    assert not [*folder.rglob("*.tmp")]
 
 
 def pytest_generate_tests(metafunc):
@@ -246,6 +247,7 @@ def test_killed_jobs_end_with_the_files_of_an_undisturbed_one(
     ended = start(flags_of(verb, folder))
     assert ended["code"] == 0, ended["err"]
     assert results(folder) == expected
+    assert not [*folder.rglob("*.tmp")]
 
 
 def complete(folder: Path) -> bool:
