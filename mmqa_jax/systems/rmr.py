@@ -12,6 +12,7 @@ in front of the query (equation 5); the model continues with rationale and answe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -61,16 +62,20 @@ def answer_rmr(
     template: str = "rmr.rationale",
     chat: bool = False,
     pictures: bool = False,
+    read: Literal["choice", "letter", "short"] = "choice",
     max_new_tokens: int = 256,
     seed: int = 0,
 ) -> list[Prediction]:
-    """Tables 1 to 4: the model writes rationale and letter, from `shots` triplets (k).
+    """Tables 1 to 4: the model writes rationale and answer, from `shots` triplets (k).
 
     Args:
       shots: k; 0 is the model without retrieval.
-      template: `rmr.rationale`, or `rmr.answer` for the letter alone.
+      template: `rmr.rationale`, `rmr.answer` for the letter alone, or `rmr.direct` for questions
+        without options.
       chat: the prompt is a user's message to a chat model.
       pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
+      read: what of an output is the answer: `choice` keeps the output, and the option that it
+        names; `letter` and `short` are `letter_alone` and `short_answer`, without an option.
     """
     prompt = load_template(template)
     # Few servers of chat models give log-probabilities, some refuse requests that ask for them.
@@ -92,69 +97,16 @@ def answer_rmr(
         )
     ]
     answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    return [_read(question, p, answers) for question, p in zip(questions, prompts, strict=True)]
-
-
-def answer_rmr_direct(
-    questions: Sequence[Question],
-    corpus: Corpus,
-    llm: Any,
-    library: ExampleLibrary,
-    knowledge: KnowledgeBase | None = None,
-    *,
-    shots: int = 3,
-    similarity: Similarity = "bimodal",
-    order: Order = "most_similar_first",
-    template: str = "rmr.direct",
-    chat: bool = False,
-    pictures: bool = False,
-    max_new_tokens: int = 128,
-    seed: int = 0,
-) -> list[Prediction]:
-    """Table 2, direct answers: a question without options, triplets with their answers' texts.
-
-    The answer is what follows `The answer is`, or the first line of an output without it, in lower
-    case and without the final period: A-OKVQA's scorer compares strings. Arguments as `answer_rmr`.
-    """
-    found = answer_rmr(
-        questions, corpus, llm, library, knowledge, shots=shots, similarity=similarity, order=order,
-        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
-    )  # fmt: skip
-    return [dataclasses.replace(p, answer=direct_answer(p.answer), choice=None) for p in found]
-
-
-def answer_rmr_letter(
-    questions: Sequence[Question],
-    corpus: Corpus,
-    llm: Any,
-    library: ExampleLibrary,
-    knowledge: KnowledgeBase | None = None,
-    *,
-    shots: int = 3,
-    similarity: Similarity = "bimodal",
-    order: Order = "most_similar_first",
-    template: str = "rmr.rationale",
-    chat: bool = False,
-    pictures: bool = False,
-    max_new_tokens: int = 256,
-    seed: int = 0,
-) -> list[Prediction]:
-    """MMBench and SEED-Bench, whose scorers read a letter: the answer is the output's letter.
-
-    `The answer is B.`, `B. because` and `(B)` become `B`; an output that names no letter stays as
-    it is, for the scorers' own rules. Arguments as `answer_rmr`.
-    """
-    found = answer_rmr(
-        questions, corpus, llm, library, knowledge, shots=shots, similarity=similarity, order=order,
-        template=template, chat=chat, pictures=pictures, max_new_tokens=max_new_tokens, seed=seed,
-    )  # fmt: skip
-    letters = [
-        letter_index(p.answer.strip(" .()"), len(q.choices)) if p.choice is None else p.choice
-        for q, p in zip(questions, found, strict=True)
+    found = [_read(question, p, answers) for question, p in zip(questions, prompts, strict=True)]
+    if read == "choice":
+        return found
+    said = [
+        letter_alone(p, len(question.choices)) if read == "letter" else short_answer(p.answer)
+        for question, p in zip(questions, found, strict=True)
     ]
     return [
-        dataclasses.replace(p, answer=p.answer if letter is None else LETTERS[letter], choice=None)
-        for p, letter in zip(found, letters, strict=True)
+        dataclasses.replace(p, answer=answer, choice=None)
+        for p, answer in zip(found, said, strict=True)
     ]
 
 
@@ -209,8 +161,23 @@ def choose_rmr(
     return [_lettered(q, chosen) for q, chosen in zip(questions, predictions, strict=True)]
 
 
-def direct_answer(text: str) -> str:
-    """The short answer in an output: after the last `The answer is`, else its first line."""
+def letter_alone(found: Prediction, choices: int) -> str:
+    """The letter that an output names, which MMBench's and SEED-Bench's scorers read.
+
+    `The answer is B.`, `B. because` and `(B)` become `B`; an output that names none stays as it
+    is, for the scorers' own rules.
+    """
+    index = found.choice
+    if index is None:
+        index = letter_index(found.answer.strip(" .()"), choices)
+    return found.answer if index is None else LETTERS[index]
+
+
+def short_answer(text: str) -> str:
+    """What follows the last `The answer is` of an output, or else its first line.
+
+    In lower case and without the final period: A-OKVQA's scorer compares strings.
+    """
     _, said, rest = text.rpartition("The answer is")
     line = (rest if said else text).strip().partition("\n")[0]
     return line.strip().rstrip(".").strip().lower()
@@ -218,8 +185,10 @@ def direct_answer(text: str) -> str:
 
 SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "rmr": answer_rmr,
-    "rmr_direct": answer_rmr_direct,
-    "rmr_letter": answer_rmr_letter,
+    "rmr_letter": functools.partial(answer_rmr, read="letter"),
+    "rmr_direct": functools.partial(
+        answer_rmr, template="rmr.direct", read="short", max_new_tokens=128
+    ),
     "rmr_choice": choose_rmr,
 }
 PARTS = ("llm", "library", "knowledge")

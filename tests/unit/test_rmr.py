@@ -13,13 +13,12 @@ from mmqa_jax.evaluation.multiple_choice import llava_choice
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.systems.rmr import (
+    SETTINGS,
     answer_rmr,
-    answer_rmr_direct,
-    answer_rmr_letter,
     check_questions,
     choose_rmr,
-    direct_answer,
     fields,
+    short_answer,
 )
 
 TRIPLETS = [
@@ -140,11 +139,11 @@ def test_the_fields_of_a_question():
         ("", ""),
     ],
 )
-def test_direct_answers(library, text, answer):
+def test_short_answers(library, text, answer):
     """What follows the last `The answer is`, else the first line; never a choice."""
-    assert direct_answer(text) == answer
+    assert short_answer(text) == answer
     llm = FakeLLM(lambda prompt: (text, -1.0))
-    predictions = answer_rmr_direct(QUERIES, CORPUS, llm, library, shots=1)
+    predictions = SETTINGS["rmr_direct"](QUERIES, CORPUS, llm, library, shots=1)
     assert {(p.answer, p.choice) for p in predictions} == {(answer, None)}
     assert "Options" not in llm.seen[0].prompt
     assert "The answer is " in llm.seen[0].prompt
@@ -166,7 +165,7 @@ def test_direct_answers(library, text, answer):
 def test_letters(library, text, answer):
     """A letter alone, which MMBench's and SEED-Bench's scorers read; never a choice."""
     llm = FakeLLM(lambda prompt: (text, -1.0))
-    predictions = answer_rmr_letter(QUERIES, CORPUS, llm, library, shots=1)
+    predictions = SETTINGS["rmr_letter"](QUERIES, CORPUS, llm, library, shots=1)
     assert {(p.answer, p.choice) for p in predictions} == {(answer, None)}
     assert predictions[0].trace["outputs"][0]["text"] == text
 
