@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.bench import Options
-from mmqa_jax.bench.runner import Case, measure
+from mmqa_jax.bench.runner import Case, measure, open_journal
 from mmqa_jax.bench.timing import host_name, threads
 from mmqa_jax.core.errors import UserError
 
@@ -72,10 +72,15 @@ def run_sizes(sizes: dict[str, int], options: Options, mode: str = "") -> dict[s
     wanted = options.chosen(ROWS)
     rounds = options.rounds or _ROUNDS
     trains = any(name.startswith("wait") for name in wanted)
-    with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder:
-        cases = _cases(Path(folder), sizes, wanted, rounds, options.data, mode)
-        device = None if trains else host_name()
-        return measure("input", cases, wanted, rounds, device=device, **sizes)
+    host, facts = host_name(), (sizes, rounds, options.data, mode)
+    with (
+        tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder,
+        open_journal("input", *facts, device=host) as journal,
+    ):
+        missing = tuple(name for name in wanted if name not in journal)
+        cases = _cases(Path(folder), sizes, missing, rounds, options.data, mode)
+        device = None if trains else host
+        return measure("input", cases, wanted, rounds, device=device, journal=journal, **sizes)
 
 
 def _cases(

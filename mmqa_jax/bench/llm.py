@@ -244,11 +244,12 @@ class OurSide:
         import jax
         from flax import nnx
 
+        from mmqa_jax.core.mesh import platform
         from mmqa_jax.decoding.engine import Engine
         from mmqa_jax.decoding.slot_runner import EngineConfig
 
         sizes: dict[str, Any] = {"slots": load.batch, "length": load.prompt + load.decode}
-        if jax.default_backend() != "cpu":
+        if platform() != "cpu":
             sizes |= {"buckets": (128, 1024), "prefill_tokens": 16384, "block": 0}
         config, self._load = model.config, load
         self._weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))

@@ -157,12 +157,12 @@ def start_device(options: Options) -> str:
     """Prepares jax; returns the size to run: unless one is given, small on a CPU."""
     # Two libraries share the accelerator's memory; jax alone would take three quarters of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
 
     from mmqa_jax.core.distributed import start
+    from mmqa_jax.core.mesh import platform
 
     start()
-    return options.size or ("small" if jax.default_backend() == "cpu" else "full")
+    return options.size or ("small" if platform() == "cpu" else "full")
 
 
 def program_flops(function: Callable[..., Any], *arguments: Any) -> float:

@@ -142,7 +142,7 @@ def read_bandwidth(size: int | None = None) -> float:
     import jax
     import jax.numpy as jnp
 
-    if jax.default_backend() != "cpu":
+    if jax.devices()[0].platform != "cpu":
         x = jnp.ones((size or 1 << 32) // 2, jnp.bfloat16)
         total = jax.jit(lambda x: x.max())
         return x.nbytes / _best(lambda: total(x).block_until_ready())

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from mmqa_jax.bench.timing import threads
 from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.vlp import VLP
 from mmqa_jax.weights.formats.safetensors import ArraySource
@@ -39,7 +40,7 @@ def prepare_torch() -> str:
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         torch.set_num_threads(threads())
         return "cpu"
     if not torch.cuda.is_available():

@@ -231,11 +231,11 @@ def curve(sizes: Sizes, steps: int, folder: str) -> list[float]:
 
 def device() -> dict[str, str]:
     """What jax computes on."""
-    import jax
 
     from mmqa_jax.bench.timing import device_name
+    from mmqa_jax.core.mesh import platform
 
-    return {"name": device_name(), "platform": jax.default_backend()}
+    return {"name": device_name(), "platform": platform()}
 
 
 def median_share(mine: Sequence[float], theirs: Sequence[float]) -> float:

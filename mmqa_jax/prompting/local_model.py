@@ -9,14 +9,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax import __version__
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.mesh import make_mesh, platform
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -90,9 +89,9 @@ def open_backend(
     text = open_tokenizer(path if tokenizer is None else tokenizer)
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = "float32" if platform() == "cpu" else "bfloat16"
     # Engine sizes change answers at most in their last bits; rounding changes more.
-    numerics = [dtype, engine.cache_dtype, engine.weights, jax.default_backend(), __version__]
+    numerics = [dtype, engine.cache_dtype, engine.weights, platform(), __version__]
     parts = [kind, weights_hash(path), text.fingerprint, numerics]
 
     def make_engine() -> Engine:

@@ -19,6 +19,7 @@ from rich.console import Console
 from mmqa_jax.core.config import Key, check_section, find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.progress import announce, within
 from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
@@ -105,7 +106,7 @@ def _measure(precision: str, folder: Path) -> dict[str, Any]:
     if not (folder / MACHINE).exists():
         rates = matmul_rates()
         if precision == "auto":
-            on_cpu = jax.default_backend() == "cpu"
+            on_cpu = platform() == "cpu"
             precision = best_precision(rates) if on_cpu else "float32"
         found = {"rates": rates, "precision": precision, "gflops": rates["float32"]}
         write_json(folder / MACHINE, found)
