@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -50,8 +51,6 @@ class MetricsWriter:
         self._temporary: tempfile.TemporaryDirectory | None = None
         if jax.process_index() != 0:
             return
-        from tensorboardX import SummaryWriter
-
         self._folder = here = as_path(folder)
         rows = read_metrics(folder)
         kept = [row for row in rows if row["step"] <= restored_step]
@@ -66,7 +65,7 @@ class MetricsWriter:
             write_jsonl(here / _FILE, kept)  # also drops a line that a kill cut short
         self._file = open(here / _FILE, "a", encoding="utf-8")  # noqa: SIM115
         # purge_step hides the dropped steps of earlier event files in TensorBoard.
-        self._events = SummaryWriter(str(here), purge_step=restored_step + 1 if rows else None)
+        self._events = _summary_writer()(str(here), purge_step=restored_step + 1 if rows else None)
         self.flush()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -118,6 +117,22 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _summary_writer() -> Any:
+    """TensorBoard's writer, without PyTorch, which tensorboardX imports wherever it is installed.
+
+    That takes more than a second of every start, and only its tensors need it.
+    """
+    absent = "torch" not in sys.modules
+    if absent:
+        sys.modules["torch"] = None  # importing it fails
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if absent:
+            del sys.modules["torch"]
+    return SummaryWriter
 
 
 def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """In a thread of its own: it blocks while process 0 does not answer."""
-        while not self._stop.wait(self._tick):
+        while not self._stop.is_set():
             distributed.publish("watchdog", [socket.gethostname(), self._at])
             if self._idle > min(30.0, self._limit / 2):
                 try:
@@ -96,11 +96,14 @@ class Watchdog:
             if self._asked.is_set():
                 self._others = distributed.published("watchdog")
                 self._answered.set()
+            self._stop.wait(self._tick)
 
     def _report(self) -> None:
+        import jax
+
         lines = [f"mmqa: the run hangs: nothing has moved for {self._limit:.0f} seconds."]
         if self._answered.is_set():
-            lines += last_seen(self._others)
+            lines += last_seen(self._others, jax.process_count())
         else:
             lines.append("process 0, which knows the steps of all, does not answer: it hangs.")
         lines.append(
@@ -111,13 +114,19 @@ class Watchdog:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
 
 
-def last_seen(published: Mapping[int, Any]) -> list[str]:
-    """Lines that say where the processes are, those behind the others first."""
+def last_seen(published: Mapping[int, Any], processes: int) -> list[str]:
+    """Lines that say where the processes are, those behind the others first.
+
+    Args:
+      published: host name, and step, beat and what it is doing, by process.
+      processes: how many there are; those that have published nothing are named.
+    """
     if not published:
         return []
+    silent = [f"process {n}" for n in range(processes) if n not in published]
     furthest = max(at["beat"] for _, at in published.values())
     order = sorted(published, key=lambda process: (published[process][1]["beat"], process))
-    lines = []
+    lines = [f"nothing was heard from {', '.join(silent[:_SHOWN])}"] if silent else []
     for process in order[:_SHOWN]:
         host, at = published[process]
         behind = ", behind the others" if at["beat"] < furthest else ""
