@@ -57,7 +57,7 @@ def test_sigterm_of_one_host_stops_all_and_another_number_goes_on(alone, tmp_pat
 
 
 def test_a_host_that_hangs_is_named_and_the_others_end(tmp_path, monkeypatch):
-    monkeypatch.setenv("MMQA_HANG_SECONDS", "20")
+    monkeypatch.setenv("MMQA_HANG_SECONDS", "12")
     happen = {"what": "SIGSTOP", "process": 1, "batch": 9}
     first, second = tiny(2, tmp_path, **TWO, happen=happen)
     try:
