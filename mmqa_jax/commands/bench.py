@@ -8,7 +8,7 @@ from typing import Any
 from mmqa_jax.bench import SIZES, available, describe
 
 SUMMARY = "measure speed or memory against a peer on the same inputs."
-EXAMPLE = "mmqa bench models --only=clip_image --only=bert --json"
+EXAMPLE = "mmqa bench models --only=clip_image,bert --json"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description += f"\n\nbenches:\n{describe()}"
     parser.add_argument("name", choices=available(), metavar="NAME", help="one of the above")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="ROW", help="a row to measure (all)"
+        "--only",
+        action="extend",
+        type=lambda given: given.split(","),
+        default=[],
+        metavar="ROW,...",
+        help="the rows to measure (all)",
     )
     parser.add_argument("--rounds", type=int, help="timing repetitions (the bench's default)")
     parser.add_argument(

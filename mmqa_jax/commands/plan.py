@@ -42,10 +42,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--only",
-        action="append",
+        action="extend",
+        type=lambda given: given.split(","),
         default=[],
-        metavar="PROGRAM",
-        help="one of the config's programs (all)",
+        metavar="PROGRAM,...",
+        help="of the config's programs (all)",
     )
     parser.add_argument(
         "--measured",
