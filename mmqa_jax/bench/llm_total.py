@@ -31,10 +31,9 @@ def cases(wanted: Sequence[str], *, rounds: int, batch: int) -> Iterator[Case]:
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as name:
         folder = Path(name)
         publish(folder / "model")
-        _write_prompts(folder / "first.txt", batch + 1)
-        _ours(folder, "first", batch)  # compiles
         for row in wanted:
             _write_prompts(folder / f"{row}.txt", ROWS[row])
+            _ours(folder, row, batch)  # compiles what these lengths need
             pairs = [(_ours(folder, row, batch), _peer(folder, row, batch)) for _ in range(rounds)]
             mine, theirs = zip(*pairs, strict=True)
             yield Case(

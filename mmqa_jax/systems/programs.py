@@ -44,7 +44,7 @@ from mmqa_jax.systems.batch_shapes import (
     vqa_inputs,
 )
 from mmqa_jax.training import tasks
-from mmqa_jax.training.base_llm import SCRATCH, llama_of, lora_of
+from mmqa_jax.training.base_llm import SCRATCH, base_path, llama_of, lora_of
 from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.language_model import LanguageModelTask
 from mmqa_jax.training.loop import read_section
@@ -170,7 +170,16 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
             )
         return config
     named = model or config.init
-    if named == SCRATCH or (model is None and named not in PRESETS):
+    if named == SCRATCH:
+        return config
+    if model is None and named not in PRESETS:
+        try:
+            base_path(named)
+        except UserError as error:
+            raise UserError(
+                f"config key init={named}: is not on this machine; name a model of the same sizes "
+                f"instead: --model={', '.join(sorted(PRESETS))}."
+            ) from error
         return config
     sizes = preset(named)
     fields = {key: value for key, value in vars(sizes).items() if value is not None}

@@ -38,7 +38,7 @@ def base_path(name: str) -> Path:
       UserError: nothing there, or another architecture.
     """
     if is_hub_name(name):
-        path = find_model(name)
+        path = find_model(name, "config key init")
     else:
         path = NAMES[name]() if name in NAMES else Path(name)
     if not path.exists():

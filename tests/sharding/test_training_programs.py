@@ -5,6 +5,7 @@ training_programs.py compiles them in a process of its own, where JAX's platform
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -139,3 +140,21 @@ def test_layers_stay_a_loop(programs, name):
     """The TPU's form, though a CPU traces and compiles it: forward and backward."""
     turns = {"vlp_select": {3}, "contrastive": {2}, "replicated_model": {1, 2}}.get(name, {4})
     assert set(programs[name]["loops"]) <= turns
+
+
+def test_gpus_compile_a_layer_with_one_query():
+    """The last layer of VLP's selection reads [CLS] alone; see core.compiler_options."""
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("the GPU's compiler comes with the extra `cuda12`")
+    config = Path(__file__).parents[2] / "configs/webqa/vlp_select.py:pod"
+    flags = ("--config.train.accumulate=2", "--topology=h100:8", "--only=train", "--json")
+    planned = subprocess.run(
+        [sys.executable, "-m", "mmqa_jax.cli", "plan", f"--config={config}", *flags],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert planned.returncode == 0, planned.stderr[-3000:]
+    (program,) = json.loads(planned.stdout.splitlines()[-1])["programs"]
+    assert program["fits"]

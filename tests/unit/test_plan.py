@@ -72,6 +72,12 @@ def test_flops_of_a_model_are_those_of_an_independent_count():
     assert program.model_flops() == expected
 
 
+def test_a_base_that_is_not_here_is_planned_by_its_sizes():
+    config = load_config(ROOT / "configs/scienceqa/rmr_finetune.py:pod")
+    with pytest.raises(UserError, match=r"init=weights/llama2-7b: is not .*--model=.*llama2_7b"):
+        make_program("train", config, jax.devices()[:1])
+
+
 def test_recomputation_is_no_flops_of_the_model():
     plain, full = language_model(), language_model()
     full.model.changes.remat = "full"
