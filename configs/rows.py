@@ -31,15 +31,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "rmr": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
-        "pictures": False, "max_new_tokens": 256,
+        "pictures": False, "read": "choice", "max_new_tokens": 256,
     },
     "rmr_direct": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.direct", "chat": False,
-        "pictures": False, "max_new_tokens": 128,
+        "pictures": False, "read": "short", "max_new_tokens": 128,
     },
     "rmr_letter": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
-        "pictures": False, "max_new_tokens": 256,
+        "pictures": False, "read": "letter", "max_new_tokens": 256,
     },
     "rmr_choice": {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.text", "options": "text",

@@ -58,6 +58,11 @@ def pytest_ignore_collect(collection_path, config):
     return collection_path.parent.name != "unit" or collection_path.name in _SLOW or None
 
 
+def pytest_collection_modifyitems(items):
+    # Short files last: then no worker is left alone with a long one.
+    items.sort(key=lambda item: item.path.parent.name == "unit" and item.path.name not in _SLOW)
+
+
 def pytest_sessionstart():
     # A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)

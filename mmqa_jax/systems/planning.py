@@ -22,6 +22,7 @@ from mmqa_jax.systems.programs import (
     program_names,
     remat_keys,
     set_key,
+    spread,
 )
 
 _MOST_REMEDIES = 4  # each is a compilation
@@ -154,7 +155,7 @@ def _remedies(
 ) -> Iterator[Remedy]:
     """Changed configs, compiled: each kind of change until one fits."""
     left = _MOST_REMEDIES
-    for kind in _alternatives(name, config, len(topology.devices)):
+    for kind in _alternatives(name, config, len(topology.devices), model):
         for changes in kind:
             if left == 0:
                 return
@@ -168,15 +169,17 @@ def _remedies(
                 break
 
 
-def _alternatives(name: str, config: ConfigDict, devices: int) -> list[Iterable[Changes]]:
+def _alternatives(
+    name: str, config: ConfigDict, devices: int, model: str | None
+) -> list[Iterable[Changes]]:
     """What may help a program into memory, each kind from little to much."""
     if name == "train":
         return [_stronger_remat(config), _whole_fsdp(config, devices), _halved(config, _BATCH)]
     if name in ENGINE:
-        spread = []
-        if engine_mesh(config, devices).get("tensor", 1) < devices:
-            spread = [{"model.mesh.data": 1, "model.mesh.fsdp": 1, "model.mesh.tensor": devices}]
-        return [spread, _halved(config, "engine.slots"), [{"engine.cache_dtype": "int8"}]]
+        over_all = spread(devices, model)
+        other = engine_mesh(config, devices, model) != over_all
+        split = [{f"model.mesh.{axis}": size for axis, size in over_all.items()}] if other else []
+        return [split, _halved(config, "engine.slots"), [{"engine.cache_dtype": "int8"}]]
     return [_halved(config, "inference.batch_size")]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -266,7 +267,7 @@ def _engine(
         )
     from mmqa_jax.decoding.abstract_programs import engine_programs
 
-    mesh = make_mesh(engine_mesh(config, len(devices)), devices)
+    mesh = make_mesh(engine_mesh(config, len(devices), model), devices)
     sizes = EngineConfig(**config.engine.to_dict())
     dtype = config.model.dtype
     if dtype == "auto":
@@ -312,12 +313,20 @@ def _engine(
     }
 
 
-def engine_mesh(config: ConfigDict, devices: int) -> dict[str, int]:
-    """The engine's mesh; one that asks for a single device is spread over all, on `tensor`."""
+def engine_mesh(config: ConfigDict, devices: int, model: str) -> dict[str, int]:
+    """The engine's mesh; one that asks for a single device is spread over all."""
     mesh = config.model.mesh.to_dict()
-    if all(size == 1 for size in mesh.values()):
-        return {**mesh, "tensor": devices}
-    return mesh
+    return spread(devices, model) if all(size == 1 for size in mesh.values()) else mesh
+
+
+def spread(devices: int, model: str) -> dict[str, int]:
+    """The mesh that splits a model and its cache over all devices.
+
+    `tensor` splits the cache by key heads, so that it takes no more devices than there are heads;
+    `fsdp` splits it by slots.
+    """
+    tensor = math.gcd(devices, preset(model).kv_heads)
+    return {"data": 1, "fsdp": devices // tensor, "tensor": tensor}
 
 
 def _on_one(
