@@ -22,7 +22,7 @@ from mmqa_jax.systems.programs import (
     program_names,
     remat_keys,
     set_key,
-    spread,
+    whole_meshes,
 )
 
 _MOST_REMEDIES = 4  # each is a compilation
@@ -176,9 +176,12 @@ def _alternatives(
     if name == "train":
         return [_stronger_remat(config), _whole_fsdp(config, devices), _halved(config, _BATCH)]
     if name in ENGINE:
-        over_all = spread(devices, model)
-        other = engine_mesh(config, devices, model) != over_all
-        split = [{f"model.mesh.{axis}": size for axis, size in over_all.items()}] if other else []
+        present = engine_mesh(config, devices)
+        split = [
+            {f"model.mesh.{axis}": size for axis, size in mesh.items()}
+            for mesh in whole_meshes(devices, model)
+            if mesh != present
+        ]
         return [split, _halved(config, "engine.slots"), [{"engine.cache_dtype": "int8"}]]
     return [_halved(config, "inference.batch_size")]
 

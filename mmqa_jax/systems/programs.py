@@ -267,7 +267,7 @@ def _engine(
         )
     from mmqa_jax.decoding.abstract_programs import engine_programs
 
-    mesh = make_mesh(engine_mesh(config, len(devices), model), devices)
+    mesh = make_mesh(engine_mesh(config, len(devices)), devices)
     sizes = EngineConfig(**config.engine.to_dict())
     dtype = config.model.dtype
     if dtype == "auto":
@@ -313,20 +313,26 @@ def _engine(
     }
 
 
-def engine_mesh(config: ConfigDict, devices: int, model: str) -> dict[str, int]:
-    """The engine's mesh; one that asks for a single device is spread over all."""
+def engine_mesh(config: ConfigDict, devices: int) -> dict[str, int]:
+    """The engine's mesh; one that asks for a single device is spread over all, on `tensor`."""
     mesh = config.model.mesh.to_dict()
-    return spread(devices, model) if all(size == 1 for size in mesh.values()) else mesh
+    if all(size == 1 for size in mesh.values()):
+        return {**mesh, "tensor": devices}
+    return mesh
 
 
-def spread(devices: int, model: str) -> dict[str, int]:
-    """The mesh that splits a model and its cache over all devices.
+def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:
+    """Meshes that split an engine's weights over all devices, the one of faster steps first.
 
-    `tensor` splits the cache by key heads, so that it takes no more devices than there are heads;
-    `fsdp` splits it by slots.
+    On `tensor` alone nothing is gathered, but a cache with fewer key heads than devices is whole on
+    each. With as many as divide the heads, and `fsdp` for the rest, the cache is split by heads and
+    slots, and every step gathers weights.
     """
     tensor = math.gcd(devices, preset(model).kv_heads)
-    return {"data": 1, "fsdp": devices // tensor, "tensor": tensor}
+    return [
+        {"data": 1, "fsdp": 1, "tensor": devices},
+        {"data": 1, "fsdp": devices // tensor, "tensor": tensor},
+    ]
 
 
 def _on_one(

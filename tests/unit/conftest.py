@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -39,13 +38,8 @@ def backend(engine):
 
 @pytest.fixture(scope="session")
 def cli_cache(tmp_path_factory):
-    """Where all verbs of this process keep what they cache; programs, with the other workers'."""
-    cache = tmp_path_factory.mktemp("cache")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        programs = tmp_path_factory.getbasetemp().parent / "xla"
-        programs.mkdir(exist_ok=True)
-        (cache / "xla").symlink_to(programs)
-    return cache
+    """Where all verbs of this process keep their compiled programs."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
