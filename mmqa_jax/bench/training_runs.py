@@ -231,7 +231,6 @@ def curve(sizes: Sizes, steps: int, folder: str) -> list[float]:
 
 def device() -> dict[str, str]:
     """What jax computes on."""
-
     from mmqa_jax.bench.timing import device_name
     from mmqa_jax.core.mesh import platform
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from mmqa_jax.bench import SIZES, available, describe
+from mmqa_jax.commands import flags
 
 SUMMARY = "measure speed or memory against a peer on the same inputs."
 EXAMPLE = "mmqa bench models --only=clip_image,bert --json"
@@ -15,14 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += f"\n\nbenches:\n{describe()}"
     parser.add_argument("name", choices=available(), metavar="NAME", help="one of the above")
-    parser.add_argument(
-        "--only",
-        action="extend",
-        type=lambda given: given.split(","),
-        default=[],
-        metavar="ROW,...",
-        help="the rows to measure (all)",
-    )
+    flags.add_only(parser, "ROW", "the rows to measure (all)")
     parser.add_argument("--rounds", type=int, help="timing repetitions (the bench's default)")
     parser.add_argument(
         "--size",

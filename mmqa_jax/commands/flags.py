@@ -30,6 +30,18 @@ def add_config(parser: argparse.ArgumentParser, default: str | None = None) -> N
     )
 
 
+def add_only(parser: argparse.ArgumentParser, what: str, help: str) -> None:
+    """`--only=A,B`, which may be given several times."""
+    parser.add_argument(
+        "--only",
+        action="extend",
+        type=lambda given: given.split(","),
+        default=[],
+        metavar=f"{what},...",
+        help=help,
+    )
+
+
 def add_data(parser: argparse.ArgumentParser) -> None:
     """`--data`."""
     parser.add_argument("--data", required=True, help="folder written by `mmqa prepare`")

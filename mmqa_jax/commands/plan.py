@@ -40,14 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="of a language model: smollm2, llama2_7b, llama2_13b, llama2_70b, ...",
     )
-    parser.add_argument(
-        "--only",
-        action="extend",
-        type=lambda given: given.split(","),
-        default=[],
-        metavar="PROGRAM,...",
-        help="of the config's programs (all)",
-    )
+    flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
     parser.add_argument(
         "--measured",
         type=Path,

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -177,9 +178,11 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
         try:
             base_path(named)
         except UserError as error:
+            if Path(named).exists():  # and is something else
+                raise
             raise UserError(
-                f"config key init={named}: is not on this machine; name a model of the same sizes "
-                f"instead: --model={', '.join(sorted(PRESETS))}."
+                f"config key init={named}: is not on this machine; plan with the sizes of --model="
+                f"NAME instead, one of {', '.join(sorted(PRESETS))}."
             ) from error
         return config
     sizes = preset(named)
@@ -328,10 +331,10 @@ def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:
     each. With as many as divide the heads, and `fsdp` for the rest, the cache is split by heads and
     slots, and every step gathers weights.
     """
-    tensor = math.gcd(devices, preset(model).kv_heads)
+    by_heads = math.gcd(devices, preset(model).kv_heads)
     return [
-        {"data": 1, "fsdp": 1, "tensor": devices},
-        {"data": 1, "fsdp": devices // tensor, "tensor": tensor},
+        {"data": 1, "fsdp": devices // tensor, "tensor": tensor}
+        for tensor in sorted({devices, by_heads}, reverse=True)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -21,6 +22,11 @@ SIZES = {
 @pytest.fixture(scope="module")
 def web(tmp_path_factory):
     return bench._web_corpus(tmp_path_factory.mktemp("bench") / "web", 8)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cli_cache, monkeypatch):
+    monkeypatch.setenv("MMQA_CACHE", str(cli_cache))
 
 
 def test_pillow_alone_makes_the_same_pixels(web):
@@ -46,6 +52,22 @@ def test_rows(web):
     assert 0 < waiting["ours"] < 100
     assert (waiting["steps"], waiting["required"]) == (4, 2.0)  # the first of its shape compiled
     json.dumps(found)
+
+
+def test_an_interrupted_run_keeps_its_rows(web, tmp_path, monkeypatch):
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
+    options = Options(rounds=1, only=("records", "workers_0"), data=web)
+    monkeypatch.setattr(bench, "_pipeline", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run_sizes(SIZES, options)
+    monkeypatch.setattr(bench, "_reading", lambda *_: pytest.fail("measured again"))
+    found = bench.run_sizes(SIZES, dataclasses.replace(options, only=("records",)))
+    assert found["rows_of_an_interrupted_run"] == 1
+    assert [row["name"] for row in found["rows"]] == ["records"]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 class Clock:

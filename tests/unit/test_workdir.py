@@ -123,6 +123,19 @@ def test_time_of_killed_attempts_counts(tmp_path):
     assert record["attempts"] == 2
 
 
+def test_tensorboards_writer_loads_no_pytorch(tmp_path):
+    code = (
+        "import sys\n"
+        "from mmqa_jax.core.metrics import MetricsWriter\n"
+        "with MetricsWriter(sys.argv[1]) as metrics:\n"
+        "    metrics.write(1, {'loss': 0.5})\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"  # afterwards as ever
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert [*tmp_path.glob("events.*")]
+
+
 def test_metrics_after_the_restored_step_are_dropped(tmp_path):
     with MetricsWriter(tmp_path) as metrics:
         for step in (1, 2, 3):
