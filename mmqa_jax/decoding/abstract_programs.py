@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
+from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.kv_cache import Branches
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans
 from mmqa_jax.models.llama import Llama, unstack_layers
@@ -47,6 +48,7 @@ def engine_programs(
 
     def build() -> Llama:
         model = Llama(config, rngs=nnx.Rngs(0))
+        repeat_key_heads(model, mesh, rules)
         if not scans(sizes, mesh):
             unstack_layers(model)
         return model

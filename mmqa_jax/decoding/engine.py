@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.image_patches import PatchEncoder
+from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.kv_cache import Branches, KVCache
 from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
 from mmqa_jax.decoding.quantize import quantize_weights
@@ -61,7 +62,7 @@ class Engine:
 
     Args:
       model: the engine owns it: its layers are unstacked, unless scanned, (and quantized) in
-        place.
+        place, and its key heads repeated where `tensor` exceeds them.
       tokenizer: for texts and stop strings; without one, prompts are token ids and texts None.
       end_ids: tokens that end an answer.
       config: sizes, see EngineConfig.
@@ -94,6 +95,7 @@ class Engine:
                 raise UserError(
                     f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
                 )
+        repeat_key_heads(model, mesh)
         if not scans(config, mesh) and not isinstance(model.layers, nnx.List):
             unstack_layers(model)
         if config.weights == "int8":

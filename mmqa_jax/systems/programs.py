@@ -327,9 +327,9 @@ def engine_mesh(config: ConfigDict, devices: int) -> dict[str, int]:
 def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:
     """Meshes that split an engine's weights over all devices, the one of faster steps first.
 
-    On `tensor` alone nothing is gathered, but a cache with fewer key heads than devices is whole on
-    each. With as many as divide the heads, and `fsdp` for the rest, the cache is split by heads and
-    slots, and every step gathers weights.
+    On `tensor` alone nothing is gathered, but fewer key heads than devices are repeated in the
+    cache (decoding/key_heads.py). With as many as divide the heads, and `fsdp` for the rest, the
+    cache is split by heads and slots, and every step gathers weights.
     """
     by_heads = math.gcd(devices, preset(model).kv_heads)
     return [

@@ -36,7 +36,7 @@ FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
 PROGRAMS = {
     "tpu": (
         ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
-        ("70b", LLAMA_70B, "v5e:4x4", {"fsdp": 2, "tensor": 8}, 8, ("decode",)),
+        ("70b", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("decode", "prefill")),
     ),
     "gpu": (
         ("7b", LLAMA_7B, "h100:1", {"tensor": 1}, 40, ("decode", "prefill")),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-NAMES = ("7b_decode", "7b_prefill", "70b_decode")
+NAMES = ("7b_decode", "7b_prefill", "70b_decode", "70b_prefill")
 
 
 def compiled_for(platform: str) -> dict[str, dict[str, Any]]:
