@@ -37,7 +37,7 @@ def text_ids(tokenizer):
 @pytest.fixture(scope="module")
 def engine(tokenizer):
     model = load_published("llama", smollm2_path())
-    config = EngineConfig(slots=4, length=640)
+    config = EngineConfig(slots=4, length=640, decode_block=640)  # a program of each kind
     with mock.patch.object(jax, "jit", jit):  # nearly all the time is compiling
         return Engine(model, tokenizer, end_ids=[END], config=config)
 

@@ -119,8 +119,8 @@ def vlp_answer() -> dict[str, Any]:
 
 
 def contrastive() -> dict[str, Any]:
-    """CLIP's towers, narrow, at 32,768 questions of three sources on 256 chips."""
-    rows, sources, length, side = 32_768, 3 * 32_768, 16, 32
+    """CLIP's towers, narrow, at 32,768 questions of a source each on 256 chips."""
+    rows, sources, length, side = 32_768, 32_768, 16, 32
     vision = VisionConfig(
         image_size=side, patch_size=16, width=128, layers=2, heads=2, mlp_width=256, embed_dim=128,
         dtype="bfloat16",

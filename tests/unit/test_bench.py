@@ -178,7 +178,7 @@ def tiny():
     from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
     from mmqa_jax.models.vlp import VLPConfig
 
-    bert = BertConfig(vocab_size=50, hidden=32, layers=2, heads=2, mlp=48, positions=64)
+    bert = BertConfig(vocab_size=50, hidden=32, layers=1, heads=2, mlp=48, positions=64)
     return Suite(
         clip=CLIPConfig(
             VisionConfig(16, 8, width=16, layers=1, heads=2, mlp_width=24, embed_dim=12),
@@ -191,7 +191,7 @@ def tiny():
         vlp=VLPConfig(dataclasses.replace(bert, types=6, eps=1e-5), 9, 7, (10,)),
         vlp_batch=(2, 5, 30),
         mcan=MCANOpenVQAConfig(
-            40, FusionConfig(hidden=16, heads=2, mlp=24, layers=2, flat_mlp=12, flat_out=20),
+            40, FusionConfig(hidden=16, heads=2, mlp=24, layers=1, flat_mlp=12, flat_out=20),
             word_features=10, region_features=14, answers=9,
         ),
         mcan_batch=(3, 8, 6),
@@ -200,7 +200,7 @@ def tiny():
             decoder_heads=2, encoder_mlp=24, decoder_mlp=24, positions=32,
         ),
         bart_batch=(2, 12, 9),
-        llama=LlamaConfig(vocab_size=40, hidden=16, layers=2, heads=4, kv_heads=2, mlp=24),
+        llama=LlamaConfig(vocab_size=40, hidden=16, layers=1, heads=4, kv_heads=2, mlp=24),
         llama_batch=(1, 20),
         matmul=64,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 
 TINY = LlamaConfig(
-    vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,
+    vocab_size=64, hidden=32, layers=1, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,
     init_stddev=0.3,
 )  # fmt: skip
 LOAD = llm.Load(prompts=5, prompt=40, new=3, shared=32, batch=4, decode=6, text=96)
@@ -82,7 +82,7 @@ def test_a_step_reads_weights_and_cache_once():
     """Weights once, keys and values of every slot once."""
     side = llm.OurSide(tiny_model("small"), LOAD)
     weights = 4 * sum(p.size for p in jax_leaves(tiny_model("small")))
-    of_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
+    of_token = 2 * 1 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
     held = 4 * (40 + 3) * of_token
     assert side.step_bytes() == pytest.approx(weights + held)
 
