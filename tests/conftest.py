@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -66,6 +66,27 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionstart():
     # A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_quickly(request) -> Iterator[None]:
+    """Without most of XLA's optimizations: compiling is most of what tests cost.
+
+    They stay where results are compared with the originals', and where a test is about programs
+    (`pytestmark = pytest.mark.optimized`). Processes that tests start inherit it.
+    """
+    module = request.node
+    if module.path.parent.name == "equivalence" or module.get_closest_marker("optimized"):
+        yield
+        return
+    import jax
+
+    before = jax.config.values["jax_disable_most_optimizations"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

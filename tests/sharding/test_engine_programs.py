@@ -18,9 +18,12 @@ import pytest
 
 from mmqa_jax.decoding.slot_runner import EngineConfig
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
-)
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
+    ),
+]
 
 
 NAMES = ("7b_decode", "7b_prefill", "70b_decode", "70b_prefill")

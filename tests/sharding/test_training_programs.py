@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
-)
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
+    ),
+]
 
 NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model", "replicated_model")
 AT_ONCE = (  # a process each
