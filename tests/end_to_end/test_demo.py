@@ -1,7 +1,7 @@
 """`mmqa demo` as a user runs it: once to its end, again, killed and restarted, asked, re-scored.
 
-The demo and what is killed are real processes. They compile without most optimizations, into
-one cache for this file: compiling is most of what these runs cost.
+The demo and what is killed are real processes. They compile into one cache for this file:
+compiling is most of what these runs cost.
 """
 
 from __future__ import annotations
@@ -55,12 +55,11 @@ class Demo:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment(tmp_path_factory):
-    """Of all processes of this file: CPU, quick compiling, one compile cache, no progress."""
+    """Of all processes of this file: CPU, one compile cache, no progress."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMQA_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MMQA_PROGRESS", "off")
         patch.setenv("JAX_PLATFORMS", "cpu")
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
         yield
 
 

@@ -17,7 +17,6 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.training.contrastive import ContrastiveTask, contrastive_loss
 
 # Tiny models: compiling is all the time.
-FAST = {"xla_backend_optimization_level": 1}
 
 
 def whole_matrix_loss(queries, sources, scale, positive, source_rows, gold_rows):
@@ -64,7 +63,7 @@ def tiny_task(**options):
 
 
 def make_params(task):
-    made = jax.jit(lambda: nnx.state(task.init(jax.random.key(0))), compiler_options=FAST)
+    made = jax.jit(lambda: nnx.state(task.init(jax.random.key(0))))
     return made()
 
 
@@ -91,7 +90,7 @@ def task_gradient(task, params, batch):
     def loss(params, batch):
         return task.loss(nnx.merge(graphdef, params), batch, jax.random.key(1))
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return run.lower(params, batch).compile()
 
 
@@ -104,7 +103,7 @@ def test_blocks_are_the_whole_matrix():
         def of(queries, sources, scale):
             return loss(queries, sources, scale, *links)
 
-        return jax.jit(jax.value_and_grad(of, (0, 1, 2), has_aux=True), compiler_options=FAST)
+        return jax.jit(jax.value_and_grad(of, (0, 1, 2), has_aux=True))
 
     ours = value(contrastive_loss)(*vectors, jnp.float32(7.0))
     want = value(whole_matrix_loss)(*vectors, jnp.float32(7.0))
@@ -144,7 +143,7 @@ def main():
 
     def gradient(loss, **options):
         run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-        return jax.jit(run, compiler_options=FAST, **options)
+        return jax.jit(run, **options)
 
     def on_mesh(queries, sources, scale, *links):
         return contrastive_loss(queries, sources, scale, *links, mesh=mesh)

@@ -129,10 +129,9 @@ def main():
     def encode(state, batch):
         return nnx.merge(graphdef, state).encode_source(**batch)
 
-    fast = {"xla_backend_optimization_level": 1}  # tiny models: compiling is all the time
-    want = jax.jit(encode, compiler_options=fast)(plain, batch)
+    want = jax.jit(encode)(plain, batch)
     with jax.set_mesh(mesh):
-        run = jax.jit(encode, out_shardings=batch_sharding(mesh), compiler_options=fast)
+        run = jax.jit(encode, out_shardings=batch_sharding(mesh))
         got = run(state, on_mesh)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     print("forward")
@@ -141,8 +140,8 @@ def main():
         vectors = encode(state, batch)
         return (vectors @ vectors.T)[0].sum()
 
-    want = jax.jit(jax.grad(loss), compiler_options=fast)(plain, batch)
-    run = jax.jit(jax.grad(loss), out_shardings=state_shardings(state, mesh), compiler_options=fast)
+    want = jax.jit(jax.grad(loss))(plain, batch)
+    run = jax.jit(jax.grad(loss), out_shardings=state_shardings(state, mesh))
     got = run(state, on_mesh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, want)
     print("gradient")

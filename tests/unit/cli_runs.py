@@ -104,22 +104,11 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def compiled_quickly() -> Iterator[None]:
-    """Without most optimizations, which halves the time to compile."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
-
-
-@contextlib.contextmanager
-def quickly_and_quietly(cache: Path) -> Iterator[None]:
+def quietly(cache: Path) -> Iterator[None]:
     """No progress lines, and a compile cache that is nobody else's."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: jax.config.values[name] for name in names}
-    with pytest.MonkeyPatch.context() as patch, compiled_quickly():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMQA_PROGRESS", "off")
         patch.setenv("MMQA_CACHE", str(cache))
         try:

@@ -13,7 +13,7 @@ from cli_runs import (
     done,
     mmqa,
     question,
-    quickly_and_quietly,
+    quietly,
     train_flags,
     tree,
     write_documents,
@@ -43,9 +43,9 @@ def cli_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def quick_and_quiet(cli_cache):
+def quiet(cli_cache):
     """How the verbs run during the tests of a file."""
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         yield
 
 
@@ -90,7 +90,7 @@ def bare_data(tmp_path_factory):
 def models(data, cli_cache, tmp_path_factory):
     """A run of each task, trained by `mmqa train`."""
     folder = tmp_path_factory.mktemp("runs")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         for task in TINY_OF:
             result = done("train", *train_flags(task, data, folder / task))
             assert result.pop("goodput")["attempts"] == 1
@@ -103,7 +103,7 @@ def index(data, models, cli_cache, tmp_path_factory):
     """Embeddings and index of the tiny corpus."""
     folder = tmp_path_factory.mktemp("index") / "index"
     flags = (f"--data={data}", f"--model={models / 'contrastive'}", f"--out={folder}")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         result = done("embed", *flags)
         assert result == {"sources": 11, "dim": 32, "broken_pictures": 0}
         # A second time nothing is left to do.
@@ -118,7 +118,7 @@ def index(data, models, cli_cache, tmp_path_factory):
 def bm25(data, cli_cache, tmp_path_factory):
     """Rankings of the test questions by `mmqa search --method=bm25`."""
     path = tmp_path_factory.mktemp("bm25") / "bm25.jsonl"
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         result = done("search", f"--data={data}", "--method=bm25", f"--out={path}")
     assert result["questions"] == 5
     # Capital questions name their land; the flag question has its picture's caption in it.

@@ -16,7 +16,6 @@ from tiny_llm import (
     MODEL,
     SIZES,
     by_id,
-    fast_compilation,
     flag,
     text_tokenizer,
     tiny_backend,
@@ -161,8 +160,7 @@ def test_a_llava_sees_the_pictures_of_a_conversation():
     config = LlavaConfig(vision, dataclasses.replace(MODEL, positions=320), image_token=-200)
     sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
     model = Llava(config, rngs=nnx.Rngs(3))
-    with fast_compilation():
-        engine = Engine(model, text_tokenizer(), config=sizes)
+    engine = Engine(model, text_tokenizer(), config=sizes)
     backend = EngineBackend(
         lambda: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
     )

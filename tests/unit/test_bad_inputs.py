@@ -25,7 +25,7 @@ from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.systems.pica import choose_pica
 from mmqa_jax.systems.rmr import answer_rmr
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 NO_SHOTS = ExampleLibrary([])
 CONFIG = """

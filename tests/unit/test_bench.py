@@ -215,8 +215,7 @@ def models_run(cli_cache):
         text=True,
         timeout=300,
         cwd=HERE,
-        env={**os.environ, "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu", "MMQA_CACHE": str(cli_cache),
-             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        env={**os.environ, "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu", "MMQA_CACHE": str(cli_cache)},
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from cli_runs import compiled_quickly
 from flax import nnx
 
 from mmqa_jax.bench import Options, rerank, show
@@ -30,8 +29,7 @@ LOAD = rerank.Load(
 
 @pytest.fixture(scope="module")
 def result():
-    with compiled_quickly():
-        return rerank.run_load(LOAD, Options(rounds=1))
+    return rerank.run_load(LOAD, Options(rounds=1))
 
 
 def test_the_projection_is_that_of_the_cost_model(result):

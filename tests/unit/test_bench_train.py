@@ -6,7 +6,7 @@ import dataclasses
 import types
 
 import pytest
-from cli_runs import quickly_and_quietly
+from cli_runs import quietly
 
 from mmqa_jax.bench import Options, train, training_runs, training_shards
 from mmqa_jax.bench.training_runs import InMemory, Sizes, median_share
@@ -23,7 +23,7 @@ LOAD = dataclasses.replace(
 
 @pytest.fixture(autouse=True)
 def _quickly(cli_cache):
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         yield
 
 

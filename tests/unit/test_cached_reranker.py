@@ -21,7 +21,7 @@ from mmqa_jax.systems.extensions.similarity import read_all
 from mmqa_jax.systems.parts import open_reranker
 from mmqa_jax.systems.webqa import restricted_candidates
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 TWO_SIDED = {
     "model.changes.layers": 2,
@@ -33,7 +33,7 @@ TWO_SIDED = {
 
 
 @pytest.fixture(scope="module")
-def run(data, tmp_path_factory, quick_and_quiet):
+def run(data, tmp_path_factory, quiet):
     """A trained two-sided model."""
     folder = tmp_path_factory.mktemp("two_sided") / "run"
     done("train", *_flags(data, folder))

@@ -14,7 +14,7 @@ from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions.similarity import combine, tune_selection
 from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_rerank_then_answer_from_what_is_selected(data, models, bm25, tmp_path):

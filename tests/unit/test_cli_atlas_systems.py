@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import LANDS, ROOT, done, mmqa, quickly_and_quietly, rows_of, sentence
+from cli_runs import LANDS, ROOT, done, mmqa, quietly, rows_of, sentence
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
@@ -24,7 +24,7 @@ from mmqa_jax.systems.prompted_parts import (
 from mmqa_jax.systems.settings import SYSTEMS, run_setting
 from mmqa_jax.training.checks import check_config
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 TABLES = f"{ROOT}/configs/atlas/tables.py"
 TINY = {
@@ -46,7 +46,7 @@ def train(data, workdir, **changes) -> list[str]:
 def found(cli_cache, data, tmp_path_factory):
     """The candidates of an MCAN that is trained on the corpus."""
     folder = tmp_path_factory.mktemp("atlas")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         done(*train(data, folder / "mcan"))
         model = f"--model={folder / 'mcan'}"
         result = done("candidates", f"--data={data}", model, f"--out={folder / 'found'}")

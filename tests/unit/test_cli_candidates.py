@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, mmqa, quickly_and_quietly, tree
+from cli_runs import ROOT, done, mmqa, quietly, tree
 from flax import nnx
 from vqa_files import write_okvqa
 
@@ -22,7 +22,7 @@ from mmqa_jax.systems.candidates import nearest
 from mmqa_jax.training.run import run_training
 from mmqa_jax.weights.folder import load_converted
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 TINY = {
     "tokenizer": "corpus:200", "batches.lengths": "(24,)", "batches.batch_size": 4,
@@ -50,7 +50,7 @@ def trained(cli_cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vqa")
     raw = write_okvqa(folder / "raw")
     done("prepare", "okvqa", f"--raw={raw}", f"--out={folder / 'data'}")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         for fold in (0, 1):
             result = done(*flags_of(folder / f"run{fold}", folder / "data", **{"data.fold": fold}))
             assert result["task"] == "vqa"

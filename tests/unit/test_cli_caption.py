@@ -20,7 +20,7 @@ from mmqa_jax.models.oscar_layout import OscarLayout
 from mmqa_jax.systems import captioning
 from mmqa_jax.weights.folder import save_trained
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 NUMBERS = (391895, 522418, 184613, 7)  # COCO's: not the rows
 

@@ -36,7 +36,7 @@ from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import ARCHITECTURES
 from mmqa_jax.weights.sources import open_source
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.systems import demo
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_ask_and_report_need_a_finished_demo(refused, tmp_path):

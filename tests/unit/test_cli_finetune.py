@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, mmqa, quickly_and_quietly, rows_of, write_rows
+from cli_runs import ROOT, done, mmqa, quietly, rows_of, write_rows
 from flax import nnx
 from science import prepare_science
 from tiny_llm import letters, llama_config, write_folder
@@ -17,7 +17,7 @@ from mmqa_jax.weights.folder import load_converted, read_metadata
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.published import load_published
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 # Letters are tokens here: a question has about 80.
 TINY = {
@@ -46,7 +46,7 @@ def weights_of(folder) -> dict[str, np.ndarray]:
 def inputs(cli_cache, tmp_path_factory):
     """A tiny LLaMA, a tiny ScienceQA, and a LoRA run over both."""
     folder = tmp_path_factory.mktemp("finetune")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         prepare_science(folder)
         write_folder(folder / "llm")
         result = done(*flags_of(folder, folder / "run"))

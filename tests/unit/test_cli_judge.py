@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import ROOT, done, quickly_and_quietly, rows_of
+from cli_runs import ROOT, done, quietly, rows_of
 from science import prepare_science
 from tiny_llm import write_folder
 
 from mmqa_jax.data.example_scores import read_example_scores
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 CONFIG = f"{ROOT}/configs/scienceqa/rmr_retriever.py"
@@ -41,7 +41,7 @@ def train_flags(folder, workdir, **changes) -> list[str]:
 def inputs(cli_cache, tmp_path_factory):
     """Judged examples of 6 train and 4 val questions, and a retriever trained on them."""
     folder = tmp_path_factory.mktemp("judge")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         prepare_science(folder)
         write_folder(folder / "llm")
         judged = done(*judge_flags(folder, folder / "scores"))

@@ -13,7 +13,7 @@ from cli_runs import ROOT, mmqa
 
 from mmqa_jax.cli import VERBS, _split_config_overrides, make_parser
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_every_verb_has_help_with_a_working_example():

@@ -10,7 +10,7 @@ from cli_runs import (
     done,
     mmqa,
     question,
-    quickly_and_quietly,
+    quietly,
     rows_of,
     write_documents,
 )
@@ -18,7 +18,7 @@ from row_runs import row_flags
 
 from mmqa_jax.inference.loading import load_question_classifier
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 TINY = {
     "tokenizer": "corpus:200", "model.changes.hidden": 32, "model.changes.layers": 1,
@@ -55,7 +55,7 @@ def trained(cli_cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("modality")
     raw = write_documents(folder / "raw", both_kinds("train") + both_kinds("test"))
     done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         result = done(*flags_of(folder / "data", folder / "run"))
     assert result.pop("goodput")["attempts"] == 1
     assert result == {"task": "modality", "steps": 40, "workdir": str(folder / "run")}

@@ -29,7 +29,7 @@ from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.webqa import ImagesTsv
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_prepare_reports_what_it_wrote(data):

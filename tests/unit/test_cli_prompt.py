@@ -16,7 +16,7 @@ from tiny_llm import SIZES, text_tokenizer, write_folder
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.prompting.cache import ResponseCache
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CONFIG = f"--config={ROOT / 'configs/prompt/default.py'}"
 ENGINE = [

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from cli_runs import done, write_documents
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize(

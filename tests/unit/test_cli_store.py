@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import object_store
 import pytest
-from cli_runs import done, mmqa, quickly_and_quietly, train_flags
+from cli_runs import done, mmqa, quietly, train_flags
 from flax import nnx
 
 from mmqa_jax.core.files import read_json
@@ -27,7 +27,7 @@ def test_training_in_a_store_equals_a_local_one(
     bucket = f"gs://{object_store.BUCKET}"
     flags = train_flags("rerank", f"{bucket}/data", f"{bucket}/runs/rerank")
     with (
-        quickly_and_quietly(cli_cache),
+        quietly(cli_cache),
         object_store.started(tmp_path / "store", monkeypatch),
     ):
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
@@ -58,7 +58,7 @@ def test_training_in_a_store_equals_a_local_one(
         assert {name: store.version(name) for name in store.names()} == before
 
 
-@pytest.mark.usefixtures("quick_and_quiet")
+@pytest.mark.usefixtures("quiet")
 def test_a_refused_run_leaves_nothing_in_the_store(data, tmp_path, monkeypatch):
     with object_store.started(tmp_path / "store", monkeypatch):
         flags = train_flags("rerank", data, f"gs://{object_store.BUCKET}/run")

@@ -10,7 +10,7 @@ from cli_runs import ROOT, done, rows_of, train_flags, tree
 from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.training.checks import check_config
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_a_trained_run_is_not_trained_again(data, models):

@@ -18,7 +18,7 @@ from mmqa_jax.data.predictions import prediction_row, read_predictions
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 # The three val questions: 4 of 10; "two" is not normalized where all agree; 4 of 10.
 ANSWERS = {25: "Race", 26: "2", 35: "Soup."}

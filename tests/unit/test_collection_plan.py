@@ -15,7 +15,7 @@ from mmqa_jax.retrieval.index import build_index
 from mmqa_jax.retrieval.index_sizes import index_sizes
 from mmqa_jax.systems.collection_planning import read_sizes
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 CONFIG = "--config=configs/atlas/contrastive.py:runlocal"
 
 

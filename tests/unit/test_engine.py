@@ -10,7 +10,7 @@ import jax.monitoring
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_llm import by_id, fast_compilation, llama_config
+from tiny_llm import by_id, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -40,8 +40,7 @@ class Letters:
 def make_engine(model=MODEL, sizes=SIZES, **options):
     options = {"tokenizer": Letters(), "end_ids": [END]} | options
     model = Llama(model, rngs=nnx.Rngs(3))
-    with fast_compilation():
-        return Engine(model, config=sizes, **options)
+    return Engine(model, config=sizes, **options)
 
 
 @pytest.fixture(scope="module")

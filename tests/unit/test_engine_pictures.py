@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_llm import FAST, by_id, fast_compilation, llama_config
+from tiny_llm import by_id, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -35,17 +35,14 @@ def pictures():
 @pytest.fixture(scope="module")
 def engine():
     model = Llava(MODEL, rngs=nnx.Rngs(3))
-    with fast_compilation():
-        return Engine(model, config=SIZES)
+    return Engine(model, config=SIZES)
 
 
 @pytest.fixture(scope="module")
 def logits():
     """(tokens, pictures) -> logits of what follows each position of the expanded sequence."""
     graphdef, state = nnx.split(Llava(MODEL, rngs=nnx.Rngs(3)))
-    forward = jax.jit(
-        lambda state, ids, pixels: nnx.merge(graphdef, state)(ids, pixels), compiler_options=FAST
-    )
+    forward = jax.jit(lambda state, ids, pixels: nnx.merge(graphdef, state)(ids, pixels))
 
     def run(tokens, images):
         prompts = expand_images([tokens], [len(images)], MODEL, length=SIZES.length)

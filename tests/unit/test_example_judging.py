@@ -32,7 +32,7 @@ from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.systems.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
 from mmqa_jax.training.retriever_distillation import DistillationTask
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 WORDS = ["cedar", "baobab", "olive", "palm", "banyan"]
 QUESTIONS = [

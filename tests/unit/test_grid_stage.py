@@ -20,7 +20,7 @@ from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.systems.grid_features import embed_grids
 from mmqa_jax.weights.folder import save_trained
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CONFIG = ModifiedResNetConfig(8, (1, 1, 1, 1), image_size=64, embed_dim=6)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import object_store
 import pytest
-from cli_runs import ROOT, done, quickly_and_quietly, rows_of
+from cli_runs import ROOT, done, quietly, rows_of
 from row_runs import row_flags
 from test_cli_candidates import whole_run_flags
 from test_cli_caption import caption_flags, write_captioner
@@ -53,7 +53,7 @@ def start(cli_cache, store):
     """Starts a verb; returns how it ended."""
     environment = os.environ | {
         "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
     with subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("killed_verbs.py"))],
@@ -82,7 +82,7 @@ def prophet(cli_cache, tmp_path_factory):
     """A benchmark's data, and a model trained on it, whose candidates are wanted."""
     folder = tmp_path_factory.mktemp("vqa")
     done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'data'}")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         done(*whole_run_flags(folder / "run", folder / "data"))
     return folder
 

@@ -72,7 +72,6 @@ def slurm(tmp_path):
                 "PYTHONPATH": str(ROOT),
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is what costs here
                 "MMQA_PROGRESS": "off",
                 "SLURM_SUBMIT_DIR": str(ROOT),
                 "SLURM_JOB_ID": str(free_job()),

@@ -6,7 +6,7 @@ The bounds are far below what a model reaches that the loss tells nothing about 
 from __future__ import annotations
 
 import pytest
-from cli_runs import done, quickly_and_quietly, train_flags
+from cli_runs import done, quietly, train_flags
 
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.data.prepare import prepare_atlas
@@ -58,7 +58,7 @@ def atlas(tmp_path_factory):
 @pytest.mark.parametrize("task", list(STEPS))
 def test_the_loss_falls_far_below_a_guess(task, atlas, cli_cache, tmp_path):
     values = {**SIZES, **OF_TASK[task], "train.steps": STEPS[task]}
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         done("train", *train_flags(task, atlas, tmp_path / "run", **values))
     first, *_, last = read_metrics(tmp_path / "run")
     loss, accuracy = BOUNDS[task]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import test_beam
 from flax import nnx
-from tiny_llm import FAST, fast_compilation, llama_config
+from tiny_llm import llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
@@ -24,10 +24,7 @@ PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 4, 4, 1, 9
 def log_probs():
     """Tokens -> log-probabilities [V] of the next, from one forward pass."""
     graphdef, state = nnx.split(Llama(MODEL, rngs=nnx.Rngs(5)))
-    forward = jax.jit(
-        lambda state, ids: jax.nn.log_softmax(nnx.merge(graphdef, state)(ids)),
-        compiler_options=FAST,
-    )
+    forward = jax.jit(lambda state, ids: jax.nn.log_softmax(nnx.merge(graphdef, state)(ids)))
 
     def run(tokens):
         ids = np.zeros((1, 32), np.int32)
@@ -45,8 +42,7 @@ def test_equals_the_published_search(monkeypatch, log_probs, beams, steps, penal
     monkeypatch.setattr(test_beam, "toy_log_probs", after_prompt)
     model = Llama(MODEL, rngs=nnx.Rngs(5))
     sizes = EngineConfig(slots=8, length=32, buckets=(16,), block=0)
-    with fast_compilation():
-        engine = Engine(model, end_ids=[test_beam.END], config=sizes)
+    engine = Engine(model, end_ids=[test_beam.END], config=sizes)
     requests = [
         Request(n, prompt, steps, beams=beams, n=beams, length_penalty=penalty)
         for n, prompt in enumerate(PROMPTS)

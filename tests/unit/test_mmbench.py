@@ -19,7 +19,7 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.table_files import read_table, write_spreadsheet
 from mmqa_jax.evaluation.choice_scores import score_mmbench
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 COLUMNS = (
     *("index", "question", "hint", "A", "B", "C", "D", "answer", "category", "image", "split"),

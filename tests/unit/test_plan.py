@@ -35,7 +35,7 @@ from mmqa_jax.systems import planning
 from mmqa_jax.systems.planning import Plan, Remedy, changed
 from mmqa_jax.systems.programs import PRESETS, make_program
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 TINY_LLM = {"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 4, "mlp": 48, "positions": 64}
 needs_libtpu = pytest.mark.skipif(

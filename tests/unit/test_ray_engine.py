@@ -19,17 +19,15 @@ from mmqa_jax.cli import make_parser
 from mmqa_jax.commands.ray_engine import Tries, Worker
 from mmqa_jax.core.chunks import part_files, read_about
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two workers' worth of Ray, which compile as quickly as the tests, and so to the same bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        yield ray
-        ray.shutdown()
+    """Two workers' worth of Ray."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

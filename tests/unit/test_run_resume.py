@@ -18,7 +18,7 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.retrieval.dense import DenseRetriever
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 ROW = "webqa:clip20_vlp"  # with a retriever, a reranker and a reader
 RESULTS = ("predictions.jsonl", "per_question.jsonl", "scores.json", "report.html")
@@ -191,7 +191,6 @@ def test_a_run_killed_with_kill_9(flags_of, whole, cli_cache, tmp_path):
     folder = tmp_path / "run"
     environment = os.environ | {
         "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # fmt: skip
     command = [sys.executable, "-c", KILLED, *flags_of(ROW, folder)]
     killed = subprocess.run(

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_llm import by_id, fast_compilation, llama_config
+from tiny_llm import by_id, llama_config
 
 from mmqa_jax.decoding import slot_runner
 from mmqa_jax.decoding.engine import Engine
@@ -38,7 +38,7 @@ def run(*, attention=None, **changes):
         Scoring(n, head[:size], [rng.integers(0, 61, m) for m in (1, 3, 20)])
         for n, size in enumerate((2, 31, 64))
     ]
-    with fast_compilation(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if attention is not None:
             patch.setattr(slot_runner, "implementation_for", lambda device: attention)
         engine = Engine(

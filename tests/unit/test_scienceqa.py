@@ -15,7 +15,7 @@ from mmqa_jax.data.datasets.scienceqa import parse_conversation, read_scienceqa
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.choice_scores import scienceqa_columns, score_scienceqa
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 REAL = SHARED / "scienceqa"
 needs_data = pytest.mark.skipif(

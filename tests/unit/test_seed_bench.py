@@ -12,7 +12,7 @@ from mmqa_jax.data.datasets.seed_bench import read_seed_bench
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.choice_scores import score_seed_bench
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 NAMES = {"Scene Understanding": 1, "Instances Counting": 5, "Action Recognition": 10}
 

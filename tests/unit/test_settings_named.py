@@ -17,7 +17,7 @@ from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions import similarity
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 PACKAGE = Path(mmqa_jax.__file__).parent
 # Methods of retrievers, rerankers and readers, and the steps between them.

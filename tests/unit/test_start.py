@@ -44,7 +44,6 @@ def test_every_program_of_a_second_start_is_in_the_cache(tmp_path):
                 "MMQA_CACHE": str(tmp_path / "cache"),
                 "MMQA_PROGRESS": "off",
                 "JAX_PLATFORMS": "cpu",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             },
             capture_output=True,
             text=True,

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cli_runs import compiled_quickly
 from flax import nnx
 from tiny_corpus import CORPUS, PACKING, QUESTIONS, make_reader
 
@@ -34,12 +33,6 @@ SOURCES = (4, 8, 17, 40, 43, 59)  # corpus rows: snippets of 11 to 19 words, and
 ASKED = [q.question for q in QUESTIONS[:3]] + [
     "which snippet of the long border mentions picture 3 ?", "",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    with compiled_quickly():
-        yield
 
 
 def model_of(joint_layers: int, match_type: int | None = None, **trunk) -> TwoSidedVLP:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from cli_runs import ROOT, TINY_OF, done, mmqa, quickly_and_quietly, rows_of, train_flags, tree
+from cli_runs import ROOT, TINY_OF, done, mmqa, quietly, rows_of, train_flags, tree
 from flax import nnx
 
 from mmqa_jax.core.config import load_config
@@ -19,7 +19,7 @@ from mmqa_jax.training.recipes import make_recipe, make_tokenizer
 from mmqa_jax.training.validation import SECTIONS, read_best
 from mmqa_jax.weights.folder import read_metadata
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 EVERY_STEP = {"train.evaluate_every": 1, "validate.split": "test", "validate.questions": 0}
 WHOLE = {
@@ -38,7 +38,7 @@ def runs(data, cli_cache, tmp_path_factory):
         answers.append(predictions)
         return score_answers(questions, predictions, **options)
 
-    with quickly_and_quietly(cli_cache), pytest.MonkeyPatch.context() as patch:
+    with quietly(cli_cache), pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "score_answers", noted)
         results = {
             task: done("train", *train_flags(task, data, folder / task, **EVERY_STEP, **own))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cli_runs import ROOT, done, mmqa, quickly_and_quietly, rows_of
+from cli_runs import ROOT, done, mmqa, quietly, rows_of
 from flax import nnx
 from test_regions import detections, write_vinvl, write_x101
 from test_webqa_reader import image_fact, png, snippet, write_images
@@ -44,7 +44,7 @@ from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.models.vlp import publish_vlp
 from mmqa_jax.weights.published import write_published
 
-pytestmark = pytest.mark.usefixtures("quick_and_quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 PICTURES = range(30_000_000, 30_000_006)
 FEATURES_OF = {number: 40_000_000 + number % 100 for number in PICTURES}
@@ -127,7 +127,7 @@ def train(release, folder, name, *more, **changes):
 def selector(release, cli_cache, tmp_path_factory):
     """VLP's source selection over X101 features, and what its training said."""
     folder = tmp_path_factory.mktemp("select") / "run"
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         said = train(release, folder, "vlp_select.py:runlocal")
     return folder, said
 
@@ -136,7 +136,7 @@ def selector(release, cli_cache, tmp_path_factory):
 def reader(release, cli_cache, tmp_path_factory):
     """VLP + VinVL's answers."""
     folder = tmp_path_factory.mktemp("qa") / "run"
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         train(release, folder, "vlp_qa.py:vinvl_runlocal", **SMALL_QA)
     return folder
 
@@ -145,7 +145,7 @@ def reader(release, cli_cache, tmp_path_factory):
 def reranked(release, selector, cli_cache, tmp_path_factory):
     """Rankings of the dev questions, the result and what was said."""
     path = tmp_path_factory.mktemp("ranked") / "restricted.jsonl"
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         ended = mmqa(
             "rerank", f"--data={release / 'data'}", f"--model={selector[0]}", "--split=val",
             "--cap=webqa", "--select=above", f"--out={path}", "--json",
@@ -160,7 +160,7 @@ def reranked(release, selector, cli_cache, tmp_path_factory):
 def test_cached_ranks_the_whole_collection_with_mined_negatives(release, cli_cache, tmp_path):
     data = f"--data={release / 'data'}"
     mined = tmp_path / "mined.jsonl"
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         done("search", data, "--split=train", "--method=bm25", f"--out={mined}")
         train(
             release, tmp_path / "run", "vlp_select.py:cached_runlocal",
@@ -321,7 +321,7 @@ def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
     data, found = f"--data={release / 'data'}", tmp_path / "found.jsonl"
     plain, turned = tmp_path / "plain.jsonl", tmp_path / "turned.jsonl"
     flags = ("rerank", data, f"--model={selector[0]}", "--split=val")
-    with quickly_and_quietly(cli_cache):
+    with quietly(cli_cache):
         done("search", data, "--split=val", "--method=bm25", "--top_k=5", f"--out={found}")
         done(*flags, f"--candidates={found}", f"--out={plain}")
         ranked = rows_of(plain)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import jax
 from flax import nnx
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -30,14 +26,6 @@ from mmqa_jax.weights.published import write_published
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 END = len(LETTERS) + 1
-FAST = {"xla_backend_optimization_level": 0}  # nearly all the time is compiling
-
-
-@contextlib.contextmanager
-def fast_compilation() -> Iterator[None]:
-    """Functions that are jitted inside compile without optimization."""
-    with mock.patch.object(jax, "jit", functools.partial(jax.jit, compiler_options=FAST)):
-        yield
 
 
 def llama_config(vocab_size: int, positions: int = 192) -> LlamaConfig:
@@ -80,8 +68,7 @@ def text_tokenizer() -> TextTokenizer:
 def make_engine() -> Engine:
     """The engine of the tiny model."""
     model = Llama(MODEL, rngs=nnx.Rngs(3))
-    with fast_compilation():
-        return Engine(model, text_tokenizer(), end_ids=(END,), config=SIZES)
+    return Engine(model, text_tokenizer(), end_ids=(END,), config=SIZES)
 
 
 def tiny_backend(engine: Engine, fingerprint: str = "tiny") -> EngineBackend:
