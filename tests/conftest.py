@@ -13,7 +13,10 @@ import pytest
 
 from mmqa_jax.core.host import skip_absent_tpu
 
-skip_absent_tpu()  # before a test imports jax; processes that tests start inherit it
+# Before a test imports jax; processes that tests start inherit both.
+skip_absent_tpu()
+# Compiling is most of what tests cost: XLA leaves most of its optimizations out, see `_optimized`.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Files of tests/unit that train or compile models; `--quick` leaves them out.
 _SLOW = frozenset(
@@ -69,24 +72,21 @@ def pytest_sessionstart():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_quickly(request) -> Iterator[None]:
-    """Without most of XLA's optimizations: compiling is most of what tests cost.
-
-    They stay where results are compared with the originals', and where a test is about programs
-    (`pytestmark = pytest.mark.optimized`). Processes that tests start inherit it.
-    """
+def _optimized(request) -> Iterator[None]:
+    """XLA's optimizations, where results are compared with the originals' and where a test is
+    about programs (`pytestmark = pytest.mark.optimized`)."""
     module = request.node
-    if module.path.parent.name == "equivalence" or module.get_closest_marker("optimized"):
+    if module.path.parent.name != "equivalence" and not module.get_closest_marker("optimized"):
         yield
         return
     import jax
 
-    before = jax.config.values["jax_disable_most_optimizations"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        jax.config.update("jax_disable_most_optimizations", True)
+        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
+        before = jax.config.values["jax_disable_most_optimizations"]
+        jax.config.update("jax_disable_most_optimizations", False)
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
