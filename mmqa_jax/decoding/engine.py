@@ -62,7 +62,7 @@ class Engine:
 
     Args:
       model: the engine owns it: its layers are unstacked, unless scanned, (and quantized) in
-        place, and its key heads repeated where `tensor` exceeds them.
+        place, and its key heads repeated where `tensor` does not divide them.
       tokenizer: for texts and stop strings; without one, prompts are token ids and texts None.
       end_ids: tokens that end an answer.
       config: sizes, see EngineConfig.

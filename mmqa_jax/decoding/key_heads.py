@@ -16,7 +16,7 @@ from mmqa_jax.models.llama import Llama
 
 
 def repeat_key_heads(model: Llama, mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> None:
-    """Repeats the key and value heads of all layers, in place, where `tensor` exceeds them.
+    """Repeats the key and value heads of all layers, in place, where `tensor` does not divide them.
 
     A cache of 8 key heads cannot be split over 16 devices and would be whole on each. With every
     head twice, which changes no result, each device keeps one: an eighth of that memory. A mesh
