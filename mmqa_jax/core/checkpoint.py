@@ -10,6 +10,7 @@ of it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.orbax_s3 import teach_orbax_s3
 from mmqa_jax.core.paths import absolute, scheme_of
 from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
 
@@ -56,10 +58,7 @@ class Checkpoints:
         self._ocp = ocp
         self.folder = absolute(folder)
         if scheme_of(self.folder) == "s3":
-            raise UserError(
-                f"{folder}: Orbax writes checkpoints to file systems and to gs:// only; name a "
-                "workdir there, such as one on a shared file system."
-            )
+            teach_orbax_s3()
         self._fingerprint = fingerprint
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -109,7 +108,7 @@ class Checkpoints:
         meta: Mapping[str, Any],
         score: float | None = None,
     ) -> None:
-        """Starts to save; returns once the arrays are copied, so that they may be donated.
+        """Starts to save; returns once all is copied, so that the arrays may be donated.
 
         Args:
           step: name of the checkpoint.
@@ -119,13 +118,15 @@ class Checkpoints:
           score: of an evaluation at this step, the higher the better; None: not evaluated.
         """
         args = self._ocp.args
+        # A copy: Orbax writes it later, when the caller may have changed what is in it.
+        meta = copy.deepcopy({**meta, "fingerprint": self._fingerprint})
         self._manager.save(
             step,
             args=args.Composite(
                 params=args.StandardSave(nest(flatten_named(params))),
                 train=args.StandardSave(nest(flatten_named(train))),
                 iterator=args.JsonSave(_iterator_states(iterator)),
-                meta=args.JsonSave({**meta, "fingerprint": self._fingerprint}),
+                meta=args.JsonSave(meta),
             ),
             metrics={"step": step, "score": score},
             force=True,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tiny_run
+from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpointHandler
 
 from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.errors import UserError
@@ -123,3 +125,24 @@ def test_a_damaged_checkpoint_is_refused_or_does_not_need_the_file(states, tmp_p
         found[name, at] = resume(folder)
     assert set(found.values()) <= {None, OLD, NEW}
     assert list(found.values()).count(None) > CUTS // 3, found
+
+
+def test_metadata_is_that_of_the_save(tmp_path, monkeypatch):
+    """Orbax writes it in the background, while the run goes on."""
+    changed = threading.Event()
+    write = JsonCheckpointHandler._save_fn
+
+    async def late(self, value, directory):
+        assert changed.wait(60)
+        return await write(self, value, directory)
+
+    monkeypatch.setattr(JsonCheckpointHandler, "_save_fn", late)
+    sums = {"loss": 1.0}
+    with Checkpoints(tmp_path, fingerprint="same") as checkpoints:
+        meta = {"window": {"sums": sums}}
+        checkpoints.save(NEW, **arrays(NEW), iterator=tiny_run.pipeline(), meta=meta)
+        sums["loss"] = 2.0
+        changed.set()
+        checkpoints.wait()
+        found = checkpoints.restore_latest(**arrays(0), iterator=tiny_run.pipeline())
+    assert found.meta["window"] == {"sums": {"loss": 1.0}}

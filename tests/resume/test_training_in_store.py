@@ -1,50 +1,104 @@
-"""A training run whose workdir is in an object store, killed and resumed (tests/object_store.py)."""
+"""A training run whose workdir is in an object store, killed and resumed.
+
+gs:// is tests/object_store.py, s3:// is tests/amazon_store.py.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import amazon_store
+import object_store
 import pytest
 import tiny_run
-from object_store import BUCKET, Objects, started
 from test_training_resume import assert_same_run, killed_run, run
 
+from mmqa_jax.core import orbax_s3
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import local_copy
-from mmqa_jax.core.paths import as_path
 from mmqa_jax.weights.folder import read_metadata
 
-WORKDIR = f"gs://{BUCKET}/runs/tiny"
+NAME = "runs/tiny"
+GS, S3 = f"gs://{object_store.BUCKET}/{NAME}", f"s3://{amazon_store.BUCKET}/{NAME}"
 
 
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
-    with started(tmp_path / "store", monkeypatch):
-        yield Objects(tmp_path / "store" / BUCKET)
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """An uninterrupted run in the file system."""
+    workdir = tmp_path_factory.mktemp("local")
+    run(workdir, validation=tiny_run.KEEP_BEST)
+    return workdir
 
 
 def checkpoints(store):
     """The steps of the complete ones."""
-    names = (name.split("/") for name in store.names("runs/tiny/checkpoints/"))
+    names = (name.split("/") for name in store.names(f"{NAME}/checkpoints/"))
     return {int(parts[3]) for parts in names if parts[4:] == ["commit_success.txt"]}
 
 
-def test_a_killed_run_in_a_store_ends_equal_to_a_local_one(tmp_path, store):
-    run(tmp_path / "local", validation=tiny_run.KEEP_BEST)
-    killed_run(WORKDIR, "in_save", 20)
-    assert 20 not in checkpoints(store)
-    killed_run(WORKDIR, "before_best", 2)  # step 30 is saved, the folder is still step 15's
-    assert read_metadata(f"{WORKDIR}/best")["step"] == 15
-    run(WORKDIR, validation=tiny_run.KEEP_BEST)
-    assert checkpoints(store) == {30, 50, 60}
+def test_a_killed_run_in_gs_ends_equal_to_a_local_one(tmp_path, monkeypatch, local):
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    with object_store.started(tmp_path / "store", monkeypatch):
+        store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
+        killed_run(GS, "in_save", 20)
+        assert 20 not in checkpoints(store)
+        killed_run(GS, "before_best", 2)  # step 30 is saved, the folder is still step 15's
+        assert read_metadata(f"{GS}/best")["step"] == 15
+        run(GS, validation=tiny_run.KEEP_BEST)
+        assert checkpoints(store) == {30, 50, 60}
+        for name in ("", "/best"):
+            ours, theirs = local_copy(GS + name), f"{local}{name}"
+            assert read_metadata(ours) == read_metadata(theirs)
+        assert_same_run(local_copy(GS), local)
+        events = [name for name in store.names(NAME) if "/events.out." in name]
+        assert len(events) == 3  # one of each attempt
+
+
+def test_a_killed_run_in_s3_ends_equal_to_a_local_one(tmp_path, monkeypatch, local):
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    with amazon_store.started(monkeypatch) as store:
+        killed_run(S3, "in_save", 20)
+        assert 20 not in checkpoints(store)
+        killed_run(S3, "before_best", 2)
+        assert 30 in checkpoints(store)
+        command = [sys.executable, tiny_run.__file__, S3, "to_end", "0"]
+        subprocess.run(command, check=True, timeout=300)
+        assert checkpoints(store) == {30, 50, 60}
+        store.download(NAME, tmp_path / "copy")
     for name in ("", "/best"):
-        ours, theirs = local_copy(WORKDIR + name), tmp_path / f"local{name}"
-        assert read_metadata(ours) == read_metadata(theirs)
-    assert_same_run(local_copy(WORKDIR), tmp_path / "local")
-    events = [name for name in store.names("runs/tiny/") if "/events.out." in name]
-    assert len(events) == 3  # one of each attempt
+        assert read_metadata(f"{tmp_path}/copy{name}") == read_metadata(f"{local}{name}")
+    assert_same_run(tmp_path / "copy", local)
 
 
-def test_s3_takes_no_checkpoints(store):
-    with pytest.raises(UserError, match="Orbax writes checkpoints to file systems and to gs:// on"):
-        run(f"s3://{BUCKET}/run")
-    assert not as_path(f"s3://{BUCKET}/run").exists()
+def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    monkeypatch.delattr(tensorstore_utils, "_use_gcs_driver")
+    with pytest.raises(
+        UserError, match=r"orbax-checkpoint [\d.]+ has no tensorstore_utils._use_gcs"
+    ):
+        orbax_s3.teach_orbax_s3()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {}),
+        (
+            {"AWS_ENDPOINT_URL": "http://one", "AWS_ENDPOINT_URL_S3": "http://two"},
+            {"endpoint": "http://two"},
+        ),
+        (
+            {"AWS_DEFAULT_REGION": "eu-west-1", "AWS_ACCESS_KEY_ID": "key"},
+            {"aws_region": "eu-west-1", "aws_credentials": {"type": "environment"}},
+        ),
+    ],
+)
+def test_the_environment_says_where_s3_is(monkeypatch, environment, expected):
+    for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "REGION", "DEFAULT_REGION", "ACCESS_KEY_ID"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    spec = {"driver": "s3", "bucket": "b", "path": "a/c"}
+    assert orbax_s3.kvstore_spec("s3://b/a/c") == spec | expected

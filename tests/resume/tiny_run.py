@@ -4,7 +4,9 @@ python tiny_run.py WORKDIR at_batch N    kill -9 at the N-th batch of this attem
 python tiny_run.py WORKDIR in_save STEP  kill -9 while checkpoint STEP is being written
 python tiny_run.py WORKDIR on_mesh 0     run to the end on four (fake) devices
 
-With the best step kept (KEEP_BEST), kill -9:
+With the best step kept (KEEP_BEST):
+python tiny_run.py WORKDIR to_end 0          run to the end
+and kill -9:
 python tiny_run.py WORKDIR in_evaluation N   at the N-th evaluation of this attempt
 python tiny_run.py WORKDIR before_best N     before the N-th writing of best/, its checkpoint saved
 python tiny_run.py WORKDIR between_renames N while the N-th writing of best/ replaces an older one
@@ -169,6 +171,8 @@ def main():
         mesh = make_mesh({"data": 2, "tensor": 2})
         params = run(workdir, pipeline(), mesh=mesh)
         print(params["first"]["kernel"][...].sharding.spec)
+    elif when == "to_end":
+        run(workdir, pipeline(), validation=KEEP_BEST)
     elif when == "in_evaluation":
         run(workdir, pipeline(), validation=Validation(killed_at(step, evaluate), "mean"))
     elif when == "before_best":

@@ -18,7 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from mmqa_jax.core.paths import absolute
+from mmqa_jax.core.orbax_s3 import teach_orbax_s3
+from mmqa_jax.core.paths import absolute, scheme_of
 from mmqa_jax.core.trees import nest
 
 # Of a chunk in the file: a shard of a mesh reads its own chunks only.
@@ -97,5 +98,8 @@ def save_arrays(folder: str | os.PathLike, arrays: Mapping[str, Any]) -> None:
       folder: the checkpoint.
       arrays: by name, as in `write_weights`.
     """
+    folder = absolute(folder)
+    if scheme_of(folder) == "s3":
+        teach_orbax_s3()
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(absolute(folder), nest(arrays), force=True)
+        checkpointer.save(folder, nest(arrays), force=True)
