@@ -45,12 +45,10 @@ def teach_orbax_s3() -> None:
                 f"orbax-checkpoint {version.__version__} has no {module}.{missing[0]}, by which "
                 "it is taught s3://; install the version of launch/constraints.txt."
             )
-    gs_spec, gs_size = (
-        gcs_utils.get_kvstore_for_gcs,
-        tensorstore_utils._GCS_OCDBT_TARGET_DATA_FILE_SIZE,
-    )
+    gs_spec = gcs_utils.get_kvstore_for_gcs
     uses_gs, normalize = tensorstore_utils._use_gcs_driver, tensorstore_utils._normalize_path
     file_size = tensorstore_utils._get_backend_ocdbt_target_data_file_size
+    gs_file_size = tensorstore_utils._GCS_OCDBT_TARGET_DATA_FILE_SIZE
 
     def kvstore(path: str) -> dict[str, Any]:
         return kvstore_spec(path) if path.startswith(_PREFIX) else gs_spec(path)
@@ -67,7 +65,7 @@ def teach_orbax_s3() -> None:
     def target_file_size(spec: dict[str, Any] | None) -> int:
         base = (spec or {}).get("base")
         on_s3 = isinstance(base, dict) and base.get("driver") == "s3"
-        return gs_size if on_s3 else file_size(spec)
+        return gs_file_size if on_s3 else file_size(spec)
 
     gcs_utils._GCS_PATH_PREFIX = (*gcs_utils._GCS_PATH_PREFIX, _PREFIX)
     gcs_utils.get_kvstore_for_gcs = kvstore
