@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mmqa_jax.core.paths import as_path
+from mmqa_jax.core.paths import as_path, check_store
 
 SUMMARY = "show how far a training run or a job in parts is, and the time left."
 EXAMPLE = "mmqa status runs/retrieval/dense.jsonl"
@@ -23,8 +23,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prints what is known of a training run, or a line per shard of a job and one for all."""
     from mmqa_jax.systems.training_status import is_training, status_lines, training_status
 
-    if is_training(as_path(arguments.path)):
-        training = training_status(as_path(arguments.path))
+    path = as_path(arguments.path)
+    check_store(path)
+    if is_training(path):
+        training = training_status(path)
         print("\n".join(status_lines(training)))
         return training
     from mmqa_jax.core.chunks import named
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import Table, show
     from mmqa_jax.systems.jobs import find_job, job_status
 
-    status = job_status(find_job(as_path(arguments.path)))
+    status = job_status(find_job(path))
     rows = [
         [
             shard["shard"],

@@ -195,10 +195,10 @@ def check_text(value: Any, place: str) -> None:
 
 def check_out(path: Path, *, folder: bool = False) -> None:
     """UserError if a file (or folder) cannot be written: before hours of work, not after them."""
+    check_store(path)  # first: only here do the errors of a store's package become sentences
     if path.is_dir() and not folder:
         raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
     if in_store(path):
-        check_store(path)
         return
     here = path.absolute()
     places = (here, *here.parents) if folder else here.parents

@@ -17,7 +17,7 @@ from cli_runs import mmqa
 
 from mmqa_jax.core import store_locks
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.files import atomic_write, read_json, read_jsonl, write_json
+from mmqa_jax.core.files import atomic_write, check_out, read_json, read_jsonl, write_json
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
 from mmqa_jax.core.metrics import MetricsWriter, read_metrics
@@ -266,17 +266,27 @@ def test_a_store_that_fails(store, monkeypatch):
         as_path(f"{GS}/x").exists()
 
 
-def test_a_store_that_refuses(store):
-    denied = store.folder.with_name(f"{object_store.BUCKET}.denied")
-    denied.touch()
-    try:
-        for refused in (check_store, local_copy):
-            with pytest.raises(
-                UserError, match=r"refuses .*Anonymous caller .*credentials \(`gcloud auth"
-            ):
-                refused(f"{GS}/run")
-    finally:
-        denied.unlink()
+@pytest.fixture
+def denied(store):
+    marker = store.folder.with_name(f"{object_store.BUCKET}.denied")
+    marker.touch()
+    yield
+    marker.unlink()
+
+
+@pytest.mark.parametrize(
+    "refused", [check_store, local_copy, lambda name: check_out(as_path(name))]
+)
+def test_a_store_that_refuses(denied, refused):
+    with pytest.raises(UserError, match=r"refuses .*Anonymous caller .*credentials \(`gcloud auth"):
+        refused(f"{GS}/run")
+
+
+@pytest.mark.parametrize("verb", ["status", "merge"])
+def test_a_verb_whose_store_refuses(denied, verb):
+    ended = mmqa(verb, f"{GS}/run")
+    assert ended.code == 2
+    assert ended.err.startswith(f"mmqa: {GS}/run: the store refuses")
 
 
 @pytest.mark.parametrize(("root", "package"), [(GS, "gcsfs"), (S3, "s3fs")])
