@@ -16,6 +16,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "workdirs", nargs="+", metavar="WORKDIR", help="finished runs of `mmqa run`"
     )
     parser.add_argument("--metric", help="a scorer of scores.json (the first that all runs have)")
+    parser.add_argument(
+        "--against_first",
+        action="store_true",
+        help="compare the other runs with the first, instead of every pair",
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="compare on the questions that all runs were scored on",
+    )
     parser.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
 
 
@@ -25,7 +35,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import show
 
     runs = [read_run(Path(folder)) for folder in arguments.workdirs]
-    compared = compare_runs(runs, arguments.metric)
+    compared = compare_runs(
+        runs,
+        arguments.metric,
+        against_first=arguments.against_first,
+        shared=arguments.shared,
+    )
     for table in compare_tables(compared):
         show(table, markdown=arguments.markdown)
     return compared

@@ -21,7 +21,7 @@ from mmqa_jax.evaluation.significance import (
     paired_bootstrap,
     permutation_test,
 )
-from mmqa_jax.evaluation.tables import Cell, Table
+from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
 
 
 def compare_scores(
@@ -57,6 +57,10 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, float]]) ->
     ]
     columns = ("scorer", "this", "other", "difference", "p, bootstrap", "p, permutation")
     return Table(title, columns, rows, "Paired by question; 95% interval, two-sided p-values.")
+
+
+# Fields of scores.json in which compared runs agree.
+SAME = ("dataset", "split", "limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,35 +103,34 @@ def read_run(folder: Path) -> ScoredRun:
     return ScoredRun(str(folder), scores, rows)
 
 
-def compare_runs(runs: Sequence[ScoredRun], metric: str | None = None) -> dict[str, Any]:
+def compare_runs(
+    runs: Sequence[ScoredRun],
+    metric: str | None = None,
+    *,
+    against_first: bool = False,
+    shared: bool = False,
+) -> dict[str, Any]:
     """Compares runs by one metric: the JSON object of `mmqa compare`.
 
-    Every pair is compared by the paired bootstrap and, if all scores are 0 or 1, by McNemar's
-    exact test, whose p-value is then the one reported; p_holm is corrected over all pairs (Holm
-    1979).
+    Pairs are compared by the paired bootstrap and, if all scores are 0 or 1, by McNemar's exact
+    test, whose p-value is then the one reported; p_holm is corrected over these pairs (Holm 1979).
 
     Args:
       metric: a scorer; by default the first that all runs have.
+      against_first: every other run with the first, instead of every pair.
+      shared: only the questions that all runs were scored on, instead of refusing others.
 
     Raises:
       UserError: fewer than two runs, runs of different benchmarks, splits or questions, or a
         scorer that one of them lacks.
     """
-    metric = _check_comparable(runs, metric)
+    metric = _check_comparable(runs, metric, ("dataset", "split") if shared else SAME)
     values = {run.name: _values(run, metric) for run in runs}
-    first = values[runs[0].name]
-    for name, scores in values.items():
-        if scores.keys() != first.keys():
-            unshared = sorted(scores.keys() ^ first.keys())
-            raise UserError(
-                f"{runs[0].name} and {name} were scored by {metric} on different questions ("
-                f"{len(unshared)} are in only one of them, such as {unshared[0]!r}); run both on "
-                "the same questions."
-            )
-    aligned = {name: np.array([v[q] for q in first]) for name, v in values.items()}
+    questions = _shared_questions(values, metric) if shared else _same_questions(values, metric)
+    aligned = {name: np.array([v[q] for q in questions]) for name, v in values.items()}
     binary = all(np.isin(x, (0.0, 1.0)).all() for x in aligned.values())
     pairs = []
-    for a, b in itertools.combinations(aligned, 2):
+    for a, b in _pairs(list(aligned), against_first):
         bootstrap = paired_bootstrap(aligned[a], aligned[b])
         pair: dict[str, Any] = {
             "a": a,
@@ -144,18 +147,35 @@ def compare_runs(runs: Sequence[ScoredRun], metric: str | None = None) -> dict[s
     for pair, corrected in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
         pair["p_holm"] = corrected
     summaries = []
-    for name, x in aligned.items():
+    for run in runs:
+        x = aligned[run.name]
         interval = bootstrap_interval(x)
-        bounds = [interval.low, interval.high]
-        summaries.append({"name": name, "n": len(x), "score": interval.mean, "interval": bounds})
-    return {"metric": metric, "runs": summaries, "pairs": pairs}
+        summary = {
+            "name": run.name,
+            "n": len(x),
+            "score": interval.mean,
+            "interval": [interval.low, interval.high],
+        }
+        summaries.append(summary | llm_use(run.scores))
+    return {
+        "metric": metric,
+        "against_first": against_first,
+        "runs": summaries,
+        "pairs": pairs,
+    }
 
 
 def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
     """The result of `compare_runs` as tables: the runs, then the pairs."""
+    used, counts = llm_columns(compared["runs"])
     runs: list[list[Cell]] = [
-        [run["name"], run["n"], Interval(run["score"], *run["interval"])]
-        for run in compared["runs"]
+        [
+            run["name"],
+            run["n"],
+            Interval(run["score"], *run["interval"]),
+            *asked,
+        ]
+        for run, asked in zip(compared["runs"], counts, strict=True)
     ]
     pairs: list[list[Cell]] = [
         [
@@ -167,19 +187,21 @@ def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
         ]
         for pair in compared["pairs"]
     ]
-    note = "95% intervals, bootstrap over questions; two-sided p, Holm-corrected over all pairs."
+    corrected = "the pairs with the first run" if compared["against_first"] else "all pairs"
+    note = f"95% intervals, bootstrap over questions; two-sided p, Holm-corrected over {corrected}."
     return [
-        Table(compared["metric"], ("run", "n", "score"), runs),
+        Table(compared["metric"], ("run", "n", "score", *used), runs),
         Table("Differences", ("pair", "difference", "p", "p, Holm", "test"), pairs, note),
     ]
 
 
-def _check_comparable(runs: Sequence[ScoredRun], metric: str | None) -> str:
+def _check_comparable(runs: Sequence[ScoredRun], metric: str | None, same: Sequence[str]) -> str:
+    """The metric; UserError if runs differ in one of the fields `same` of scores.json."""
     if len(runs) < 2:
         raise UserError("compare: at least two workdirs were expected; add another run.")
     if len({Path(run.name).resolve() for run in runs}) < len(runs):
         raise UserError("compare: a workdir is named twice; name each once.")
-    for key in ("dataset", "split", "limit"):
+    for key in same:
         for run in runs[1:]:
             if run.scores.get(key) != runs[0].scores.get(key):
                 raise UserError(
@@ -210,6 +232,38 @@ def _check_comparable(runs: Sequence[ScoredRun], metric: str | None) -> str:
 
 def _values(run: ScoredRun, metric: str) -> dict[str, float]:
     return {q: float(scores[metric]) for q, scores in run.per_question.items() if metric in scores}
+
+
+def _same_questions(values: Mapping[str, Mapping[str, float]], metric: str) -> list[str]:
+    """The questions of all runs; UserError if they differ."""
+    (first_name, first), *others = values.items()
+    for name, scores in others:
+        if scores.keys() != first.keys():
+            unshared = sorted(scores.keys() ^ first.keys())
+            raise UserError(
+                f"{first_name} and {name} were scored by {metric} on different questions ("
+                f"{len(unshared)} are in only one of them, such as {unshared[0]!r}); run both on "
+                "the same questions, or add --shared to compare on those that all runs have."
+            )
+    return list(first)
+
+
+def _shared_questions(values: Mapping[str, Mapping[str, float]], metric: str) -> list[str]:
+    """The questions that every run has; UserError if there is none."""
+    first, *others = values.values()
+    found = [q for q in first if all(q in scores for scores in others)]
+    if not found:
+        raise UserError(
+            f"--shared: no question was scored by {metric} in all of {', '.join(values)}; run "
+            "them on the same questions."
+        )
+    return found
+
+
+def _pairs(names: Sequence[str], against_first: bool) -> list[tuple[str, str]]:
+    if against_first:
+        return [(name, names[0]) for name in names[1:]]
+    return list(itertools.combinations(names, 2))
 
 
 def _p(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.scores import Scores
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import rich.table
 
 Cell = str | int | float | Interval | None
+# Means per question in scores.json's `llm` -> column.
+LLM_USE = {
+    "calls_per_question": "LLM calls a question",
+    "prompt_tokens_per_question": "prompt tokens a question",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,28 @@ def format_cell(cell: Cell) -> str:
     if isinstance(cell, float):
         return f"{cell:.3f}"
     return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def llm_use(scores: Mapping[str, Any]) -> dict[str, float]:
+    """What a run asked its language model, per question, from its scores.json; {} without one."""
+    used = scores.get("llm") or {}
+    return {name: used[name] for name in LLM_USE if name in used}
+
+
+def llm_columns(used: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[Cell]]]:
+    """Columns of what language models were asked, and the cells of every row.
+
+    Args:
+      used: of every row, the result of `llm_use`.
+    """
+    names = [name for name in LLM_USE if any(name in row for row in used)]
+    # Thousandths of a token say nothing.
+    cells = [[_count(row.get(name)) for name in names] for row in used]
+    return [LLM_USE[name] for name in names], cells
+
+
+def _count(value: float | None) -> Cell:
+    return value if value is None or value < 10 else round(value)
 
 
 def format_bounds(interval: Interval) -> str:

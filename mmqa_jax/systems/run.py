@@ -392,6 +392,7 @@ def _scores(
         "setting": config.setting,
         "split": config.data.split,
         "limit": limit,
+        "sample": config.data.questions,
         "questions": len(questions),
         **evaluation.summary(),
         "intervals": evaluation.intervals(),

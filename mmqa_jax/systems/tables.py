@@ -10,7 +10,7 @@ from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.evaluation.significance import Interval
-from mmqa_jax.evaluation.tables import Cell, Table
+from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
 from mmqa_jax.systems.run import missing_inputs
 
 # Paper -> the folders of configs/ whose tables.py has rows of it.
@@ -35,8 +35,9 @@ def list_rows(paper: str, workdir: Path | None = None) -> list[dict[str, Any]]:
 
     Returns:
       One dict per figure: paper, table, row, column, published, tolerance, scorer, command, needs,
-      measured, interval (95%) and n (where scores.json has them), limit and status: `pass` or
-      `fail` (of the row's whole split), `not run`, `needs` (inputs are missing), `cited only`,
+      measured, interval (95%) and n (where scores.json has them), llm (calls and prompt tokens per
+      question), limit, sample (if not the row's own `data.questions`) and status: `pass` or `fail`
+      (of all questions of the row), `not run`, `needs` (inputs are missing), `cited only`,
       `missing` (not implemented yet), or, of a row of ours without a published figure, `measured`.
     """
     return [figure for dataset in PAPERS[paper] for figure in _rows_of(paper, dataset, workdir)]
@@ -133,18 +134,21 @@ def _group(figure: Mapping[str, Any]) -> str:
 def _measured_table(title: str, figures: list[dict[str, Any]]) -> Table:
     """A line per measured figure; of the papers' with the published one and whether it is met."""
     ours = figures[0]["published"] is None
+    used, counts = llm_columns([one["llm"] for one in figures])
     rows: list[list[Cell]] = []
-    for one in figures:
+    for one, asked in zip(figures, counts, strict=True):
         value: Cell = one["measured"]
         if one["interval"]:
             value = Interval(one["measured"], *one["interval"])
         note = f"first {one['limit']} only" if one["limit"] else ""
+        if one["sample"]:
+            note = f"{one['sample']:,} questions only"
         if not ours:
             note = one["status"] + (f" ({note})" if note else "")
         published = () if ours else (one["published"],)
-        rows.append([one["config_row"], one["column"], *published, value, one["n"], note])
+        rows.append([one["config_row"], one["column"], *published, value, one["n"], *asked, note])
     between = () if ours else ("published",)
-    columns = ("config row", "score", *between, "measured [95% interval]", "n", "status")
+    columns = ("config row", "score", *between, "measured [95% interval]", "n", *used, "status")
     return Table(title, columns, rows)
 
 
@@ -179,9 +183,14 @@ def _figure(
         needs = [*needs, "--config.scoring.bart: bart-large-cnn with BARTScore's bart.pth"]
         status = "needs"
     limit = None if scores is None else scores.get("limit")
+    # How many questions a run took of those that its row does, by `data.questions`.
+    sample = None if scores is None else scores.get("sample") or None
+    if config is not None and sample == config.data.questions:
+        sample = None
+    whole = limit is None and sample is None
     if measured is not None and cell["published"] is None:
         status = "measured"
-    elif measured is not None and limit is None and scores["split"] == config.data.split:
+    elif measured is not None and whole and scores["split"] == config.data.split:
         within = abs(measured - cell["published"]) <= cell["tolerance"]
         status = "pass" if within else "fail"
     return {
@@ -197,7 +206,9 @@ def _figure(
         "needs": needs,
         "measured": measured,
         **_certainty({} if measured is None else scores, cell["scorer"], cell["group"]),
+        "llm": {} if scores is None else llm_use(scores),
         "limit": limit,
+        "sample": sample,
         "status": status,
     }
 

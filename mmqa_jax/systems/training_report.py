@@ -20,6 +20,8 @@ TASKS = {
     "contrastive": "retriever",
     "rerank": "source selector",
     "answer": "reader",
+    "modality": "modality classifier",
+    "vqa": "VQA model",
     "example_retrieval": "retriever of examples",
     "language_model": "language model",
 }

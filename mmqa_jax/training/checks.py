@@ -95,6 +95,7 @@ _BATCHES = {
     "language_model": language_model_batches,
     "vqa": vqa_batches,
 }
+TASKS = tuple(_BATCHES)
 _NOT_IN_BATCHES = (
     *("reader", "questions", "packer", "masking", "feed", "route_by_category", "tokenizer"),
     *("texts", "labels", "inputs", "vocabulary", "versions", "probabilities", "rows", "text_of"),
@@ -203,8 +204,8 @@ def check_config(
         together or the devices.
     """
     task = config.get("task")
-    if task not in list(_BATCHES):
-        raise UserError(f"config key task={task}: unknown; use one of {', '.join(_BATCHES)}.")
+    if task not in TASKS:
+        raise UserError(f"config key task={task}: unknown; use one of {', '.join(TASKS)}.")
     batches = spec_of(_BATCHES[task], *_NOT_IN_BATCHES)
     check_section(config, "", {**_CONFIG, **_OF_TASK[task], "batches": {**FEED_SPEC, **batches}})
     if config.get("augment"):

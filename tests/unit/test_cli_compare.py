@@ -75,7 +75,7 @@ def test_mcnemar_against_a_hand_computation():
 def test_three_runs(runs):
     """All scores are 0 or 1: McNemar's p counts, corrected over the three pairs."""
     found = done("compare", *runs)
-    assert found.keys() == {"metric", "runs", "pairs"}
+    assert found.keys() == {"metric", "against_first", "runs", "pairs"}
     assert found["metric"] == ACC  # the first that all have
     a, b, c = map(str, runs)
     assert [run.keys() for run in found["runs"]] == [{"name", "n", "score", "interval"}] * 3
@@ -97,6 +97,45 @@ def test_three_runs(runs):
     assert [pair["p_holm"] for pair in pairs] == pytest.approx([4 / 2**8, 1.0, 6 / 2**9])
     assert {pair["test"] for pair in pairs} == {"McNemar"}
     assert pairs[0]["p_bootstrap"] < 0.05 < pairs[1]["p_bootstrap"]
+
+
+def test_against_the_first_run_alone(runs):
+    """Two planned comparisons instead of three pairs: p-values are corrected over two."""
+    every = done("compare", *runs)["pairs"]
+    found = done("compare", *runs, "--against_first")
+    a, b, c = map(str, runs)
+    pairs = found["pairs"]
+    assert [(pair["a"], pair["b"]) for pair in pairs] == [(b, a), (c, a)]
+    assert [pair["difference"] for pair in pairs] == pytest.approx([0.2, -0.025])
+    assert [pair["p"] for pair in pairs] == pytest.approx([every[0]["p"], every[1]["p"]])
+    assert [pair["p_holm"] for pair in pairs] == pytest.approx([4 / 2**8, 1.0])
+    assert "over the pairs with the first run" in mmqa("compare", *runs, "--against_first").out
+
+
+def test_shared_questions(tmp_path, runs, refused):
+    """A run over the first 16 questions beside one over 40."""
+    few = write_run(tmp_path / "few", {ACC: [1.0] * 4 + [0.0] * 12}, limit=16)
+    refused("compare", runs[0], few, message="different values of limit")
+    found = done("compare", runs[0], few, "--shared")
+    assert [(run["n"], run["score"]) for run in found["runs"]] == [(16, 0.75), (16, 0.25)]
+    (pair,) = found["pairs"]
+    assert (pair["difference"], pair["p"]) == pytest.approx((0.5, 2 / 2**8))
+    rows = [{"question_id": f"other{i}", "scores": {ACC: 1.0}} for i in range(16)]
+    write_rows(few / "per_question.jsonl", rows)
+    refused("compare", runs[0], few, "--shared", message=rf"no question was scored by {ACC} in all")
+
+
+def test_calls_and_tokens_of_a_language_model(tmp_path, runs):
+    used = {"calls_per_question": 6.98, "prompt_tokens_per_question": 1849.2, "calls": 279}
+    asked = write_run(tmp_path / "asked", {ACC: [1.0] * 16 + [0.0] * 24}, llm=used)
+    command = ["compare", asked, runs[0]]
+    first, second = done(*command)["runs"]
+    assert (first["calls_per_question"], first["prompt_tokens_per_question"]) == (6.98, 1849.2)
+    assert second.keys() == {"name", "n", "score", "interval"}
+    table = mmqa(*command, "--markdown").out
+    assert "| LLM calls a question | prompt tokens a question |" in table
+    assert "| 6.980 | 1,849 |" in table
+    assert "LLM calls" not in mmqa("compare", *runs[:2], "--markdown").out
 
 
 def test_scores_that_are_not_0_or_1_are_compared_by_the_bootstrap(runs):

@@ -312,7 +312,8 @@ def test_rows_on_the_hidden_test_split(name, bare_data, models, index, tmp_path)
 
 def test_questions_evenly_over_the_split(flags_of, tmp_path):
     flags = (*flags_of("atlas:bm25", tmp_path / "run"), "--config.data.questions=2")
-    assert done(*flags)["questions"] == 2
+    result = done(*flags)
+    assert (result["questions"], result["sample"]) == (2, 2)
     rows = rows_of(tmp_path / "run" / "predictions.jsonl")
     assert [row["question_id"] for row in rows] == [IDS[0], IDS[2]]
 

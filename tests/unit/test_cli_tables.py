@@ -383,6 +383,35 @@ def test_the_rows_of_ours_that_were_run(elsewhere):
     ]
 
 
+def test_a_sample_of_a_row_is_not_judged(elsewhere):
+    """Neither passes nor fails what was published of all questions."""
+    write_scores(elsewhere / "vlp", "vlp", sample=50)
+    figure = of_figure(
+        done("tables", "webqa", f"--workdir={elsewhere}")["rows"], "6", "vlp", "source_f1"
+    )
+    assert (figure["measured"], figure["sample"], figure["status"]) == (0.659, 50, "needs")
+    table = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown").out
+    assert "| 100 | needs (50 questions only) |" in table
+
+
+def test_what_the_language_model_was_asked_stands_beside_the_scores(elsewhere):
+    used = {"calls_per_question": 6.983, "prompt_tokens_per_question": 1849.2, "calls": 6983}
+    folder = elsewhere / "okvqa"
+    soft = "vqa_accuracy/soft_labels"
+    more = {
+        "scores": {soft: 0.199}, "intervals": {soft: [0.176, 0.222]}, "n_by_scorer": {soft: 1000},
+        "by_category": {}, "by_modality": {}, "dataset": "okvqa", "split": "test",
+    }  # fmt: skip
+    write_scores(folder / "smollm2_mavl", "smollm2_mavl", llm=used, **more)
+    write_scores(folder / "vqa_model_alone", "vqa_model_alone", **more)
+    lines = mmqa("tables", "mavl", f"--workdir={elsewhere}", "--markdown").out.splitlines()
+    assert "| n | LLM calls a question | prompt tokens a question | status |" in "".join(lines)
+    asked = f"| smollm2_mavl | {soft} | 0.199 [0.176, 0.222] | 1,000 | 6.983 | 1,849 |  |"
+    assert asked in lines
+    alone = f"| vqa_model_alone | {soft} | 0.199 [0.176, 0.222] | 1,000 | – | – |  |"
+    assert alone in lines
+
+
 def test_tables_fit_a_terminal_of_120_characters(elsewhere):
     write_scores(elsewhere / "vlp", "vlp")
     for paper in ("webqa", "pica", "rmr", "atlas"):

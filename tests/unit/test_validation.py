@@ -5,16 +5,17 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from cli_runs import ROOT, TINY_OF, done, mmqa, quietly, rows_of, train_flags, tree
+from cli_runs import ROOT, TINY_OF, done, mmqa, quietly, rows_of, train_flags, tree, write_rows
 from flax import nnx
 
 from mmqa_jax.core.config import load_config
+from mmqa_jax.core.files import write_json
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.predictions import read_predictions
 from mmqa_jax.data.schema import Ranking
 from mmqa_jax.evaluation.webqa import score_answers
-from mmqa_jax.systems import validation
-from mmqa_jax.training.checks import check_config
+from mmqa_jax.systems import training_report, validation
+from mmqa_jax.training.checks import TASKS, check_config
 from mmqa_jax.training.recipes import make_recipe, make_tokenizer
 from mmqa_jax.training.validation import SECTIONS, read_best
 from mmqa_jax.weights.folder import read_metadata
@@ -144,6 +145,26 @@ def test_the_report_of_a_run_shows_its_validation(runs):
     assert page.count('id="best-source-selector-') == page.count('id="curve-source-selector-')
     assert "best step" in page
     assert "in steps that count" in page
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_of_training_has_a_report(task, tmp_path):
+    config = {"task": task, "train": {"steps": 20}, "data": {"split": "train", "dir": "data/x"}}
+    made = {"started": "today", "host": {"cpus": 2, "python": "3.12"}, "versions": {}, "git": None}
+    write_json(tmp_path / "config.json", {"config": config, **made})
+    write_rows(
+        tmp_path / "metrics.jsonl",
+        [
+            {"step": 10, "loss": 2.5},
+            {"step": 20, "loss": 1.5},
+            {"step": 20, "eval/accuracy": 0.375},
+        ],
+    )
+    found = done("report", f"--workdir={tmp_path}")
+    assert (found["task"], found["best"]) == (task, None)
+    page = (tmp_path / "report.html").read_text()
+    for text in (f"Training of the {training_report.TASKS[task]}", "eval/accuracy", "0.375"):
+        assert text in page
 
 
 def test_the_report_of_something_else_is_refused(refused, tmp_path):
