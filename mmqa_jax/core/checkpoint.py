@@ -9,12 +9,14 @@ of it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -60,6 +62,7 @@ class Checkpoints:
         if scheme_of(self.folder) == "s3":
             teach_orbax_s3()
         self._fingerprint = fingerprint
+        _remove_uncommitted(self.folder)
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -74,7 +77,6 @@ class Checkpoints:
                 best_fn=_rank,
                 # The loop decides when; Orbax would also skip some at its own discretion.
                 save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
-                cleanup_tmp_directories=True,  # what a kill in the middle of a save left
                 enable_async_checkpointing=True,
             ),
         )
@@ -207,6 +209,19 @@ class Checkpoints:
         # A save that failed was reported by `save` or `wait`, or something else is at fault.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
+
+
+def _remove_uncommitted(folder: str | os.PathLike) -> None:
+    """Removes what a kill in the middle of a save left, and returns once it is gone.
+
+    Orbax's own option `cleanup_tmp_directories` does so in a thread that only `save` waits for: a
+    run that restores and ends may leave the folder, and an error in it goes unseen.
+    """
+    from orbax.checkpoint._src.path.temporary_paths import cleanup_temporary_paths
+
+    # In a thread, since a notebook's main thread has an event loop that is running.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(lambda: asyncio.run(cleanup_temporary_paths(folder))).result()
 
 
 def _rank(metrics: Mapping[str, Any]) -> tuple[float, int]:

@@ -5,6 +5,7 @@ The files of the newest checkpoint are deleted, or cut at sampled bytes.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import tiny_run
 from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpointHandler
+from orbax.checkpoint._src.path import async_path
 
 from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.errors import UserError
@@ -112,6 +114,21 @@ def test_an_uncommitted_checkpoint_is_never_the_latest(states, tmp_path):
                 cut(path, chance.choice([*places(path)]))
             assert resume(folder) == OLD
             assert [path.name for path in folder.iterdir()] == [str(OLD)]  # the rest is removed
+
+
+def test_an_uncommitted_checkpoint_is_gone_once_the_run_is_open(states, tmp_path, monkeypatch):
+    """However long the store takes to remove it."""
+    folder = shutil.copytree(states[0], tmp_path / "checkpoints")
+    assert len(list(folder.iterdir())) == 2
+    remove = async_path.rmtree
+
+    async def slow(path):
+        await asyncio.sleep(0.5)
+        await remove(path)
+
+    monkeypatch.setattr(async_path, "rmtree", slow)
+    with Checkpoints(folder, fingerprint="same"):
+        assert [path.name for path in folder.iterdir()] == [str(OLD)]
 
 
 def test_a_damaged_checkpoint_is_refused_or_does_not_need_the_file(states, tmp_path):
