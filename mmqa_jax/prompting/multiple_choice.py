@@ -12,6 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Choices
+from mmqa_jax.prompting.few_shot import FewShot, prompts_record
 from mmqa_jax.prompting.stream import Answers, answer_all
 
 Normalization = Literal["sum", "mean"]
@@ -28,6 +29,31 @@ def check_choices(setting: str, questions: Sequence[Question]) -> None:
             f"setting {setting}: {without:,} of {len(questions):,} questions have no choices; "
             "leave them out with config key data.where, or use a setting that writes answers."
         )
+
+
+def choose_options(
+    questions: Sequence[Question],
+    prompts: Sequence[FewShot],
+    options: Mapping[str, Sequence[str]],
+    llm: Any,
+    *,
+    score: Normalization = "sum",
+    blank: str | None = None,
+) -> list[Prediction]:
+    """Asks every prompt, a query of `Choices`, and gives each question's most probable option.
+
+    Args:
+      options: question id -> its options as the prompts ask for them.
+      score: log-probability of an option, summed over its tokens or per token.
+      blank: a prompt without the question, after which the options are scored for calibration;
+        None: not calibrated.
+    """
+    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
+    prior = None if blank is None else option_prior(llm, options, blank, score)
+    return [
+        choose_option(question, answers, prior, score=score, trace=prompts_record([prompt]))
+        for question, prompt in zip(questions, prompts, strict=True)
+    ]
 
 
 def option_prior(

@@ -30,8 +30,7 @@ from mmqa_jax.prompting.few_shot import (
 from mmqa_jax.prompting.multiple_choice import (
     Normalization,
     check_choices,
-    choose_option,
-    option_prior,
+    choose_options,
 )
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
@@ -145,15 +144,10 @@ def choose_pica(
             questions, chosen, passages_of(knowledge, questions), strict=True
         )
     ]
-    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    prior = None
-    if calibrated:
-        blank = prompt.render([], dict.fromkeys(("context", "question"), NO_CONTEXT))
-        prior = option_prior(llm, options, blank, score)
-    return [
-        choose_option(q, answers, prior, score=score, trace=prompts_record([p]))
-        for q, p in zip(questions, prompts, strict=True)
-    ]
+    blank = prompt.render([], dict.fromkeys(("context", "question"), NO_CONTEXT))
+    return choose_options(
+        questions, prompts, options, llm, score=score, blank=blank if calibrated else None
+    )
 
 
 def copy_nearest_answer(

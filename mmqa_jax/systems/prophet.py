@@ -16,9 +16,15 @@ from typing import Any
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
-from mmqa_jax.prompting.few_shot import FewShot, few_shot, majority_answer, prompts_record
+from mmqa_jax.prompting.few_shot import (
+    NO_CONTEXT,
+    FewShot,
+    few_shot,
+    majority_answer,
+    prompts_record,
+)
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
-from mmqa_jax.prompting.multiple_choice import Normalization, choose_option, option_prior
+from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, seeded
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
@@ -97,15 +103,10 @@ def choose_prophet(
         )
         for question, found in zip(questions, chosen, strict=True)
     ]  # fmt: skip
-    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    prior = None
-    if calibrated:
-        blank = {"context": "N/A", "question": "N/A", "candidates": ""}
-        prior = option_prior(llm, options, template.render([], blank), score)
-    return [
-        choose_option(q, answers, prior, score=score, trace=prompts_record([p]))
-        for q, p in zip(questions, prompts, strict=True)
-    ]
+    blank = template.render([], {"context": NO_CONTEXT, "question": NO_CONTEXT, "candidates": ""})
+    return choose_options(
+        questions, prompts, options, llm, score=score, blank=blank if calibrated else None
+    )
 
 
 def answer_first_candidate(

@@ -40,8 +40,7 @@ from mmqa_jax.prompting.few_shot import (
 from mmqa_jax.prompting.multiple_choice import (
     Normalization,
     check_choices,
-    choose_option,
-    option_prior,
+    choose_options,
 )
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
@@ -149,15 +148,10 @@ def choose_rmr(
             questions, chosen, passages_of(knowledge, questions), strict=True
         )
     ]
-    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    prior = None
-    if calibrated:
-        blank = prompt.render([], dict.fromkeys(("question", "context", "options"), NO_CONTEXT))
-        prior = option_prior(llm, spelled, blank, score)
-    predictions = [
-        choose_option(question, answers, prior, score=score, trace=prompts_record([p]))
-        for question, p in zip(questions, prompts, strict=True)
-    ]
+    blank = prompt.render([], dict.fromkeys(("question", "context", "options"), NO_CONTEXT))
+    predictions = choose_options(
+        questions, prompts, spelled, llm, score=score, blank=blank if calibrated else None
+    )
     return [_lettered(q, chosen) for q, chosen in zip(questions, predictions, strict=True)]
 
 
