@@ -178,12 +178,12 @@ def ours_made_by(dataset: str, candidates: str) -> dict[str, str]:
 
 
 def _prophets_files(dataset: str) -> tuple[str, str]:
-    short = {"okvqa": "ok", "aokvqa": "aok_val"}[dataset]
+    """Candidates and answer-aware examples by the names that Prophet's README and scripts use."""
     folder = "downloads/prophet/assets"
-    return (
-        f"{folder}/candidates_{short}.json",
-        f"{folder}/answer_aware_examples_{short}.json",
-    )
+    return {
+        "okvqa": (f"{folder}/candidates_okvqa.json", f"{folder}/answer_aware_examples_okvqa.json"),
+        "aokvqa": (f"{folder}/candidates_aokvqa_val.json", f"{folder}/examples_aokvqa_val.json"),
+    }[dataset]
 
 
 def _our_files(dataset: str) -> tuple[str, str]:

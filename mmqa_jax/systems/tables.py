@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
+from mmqa_jax.prompting.backend_http import URL
 from mmqa_jax.systems.run import missing_inputs
 
 # Paper -> the folders of configs/ whose tables.py has rows of it.
@@ -53,6 +56,7 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
         config = tables.get_config(name)
         measured = None if workdir is None else _scores(workdir, dataset, name, config.dataset)
         needs = [f"{path}: {how}" for path, how in missing_inputs(config).items()]
+        needs += _missing_server(config)
         command = (
             f"mmqa run --config=configs/{dataset}/tables.py:{name} "
             f"--workdir=runs/tables/{dataset}/{name}"
@@ -66,6 +70,14 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
                     figure = _figure(paper, name, dict(cell), "", [], None, None)
                     listed.append({**figure, "status": status})
     return listed
+
+
+def _missing_server(config: Any) -> list[str]:
+    """The server that a row's language model is on, unless the environment names one."""
+    llm = config.parts.get("llm", {})
+    if llm.get("backend") != "openai" or os.environ.get(URL):
+        return []
+    return [f"{URL}: the address of a server with OpenAI's API that serves {llm.model}"]
 
 
 def _ours(dataset: str, name: str, scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -92,7 +104,7 @@ def rows_tables(paper: str, listed: list[dict[str, Any]]) -> list[Table]:
     our own.
     """
     published = [figure for figure in listed if figure["published"] is not None]
-    numbers = dict.fromkeys(figure["table"] for figure in published)
+    numbers = sorted(dict.fromkeys(figure["table"] for figure in published), key=_numbered)
     tables = [
         table
         for number in numbers
@@ -103,6 +115,11 @@ def rows_tables(paper: str, listed: list[dict[str, Any]]) -> list[Table]:
         figures = [figure for figure in measured if _group(figure) == title]
         tables.append(_measured_table(f"{paper}, {title}", figures))
     return tables
+
+
+def _numbered(table: str) -> int:
+    """A table's number; tables and figures with a name of their own come behind the numbered."""
+    return int(table) if table.isdigit() else sys.maxsize
 
 
 def _published(paper: str, figures: list[dict[str, Any]]) -> Iterator[Table]:
