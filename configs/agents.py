@@ -58,7 +58,7 @@ def paper_rows(dataset: str, published: Mapping[str, Sequence[Figure]], scorer: 
 
     Args:
       dataset: whose files of Prophet's authors are in downloads/prophet.
-      published: row -> its figures.
+      published: row -> its figures; rows that are not there are left out.
     """
     llm = _rows.language_model(LLAMA, length=4096, buckets=(32, 128, 512), prefill_tokens=1024)
     heuristics = _rows.heuristics(*_prophets_files(dataset))
@@ -77,14 +77,19 @@ def paper_rows(dataset: str, published: Mapping[str, Sequence[Figure]], scorer: 
         "parts": parts,
         "options": {"shots": 8, "candidates": 5, "ensemble": 1},
     }
+    rows["promptcap_llama"] = {  # the same prompt with PromptCap's captions
+        **rows["prophet_llama"],
+        "parts": {**parts, "captions": {"captions": promptcap_file(dataset), "tags": ""}},
+    }
     return {
         name: {
             **row,
             "paper": "mavl",
             "system": row["setting"],
-            "published": figures(published.get(name, ()), scorer),
+            "published": figures(published[name], scorer),
         }
         for name, row in rows.items()
+        if name in published
     }
 
 
@@ -164,6 +169,10 @@ def made_by(dataset: str, split: str) -> dict[str, str]:
     return {
         **MADE_BY,
         **dict.fromkeys(_prophets_files(dataset), authors),
+        promptcap_file(dataset): (
+            "PromptCap's caption of every question and example, {question_id: caption}, by its "
+            "prompt 'please describe this image according to the given question: QUESTION'"
+        ),
         **ours_made_by(dataset, ours),
     }
 
@@ -175,6 +184,11 @@ def ours_made_by(dataset: str, candidates: str) -> dict[str, str]:
         **dict.fromkeys(_our_files(dataset), candidates),
         _finished(dataset): f"{finished} --workdir={_finished(dataset)}",
     }
+
+
+def promptcap_file(dataset: str) -> str:
+    """PromptCap's captions of a benchmark's questions."""
+    return f"downloads/promptcap/{dataset}_captions.json"
 
 
 def _prophets_files(dataset: str) -> tuple[str, str]:

@@ -11,7 +11,8 @@ _HEURISTICS = {"similarity": "answer_aware", "seed": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "pica": {
         **_SHOWN, "shots": 16, "ensemble": 1, "similarity": "question_and_image", "tags": False,
-        "shot_answer": "first", "template": "pica.okvqa", "max_new_tokens": 5,
+        "shot_answer": "first", "shot_captions": "own", "template": "pica.okvqa",
+        "max_new_tokens": 5,
     },
     "pica_choice": {
         **_SHOWN, "shots": 8, "similarity": "question", "tags": False, "shot_answer": "first",
@@ -54,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mavl": {
         **_HEURISTICS, "order": "most_similar_first", "shots": 8, "candidates": 5,
         "agents": ("junior", "senior", "manager"), "plans": "planned", "votes": (2.0, 3.0, 4.0),
-        "weighting": "level", "task": "prompt", "chat": False, "passages": 1,
+        "weighting": "level", "task": "prompt", "chat": False, "plan_tokens": 24, "passages": 1,
         "knowledge_words": 40, "knowledge_tokens": 64, "max_new_tokens": 10,
     },
     "mavl_revote": {"votes": (2.0, 3.0, 4.0), "weighting": "fitted", "folds": 2},
@@ -100,9 +101,12 @@ def heuristics(candidates: str, examples: str) -> dict[str, str]:
 
 
 def library(**changes: Any) -> dict[str, Any]:
-    """The section `parts.library` with every key: MiniLM's similarity within the row's own data."""
+    """The section `parts.library`: MiniLM's similarity within the row's own data.
+
+    It has every key but `vectors`, which only OK-VQA's rows of PICa can use.
+    """
     own = {"data": "", "split": "train", "folds": 1, "text_model": "minilm", "image_model": ""}
-    return {**own, "text": "question", "modality": "", **changes}
+    return {**own, "text": "question", "modality": "", "index_kind": "exact", **changes}
 
 
 def knowledge(**changes: Any) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The rows on OK-VQA: PICa's table, PromptCap, MAVL's tables, and the same with a small model.
 
-`pica_*` are PICa's, for a server with the completion model that the user names, `mavl*` and
-`prophet_llama` MAVL's; `smollm2_*` are ours. The library of examples and the questions are the two
-halves of one split in our rows, because captions of the train pictures are not at hand; the papers'
-take the train split. PromptCap's own captions are written for each question; in our row VinVL's
-stand in. `smollm2_similar_factbook` and `_openstax*` are KAT-style: a passage of the World Factbook
-(in Atlas) or of textbooks follows the caption.
+`pica_*` are PICa's, for a server with the completion model that the user names and with the CLIP
+vectors that its authors published, `mavl*`, `prophet_llama` and `promptcap_llama` MAVL's;
+`smollm2_*` are ours. The library of examples and the questions are the two halves of one split in
+our rows, because captions of the train pictures were not at hand; the papers' take the train split.
+PromptCap's own captions are written for each question; in our row VinVL's stand in.
+`smollm2_similar_factbook` and `_openstax*` are KAT-style: a passage of the World Factbook (in
+Atlas) or of textbooks follows the caption.
 """
 
 from ml_collections import ConfigDict
@@ -16,16 +17,13 @@ PAPER = "pica"
 
 DATA = "data/okvqa"
 MADE_BY = {DATA: f"mmqa prepare okvqa --raw=downloads/okvqa --out={DATA}"}
-PROMPTCAP = "downloads/promptcap/okvqa_captions.json"
-MADE_BY[PROMPTCAP] = (
-    "PromptCap's caption of every train and test question, {question_id: caption}, by its prompt "
-    "'please describe this image according to the given question: QUESTION'"
-)
 ATLAS, OPENSTAX = "data/atlas", "data/openstax"
 MADE_BY[ATLAS] = f"mmqa prepare atlas --out={ATLAS}"
 MADE_BY[OPENSTAX] = f"mmqa prepare corpus --raw=downloads/openstax --out={OPENSTAX}"
-CLIP = "weights/clip"
+VECTORS = "downloads/PICa/coco_clip_new"
+CLIP = "weights/clip"  # in place of the vectors
 MADE_BY[CLIP] = f"mmqa convert --model=clip --source=downloads/ViT-B-16.pt --out={CLIP}"
+MADE_BY[VECTORS] = "git clone https://github.com/microsoft/PICa downloads/PICa"
 TOLERANCE = 0.02
 
 _rows = config_beside(__file__, "../rows.py")
@@ -34,7 +32,9 @@ MADE_BY |= _agents.made_by("okvqa", "test")
 _SMOLLM2 = _rows.language_model("smollm2")
 _DAVINCI = _rows.language_model("davinci-002", "openai")
 _HALVES = _rows.library(split="test", folds=2)
-_CLIP = _rows.library(text_model=CLIP, image_model=CLIP)
+_UNCOMPARED = _rows.library(text_model="")
+_PICA = {**_UNCOMPARED, "vectors": VECTORS}
+_PROMPTCAP = {"captions": {"captions": _agents.promptcap_file("okvqa"), "tags": ""}}
 
 
 def _published(row: str, value: float, table: str = "2") -> tuple[dict, ...]:
@@ -51,12 +51,12 @@ def _published(row: str, value: float, table: str = "2") -> tuple[dict, ...]:
     )
 
 
-def _paper(row: str, value: float, **options) -> dict:
+def _paper(row: str, value: float, library: dict = _PICA, **options) -> dict:
     return {
         "paper": "pica",
         "setting": "pica",
-        "parts": {"llm": _DAVINCI, "library": _CLIP},
-        "options": {"shots": 16, **options},
+        "parts": {"llm": _DAVINCI, "library": library},
+        "options": {"shots": 16, "shot_captions": "people", **options},
         "published": _published(row, value),
     }
 
@@ -114,15 +114,16 @@ _MAVL = {
     "mavl_without_planners": (_ablated("x (Planners)", 54.7),),
     "mavl_without_all": (_ablated("x (All)", 52.4),),
     "prophet_llama": (_mavl("Prophet-LLaMA", 52.8),),
+    "promptcap_llama": (_mavl("PromptCap-LLaMA", 53.4),),
 }
 # Row -> setting of systems/pica.py, prophet.py or mavl.py, parts, options, published figures (PICa,
 # table 2; MAVL, tables 1 and 3).
 ROWS = {
-    "pica_base": _paper("PICa-Base (C)", 42.0, similarity="random"),
-    "pica_base_tags": _paper("PICa-Base (C+T)", 43.3, similarity="random", tags=True),
+    "pica_base": _paper("PICa-Base (C)", 42.0, _UNCOMPARED, similarity="random"),
+    "pica_base_tags": _paper("PICa-Base (C+T)", 43.3, _UNCOMPARED, similarity="random", tags=True),
     "pica_full": _paper("PICa-Full (C)", 46.9, ensemble=5),
     "pica_full_tags": _paper("PICa-Full (C+T)", 48.0, ensemble=5, tags=True),
-    "promptcap": _promptcap(_DAVINCI, _CLIP, {"captions": {"captions": PROMPTCAP, "tags": ""}})
+    "promptcap": _promptcap(_DAVINCI, _PICA, _PROMPTCAP)
     | {"published": _published("PromptCap", 60.4, "PromptCap, abstract")},
     "smollm2_zero_shot": _ours(shots=0),
     "smollm2_random": _ours(similarity="random"),
@@ -158,7 +159,6 @@ CITED: dict[str, tuple[dict, ...]] = {
         "PICa-Full (Caption)": 46.9,
         "PICa-Full (Caption+Tags)": 48.0,
         "KAT": 53.1,
-        "PromptCap-LLaMA": 53.4,
     }.items()
 }
 MODES = tuple(ROWS)

@@ -198,7 +198,10 @@ ROWS = {
     "smollm2_k0_openstax": _knowing(0),
     "smollm2_k0_openstax_random": _knowing(0, retriever="random"),
     "smollm2_k1_openstax": _knowing(1),
-    **{f"smollm2_finetuned_k{k}": _ours(llm=_FINETUNED, shots=k, calibrated=True) for k in (0, 3)},
+    **{
+        f"smollm2_finetuned_k{k}": _ours(llm=_FINETUNED, shots=k, calibrated=True)
+        for k in (0, 1, 3)
+    },
     "smollm2_trained_retriever_k3": _ours(library=_TRAINED, shots=3, calibrated=True),
     "smollm2_k3_rationale": _ours("rmr", shots=3, max_new_tokens=128) | {"questions": 500},
 }

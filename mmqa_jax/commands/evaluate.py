@@ -34,7 +34,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="predictions.jsonl, the benchmark's own formats, or a rankings file",
     )
     parser.add_argument(
-        "--split", help="train, val or test (test; for aokvqa val, whose answers are public)"
+        "--split",
+        help="train, val or test (test; for vqav2, aokvqa and mmbench val, whose answers are "
+        "public; mmbench's dev is val)",
     )
     parser.add_argument(
         "--only_given",
@@ -75,7 +77,7 @@ class References(NamedTuple):
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores predictions (answers and cited sources) or rankings; prints the tables."""
     from mmqa_jax.core.files import check_out
-    from mmqa_jax.evaluation.scores import predictions_by_question
+    from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
 
     arguments = flags.fetched(arguments, STORE_INPUTS)
@@ -99,11 +101,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     questions = reference.questions
     if arguments.only_given:
         questions = _among(questions, given, predictions)
-    missing = len(questions) - len(predictions_by_question(questions, given))
-    notes: list[str] = []  # printed only after nothing can fail anymore
-    if missing:
-        notes.append(f"{missing:,} of {len(questions):,} questions have no prediction and count 0")
+    missing = len(questions) - len(predictions_by_question(questions, given, predictions))
+    notes = _missing_note(missing, questions)  # printed only after nothing can fail anymore
     result: dict[str, Any] = {"dataset": arguments.dataset, "n": 0, "missing": missing}
+    result["empty"] = count_empty(given)
     if reference.corpus is not None:
         unknown = unknown_sources(given, reference.corpus)
         result["unknown_sources"] = len(unknown)
@@ -116,8 +117,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.submission:
         result["submission"] = _write_submission(given, reference, Path(arguments.submission))
         if _is_hidden(questions):
-            _warn(notes)
-            return {**result, "notes": notes, "scores": {}, "by_category": {}, "by_modality": {}}
+            return {**_unscored(result, given, notes), "by_modality": {}}
     return {**result, **_evaluate_answers(arguments, reference, questions, given, notes)}
 
 
@@ -126,20 +126,19 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
+    from mmqa_jax.evaluation.scoring import notes_of_counts
 
     dataset, path = arguments.dataset, Path(arguments.predictions)
     scoring = benchmarks.BENCHMARKS[dataset]
     _refuse_flags(arguments, dataset, scoring)
-    split = arguments.split or scoring.split
+    split = benchmarks.split_of(dataset, arguments.split)
     references = Path(arguments.references or path)
     questions = benchmarks.read_questions(dataset, references, split)
     given = benchmarks.read_predictions(dataset, path, questions)
     if arguments.only_given:
         questions = _among(questions, given, path)
-    missing = len(questions) - len(predictions_by_question(questions, given))
-    notes: list[str] = []
-    if missing:
-        notes.append(f"{missing:,} of {len(questions):,} questions have no prediction and count 0")
+    missing = len(questions) - len(predictions_by_question(questions, given, path))
+    notes = _missing_note(missing, questions)
     result: dict[str, Any] = {"dataset": dataset, "split": split, "n": 0, "missing": missing}
     result["empty"] = count_empty(given)
     if arguments.submission:
@@ -147,16 +146,16 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         check_out(Path(arguments.submission))
         if not any(map(scoring.has_reference, questions)):
             scoring.write_submission(questions, given, Path(arguments.submission))
-            _warn(notes)
-            return {**result, "notes": notes, "scores": {}, "by_category": {}}
+            return _unscored(result, given, notes)
     evaluation = scoring.score(questions, given)
     others = None
     if arguments.against:
         rivals = benchmarks.read_predictions(dataset, Path(arguments.against), questions)
+        predictions_by_question(questions, rivals, arguments.against)
         others = scoring.score(questions, rivals)
     if arguments.submission:
         scoring.write_submission(questions, given, Path(arguments.submission))
-    notes += evaluation.notes
+    notes += evaluation.notes + notes_of_counts(evaluation, given)
     shown = _show(arguments, f"{dataset}, {split}", evaluation, others, notes)
     return {**result, "notes": notes, **shown}
 
@@ -213,7 +212,8 @@ def _evaluate_answers(
     given: Sequence,
     notes: list[str],
 ) -> dict[str, Any]:
-    from mmqa_jax.evaluation.scoring import score_predictions
+    from mmqa_jax.evaluation.scores import predictions_by_question
+    from mmqa_jax.evaluation.scoring import notes_of_counts, score_predictions
     from mmqa_jax.evaluation.webqa_formats import is_output_tsv
 
     options = {"lemmatizer": arguments.lemmatizer}
@@ -232,14 +232,16 @@ def _evaluate_answers(
     others = None
     if arguments.against:
         against = Path(arguments.against)
+        rivals = _read(against, reference.corpus)
+        predictions_by_question(questions, rivals, against)
         others = score_predictions(
             arguments.dataset,
             questions,
-            _read(against, reference.corpus),
+            rivals,
             sources=not is_output_tsv(against),
             **options,
         )
-    notes += evaluation.notes
+    notes += evaluation.notes + notes_of_counts(evaluation, given)
     if arguments.dataset == "webqa" and not arguments.bart:
         notes.append("no fluency (webqa_fl): give --bart the folder of BARTScore's weights")
     shown = _show(arguments, title, evaluation, others, notes)
@@ -298,7 +300,7 @@ def _evaluate_rankings(
 
 
 def _read(predictions: Path, corpus: Any) -> list:
-    from mmqa_jax.data.predictions import read_predictions
+    from mmqa_jax.evaluation.prediction_lines import read_answers
     from mmqa_jax.evaluation.webqa_formats import (
         is_output_tsv,
         read_output_tsv,
@@ -306,7 +308,7 @@ def _read(predictions: Path, corpus: Any) -> list:
     )
 
     if predictions.suffix == ".jsonl":
-        return read_predictions(predictions, None if corpus is None else corpus.row)
+        return read_answers(predictions, None if corpus is None else corpus.row)
     if is_output_tsv(predictions):
         return read_output_tsv(predictions).predictions
     return read_prediction_json(predictions, corpus)
@@ -348,6 +350,24 @@ def _holds_rankings(path: Path) -> bool:
 
     first = next(read_jsonl(path), (0, {}))[1]
     return isinstance(first, dict) and "scores" in first and "answer" not in first
+
+
+def _missing_note(missing: int, questions: Sequence) -> list[str]:
+    if not missing:
+        return []
+    return [f"{missing:,} of {len(questions):,} questions have no prediction and count 0"]
+
+
+def _unscored(result: dict[str, Any], given: Sequence, notes: list[str]) -> dict[str, Any]:
+    """The result of a submission to a split with hidden answers; prints its notes."""
+    from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts
+
+    notes += notes_of_counts(Evaluation(), given)
+    notes.append(
+        f"written {result['submission']}; the answers of this split are hidden, nothing was scored"
+    )
+    _warn(notes)
+    return {**result, "notes": notes, "scores": {}, "by_category": {}}
 
 
 def _warn(notes: Sequence[str]) -> None:

@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.systems.run import check_row, run_row
     from mmqa_jax.systems.run_report import row_title
+    from mmqa_jax.systems.traces import counts_table
     from mmqa_jax.weights.hub import download_model
 
     config = load_config(arguments.config, arguments.overrides)
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"row": config.row, "waiting_for_other_shards": True}
     for note in result.scores["notes"]:
         print(note, file=sys.stderr)
-    for table in result.evaluation.tables(row_title(result.scores)):
+    tables = result.evaluation.tables(row_title(result.scores))
+    for table in [*tables, *counts_table(result.scores.get("prompts", {}))]:
         show(table)
     print(f"Report: {folder / 'report.html'}")
     return dict(result.scores)

@@ -375,6 +375,8 @@ def _describe(kind: Any) -> str:
     names |= {dict: "a section", tuple: "a tuple", list: "a list"}
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple and get_args(kind)[1:] == (Ellipsis,):
+        return f"a tuple whose items are each {_describe(get_args(kind)[0])}"
     return names.get(kind) or str(kind).removeprefix("collections.abc.")
 
 

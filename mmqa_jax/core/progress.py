@@ -56,7 +56,8 @@ class Progress:
             with progress.paused():   # this time counts neither in the rate nor in the time left
                 evaluate()
 
-    The rate is measured from the first `advance` on, since the first step also compiles.
+    Under way the rate is measured from the first `advance` on, since the first step also compiles;
+    the closing line's is that of the whole time.
 
     Args:
       title: of the work, e.g. "Training reader".
@@ -82,7 +83,7 @@ class Progress:
         self._quiet = os.environ.get("MMQA_PROGRESS") == "off" if quiet is None else quiet
         self._console = console or Console(stderr=True)
         self._clock = clock
-        self._done = start
+        self._done = self._start = start
         self._values: dict[str, Any] = {}
         self._began = self._last_line = clock()
         self._idle = 0.0  # seconds paused
@@ -186,9 +187,11 @@ class Progress:
 
     def summary(self) -> str:
         """What is shown at the end: `500 steps in 2:36, 3.2 steps/s, loss 0.7`."""
-        parts = [f"{self._done} {self._unit} in {duration(self.active_seconds())}"]
-        if (rate := self.rate()) is not None:
-            parts.append(_speed(rate, self._unit))
+        seconds, made = self.active_seconds(), self._done - self._start
+        earlier = f" ({self._start} of them earlier)" if self._start else ""
+        parts = [f"{self._done} {self._unit}{earlier} in {duration(seconds)}"]
+        if made > 0 and seconds > 0:
+            parts.append(_speed(made / seconds, self._unit))
         return ", ".join(parts + self._shown_values())
 
     def _shown_values(self) -> list[str]:

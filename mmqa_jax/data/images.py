@@ -55,8 +55,11 @@ class BrokenPictures:
         """Counts picture `name` once; raises RunError with the names above the limit."""
         self.reasons.setdefault(name, reason)
         if self.count > self.limit:
+            subject = f"{self.count} pictures {self.problem}"
+            if self.count == 1:
+                subject = f"1 picture {self.problem}".replace(" have ", " has ")
             raise RunError(
-                f"{self.count} pictures {self.problem}, more than the {self.limit} allowed "
+                f"{subject}, more than the {self.limit} allowed "
                 f"({first_names(self.names, 20)}), the last because {reason.rstrip('.')}; "
                 f"{self.remedy}."
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import UInt8
@@ -18,6 +20,22 @@ from mmqa_jax.data.images import (
     decode_to_pixels,
 )
 from mmqa_jax.data.schema import Question
+
+_OWN = ("_lock", "_cache", "_digests")  # what every process has for itself
+
+
+class EncodedPicture(NamedTuple):
+    """A picture that is decoded only where its pixels are needed.
+
+    Attributes:
+      digest: of its encoded bytes and of how they are decoded.
+      decode: uint8[S, S, 3]; None where the picture is broken.
+      caption: what stands for a broken picture.
+    """
+
+    digest: bytes
+    decode: Callable[[], np.ndarray | None]
+    caption: str = ""
 
 
 class PictureStore:
@@ -49,8 +67,21 @@ class PictureStore:
         self.alpha, self.scaled = alpha, scaled
         shown = sum(source.image is not None for source in corpus.sources)
         self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
+        self._max_broken, self._cache_bytes = max_broken, cache_bytes
         self._capacity = cache_bytes // (size * size * 3)
         self._start_cache()
+
+    def over(self, corpus: Corpus) -> Self:
+        """A store of another corpus's pictures, decoded in the same way."""
+        return type(self)(
+            corpus,
+            self.size,
+            self.resize,
+            alpha=self.alpha,
+            scaled=self.scaled,
+            cache_bytes=self._cache_bytes,
+            max_broken=self._max_broken,
+        )
 
     def pixels(self, row: int) -> UInt8[np.ndarray, "S S 3"] | None:
         """Pixels of the source in `row`, read-only; None for a snippet or a broken picture."""
@@ -59,6 +90,24 @@ class PictureStore:
     def question_pixels(self, question: Question) -> UInt8[np.ndarray, "S S 3"] | None:
         """Pixels of a question's picture; None where it has none."""
         return self._cached(question.image)
+
+    def encoded(self, name: str | None, caption: str = "") -> EncodedPicture | None:
+        """A picture by its name, not decoded yet; None where the corpus has no such picture.
+
+        Its pixels are not kept in this store's memory.
+        """
+        if name is None:
+            return None
+        if name not in self._digests:
+            self._digests[name] = self._digest(self.corpus.read_picture(name))
+        digest = self._digests[name]
+        return digest and EncodedPicture(digest, lambda: self._decode(name), caption)
+
+    def _digest(self, data: bytes | None) -> bytes | None:
+        if data is None:
+            return None
+        decoding = f"{self.size} {self.resize} {self.alpha} {self.scaled}"
+        return hashlib.sha256(decoding.encode() + hashlib.sha256(data).digest()).digest()
 
     def _cached(self, name: str | None) -> np.ndarray | None:
         if name is None:
@@ -91,9 +140,10 @@ class PictureStore:
     def _start_cache(self) -> None:
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[str, np.ndarray | None] = collections.OrderedDict()
+        self._digests: dict[str, bytes | None] = {}  # of the encoded pictures, by name
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_cache")}
+        return {k: v for k, v in self.__dict__.items() if k not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

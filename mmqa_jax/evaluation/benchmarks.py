@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
@@ -12,6 +12,7 @@ from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.records import MANIFEST
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import split_questions
+from mmqa_jax.data.table_files import SUFFIXES
 from mmqa_jax.evaluation import choice_formats, choice_scores, vqa, vqa_formats
 from mmqa_jax.evaluation.scoring import Evaluation
 
@@ -31,6 +32,8 @@ class BenchmarkScoring:
         benchmark has none.
       holds_references: whether a file of predictions holds the questions and answers as well, so
         that no other references are needed.
+      split_names: other names of splits -> the names that `mmqa prepare` gives them.
+      tables: suffixes of the tables among the prediction files.
     """
 
     split: str
@@ -40,8 +43,14 @@ class BenchmarkScoring:
     score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
     write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
     holds_references: Callable[[Path], bool] = lambda path: False
+    split_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tables: Sequence[str] = ()
 
 
+# Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
+_FOLDERS_ALONE = ("vqav2", "okvqa")
+# Files that no reader of JSON should be asked to read.
+_TABLES = (".xlsx", ".xls", ".csv", ".tsv", ".parquet")
 _OPEN_ANSWERS = BenchmarkScoring(
     split="test",
     formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
@@ -77,10 +86,12 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         score=choice_scores.score_mmbench,
         write_submission=choice_formats.write_mmbench_submission,
         holds_references=choice_formats.holds_answers,
+        split_names={"dev": "val"},
+        tables=SUFFIXES,
     ),
     "seedbench": BenchmarkScoring(
         split="test",
-        formats="predictions.jsonl, or lines of {question_id, prediction}",
+        formats="predictions.jsonl, or lines of {question_id, prediction} as JSON",
         read_predictions=choice_formats.read_seed_bench_predictions,
         has_reference=choice_scores.has_answer,
         score=choice_scores.score_seed_bench,
@@ -89,36 +100,54 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
 }
 
 
+def split_of(dataset: str, split: str | None) -> str:
+    """The split that a name stands for; None: the benchmark's own default."""
+    scoring = BENCHMARKS[dataset]
+    return scoring.split if split is None else scoring.split_names.get(split, split)
+
+
 def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Question]:
     """The questions of a benchmark's split.
 
     Args:
       path: a folder of `mmqa prepare`, the official files' folder, or one official file.
-      split: None: the benchmark's own default.
+      split: see `split_of`.
 
     Raises:
-      UserError: there are none, or the folder was prepared from another benchmark.
+      UserError: there are none, or the folder was prepared from something else.
     """
-    split = split or BENCHMARKS[dataset].split
+    split = split_of(dataset, split)
     if (path / MANIFEST).is_file():
         corpus = open_corpus(path)
-        name = corpus.manifest.get("name")
-        if name in READERS and name != dataset:
+        name = corpus.manifest.get("name", "a corpus without a name")
+        if name != dataset:
+            own = name if name in (*READERS, "webqa", "atlas") else "corpus"
             raise UserError(
-                f"--references={path}: was prepared from {name}; evaluate {name} instead of "
-                f"{dataset}."
+                f"--references={path}: was prepared from {name}; evaluate {own} instead of "
+                f"{dataset}, or give the references of {dataset}."
             )
     else:
+        if dataset in _FOLDERS_ALONE and path.is_file():
+            raise UserError(
+                f"--references={path}: is one file, and {dataset} is read from the folder of its "
+                f"official files; give --references={path.parent}."
+            )
         corpus = Corpus([], READERS[dataset](path).questions)
     return split_questions(corpus, path, split)
 
 
 def read_predictions(dataset: str, path: Path, questions: Sequence[Question]) -> list[Prediction]:
-    """A benchmark's predictions; UserError where the file holds none."""
-    given = BENCHMARKS[dataset].read_predictions(path, questions)
+    """A benchmark's predictions; UserError where the file holds none, or none can be in it."""
+    scoring = BENCHMARKS[dataset]
+    suffix = path.suffix.lower()
+    if suffix in _TABLES and suffix not in scoring.tables:
+        raise UserError(
+            f"{path}: predictions of {dataset} are not read from {suffix} files; give "
+            f"{scoring.formats}."
+        )
+    given = scoring.read_predictions(path, questions)
     if not given:
         raise UserError(
-            f"{path}: holds no predictions; give {BENCHMARKS[dataset].formats}, with a prediction "
-            "per question."
+            f"{path}: holds no predictions; give {scoring.formats}, with a prediction per question."
         )
     return given

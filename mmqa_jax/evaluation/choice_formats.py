@@ -3,29 +3,44 @@
     ScienceQA   {"results": {pid: index}, "outputs": {pid: text}}, either may be absent
                 (models/run_gpt3.py and LLaVA's eval_science_qa.py write both)
     MMBench     a table (.xlsx, .tsv) with the columns index and prediction, a row per pass
-    SEED-Bench  JSON lines: {"question_id", "prediction": letter}; as written by the official
-                eval.py, {"q_id", "prediction": letter of the choice of least loss}; or
+    SEED-Bench  JSON lines: {"question_id", "prediction": letter}, the leaderboard's; the first
+                eval.py (July 2023) writes {"q_id", "prediction": letter of the choice of least
+                loss}, the later ones `question_id`, which are then the leaderboard's lines; or
                 {"question_id", "losses": [of each choice]}
-    LLaVA       JSON lines of {"question_id", "text"}, for any of them
+    LLaVA       JSON lines of {"question_id", "text"}, for any of them; of MMBench with --all-rounds
+                also "round_id"
 
-All readers also read our predictions.jsonl.
+All readers also read our predictions.jsonl. Lines may end in a comma, as in SEED-Bench's
+evaluate_result/, or be a JSON list. The first line says of which kind all of a file are. Null, a
+choice out of range and losses that are not numbers are answers that name no choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_jsonl, write_json, write_jsonl
-from mmqa_jax.data.datasets.mmbench import L2, PREDICTION, mmbench_rows
+from mmqa_jax.core.files import check_text, read_text, write_json, write_jsonl
+from mmqa_jax.data.datasets.mmbench import (
+    BASE,
+    L2,
+    PASS_STEP,
+    PREDICTION,
+    mmbench_rows,
+)
 from mmqa_jax.data.datasets.webqa import read_unique_json
-from mmqa_jax.data.predictions import read_predictions
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.table_files import SUFFIXES, write_spreadsheet
 from mmqa_jax.evaluation import multiple_choice as rules
+from mmqa_jax.evaluation.prediction_lines import OTHERS, Row, answers_of, json_rows
+from mmqa_jax.evaluation.scores import NO_OPTION, predictions_by_question
 
+_HUB_ID = re.compile(r"(train|val|test)-\d+")  # of ScienceQA's questions in the hub's Parquet
 _SPREADSHEET = ("index", "question", "hint", *"ABCDEFGH", "answer", "category", L2, "split")
 
 
@@ -38,9 +53,28 @@ def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> lis
     Raises:
       UserError: names the file and the problem or line that is malformed.
     """
+    if _holds_lines(path):
+        predictions = read_choice_lines(path, questions)
+    else:
+        predictions = _scienceqa_object(path, read_unique_json(path))
+    _check_pids(path, predictions, questions)
+    return predictions
+
+
+def _holds_lines(path: Path) -> bool:
+    """Whether a file holds lines with a question each, whatever its name."""
     if path.suffix == ".jsonl":
-        return read_choice_lines(path, questions)
-    data = read_unique_json(path)
+        return True
+    first = read_text(path).lstrip().partition("\n")[0]
+    try:
+        row = json.loads(first.rstrip().removesuffix(","))
+    except ValueError:
+        return False
+    return isinstance(row, dict) and "question_id" in row
+
+
+def _scienceqa_object(path: Path, data: Any) -> list[Prediction]:
+    """The predictions of {"results": {pid: index}, "outputs": {pid: text}}."""
     parts = ("results", "outputs")
     if not isinstance(data, dict) or not any(isinstance(data.get(p), dict) for p in parts):
         raise UserError(
@@ -48,22 +82,47 @@ def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> lis
             "give ScienceQA's or LLaVA's results file, or predictions.jsonl."
         )
     results, outputs = ((data.get(part) or {}) for part in parts)
-    for part, values, kind in (("results", results, int), ("outputs", outputs, str)):
-        for pid, value in values.items():
-            if type(value) is not kind:
-                expected = "a choice's number from 0" if kind is int else "text"
-                raise UserError(
-                    f"{path}, {part}, problem {pid}: {value!r} was found and {expected} expected; "
-                    "correct it."
-                )
+    for pid, value in outputs.items():
+        if not isinstance(value, str | None):
+            raise UserError(
+                f"{path}, outputs, problem {pid}: {value!r} was found and text expected; correct "
+                "it."
+            )
     check_text(outputs, str(path))
-    counts = {question.id: len(question.choices) for question in questions}
-    predictions = []
-    for pid in dict.fromkeys((*results, *outputs)):
-        index = results.get(pid, -1)
-        choice = index if 0 <= index < counts.get(pid, 0) else None
-        predictions.append(Prediction(pid, outputs.get(pid, ""), choice=choice))
-    return predictions
+    choices = {pid: _index(f"{path}, results, problem {pid}", x) for pid, x in results.items()}
+    return [
+        Prediction(pid, outputs.get(pid) or "", choice=choices.get(pid))
+        for pid in dict.fromkeys((*results, *outputs))
+    ]
+
+
+def _index(where: str, value: Any) -> int | None:
+    """A choice's number, by `int` as in tools/evaluate_acc.py; null is None, NaN no option."""
+    if value is None:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return NO_OPTION
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    raise UserError(
+        f"{where}: {value!r} was found and a choice's number from 0 expected; correct it."
+    )
+
+
+def _check_pids(
+    path: Path, predictions: Sequence[Prediction], questions: Sequence[Question]
+) -> None:
+    """UserError for pids where the questions are the hub's, which have none."""
+    if predictions and all(_HUB_ID.fullmatch(question.id) for question in questions):
+        name = predictions[0].question_id
+        if name.isdecimal():
+            raise UserError(
+                f"{path}: answers problem {name}, but the hub's Parquet has no pids; give "
+                "--references ScienceQA's problems.json."
+            )
 
 
 def write_scienceqa_submission(
@@ -74,7 +133,7 @@ def write_scienceqa_submission(
     The given choice; else the one that the text names by LLaVA's rule; else ScienceQA's random
     choice. -1 where there is no prediction.
     """
-    given = {prediction.question_id: prediction for prediction in predictions}
+    given = predictions_by_question(questions, predictions)
     results = {}
     for question in questions:
         prediction, count = given.get(question.id), len(question.choices)
@@ -96,9 +155,47 @@ def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[
       UserError: names the file and the row that is malformed, or a column that is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
-        return read_choice_lines(path, questions)
+        return _choices_of(path, _with_passes(json_rows(path), questions), questions)
     rows = mmbench_rows(path, ("index", PREDICTION))
     return [Prediction(str(row.index), row.cells[PREDICTION]) for row in rows]
+
+
+def _with_passes(
+    rows: Iterable[tuple[str, Row]], questions: Sequence[Question]
+) -> list[tuple[str, Row]]:
+    """The rows; those of LLaVA's later rounds have the index of their pass as question_id."""
+    by_id = {question.id: question for question in questions}
+    passes: dict[str, list[Question]] = {}
+    for question in questions:
+        passes.setdefault(question.extra.get(BASE, question.id), []).append(question)
+    named = []
+    for where, row in rows:
+        turn = row.get("round_id", 0)
+        question = by_id.get(name := str(row.get("question_id")))
+        if question is not None and turn != 0:
+            count = len(question.choices)
+            if type(turn) is not int or not 0 < turn < count:
+                raise UserError(
+                    f"{where}: round_id is {turn!r}; question {name} has {count} choices, so that "
+                    f"0 to {count - 1} were expected; correct it."
+                )
+            alike = passes[question.extra.get(BASE, name)]
+            row = {**row, "question_id": _pass_of_round(question, turn, alike)}
+        named.append((where, row))
+    return named
+
+
+def _pass_of_round(question: Question, turn: int, passes: Sequence[Question]) -> str:
+    """The id of the pass that shows the choices as round `turn` of LLaVA does.
+
+    LLaVA (llava/eval/model_vqa_mmbench.py) rotates the choices to the left by one each round, a
+    pass k to the right by k, unless the official table has passes of its own.
+    """
+    count = len(question.choices)
+    rotated = (*question.choices[turn:], *question.choices[:turn])
+    expected = str(int(question.id) + (count - turn) * PASS_STEP)
+    alike = [one.id for one in passes if one.choices == rotated]
+    return expected if expected in alike or not alike else alike[0]
 
 
 def holds_answers(path: Path) -> bool:
@@ -115,7 +212,7 @@ def write_mmbench_submission(
     """
     if path.suffix.lower() != ".xlsx":
         raise UserError(f"--submission={path}: a spreadsheet is written; name a file .xlsx.")
-    given = {prediction.question_id: prediction for prediction in predictions}
+    given = predictions_by_question(questions, predictions)
     widest = max(len(question.choices) for question in questions)
     columns = [c for c in _SPREADSHEET if c not in rules.LETTERS[max(widest, 4) :]]
     rows = []
@@ -151,7 +248,7 @@ def write_seed_bench_submission(
 
     A missing prediction is an empty text.
     """
-    given = {prediction.question_id: prediction for prediction in predictions}
+    given = predictions_by_question(questions, predictions)
     rows = []
     for question in questions:
         prediction = given.get(question.id)
@@ -167,48 +264,65 @@ def read_choice_lines(path: Path, questions: Sequence[Question]) -> list[Predict
     """Reads JSON lines with a text, a letter or losses; or predictions.jsonl.
 
     Raises:
-      UserError: names the file and line of a malformed row.
+      UserError: names the file and line of a malformed row, or of one of another kind than the
+        first.
     """
+    return _choices_of(path, list(json_rows(path)), questions)
+
+
+def _choices_of(
+    path: Path, rows: Sequence[tuple[str, Row]], questions: Sequence[Question]
+) -> list[Prediction]:
+    """The predictions of a file's rows, which are all of the first one's kind."""
+    first = rows[0][1] if rows else {}
+    kind = next((key for key in OTHERS if key in first), None)
+    if kind is None:
+        return answers_of(path, rows)
     counts = {question.id: len(question.choices) for question in questions}
     predictions = []
-    for number, row in read_jsonl(path):
-        where = f"{path}, line {number}"
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: expected an object; correct that line.")
-        kinds = [key for key in ("text", PREDICTION, "losses") if key in row]
-        if not kinds:
-            return read_predictions(path)
-        predictions.append(_line(where, row, kinds[0], counts))
+    for where, row in rows:
+        if kind not in row or ("q_id" in row) != ("q_id" in first):
+            raise UserError(
+                f"{where}: its keys are {', '.join(row)}, but those of the first line are "
+                f"{', '.join(first)}; write all lines alike."
+            )
+        predictions.append(_line(where, row, kind, counts))
     return predictions
 
 
-def _line(where: str, row: dict[str, Any], kind: str, counts: Mapping[str, int]) -> Prediction:
+def _line(where: str, row: Row, kind: str, counts: Mapping[str, int]) -> Prediction:
     """The prediction of a row; `counts` is question id -> number of choices."""
-    name = row.get("question_id", row.get("q_id"))
+    id_key = "q_id" if "q_id" in row else "question_id"
+    name, value = row.get(id_key), row[kind]
     if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
-        raise UserError(f"{where}: question_id is {name!r}; text or a number was expected.")
-    value = row[kind]
+        raise UserError(f"{where}: {id_key} is {name!r}; text or a number was expected.")
+    name = str(name)
     if kind == "losses":
-        expected = counts.get(str(name), len(value) if isinstance(value, list) else 0)
-        if (
-            not isinstance(value, list)
-            or not all(map(_is_number, value))
-            or not 0 < len(value) == expected
-        ):
-            raise UserError(
-                f"{where}: losses is {value!r:.60}; a number for each choice was expected."
-            )
-        return Prediction(str(name), choice=rules.likeliest_choice(value))
-    if not isinstance(value, str):
+        return Prediction(name, choice=_likeliest(where, value, counts.get(name)))
+    if not isinstance(value, str | None):
         raise UserError(f"{where}: {kind} is {value!r:.60}; text was expected.")
     check_text(value, where)
-    if "q_id" in row:  # the official eval.py ranks by loss
-        return Prediction(str(name), choice=rules.letter_index(value, counts.get(str(name), 0)))
-    return Prediction(str(name), value)
+    if id_key == "q_id" and value:  # the first official eval.py, which ranks by loss
+        index = rules.letter_index(value, counts.get(name, 0))
+        return Prediction(name, choice=NO_OPTION if index is None else index)
+    return Prediction(name, value or "")
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value == value
+def _likeliest(where: str, losses: Any, count: int | None) -> int | None:
+    """The choice of least loss; NO_OPTION where one is NaN or null, None for null alone."""
+    if losses is None:
+        return None
+    if (
+        not isinstance(losses, list)
+        or not all(loss is None or type(loss) in (int, float) for loss in losses)
+        or not 0 < len(losses) == (count or len(losses))
+    ):
+        raise UserError(
+            f"{where}: losses is {losses!r:.60}; a number for each choice was expected."
+        )
+    if any(loss is None or math.isnan(loss) for loss in losses):
+        return NO_OPTION
+    return rules.likeliest_choice(losses)
 
 
 def _said(prediction: Prediction) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.mmbench import BASE, L2, PASS
 from mmqa_jax.data.datasets.scienceqa import HAS_HINT, HAS_PICTURE
 from mmqa_jax.data.datasets.seed_bench import DATA_TYPE, DIMENSION
@@ -36,6 +37,15 @@ Rule = Callable[[str, Question], int | None]
 
 _SUBJECTS = {"NAT": "natural science", "SOC": "social science", "LAN": "language science"}
 _GRADES = {"G1-6": range(1, 7), "G7-12": range(7, 13)}
+_SEED_SCORED = {  # why SEED-Bench's predictions are scored by this scorer
+    "seed_bench/likelihood": (
+        "the predictions are choices (`choice`, `losses`, or the first eval.py's lines with `q_id`)"
+    ),
+    "seed_bench/letter": (
+        "the predictions are texts; one counts if it is the correct letter, whether a model wrote "
+        "it or eval.py chose it by likelihood"
+    ),
+}
 
 
 def has_answer(question: Question) -> bool:
@@ -69,7 +79,7 @@ def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Predict
         "scienceqa/letter_or_expected": sum(failed),
         "scienceqa/letter_or_wrong": _unparsed(scored, given, lenient),
     }
-    if any(prediction.choice is not None for prediction in given.values()):
+    if any(prediction.choice is not None for prediction in predictions):
         recorded = [given[q.id].choice if q.id in given else None for q in scored]
         per_question["scienceqa/recorded_choice"] = _right(scored, recorded)
         unparsed["scienceqa/recorded_choice"] = _unparsed(scored, given, recorded)
@@ -116,6 +126,11 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     """
     given = predictions_by_question(questions, predictions)
     firsts = [question for question in questions if question.extra.get(PASS, 0) == 0]
+    if not firsts:
+        raise UserError(
+            f"all {len(questions):,} questions are rotated passes (index 1,000,000 and above), but "
+            "a question is scored with its first pass; give the first passes too."
+        )
     scored = questions_that_count(firsts, has_answer, "a published answer")
     passes = [question for question in questions if has_answer(question)]
     chosen = _chosen(passes, given, lambda text, q: rules.vlmeval_choice(text, q.choices))
@@ -148,7 +163,8 @@ def score_seed_bench(
 ) -> Evaluation:
     """SEED-Bench's accuracy overall, by dimension, on pictures (1-9) and on videos (10-12).
 
-    Choices count as those of least loss, texts as letters; both are scored where a file has both.
+    Choices count as those of least loss, texts as letters; both are scored where a file has both,
+    and the notes say which it has.
 
     Raises:
       UserError: unknown or repeated question ids, or no question has a published answer.
@@ -156,7 +172,7 @@ def score_seed_bench(
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
     chosen = {}
-    if any(prediction.choice is not None for prediction in given.values()):
+    if any(prediction.choice is not None for prediction in predictions):
         chosen["seed_bench/likelihood"] = [
             given[q.id].choice if q.id in given else None for q in scored
         ]
@@ -176,7 +192,8 @@ def score_seed_bench(
     per_question = {name: _right(scored, choices) for name, choices in chosen.items()}
     unparsed = {name: _unparsed(scored, given, choices) for name, choices in chosen.items()}
     scores = scores_of(questions, scored, given, per_question, groups)
-    return Evaluation([scores], unparsed=unparsed, has_modalities=False)
+    notes = [f"{name}: {_SEED_SCORED[name]}" for name in per_question]
+    return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
 
 
 def _chosen(questions: Sequence[Question], given: Given, rule: Rule) -> list[int | None]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
+
+# Prediction.choice where a prediction file gives one that is none of the question's options.
+NO_OPTION = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,39 +91,45 @@ def merged_scores(scores: Iterable[Scores]) -> list[Scores]:
 
 
 def predictions_by_question(
-    questions: Iterable[Question], predictions: Sequence[Prediction]
+    questions: Iterable[Question],
+    predictions: Sequence[Prediction],
+    path: str | os.PathLike | None = None,
 ) -> dict[str, Prediction]:
-    """Question id -> prediction.
+    """Question id -> prediction; a choice that is none of the question's options becomes None.
+
+    Args:
+      path: the predictions' file, for messages.
 
     Raises:
-      UserError: unknown or repeated ids, or a choice that is none of the question's options.
+      UserError: unknown or repeated ids.
     """
     known = {question.id: question for question in questions}
     found: dict[str, Prediction] = {}
     for number, prediction in enumerate(predictions, start=1):
         name = prediction.question_id
+        where = f"prediction {number}" if path is None else f"{path}, prediction {number}"
         if name not in known:
             raise UserError(
-                f"prediction {number}: no question has the id {name!r} among the {len(known)} "
+                f"{where}: no question has the id {name!r} among the {len(known)} "
                 "to be scored; check that predictions and references are of the same split."
             )
         if name in found:
             raise UserError(
-                f"prediction {number}: question {name!r} is answered twice; keep one prediction "
-                "per question."
+                f"{where}: question {name!r} is answered twice; keep one prediction per question."
             )
-        options = len(known[name].choices)
-        if prediction.choice is not None and not 0 <= prediction.choice < options:
-            raise UserError(
-                f"prediction {number}: question {name!r} has {options} options, counted from 0, "
-                f"and {prediction.choice} is none of them; correct that choice."
-            )
+        choices = known[name].choices
+        if prediction.choice is not None and not 0 <= prediction.choice < len(choices):
+            prediction = dataclasses.replace(prediction, choice=None)
         found[name] = prediction
     return found
 
 
 def count_empty(predictions: Iterable[Prediction]) -> int:
-    """How many predictions have neither a text nor a choice; they score 0."""
+    """How many predictions have neither a text nor a choice.
+
+    Where a reference normalizes to nothing, as some soft labels of OK-VQA do, an empty answer may
+    still score.
+    """
     return sum(not p.answer.strip() and p.choice is None for p in predictions)
 
 

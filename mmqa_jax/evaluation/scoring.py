@@ -10,8 +10,13 @@ from typing import Any
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import webqa
-from mmqa_jax.evaluation.corpus_choices import chance, score_choices
-from mmqa_jax.evaluation.scores import Scores, merged_scores
+from mmqa_jax.evaluation.corpus_choices import CHOICE_ACCURACY, chance, score_choices
+from mmqa_jax.evaluation.scores import (
+    Scores,
+    count_empty,
+    merged_scores,
+    predictions_by_question,
+)
 from mmqa_jax.evaluation.significance import bootstrap_interval
 from mmqa_jax.evaluation.tables import Table, answer_table
 
@@ -103,6 +108,22 @@ class Evaluation:
         return dataclasses.replace(scores, groups={})
 
 
+def notes_of_counts(evaluation: Evaluation, predictions: Sequence[Prediction]) -> list[str]:
+    """What there is of empty answers and of predictions that name no choice."""
+    notes = []
+    if empty := count_empty(predictions):
+        verb = "is" if empty == 1 else "are"
+        notes.append(f"{empty:,} of {len(predictions):,} answers {verb} empty")
+    scorers: dict[int, list[str]] = {}
+    for scorer, count in evaluation.unparsed.items():
+        scorers.setdefault(count, []).append(scorer)
+    for count, names in scorers.items():
+        if count:
+            subject = "1 prediction names" if count == 1 else f"{count:,} predictions name"
+            notes.append(f"{subject} no choice ({', '.join(names)})")
+    return notes
+
+
 def score_predictions(
     dataset: str,
     questions: Sequence[Question],
@@ -125,6 +146,8 @@ def score_predictions(
     if any(prediction.choice is not None for prediction in predictions):
         evaluation.scored.append(score_choices(questions, predictions))
         evaluation.has_modalities = False
+        given = predictions_by_question(questions, predictions).values()
+        evaluation.unparsed[CHOICE_ACCURACY] = sum(p.choice is None for p in given)
         evaluation.notes.append(f"a random choice is right in {chance(questions):.3f} of the cases")
     elif answers:
         _score_answers(evaluation, dataset, questions, predictions, lemmatizer)

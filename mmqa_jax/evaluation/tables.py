@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,11 +84,14 @@ def format_bounds(interval: Interval) -> str:
 def show(table: Table, *, markdown: bool = False) -> None:
     """Prints the table, or its markdown."""
     if markdown:
-        print(to_markdown(table))
+        _print(to_markdown(table))
         return
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else 120).print(to_rich(table))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with console.capture() as rendered:
+        console.print(to_rich(table))
+    _print(rendered.get().removesuffix("\n"))
 
 
 def to_rich(table: Table) -> rich.table.Table:
@@ -136,10 +140,9 @@ def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> 
             "on the same split."
         )
     scorers = list(scores.per_question)
-    short = [_short(scorer) for scorer in scorers]
-    columns = ["category", "n", *(short if len(set(short)) == len(short) else scorers)]
+    columns = ["category", "n", *scorers]
     if constant is not None:
-        columns += [f"constant {_short(scorer)}" for scorer in constant.per_question]
+        columns += [f"constant {scorer}" for scorer in constant.per_question]
 
     def row(name: str, n: int, category: str | None) -> list[Cell]:
         cells: list[Cell] = [name, n]
@@ -180,6 +183,9 @@ def _values(scores: Scores, scorer: str, category: str | None):
     return per_question if category is None else scores.of_category(scorer, category)
 
 
-def _short(scorer: str) -> str:
-    """`webqa_acc` of `webqa_acc/official`; the note below the table names the variant."""
-    return scorer.split("/")[0]
+def _print(text: str) -> None:
+    """Prints the text; nothing more is printed once the reader, such as `head`, has gone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -124,27 +124,44 @@ def direct_answer_accuracy(answer: str, references: Sequence[str]) -> float:
     return min(1.0, sum(answer == reference for reference in references) / 3)
 
 
-def answer_accuracy(question: Question, answer: str) -> float | None:
-    """The accuracy of one direct answer by the benchmark's own rule; None without references.
+# Scorer of single answers -> its rule.
+_ANSWER_RULES: dict[str, Callable[[str, Question], float]] = {
+    "vqa_accuracy/soft_labels": lambda said, q: soft_label_accuracy(said, q.extra[SOFT_LABELS]),
+    "webqa_acc/no_lemma": keyword_accuracy,
+    "a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers),
+    "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
+}
 
-    Soft labels where a question has them, WebQA's accuracy without lemmas where it has keywords,
-    A-OKVQA's rule for a question with options, else VQA's.
+
+def answer_scorer(question: Question) -> str | None:
+    """The scorer that `answer_accuracy` applies to a question; None where its answers do not count.
+
+    Soft labels where a question has them, WebQA's accuracy where it has keywords, A-OKVQA's for a
+    question with options, else VQA's. A-OKVQA's difficult questions do not count.
     """
     if SOFT_LABELS in question.extra:
-        return soft_label_accuracy(answer, question.extra[SOFT_LABELS])
+        return "vqa_accuracy/soft_labels"
     if has_keywords(question):
-        return keyword_accuracy(answer, question)
-    if not question.answers:
+        return "webqa_acc/no_lemma"
+    if not question.answers or question.extra.get(DIFFICULT, False):
         return None
-    rule = direct_answer_accuracy if question.choices else official_accuracy
-    return rule(answer, question.answers)
+    return "a_okvqa_da/official" if question.choices else "vqa_accuracy/official"
+
+
+def answer_accuracy(question: Question, answer: str) -> float | None:
+    """The accuracy of one direct answer by the benchmark's own rule, `answer_scorer`.
+
+    None without references, and for questions whose answers do not count.
+    """
+    scorer = answer_scorer(question)
+    return None if scorer is None else _ANSWER_RULES[scorer](answer, question)
 
 
 def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Direct answers and multiple choice, whichever of the two the predictions hold.
 
     Raises:
-      UserError: unknown or repeated question ids, an option out of range, or no references.
+      UserError: unknown or repeated question ids, or no references.
     """
     given = predictions_by_question(questions, predictions)
     evaluation = Evaluation(has_modalities=False)
@@ -153,11 +170,8 @@ def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction
         evaluation.scored.append(_score_direct(questions, given))
     if chosen:
         evaluation.scored.append(_score_choices(questions, given))
-        if without := sum(prediction.choice is None for prediction in given.values()):
-            evaluation.notes.append(
-                f"{without:,} of {len(given):,} predictions choose none of their question's "
-                "options, which counts 0"
-            )
+        without = sum(prediction.choice is None for prediction in given.values())
+        evaluation.unparsed["a_okvqa_mc/official"] = without
     return evaluation
 
 

@@ -4,11 +4,12 @@
     A-OKVQA   {question_id: {"direct_answer": text, "multiple_choice": text of an option}}, either
               of the two may be absent (allenai/aokvqa, prepare_predictions.py)
 
-Both readers also read our predictions.jsonl.
+Both readers also read our predictions.jsonl. Null is an empty answer, or no choice.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json, write_json
 from mmqa_jax.data.datasets.webqa import read_unique_json
-from mmqa_jax.data.predictions import read_predictions
 from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.scores import NO_OPTION, predictions_by_question
 
 DIRECT, CHOICE = "direct_answer", "multiple_choice"
+_LETTER_OR_NUMBER = re.compile(r"\(?([A-Za-z]|\d+)[).:]?")
 
 
 def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
@@ -29,7 +32,7 @@ def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> li
       UserError: names the file and the entry that is malformed, or an id that appears twice.
     """
     if path.suffix == ".jsonl":
-        return read_predictions(path)
+        return read_answers(path)
     rows = read_json(path)
     if not isinstance(rows, list):
         raise UserError(
@@ -40,17 +43,18 @@ def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> li
     for number, row in enumerate(rows, start=1):
         where = f"{path}, entry {number}"
         name = _question_id(row)
-        if name is None or not isinstance(row.get("answer"), str):
+        if name is None or not isinstance(row.get("answer", 0), str | None):
             raise UserError(
                 f'{where}: {{"question_id": number, "answer": text}} was expected; correct that '
                 "entry."
             )
-        check_text(row["answer"], where)
+        answer = row["answer"] or ""
+        check_text(answer, where)
         if name in found:
             raise UserError(
                 f"{where}: question {name} is answered twice; keep one prediction per question."
             )
-        found[name] = Prediction(name, row["answer"])
+        found[name] = Prediction(name, answer)
     return list(found.values())
 
 
@@ -72,15 +76,15 @@ def write_okvqa_submission(
 def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
     """Reads A-OKVQA's predictions or predictions.jsonl.
 
-    A multiple_choice that is the text of none of its question's options stays without a choice,
-    which counts 0, as in the official evaluation.
+    A multiple_choice that is the text of none of its question's options is NO_OPTION, which counts
+    0, as in the official evaluation where that is not strict.
 
     Raises:
-      UserError: names the file and the question whose entry is malformed; or no multiple_choice
-        at all is the text of an option.
+      UserError: names the file and the question whose entry is malformed; or all multiple choices
+        are letters or numbers, and none is the text of an option.
     """
     if path.suffix == ".jsonl":
-        return read_predictions(path)
+        return read_answers(path)
     rows = read_unique_json(path)
     if not isinstance(rows, dict):
         raise UserError(
@@ -89,11 +93,17 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
         )
     choices = {question.id: question.choices for question in questions}
     found = [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
-    chosen = [prediction for prediction in found if CHOICE in rows[prediction.question_id]]
-    if chosen and all(p.choice is None and p.question_id in choices for p in chosen):
+    said = {p.question_id: rows[p.question_id].get(CHOICE) for p in found}
+    chosen = [p for p in found if said[p.question_id] is not None]
+    if chosen and all(
+        p.choice == NO_OPTION
+        and p.question_id in choices
+        and _LETTER_OR_NUMBER.fullmatch(said[p.question_id].strip())
+        for p in chosen
+    ):
         raise UserError(
-            f"{path}: no {CHOICE} is the text of one of its question's options, as the official "
-            "format has it; write the options' texts, not their letters or numbers."
+            f"{path}: every {CHOICE} is a letter or a number, and none is the text of one of its "
+            "question's options, as the official format has it; write the options' texts."
         )
     return found
 
@@ -102,7 +112,7 @@ def write_aokvqa_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the leaderboard's file: every question, with what was predicted of the two."""
-    given = {prediction.question_id: prediction for prediction in predictions}
+    given = predictions_by_question(questions, predictions)
     rows: dict[str, dict[str, str]] = {}
     for question in questions:
         row = rows.setdefault(question.id, {})
@@ -126,14 +136,15 @@ def _aokvqa_prediction(
     where: str, name: str, row: Any, choices: dict[str, tuple[str, ...]]
 ) -> Prediction:
     if not isinstance(row, dict) or not all(
-        isinstance(row.get(key, ""), str) for key in (DIRECT, CHOICE)
+        isinstance(row.get(key), str | None) for key in (DIRECT, CHOICE)
     ):
         raise UserError(
             f'{where}: {{"{DIRECT}": text, "{CHOICE}": text}} was expected; correct that entry.'
         )
     check_text(row, where)
-    options = choices.get(name, ())
+    choice = None
     text = row.get(CHOICE)
-    return Prediction(
-        name, row.get(DIRECT, ""), choice=options.index(text) if text in options else None
-    )
+    if text is not None:
+        options = choices.get(name, ())
+        choice = options.index(text) if text in options else NO_OPTION
+    return Prediction(name, row.get(DIRECT) or "", choice=choice)

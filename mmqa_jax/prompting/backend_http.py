@@ -8,7 +8,6 @@ requires none). Neither is ever printed, stored or put into a message.
 from __future__ import annotations
 
 import asyncio
-import base64
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -16,29 +15,28 @@ import json
 import math
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.decoding.requests import Result, Scores, Unanswerable
 from mmqa_jax.prompting import openai_format
-from mmqa_jax.prompting.backends import (
-    Chat,
-    Choices,
-    Completion,
-    Failure,
-    Message,
-    Picture,
-    Query,
-    Usage,
-)
+from mmqa_jax.prompting.backends import Chat, Choices, Completion, Failure, Query, Usage
+from mmqa_jax.prompting.event_loop import EventLoop
+from mmqa_jax.prompting.prompt_lengths import PromptLengths, openai_message, shown_id
 
 URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _TRANSIENT = (408, 409, 429)  # and all from 500 on
 _FIRST_RETRIES = 2  # of the first request, which shows whether there is a server at all
 _SHOWN = 300  # characters of a server's message
+_ENGINE = "--backend=engine (of a row: parts.llm.backend)"  # what can do more than a server
+# How servers word that a request exceeds the context: OpenAI, vLLM, llama.cpp, Gemini.
+_TOO_LONG_CODE = "context_length_exceeded"
+_TOO_LONG_WORDS = (
+    *("maximum context length", "maximum model length", "exceed_context_size"),
+    *("exceeds the available context", "input token count"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +76,32 @@ class ServerConfig:
 
 
 class _Failed(Exception):
-    """A request finally failed; the message says why."""
+    """A request finally failed; the message says why.
+
+    Attributes:
+      remedy: what to do where all requests fail so.
+    """
+
+    remedy = "restart when the server works again"
+
+
+class _WithoutLogprobs(_Failed):
+    """The answers lack log-probabilities."""
+
+    remedy = f"use a server that gives log-probabilities of its answers, such as vLLM, or {_ENGINE}"
 
 
 class _Refused(_Failed):
     """The server refuses this request."""
+
+
+class _RefusedAsTooLong(_Refused):
+    """The server refuses this request because it exceeds the context."""
+
+    remedy = (
+        "show fewer examples (of a row: options.shots), lower max_new_tokens, or serve the model "
+        "with a longer context"
+    )
 
 
 class OpenAIBackend:
@@ -91,6 +110,7 @@ class OpenAIBackend:
     Args:
       model: the server's name for it.
       config: see ServerConfig.
+      flag: that named the model, for messages.
 
     Raises:
       UserError: no server in the environment or at its address, a rejected key, or a model that it
@@ -98,8 +118,8 @@ class OpenAIBackend:
       RunError: the server does not answer.
     """
 
-    def __init__(self, model: str, config: ServerConfig | None = None):
-        self.model, self.config = model, config or ServerConfig()
+    def __init__(self, model: str, config: ServerConfig | None = None, flag: str = "--model"):
+        self.model, self.config, self._flag = model, config or ServerConfig(), flag
         if not os.environ.get(URL) and not os.environ.get(KEY):
             raise UserError(
                 f"environment: {URL} is not set; set it to the server's address (such as "
@@ -110,7 +130,11 @@ class OpenAIBackend:
         self.system_fingerprints: set[str] = set()  # reported with the answers
         self._seconds = 0.0
         self._in_a_row = 0  # failures since the last answer
-        self._fingerprint = self._fetch_fingerprint()
+        known = self._fetch_description()
+        parts = [os.environ.get(URL, ""), model, known]
+        self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        length = (known or {}).get("max_model_len")
+        self._lengths = PromptLengths(model, length, self.config.timeout)
 
     @property
     def fingerprint(self) -> str:
@@ -126,13 +150,23 @@ class OpenAIBackend:
         }
 
     def check(self, request: Query) -> None:
-        """Rejects what the API cannot express; the server itself checks lengths."""
-        where = f"request {request.id!r}"
+        """Rejects what the API cannot express, and what a server that counts tokens would refuse.
+
+        Raises:
+          TooLong: see PromptLengths; other servers check lengths when they are asked to answer.
+          Unanswerable: an empty prompt or a broken picture.
+          UserError: anything else that cannot be served.
+        """
+        self._check_form(request)
+        self._lengths.check(request)
+
+    def _check_form(self, request: Query) -> None:
+        where = f"request {shown_id(request.id)}"
         if isinstance(request, Choices):
             if not isinstance(request.prompt, str) or request.images:
                 raise UserError(
                     f"{where}: a server only scores continuations of a text; give a `prompt` "
-                    "without images, or use --backend=engine."
+                    f"without images, or use {_ENGINE}."
                 )
             if not request.prompt.strip():
                 raise Unanswerable(f"{where}: its prompt is empty; give some text.")
@@ -141,7 +175,7 @@ class OpenAIBackend:
         if request.decoding.beams:
             raise UserError(
                 f"{where}: beams is {request.decoding.beams}, a server has no beam search; use 0, "
-                "or --backend=engine."
+                f"or {_ENGINE}."
             )
         if isinstance(request, Completion) and request.images:
             raise UserError(
@@ -162,7 +196,7 @@ class OpenAIBackend:
         """
         waiting, running = iter(queries), {}
         began, before = time.monotonic(), self._seconds
-        with _Loop() as loop:
+        with EventLoop() as loop:
             server = loop.run(self._open())
             try:
                 while True:
@@ -193,7 +227,7 @@ class OpenAIBackend:
                 loop.run(server.close())
 
     async def _send(self, server: _Server, query: Query) -> Result | Scores:
-        self.check(query)
+        self._check_form(query)
         if isinstance(query, Choices):
             return await self._score(server, query)
         return await self._generate(server, query)
@@ -203,7 +237,7 @@ class OpenAIBackend:
         body: dict[str, Any]
         if isinstance(request, Chat):
             path, limit = "/chat/completions", self.config.max_tokens_key
-            body = {"messages": [_message(message) for message in request.messages]}
+            body = {"messages": [openai_message(message) for message in request.messages]}
         else:
             path, limit = "/completions", "max_tokens"
             body = {"prompt": request.prompt}
@@ -248,9 +282,9 @@ class OpenAIBackend:
             ]
         except openai_format.NoEcho as error:
             raise UserError(
-                f"request {request.id!r}: the server gives no log-probabilities of a prompt "
-                f"({error}); use one that does, such as vLLM's /completions with `echo`, or "
-                "--backend=engine."
+                f"request {shown_id(request.id)}: the server gives no log-probabilities of a "
+                f"prompt ({error}); use one that does, such as vLLM's /completions with `echo`, "
+                f"or {_ENGINE}."
             ) from None
         for score, continuation in zip(scores, request.continuations, strict=True):
             if score is None:
@@ -269,11 +303,11 @@ class OpenAIBackend:
         if self._in_a_row > self.config.max_failures:
             raise RunError(
                 f"{self._in_a_row} requests failed in a row, more than server.max_failures = "
-                f"{self.config.max_failures}, the last, {request_id!r}, because {error}; restart "
-                "when the server works again."
+                f"{self.config.max_failures}, the last, {shown_id(request_id)}, because {error}; "
+                f"{error.remedy}."
             )
 
-    def _fetch_fingerprint(self) -> str:
+    def _fetch_description(self) -> dict[str, Any] | None:
         async def fetch():
             server = await self._open()
             try:
@@ -281,22 +315,23 @@ class OpenAIBackend:
             finally:
                 await server.close()
 
-        with _Loop() as loop:
-            known = loop.run(fetch())
-        parts = [os.environ.get(URL, ""), self.model, known]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        with EventLoop() as loop:
+            return loop.run(fetch())
 
     async def _open(self) -> _Server:
-        return _Server(self.model, self.config, self.usage, self.system_fingerprints)
+        named = f"{self._flag}={self.model}"
+        return _Server(self.model, named, self.config, self.usage, self.system_fingerprints)
 
 
 class _Server:
-    """The connection of one run, created in its event loop."""
+    """The connection of one run, created in its event loop; `named` is the model in messages."""
 
-    def __init__(self, model: str, config: ServerConfig, usage: Usage, fingerprints: set[str]):
+    def __init__(
+        self, model: str, named: str, config: ServerConfig, usage: Usage, fingerprints: set[str]
+    ):
         import openai
 
-        self._openai, self._model, self._config = openai, model, config
+        self._openai, self._model, self._named, self._config = openai, model, named, config
         self._usage, self._fingerprints = usage, fingerprints
         self._slots = asyncio.Semaphore(config.concurrency)
         # The client requires a key; a server that needs none ignores it.
@@ -371,10 +406,13 @@ class _Server:
         retries = self._config.retries if retries is None else retries
         for attempt in range(retries + 1):
             retry_after = None  # seconds
+            kind = _Failed
             try:
                 return read(await send())
             except openai_format.Malformed as error:
                 reason = f"its answer is malformed ({error})"
+                if isinstance(error, openai_format.NoLogprobs):
+                    kind = _WithoutLogprobs
             except (openai.APIResponseValidationError, ValueError) as error:
                 reason = f"its answer is malformed ({self._clean(str(error))})"
             except openai.APITimeoutError:
@@ -390,7 +428,7 @@ class _Server:
                 self._usage.retries += 1
                 await asyncio.sleep(self._wait(attempt, retry_after))
         tries = f"{retries + 1} tries" if retries else "one try"
-        raise _Failed(f"{reason}, after {tries}")
+        raise kind(f"{reason}, after {tries}")
 
     def _wait(self, attempt: int, retry_after: float | None) -> float:
         if retry_after is not None:
@@ -404,13 +442,15 @@ class _Server:
             raise UserError(f"environment: the server refuses {KEY} ({status}); correct it.")
         if status == 404:
             raise UserError(
-                f"--model={self._model}: the server of {URL} does not know it, or has no such "
+                f"{self._named}: the server of {URL} does not know it, or has no such "
                 f"service (404: {said}); correct the name or the address (usually ending in /v1)."
             )
         if code == "insufficient_quota":
             raise RunError(f"the server's quota is exhausted ({said}); raise it and restart.")
         if echo and status < 500 and "echo" in said.lower():
             raise openai_format.NoEcho(f"it says {status}: {said}")
+        if status < 500 and (code == _TOO_LONG_CODE or any(w in said for w in _TOO_LONG_WORDS)):
+            raise _RefusedAsTooLong(f"it exceeds the server's context ({status}: {said})")
         if status < 500 and status not in _TRANSIENT:
             raise _Refused(f"the server refuses it ({status}: {said})")
 
@@ -420,48 +460,3 @@ class _Server:
             said = said.replace(secret, "***") if secret else said
         said = " ".join(said.split()).rstrip(".")
         return said if len(said) <= _SHOWN else said[:_SHOWN] + "..."
-
-
-class _Loop:
-    """An event loop in its own thread, so that callers may run one too (notebooks)."""
-
-    def __enter__(self) -> _Loop:
-        self._loop = asyncio.new_event_loop()
-        # A daemon, so that Ctrl-C does not wait for answers.
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.run(self._cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """Starts a coroutine."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine and waits for its result."""
-        return self.start(coroutine).result()
-
-    async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-
-def _message(message: Message) -> dict[str, Any]:
-    if not message.pictures:
-        return {"role": message.role, "content": message.text}
-    parts = []
-    for part in message.content:
-        if isinstance(part, Picture):
-            data = base64.b64encode(part.data).decode()
-            url = f"data:{part.media_type};base64,{data}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            parts.append({"type": "text", "text": part})
-    return {"role": message.role, "content": parts}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -34,54 +35,78 @@ from mmqa_jax.prompting.backends import (
 _APPLICATION = 0x6D6D7161  # "mmqa", in the file's header
 _VERSION = 1
 _TIMEOUT_SECONDS = 60.0  # for another process's write
+_OTHER = "with --cache (of a row: parts.llm.cache)"  # how to name another file
 
 
 class ResponseCache:
     """Answers by key.
 
     Args:
-      path: of the file, created if missing.
+      path: of the file; if missing, the first `put` creates it, so that a file holds answers.
 
     Raises:
-      UserError: a file that cannot be opened, is damaged, or is not a response cache.
+      UserError: a file that cannot be opened or created, is damaged, or is not a response cache.
       RunError: the disk is full, or another process keeps the file locked for a minute.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
+        self._connection: sqlite3.Connection | None = None
         with self._errors_named():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(
-                self.path, timeout=_TIMEOUT_SECONDS, isolation_level=None
-            )
-            self._prepare()
+            if self._opened() is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if not os.access(self.path.parent, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The answer for a key, or None."""
         with self._errors_named():
-            row = self._connection.execute(
-                "SELECT answer FROM answers WHERE key = ?", (key,)
-            ).fetchone()
+            connection = self._opened()
+            if connection is None:
+                return None
+            row = connection.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
     def put(self, key: str, answer: dict[str, Any]) -> None:
         """Stores an answer; it is on disk when this returns. An existing one is kept."""
         with self._errors_named():
-            self._connection.execute(
+            connection = self._opened() or self._open()
+            connection.execute(
                 "INSERT OR IGNORE INTO answers VALUES (?, ?)",
                 (key, json.dumps(answer)),
             )
 
     def __len__(self) -> int:
         with self._errors_named():
-            return self._connection.execute("SELECT count(*) FROM answers").fetchone()[0]
+            connection = self._opened()
+            if connection is None:
+                return 0
+            return connection.execute("SELECT count(*) FROM answers").fetchone()[0]
 
     def close(self) -> None:
         """Closes the file."""
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
-    def _prepare(self) -> None:
-        run = self._connection.execute
+    def _opened(self) -> sqlite3.Connection | None:
+        """The open file; None while there is none (another process may create it at any time)."""
+        if self._connection is None and self.path.exists():
+            self._open()
+        return self._connection
+
+    def _open(self) -> sqlite3.Connection:
+        """Opens the file, or creates it."""
+        connection = sqlite3.connect(self.path, timeout=_TIMEOUT_SECONDS, isolation_level=None)
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        run = connection.execute
         run("BEGIN")  # one view of the file: another process may be creating it
         application = run("PRAGMA application_id").fetchone()[0]
         version = run("PRAGMA user_version").fetchone()[0]
@@ -90,9 +115,9 @@ class ResponseCache:
         if (application, version) != (_APPLICATION, _VERSION):
             if application or version or tables:
                 raise UserError(
-                    f"{self.path}: not a response cache of this version; name another with --cache."
+                    f"{self.path}: not a response cache of this version; name another {_OTHER}."
                 )
-            self._switch_to_wal()
+            self._switch_to_wal(connection)
             run("BEGIN IMMEDIATE")  # another process may make the same table
             run("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
             run(f"PRAGMA application_id = {_APPLICATION}")
@@ -101,12 +126,12 @@ class ResponseCache:
         # With WAL a killed process loses nothing, and a power cut at most the last answers.
         run("PRAGMA synchronous = NORMAL")
 
-    def _switch_to_wal(self) -> None:
+    def _switch_to_wal(self, connection: sqlite3.Connection) -> None:
         """WAL stays set in the file. SQLite does not wait if another process is setting it."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while True:
             try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA journal_mode = WAL")
                 return
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > deadline:
@@ -128,22 +153,22 @@ class ResponseCache:
             if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
                 raise RunError(
                     f"{self.path}: another process has locked the response cache for "
-                    f"{_TIMEOUT_SECONDS:.0f} s; end it, or name another with --cache."
+                    f"{_TIMEOUT_SECONDS:.0f} s; end it, or name another {_OTHER}."
                 ) from error
             if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
                 raise UserError(
                     f"{self.path}: the response cache cannot be written there; name another path "
-                    "with --cache, or disable it with --no_cache."
+                    f"{_OTHER}."
                 ) from error
             raise UserError(
                 f"{self.path}: the response cache is damaged ({error}); delete this file and those "
                 "beside it that end in -wal and -shm (its answers are computed again), or name "
-                "another with --cache."
+                f"another {_OTHER}."
             ) from error
         except OSError as error:
             raise UserError(
                 f"{self.path}: the response cache cannot be created there ({error.strerror}); name "
-                "another path with --cache."
+                f"another path {_OTHER}."
             ) from error
 
 
@@ -227,7 +252,7 @@ class Cached:
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self._cache.path}: the response cache holds an answer that cannot be read "
-                f"({type(error).__name__}); delete the file, or name another with --cache."
+                f"({type(error).__name__}); delete the file, or name another {_OTHER}."
             ) from error
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:

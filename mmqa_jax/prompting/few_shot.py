@@ -5,8 +5,11 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from mmqa_jax.data.datasets.benchmark import CAPTION
+from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.evaluation.webqa import has_keywords
@@ -17,6 +20,8 @@ from mmqa_jax.retrieval.knowledge import Passage
 
 Order = Literal["most_similar_first", "most_similar_last"]
 NO_CONTEXT = "N/A"  # what a template's context says where there is none
+# Key of Question.extra: a file of captions lacks this question, whose own caption stands in.
+OWN_CAPTION = "own_caption"
 
 
 class FewShot(NamedTuple):
@@ -31,6 +36,7 @@ class FewShot(NamedTuple):
       too_long: whether that is its length.
       passages: those in the prompt's context, best first; None: there is no knowledge base.
       dropped_passages: how many more were found.
+      lacking: what shots in the prompt lack -> how many; keys of a trace.
     """
 
     query: Query | None
@@ -41,6 +47,7 @@ class FewShot(NamedTuple):
     too_long: bool = False
     passages: Sequence[Passage] | None = None
     dropped_passages: int = 0
+    lacking: Mapping[str, int] = MappingProxyType({})
 
 
 def few_shot(
@@ -86,8 +93,28 @@ def few_shot(
             len(shots) - count,
             passages=None if passages is None else found[:read],
             dropped_passages=len(found) - read,
+            lacking=_lacking(asked, shots[:count], solved),
         )
     return FewShot(None, "", (), len(shots), reason, True, none, len(found))
+
+
+def lacks_caption(question: Question) -> bool:
+    """Whether nothing describes the picture of a question that has one."""
+    return bool(question.extra.get(HAS_PICTURE, True)) and not question.extra.get(CAPTION)
+
+
+def _lacking(
+    asked: Mapping[str, str], shots: Sequence[Shot], solved: Sequence[Mapping[str, str]]
+) -> dict[str, int]:
+    """What shots lack that their prompt is to show, candidates only if the question has some."""
+    found: collections.Counter[str] = collections.Counter()
+    for shot, fields in zip(shots, solved, strict=False):
+        if "context" in fields:
+            found["shots_without_caption"] += lacks_caption(shot.question)
+            found["shots_with_own_caption"] += OWN_CAPTION in shot.question.extra
+        if asked.get("candidates"):
+            found["shots_without_candidates"] += not fields["candidates"]
+    return {name: count for name, count in found.items() if count}
 
 
 def _with_passages(fields: Mapping[str, str], passages: Sequence[Passage]) -> Mapping[str, str]:
@@ -129,15 +156,18 @@ def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> di
         "shots": [shots_record(p.shots) for p in prompts],
         "dropped_shots": sum(p.dropped for p in prompts),
         "too_long": [p.reason for p in prompts if p.too_long],
+        **sum((collections.Counter(p.lacking) for p in prompts), collections.Counter()),
         **({"failed": reasons} if reasons else {}),
     }
     if any(p.passages is not None for p in prompts):
-        record["knowledge"] = [
-            [{"id": one.id, "score": round(one.score, 6)} for one in p.passages or ()]
-            for p in prompts
-        ]
+        record["knowledge"] = [passages_record(p.passages or ()) for p in prompts]
         record["dropped_passages"] = sum(p.dropped_passages for p in prompts)
     return record
+
+
+def passages_record(passages: Sequence[Passage]) -> list[dict[str, Any]]:
+    """What trace.jsonl keeps of passages."""
+    return [{"id": one.id, "score": round(one.score, 6)} for one in passages]
 
 
 def output_record(text: str, logprob: float) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def open_backend(
     tokenizer: str | os.PathLike | None = None,
     config: ModelConfig | None = None,
     engine: EngineConfig | None = None,
+    flag: str = "--model",
 ) -> EngineBackend:
     """Opens a LLaMA or LLaVA as a backend; its weights are loaded on first use.
 
@@ -75,14 +76,15 @@ def open_backend(
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config, engine: see ModelConfig and EngineConfig; an engine without config is as long as the
         model, up to 2,048 tokens.
+      flag: that named the model, for messages.
 
     Raises:
       UserError: no such model, another architecture, no tokenizer, or an engine longer than the
         model.
     """
     config = config or ModelConfig()
-    path = _find(model)
-    kind = _kind(path)
+    path = _find(model, flag)
+    kind = _kind(path, flag)
     shape = _config_of(kind, path)
     llama = shape.llama if isinstance(shape, LlavaConfig) else shape
     engine = engine or EngineConfig(length=min(EngineConfig.length, llama.positions))
@@ -110,15 +112,15 @@ def open_backend(
     )
 
 
-def _find(model: str | os.PathLike) -> Path:
+def _find(model: str | os.PathLike, flag: str) -> Path:
     """Where the weights are of what `open_backend` takes."""
     if str(model) in NAMES:
         return NAMES[str(model)]()
     if is_hub_name(model):
-        return find_model(str(model))
+        return find_model(str(model), flag)
     if not Path(model).exists():
         raise UserError(
-            f"--model={model}: no such file or folder, nor one of the names {', '.join(NAMES)}, "
+            f"{flag}={model}: no such file or folder, nor one of the names {', '.join(NAMES)}, "
             "nor ORG/NAME of a model on the Hugging Face hub; check the path."
         )
     return Path(model)
@@ -156,12 +158,12 @@ def _shown(file: Path, folder: Path) -> bool:
     return not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _kind(path: Path) -> str:
+def _kind(path: Path, flag: str) -> str:
     """Which of _KINDS is at a path."""
     if is_weights_folder(path):
         kind = read_record(path).architecture.name
         if kind not in _KINDS:
-            raise UserError(f"--model={path}: contains a {kind}; give a LLaMA or LLaVA.")
+            raise UserError(f"{flag}={path}: contains a {kind}; give a LLaMA or LLaVA.")
         return kind
     file = path / "config.json"
     published = read_json(file) if file.is_file() else {}

@@ -16,7 +16,13 @@ def check_prompt_config(config: ConfigDict) -> None:
     check_section(config, "", {**spec, "engine": dict, "model": dict})
 
 
-def open_backend(backend: str, model: str, tokenizer: str | None, config: ConfigDict) -> Backend:
+def open_backend(
+    backend: str,
+    model: str,
+    tokenizer: str | None,
+    config: ConfigDict,
+    flag: str = "--model",
+) -> Backend:
     """A language model as a backend.
 
     Args:
@@ -24,14 +30,16 @@ def open_backend(backend: str, model: str, tokenizer: str | None, config: Config
       model: for the engine a path or name (see local_model), for a server its name there.
       tokenizer: for the engine, if the model's folder has none.
       config: as configs/prompt/default.py.
+      flag: that named the model, or the config key, for messages.
 
     Raises:
       UserError: no such model, or a config value out of range.
     """
     if backend == "openai":
         if tokenizer is not None:
-            raise UserError("--tokenizer: a server has its own; leave the flag out.")
-        return OpenAIBackend(model, ServerConfig(**config.server))
+            named = flag.replace("model", "tokenizer")  # they stand side by side
+            raise UserError(f"{named}={tokenizer}: a server has its own; leave it out.")
+        return OpenAIBackend(model, ServerConfig(**config.server), flag)
     from mmqa_jax.core import distributed
     from mmqa_jax.decoding.slot_runner import EngineConfig
     from mmqa_jax.prompting import local_model
@@ -44,4 +52,5 @@ def open_backend(backend: str, model: str, tokenizer: str | None, config: Config
         tokenizer=tokenizer,
         config=local_model.ModelConfig(**config.model),
         engine=EngineConfig(**config.engine),
+        flag=flag,
     )

@@ -19,6 +19,10 @@ class Malformed(Exception):
     """An answer that does not follow the API; a retry may return one that does."""
 
 
+class NoLogprobs(Malformed):
+    """An answer lacks the log-probabilities that were requested."""
+
+
 class NoEcho(Exception):
     """The server gives no log-probabilities of a prompt."""
 
@@ -57,7 +61,8 @@ def read_candidates(answer: Any, logprobs: bool) -> list[Candidate]:
       logprobs: whether they were requested.
 
     Raises:
-      Malformed: no candidates, one without text, or without requested log-probabilities.
+      Malformed: no candidates, or one without text.
+      NoLogprobs: one without requested log-probabilities.
     """
     candidates = []
     for choice in _choices(answer):
@@ -138,5 +143,5 @@ def _of_new_tokens(found: Any) -> tuple[float, ...]:
         if isinstance(found.get("content"), list):
             values = [one.get("logprob") for one in found["content"] if isinstance(one, dict)]
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
-        raise Malformed("it lacks the requested log-probabilities")
+        raise NoLogprobs("it lacks the requested log-probabilities")
     return tuple(map(float, values))

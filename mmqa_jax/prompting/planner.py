@@ -10,12 +10,13 @@ from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Que
 from mmqa_jax.prompting.few_shot import Order, few_shot
 from mmqa_jax.prompting.plans import NO_PLAN, Plan, Role, parse_plan, planner_prompt
 from mmqa_jax.prompting.shots import Shot
+from mmqa_jax.prompting.steps import Steps
 from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.tools import answer_fields, answer_template
 
 # (question id, role) -> the plans that its agent considers.
 Planned = Mapping[tuple[str, Role], Sequence[Plan]]
-_DECODING = Decoding(max_new_tokens=24, stop=("===", "task:"))
+_STOP = ("===", "task:")  # what follows would be another task of the prompt's form
 
 
 def ask_planners(
@@ -26,7 +27,8 @@ def ask_planners(
     task: str,
     chat: bool,
     order: Order,
-    failed: Mapping[str, list[str]],
+    new_tokens: int,
+    steps: Mapping[str, Steps],
 ) -> Planned:
     """One plan per question and agent, all in one pass; an empty one where the planner fails.
 
@@ -34,15 +36,17 @@ def ask_planners(
       shown: question id -> shots of P_0, fewer of them where the context is short.
       task: `prompt`, all of P_0, or `test_input`, the question's own block.
       chat: the prompt is a user's message to a chat model.
-      failed: question id -> why steps gave nothing, extended.
+      new_tokens: that a planner may write.
+      steps: question id -> what was asked, and why there is no plan; extended.
     """
+    decoding = Decoding(max_new_tokens=new_tokens, stop=_STOP)
 
     def asking(key: tuple[str, Role], role: Role) -> Callable[[str], Query]:
         def make(text: str) -> Query:
             prompt = planner_prompt(role, text)
             if chat:
-                return Chat(key, (Message("user", (prompt,)),), _DECODING)
-            return Completion(key, prompt, _DECODING)
+                return Chat(key, (Message("user", (prompt,)),), decoding)
+            return Completion(key, prompt, decoding)
 
         return make
 
@@ -66,10 +70,12 @@ def ask_planners(
     planned = {}
     for (name, role), prompt in prompts.items():
         key = (name, role)
+        if prompt.query is not None:
+            steps[name].planner_prompts[role] = planner_prompt(role, prompt.text)
         if key in answers.by_id:
             planned[key] = (parse_plan(role, answers.by_id[key].text),)
         else:
             planned[key] = (NO_PLAN,)
             reason = answers.failed.get(key, prompt.reason)
-            failed[name].append(f"the {role}'s planner: {reason}")
+            steps[name].failed.append(f"the {role}'s planner: {reason}")
     return planned

@@ -44,7 +44,7 @@ NO_PLAN = Plan(())
 
 
 def planner_prompt(role: Role, task: str) -> str:
-    """The planner's prompt (figure 6b).
+    """The planner's prompt: figure 6b, and the end of its last line, which is ours.
 
     Args:
       task: the prompt P0 with its examples, or its test input alone.

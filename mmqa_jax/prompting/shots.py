@@ -7,8 +7,10 @@ equations 2 to 4).
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,8 +20,10 @@ from jaxtyping import Bool, Float32, Int
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.data.picture_store import EncodedPicture
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of
+from mmqa_jax.prompting.published_vectors import PublishedVectors
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
 Similarity = Literal[
@@ -32,6 +36,8 @@ _SUMS = {
     "question_and_sources": ("question", "sources"),
 }
 _BLOCK = 512  # queries whose similarities to the whole library are held at once
+_DECODED = 256  # pictures that are decoded at once, and kept in the cache together
+_EMPTY = "the library of examples is empty; name a split with answers, or set shots to 0."
 
 
 def question_and_choices(question: Question) -> str:
@@ -66,16 +72,16 @@ class Embedders:
 
     Attributes:
       text: embeds texts (`embed_questions`), as retrieval.embedder.Embedder.
-      image: embeds pictures (`embed_pictures`); None: no pictures. For `bimodal` it must be the
-        image side of `text` (one space).
-      pixels: uint8[S, S, 3] of a question's picture for `image`; None where it has none.
-      sources: of a question's gold sources each one's text, or its pixels for `image`.
+      image: embeds pictures (`embed_pictures`); None: no pictures. For `bimodal` and
+        `question_and_sources` it must be the image side of `text` (one space).
+      picture: a question's picture, as `image` takes it; None where it has none.
+      sources: of a question's gold sources each one's text, or its picture for `image`.
     """
 
     text: Any
     image: Any | None = None
-    pixels: Callable[[Question], np.ndarray | None] = lambda question: None
-    sources: Callable[[Question], Sequence[str | np.ndarray]] = lambda question: ()
+    picture: Callable[[Question], EncodedPicture | None] = lambda question: None
+    sources: Callable[[Question], Sequence[str | EncodedPicture]] = lambda question: ()
 
 
 class ExampleLibrary:
@@ -83,12 +89,19 @@ class ExampleLibrary:
 
     Args:
       examples: the library; each has an answer.
-      embedders: see Embedders; None: shots can only be chosen at random.
+      embedders: of the examples; None: shots can only be chosen at random.
+      of_queries: of the queries, where their pictures and sources lie elsewhere; the same models.
+      same_ids: whether an id names the same question in library and queries. Of another corpus it
+        does not: then no example is left out for its id or its fold.
       text_of: the text of a question that is embedded.
       folds: questions and examples are dealt by the hash of their ids into so many parts; an
         example of a question's own part is never its shot. 1: no parts. With 2, one split is both
         the library and the queries.
       cache: folder of kept embeddings.
+      vectors: of questions and pictures, in place of the embedders; see `select` for ties.
+      index: makes an index (retrieval/index.py) over the examples' vectors, which then finds the
+        nearest; None: the products with all of them do.
+      on_empty: what to tell a user who asks for shots of an empty library.
     """
 
     def __init__(
@@ -99,21 +112,30 @@ class ExampleLibrary:
         text_of: Callable[[Question], str] = lambda question: question.question,
         folds: int = 1,
         cache: Path | None = None,
+        vectors: PublishedVectors | None = None,
+        of_queries: Embedders | None = None,
+        same_ids: bool = True,
+        index: Callable[[Float32[np.ndarray, "N D"]], Any] | None = None,
+        on_empty: str = _EMPTY,
     ):
-        self.examples, self._embedders = list(examples), embedders
+        self.examples, self._embedders, self._published = list(examples), embedders, vectors
+        self._of_queries = of_queries or embedders
+        self._same_ids, self._make_index, self._on_empty = same_ids, index, on_empty
         self._text_of, self._folds = text_of, folds
         self._cache = cache or cache_dir() / "vectors"
         self._fold = np.array([fold_of(example.id, folds) for example in self.examples], int)
         self._row = {example.id: row for row, example in enumerate(self.examples)}
         self._kept: dict[str, Any] = {}  # the library's own vectors, by kind
+        self._indexes: dict[str, Any] = {}  # over them, by similarity
 
     def select(
         self, queries: Sequence[Question], count: int, similarity: Similarity, *, seed: int = 0
     ) -> list[list[Shot]]:
-        """The shots of every query, most similar first; ties go to the earlier example.
+        """The shots of every query, most similar first.
 
-        An example with the query's own id is left out. A library with fewer than `count` examples
-        gives all that it has.
+        Ties go to the earlier example; with published vectors to the later one, as PICa's
+        `argsort()[-n:][::-1]` gives them where the sort is stable. An example with the query's own
+        id is left out. A library with fewer than `count` examples gives all that it has.
 
         Args:
           similarity: `random` (by `seed` and the query's id, whatever the other queries), or of
@@ -126,16 +148,16 @@ class ExampleLibrary:
         if count == 0:
             return [[] for _ in queries]
         if not self.examples:
-            raise UserError(
-                "the library of examples is empty; name a split with answers, or set shots to 0."
-            )
+            raise UserError(self._on_empty)
         if similarity == "random":
             return [self._random(query, count, seed) for query in queries]
-        if self._embedders is None:
+        if self._embedders is None and self._published is None:
             raise UserError(
                 f"option similarity={similarity}: the library has no embedder; set "
                 "parts.library.text_model, or similarity to random."
             )
+        if self._make_index is not None:
+            return self._indexed(queries, count, similarity)
         return list(self._nearest(queries, count, similarity))
 
     def named(self, query: Question, names: Sequence[str], count: int) -> list[Shot]:
@@ -156,7 +178,7 @@ class ExampleLibrary:
         for scores, block in self._similarities(queries, similarity):
             for query, row in zip(block, scores, strict=True):
                 row = np.where(self._allowed(query), row, -np.inf)
-                nearest = _largest(row, count)
+                nearest = _largest(row, count, last_first=self._published is not None)
                 yield [Shot(self.examples[i], float(row[i])) for i in nearest if row[i] > -np.inf]
 
     def _similarities(
@@ -164,36 +186,83 @@ class ExampleLibrary:
     ) -> Iterator[tuple[Float32[np.ndarray, "B N"], Sequence[Question]]]:
         """Blocks of queries with their similarities to all N examples."""
         kinds = _SUMS.get(similarity, (similarity,))
-        pairs = [(self._vectors(queries, kind), self._own(kind)) for kind in kinds]
+        pairs = [
+            (self._vectors(queries, kind, self._of_queries), self._own(kind)) for kind in kinds
+        ]
         for start in range(0, len(queries), _BLOCK):
             block = slice(start, start + _BLOCK)
             yield sum(of[block] @ own.T for of, own in pairs), queries[block]
 
     def _own(self, kind: str) -> Float32[np.ndarray, "N D"]:
         if kind not in self._kept:
-            self._kept[kind] = self._vectors(self.examples, kind)
+            self._kept[kind] = self._vectors(self.examples, kind, self._embedders)
         return self._kept[kind]
 
-    def _vectors(self, questions: Sequence[Question], kind: str) -> Float32[np.ndarray, "n D"]:
-        """Unit vectors of questions; zeros where a question has no text or picture of the kind."""
+    def _indexed(
+        self, queries: Sequence[Question], count: int, similarity: str
+    ) -> list[list[Shot]]:
+        """As `_nearest`, found by the index; of equal similarities any comes first."""
+        kinds = _SUMS.get(similarity, (similarity,))  # a sum is the product of joined vectors
+        if similarity not in self._indexes:
+            own = np.concatenate([self._own(kind) for kind in kinds], axis=1)
+            self._indexes[similarity] = self._make_index(own)
+        joined = [self._vectors(queries, kind, self._of_queries) for kind in kinds]
+        vectors = np.concatenate(joined, axis=1)
+        found: list[list[Shot]] = [[] for _ in queries]
+        for members, allowed in self._by_fold(queries):
+            available = np.count_nonzero(allowed)
+            if not available:
+                continue
+            # One more, in case the query itself is among them.
+            most = min(count + 1, available)
+            mask = None if available == len(allowed) else allowed
+            near = self._indexes[similarity].search(vectors[members], most, mask)
+            for member, rows, scores in zip(members, *near, strict=True):
+                own = self._own_row(queries[member])
+                pairs = zip(rows, scores, strict=True)
+                shots = [Shot(self.examples[i], float(score)) for i, score in pairs if i != own]
+                found[member] = shots[:count]
+        return found
+
+    def _by_fold(
+        self, queries: Sequence[Question]
+    ) -> Iterator[tuple[Int[np.ndarray, " q"], Bool[np.ndarray, " N"]]]:
+        """The indices of the queries of every fold, and which examples are of another one."""
+        if not self._same_ids or self._folds == 1:
+            yield np.arange(len(queries)), np.ones(len(self.examples), bool)
+            return
+        folds = np.array([fold_of(query.id, self._folds) for query in queries], int)
+        for fold in np.unique(folds):
+            yield np.flatnonzero(folds == fold), self._fold != fold
+
+    def _vectors(
+        self, questions: Sequence[Question], kind: str, embedders: Embedders | None
+    ) -> Float32[np.ndarray, "n D"]:
+        """Unit vectors of questions; zeros where a question has no text or picture of the kind.
+
+        Published vectors are as they are in their files.
+        """
+        if self._published is not None:
+            return self._published.of(questions, kind)
         if kind == "question":
             return self._texts([self._text_of(question) for question in questions])
         if kind == "caption":
             return self._texts([str(question.extra.get("caption", "")) for question in questions])
         if kind == "sources":
-            return self._sources(questions)
+            return self._sources([embedders.sources(question) for question in questions])
         texts = [self._text_of(question) for question in questions]
-        if self._embedders.image is None:
+        if embedders.image is None:
             if kind == "bimodal":
                 return self._texts(texts)
             raise UserError(
                 f"similarity of the {kind}: needs an encoder of pictures; set "
                 "parts.library.image_model to a converted CLIP or a contrastive run."
             )
-        images, shown = self._images(questions)
+        images = self._images([embedders.picture(question) for question in questions])
         if kind == "image":
             return images
-        return bimodal(self._texts(texts), images, np.array([bool(t) for t in texts]), shown)
+        has_text = np.array([bool(text) for text in texts])
+        return bimodal(self._texts(texts), images, has_text, images.any(axis=1))
 
     def _texts(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]:
         embedder = self._embedders.text
@@ -201,63 +270,86 @@ class ExampleLibrary:
             self._cache,
             f"text {embedder.fingerprint}",
             texts,
-            lambda: embedder.embed_questions(texts),
+            lambda rows: embedder.embed_questions([texts[row] for row in rows]),
         )
         return vectors * np.array([bool(text.strip()) for text in texts])[:, None]
 
-    def _images(
-        self, questions: Sequence[Question]
-    ) -> tuple[Float32[np.ndarray, "n D"], Bool[np.ndarray, " n"]]:
-        pixels = [self._embedders.pixels(question) for question in questions]
-        shown = np.array([picture is not None for picture in pixels], bool)
-        vectors = np.zeros((len(questions), self._embedders.image.dim), np.float32)
-        if shown.any():
-            vectors[shown] = self._pictures([picture for picture in pixels if picture is not None])
-        return vectors, shown
+    def _images(self, pictures: Sequence[EncodedPicture | None]) -> Float32[np.ndarray, "n D"]:
+        """The vectors of pictures; zeros where there is none, or it cannot be decoded."""
+        vectors = np.zeros((len(pictures), self._embedders.image.dim), np.float32)
+        shown = [row for row, picture in enumerate(pictures) if picture is not None]
+        if shown:
+            known = {pictures[row].digest: pictures[row] for row in shown}
+            vectors[shown] = _each_once(self._pictures, known, [pictures[r].digest for r in shown])
+        return vectors
 
-    def _pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
+    def _pictures(self, pictures: Sequence[EncodedPicture]) -> Float32[np.ndarray, "n D"]:
         embedder = self._embedders.image
-        return cached_vectors(
-            self._cache,
-            f"image {embedder.fingerprint}",
-            [picture.tobytes() for picture in pictures],
-            lambda: embedder.embed_pictures(pictures),
-        )
 
-    def _sources(self, questions: Sequence[Question]) -> Float32[np.ndarray, "n D"]:
-        """The mean of the unit vectors of a question's sources; zeros where it has none.
+        def embed(rows: np.ndarray) -> np.ndarray:
+            decoded = list(pool.map(lambda row: pictures[row].decode(), rows))
+            whole = [number for number, pixels in enumerate(decoded) if pixels is not None]
+            vectors = np.zeros((len(rows), embedder.dim), np.float32)
+            if whole:
+                vectors[whole] = embedder.embed_pictures([decoded[number] for number in whole])
+            return vectors
 
-        The product of two means is the mean of the pairwise cosines (WebQA, section 6.3).
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return cached_vectors(
+                self._cache,
+                f"picture {embedder.fingerprint}",
+                [picture.digest for picture in pictures],
+                embed,
+                unit="pictures",
+                block=_DECODED,
+            )
+
+    def _sources(
+        self, sources: Sequence[Sequence[str | EncodedPicture]]
+    ) -> Float32[np.ndarray, "n D"]:
+        """The mean of the unit vectors of each question's sources; zeros where it has none.
+
+        The product of two means is the mean of the pairwise cosines (WebQA, section 6.3). A source
+        that several questions share is embedded once, a broken picture by its caption.
         """
-        owned = [
-            (row, source)
-            for row, question in enumerate(questions)
-            for source in self._embedders.sources(question)
-        ]
-        means = np.zeros((len(questions), self._embedders.text.dim), np.float32)
-        for embed, kind in ((self._texts, str), (self._pictures, np.ndarray)):
-            # A source that several questions share is embedded once.
-            places: dict[str | bytes, tuple[int, Any]] = {}
-            rows, numbers = [], []
-            for row, source in owned:
-                if isinstance(source, kind):
-                    key = source if isinstance(source, str) else source.tobytes()
-                    rows.append(row)
-                    numbers.append(places.setdefault(key, (len(places), source))[0])
-            if rows:
-                vectors = embed([source for _, source in places.values()])
-                np.add.at(means, np.array(rows), vectors[numbers])
-        counts = np.bincount([row for row, _ in owned], minlength=len(questions))
+        owned = [(row, source) for row, own in enumerate(sources) for source in own]
+        rows = np.array([row for row, _ in owned], int)
+        vectors = np.zeros((len(owned), self._embedders.text.dim), np.float32)
+        pictures = [None if isinstance(source, str) else source for _, source in owned]
+        if any(pictures):
+            vectors = self._images(pictures)
+        shown = vectors.any(axis=1)
+        texts = [source if isinstance(source, str) else source.caption for _, source in owned]
+        written = [text for text, has in zip(texts, shown, strict=True) if not has]
+        if written:
+            vectors[~shown] = _each_once(self._texts, {text: text for text in written}, written)
+        means = np.zeros((len(sources), vectors.shape[1]), np.float32)
+        for kind in (~shown, shown):
+            np.add.at(means, rows[kind], vectors[kind])
+        counts = np.bincount(rows, minlength=len(sources))
         return means / np.maximum(counts, 1)[:, None].astype(np.float32)
 
     def _allowed(self, query: Question) -> Bool[np.ndarray, " N"]:
         """Which examples may be shots of a query."""
         allowed = np.ones(len(self.examples), bool)
-        if self._folds > 1:
+        if self._same_ids and self._folds > 1:
             allowed = self._fold != fold_of(query.id, self._folds)
-        if query.id in self._row:
-            allowed[self._row[query.id]] = False
+        own = self._own_row(query)
+        if own is not None:
+            allowed[own] = False
         return allowed
+
+    def _own_row(self, query: Question) -> int | None:
+        """The example that is the query itself; None if there is none."""
+        return self._row.get(query.id) if self._same_ids else None
+
+
+def _each_once(
+    embed: Callable[[list[Any]], np.ndarray], contents: Mapping[Any, Any], keys: Sequence[Any]
+) -> Float32[np.ndarray, "n D"]:
+    """The vectors of `contents[key]` for all keys, each of which is embedded once."""
+    place = {key: number for number, key in enumerate(contents)}
+    return embed(list(contents.values()))[[place[key] for key in keys]]
 
 
 def bimodal(
@@ -274,13 +366,21 @@ def bimodal(
     return mean / np.maximum(np.linalg.norm(mean, axis=1, keepdims=True), 1e-12)
 
 
-def _largest(scores: Float32[np.ndarray, " N"], count: int) -> Int[np.ndarray, " n"]:
-    """Indices of the largest scores, in falling order; of equal ones the lower index first."""
+def _largest(
+    scores: Float32[np.ndarray, " N"], count: int, *, last_first: bool = False
+) -> Int[np.ndarray, " n"]:
+    """Indices of the largest scores, in falling order.
+
+    Args:
+      last_first: of equal scores the higher index first, not the lower one.
+    """
     if count < len(scores):
         least = np.partition(scores, len(scores) - count)[len(scores) - count]
         candidates = np.flatnonzero(scores >= least)
     else:
         candidates = np.arange(len(scores))
+    if last_first:
+        candidates = candidates[::-1]
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import string
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,14 @@ class PromptTemplate:
       head: in front of everything; without `$` fields.
       shot: of one solved example, with fields such as `$question` and `$answer`.
       query: of the open question; the model continues it.
+      single_spaces: whether spaces that follow each other become one: in the template's text where
+        a field is empty, and in the fields.
     """
 
     head: str
     shot: str
     query: str
+    single_spaces: bool = False
 
     def without_head(self) -> PromptTemplate:
         """Its shots and its query alone."""
@@ -39,9 +43,8 @@ class PromptTemplate:
         Raises:
           KeyError: a field that the template names is missing.
         """
-        parts = [self.head]
-        parts += [string.Template(self.shot).substitute(shot) for shot in shots]
-        return "".join((*parts, string.Template(self.query).substitute(query)))
+        parts = [self._filled(self.shot, shot) for shot in shots]
+        return "".join((self.head, *parts, self._filled(self.query, query)))
 
     def solve(self, example: Mapping[str, str]) -> str:
         """What completes the query of a solved example: its shot without its query.
@@ -49,13 +52,20 @@ class PromptTemplate:
         Raises:
           UserError: the shots of this template do not begin with their query.
         """
-        shot, query = (string.Template(t).substitute(example) for t in (self.shot, self.query))
+        shot, query = (self._filled(text, example) for text in (self.shot, self.query))
         if not shot.startswith(query):
             raise UserError(
                 "option template: a shot of it does not begin with its query, so that nothing "
                 "can be learned from it; use one whose shots do, such as rmr.rationale."
             )
         return shot.removeprefix(query).rstrip()
+
+    def spaced(self, text: str) -> str:
+        """A text with its spaces as this template's prompts have them."""
+        return re.sub(" {2,}", " ", text) if self.single_spaces else text
+
+    def _filled(self, text: str, fields: Mapping[str, str]) -> str:
+        return self.spaced(string.Template(text).substitute(fields))
 
 
 @functools.cache

@@ -14,10 +14,17 @@ from typing import Any
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Completion, Decoding
-from mmqa_jax.prompting.few_shot import FewShot, Order, few_shot, majority_answer
+from mmqa_jax.prompting.few_shot import (
+    FewShot,
+    Order,
+    few_shot,
+    majority_answer,
+    passages_record,
+)
 from mmqa_jax.prompting.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.plans import Actions
 from mmqa_jax.prompting.shots import Shot
+from mmqa_jax.prompting.steps import Steps
 from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
@@ -101,7 +108,7 @@ class Tools:
       passages: that Tool_2 retrieves.
       words: a passage, and what Tool_3 writes, is cut to so many.
       new_tokens: that Tool_3 may write.
-      failed: question id -> why tools gave nothing, extended by those that fail.
+      steps: question id -> what tools were asked and found, and why they gave nothing; extended.
     """
 
     heuristics: AnswerHeuristics
@@ -111,7 +118,7 @@ class Tools:
     passages: int
     words: int
     new_tokens: int
-    failed: Mapping[str, list[str]]
+    steps: Mapping[str, Steps]
 
     def use(self, action: int, questions: Sequence[Question]) -> dict[str, str]:
         """Question id -> what the tool of an action gives; "" for nothing."""
@@ -125,6 +132,8 @@ class Tools:
             return {}
         texts = [f"{context(q)} {q.question}" for q in questions]
         found = self.knowledge.find(texts, self.passages)
+        for question, own in zip(questions, found, strict=True):
+            self.steps[question.id].passages = passages_record(own)
         return {
             question.id: " ".join(self._cut(passage.text) for passage in own)
             for question, own in zip(questions, found, strict=True)
@@ -140,12 +149,13 @@ class Tools:
             try:
                 self.llm.check(query)
             except TooLong as error:
-                self.failed[question.id].append(f"LLM_Knowledge: {error}")
+                self.steps[question.id].failed.append(f"LLM_Knowledge: {error}")
             else:
+                self.steps[question.id].knowledge_prompt = query.prompt
                 queries.append(query)
         answers = answer_all(self.llm, queries, "Generating knowledge")
         for name, reason in answers.failed.items():
-            self.failed[name].append(f"LLM_Knowledge: {reason}")
+            self.steps[name].failed.append(f"LLM_Knowledge: {reason}")
         texts = {name: self._cut(result.text) for name, result in answers.by_id.items()}
         return {question.id: texts.get(question.id, "") for question in questions}
 

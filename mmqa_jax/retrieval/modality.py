@@ -42,7 +42,8 @@ def one_modality(corpus: Corpus, modality: Modality) -> Corpus:
     rows = corpus.modality_rows(modality)
     if not rows:
         raise UserError(
-            f"modality: the corpus has no {modality} sources; search with --modality=unknown."
+            f"modality: the corpus has no {modality} sources; search all of them, with "
+            "--modality=unknown of `mmqa search` or parts.retriever.modality=unknown of a row."
         )
     return Corpus([corpus.sources[row] for row in rows], read_picture=corpus.read_picture)
 

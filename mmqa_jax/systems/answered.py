@@ -15,20 +15,18 @@ from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
 from mmqa_jax.systems.opened_parts import OpenedParts
-from mmqa_jax.systems.settings import SYSTEMS, run_setting
+from mmqa_jax.systems.settings import SYSTEMS, check_inputs, run_setting
 
 # The parts of a row whose rankings are kept -> the file of retrieval/ that they go to.
 _RANKED = {"retriever": "candidates", "reranker": "relevance"}
+_FILES = ("heuristics", "finished", "captions")  # parts that need no model
 
 
 def answering(
     config: ConfigDict, questions: Sequence[Question], corpus: Corpus, opened: OpenedParts
 ) -> Compute:
     """Opens a row's parts; returns what executes its setting on a chunk of the questions."""
-    parts = opened.of_row(config.parts)
-    if "heuristics" in parts:
-        parts["heuristics"] = parts["heuristics"].of_split(questions)
-    system = SYSTEMS[config.system]
+    parts, system = _open_parts(config, questions, opened), SYSTEMS[config.system]
 
     def answer(chunk: range) -> Part:
         asked = questions[chunk.start : chunk.stop]
@@ -51,6 +49,19 @@ def answering(
         return Part(rows, {"llm": {k: n - before[k] for k, n in _work(parts).items()}})
 
     return answer
+
+
+def _open_parts(
+    config: ConfigDict, questions: Sequence[Question], opened: OpenedParts
+) -> dict[str, Any]:
+    """A row's parts; files come first and the language model last: wrong files are refused soon."""
+    sections = dict(config.parts)
+    parts = opened.of_row({name: sections.pop(name) for name in _FILES if name in sections})
+    if "heuristics" in parts:
+        parts["heuristics"] = parts["heuristics"].of_split(questions)
+    check_inputs(SYSTEMS[config.system], config.setting, questions, config.options, parts)
+    last = sorted(sections, key=lambda name: name == "llm")
+    return parts | opened.of_row({name: sections[name] for name in last})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.predictions import read_predictions
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.examples import evenly_by_category, example
+from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
@@ -91,7 +91,7 @@ def read_results(
     for row in sorted(path.parent for path in rows.glob("*/per_question.jsonl")):
         lines = [line["scores"] for _, line in read_jsonl(row / "per_question.jsonl")]
         scores[row.name] = {name: np.array([line[name] for line in lines]) for name in lines[0]}
-        predictions[row.name] = read_predictions(row / "predictions.jsonl")
+        predictions[row.name] = read_answers(row / "predictions.jsonl")
     normalizer = Normalizer("none")
     known = [question for question in corpus.questions() if question.split != "test"]
     constants = constant_predictions(questions, fit_constant_answers(known, lemmatizer=normalizer))

@@ -15,35 +15,21 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.few_shot import Order
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.planner import Planned, ask_planners
-from mmqa_jax.prompting.plans import (
-    ROLES,
-    Plan,
-    Role,
-    every_plan,
-)
+from mmqa_jax.prompting.plans import ROLES, Plan, Role, every_plan
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot
+from mmqa_jax.prompting.steps import Steps
 from mmqa_jax.prompting.stream import answer_all
-from mmqa_jax.prompting.tools import (
-    Outputs,
-    Tools,
-    answer_prompt,
-    used_actions,
-)
+from mmqa_jax.prompting.tools import Outputs, Tools, answer_prompt, used_actions
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
-from mmqa_jax.systems.mavl_votes import (
-    Asked,
-    Weighting,
-    elect,
-    revote,
-    vote_on_draws,
-)
+from mmqa_jax.systems.captioned import check_captions, check_no_tags, traced, with_captions
+from mmqa_jax.systems.captions import Captions
+from mmqa_jax.systems.mavl_checks import check_knowledge, check_oracle, check_revote, check_team
+from mmqa_jax.systems.mavl_votes import Asked, Weighting, elect, revote, vote_on_draws
 
 
 def answer_mavl(
@@ -52,6 +38,7 @@ def answer_mavl(
     library: ExampleLibrary,
     heuristics: AnswerHeuristics,
     knowledge: KnowledgeBase | None = None,
+    captions: Captions | None = None,
     *,
     agents: tuple[Role, ...] = tuple(ROLES),
     plans: Literal["planned", "all", "none", "oracle"] = "planned",
@@ -63,6 +50,7 @@ def answer_mavl(
     order: Order = "most_similar_first",
     task: Literal["prompt", "test_input"] = "prompt",
     chat: bool = False,
+    plan_tokens: int = 24,
     passages: int = 1,
     knowledge_words: int = 40,
     knowledge_tokens: int = 64,
@@ -75,28 +63,33 @@ def answer_mavl(
 
     Args:
       knowledge: without it Tool_2 finds nothing.
+      captions: shown, and searched for, in place of the questions' own.
       agents: the team, from the lowest level; `("manager",)` is table 3 without multi-agents.
       plans: by the planners; `all` that a level allows (without planners); `none` (without tools);
-        or `oracle`, for every agent the plan whose answer scores best: a bound.
+        or `oracle`, for every agent the plan whose answer scores best: a bound. A question whose
+        answers do not count (A-OKVQA's difficult ones) has `all` there.
       votes: of each agent.
       weighting: votes as they are, or times the probability of the agent's answer.
       shots, candidates: in-context examples, and candidate answers of Tool_1 (figure 8).
       task: what a planner reads: P_0 with its examples, or the question's own block of it.
       chat: a planner's prompt is a user's message to a chat model.
+      plan_tokens: that a planner may write.
       passages: of Tool_2; each, and what Tool_3 writes, is cut to `knowledge_words` words.
     """
-    _check(questions, agents, plans, votes)
+    check_team(agents, votes)
+    check_oracle(questions, plans)
     found = heuristics.select(questions, library, shots, similarity, seed=seed)
+    questions, found = with_captions(questions, found, captions)
     shown = {question.id: own for question, own in zip(questions, found, strict=True)}
-    failed: dict[str, list[str]] = collections.defaultdict(list)
+    steps: dict[str, Steps] = collections.defaultdict(Steps)
     # p_a = G_T(P_0)
     if plans == "planned":
-        planned = ask_planners(questions, llm, shown, agents, task, chat, order, failed)
+        planned = ask_planners(questions, llm, shown, agents, task, chat, order, plan_tokens, steps)
     else:
         planned = {(q.id, role): _fixed(role, plans) for q in questions for role in agents}
     # T_1, T_2, T_3 of the questions whose plans name them, and of their shots
     tools = Tools(
-        heuristics, knowledge, llm, candidates, passages, knowledge_words, knowledge_tokens, failed
+        heuristics, knowledge, llm, candidates, passages, knowledge_words, knowledge_tokens, steps
     )
     outputs: Outputs = {
         action: tools.use(action, _planning(action, questions, planned, shown))
@@ -120,13 +113,13 @@ def answer_mavl(
     # A_f = Voting(A_J, A_S, A_M)
     predictions = []
     for question in questions:
-        case = Asked(question, prompts[question.id], answers, outputs, failed[question.id])
+        case = Asked(question, prompts[question.id], answers, outputs, steps[question.id])
         team = [
             case.agent(role, planned[question.id, role], weight)
             for role, weight in zip(agents, votes, strict=True)
         ]
         predictions.append(elect(case, team, weighting, heuristics.best(question)))
-    return predictions
+    return traced(predictions, questions, captions)
 
 
 def notes(setting: str, questions: Sequence[Question], options: Mapping[str, Any]) -> list[str]:
@@ -160,19 +153,25 @@ def _planning(
     return list(found.values())
 
 
-def _check(
-    questions: Sequence[Question], agents: Sequence[Role], plans: str, votes: Sequence[float]
+def check_options(setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raises UserError for a row that contradicts itself; called before anything is opened."""
+    check_no_tags(parts)
+    if setting == "mavl":
+        check_team(options["agents"], options["votes"])
+        check_knowledge(parts.get("knowledge"), options["knowledge_words"])
+    if setting == "mavl_revote":
+        check_revote(options["votes"], options["weighting"], options["folds"])
+
+
+def check_inputs(
+    setting: str,
+    questions: Sequence[Question],
+    options: Mapping[str, Any],
+    parts: Mapping[str, Any],
 ) -> None:
-    if len(votes) != len(agents) or not agents or min(votes) < 0:
-        raise UserError(
-            f"config key options.votes={tuple(votes)}: one number of at least 0 for each of "
-            f"options.agents={tuple(agents)} was expected; change one of them."
-        )
-    if plans == "oracle" and not all(map(has_answers, questions)):
-        raise UserError(
-            "config key options.plans=oracle: chooses plans by the reference answers, which some "
-            "questions of this split lack; take another split."
-        )
+    """Raises UserError for questions that a setting cannot use; called before models load."""
+    check_oracle(questions, options.get("plans", ""))
+    check_captions(questions, parts.get("captions"))
 
 
 SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
@@ -180,6 +179,6 @@ SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "mavl_revote": revote,
     "mavl_draws": vote_on_draws,
 }
-PARTS = ("llm", "library", "heuristics", "knowledge", "finished")
+PARTS = ("llm", "library", "heuristics", "knowledge", "captions", "finished")
 # Settings whose answer to a question depends on the others: weights are fitted over them.
 NEEDS_ALL = ("mavl_revote",)

@@ -15,23 +15,24 @@ from mmqa_jax.prompting.tools import TOOL_NAMES
 from mmqa_jax.prompting.voting import vote
 
 _ACTIONS = tuple(TOOL_NAMES)
+_RETRIEVES, _GENERATES = 2, 3
 
 
 def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
     """A question's agents with plans, tools' outputs, prompts and answers, then the vote."""
-    prompts = {
-        tuple(one["actions"]): prompt
+    asked = {
+        tuple(one["actions"]): (prompt, one.get("output", ""))
         for one, prompt in zip(trace["by_actions"], trace["prompts"], strict=True)
     }
     nodes = []
     for agent in trace["agents"]:
         said = f"the planner said: {agent['said']}" if agent["said"] else ""
         refused = f"; refused: {', '.join(agent['refused'])}" if agent["refused"] else ""
-        steps = [TraceNode(f"plan: {_actions(agent['plan'])}{refused}", long=said)]
-        for action in agent["plan"]:
-            found = trace["tools"].get(str(action), "")
-            steps.append(TraceNode(f"{TOOL_NAMES[action]}: {found or 'nothing found'}"))
-        steps.append(TraceNode("prompt", long=prompts.get(tuple(agent["used"]), "")))
+        read = _long("the planner's prompt", trace.get("planner_prompts", {}).get(agent["agent"]))
+        steps = [TraceNode(f"plan: {_actions(agent['plan'])}{refused}", long=said, children=read)]
+        steps += [_tool(trace, action) for action in agent["plan"]]
+        prompt, output = asked.get(tuple(agent["used"]), ("", ""))
+        steps += [TraceNode("prompt", long=prompt), *_long("output", output)]
         name = f"{agent['agent']}: {agent['answer'] or '(no answer)'}"
         sure = f"{agent['votes']:g} votes, probability {agent['probability']:.2f}"
         nodes.append(TraceNode(f"{name} ({sure})", score=agent["score"], children=steps))
@@ -46,6 +47,23 @@ def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
         changes = [TraceNode("no agent answered: the first candidate")]
     nodes.append(TraceNode(f"vote: {counted or '–'} → {answer or '(none)'}", children=changes))
     return nodes
+
+
+def _tool(trace: Mapping[str, Any], action: int) -> TraceNode:
+    """What the tool of an action gave, and what it was asked or found."""
+    found = trace["tools"].get(str(action), "") or "nothing found"
+    behind = []
+    if action == _RETRIEVES and (passages := trace.get("passages")):
+        listed = " · ".join(f"{one['id']} ({one['score']:.2f})" for one in passages)
+        behind = [TraceNode(f"passages: {listed}")]
+    if action == _GENERATES:
+        behind = _long("the tool's prompt", trace.get("knowledge_prompt"))
+    return TraceNode(f"{TOOL_NAMES[action]}: {found}", children=behind)
+
+
+def _long(name: str, text: str | None) -> list[TraceNode]:
+    """A long text as a node; none where there is no text."""
+    return [TraceNode(name, long=text)] if text else []
 
 
 def agent_summary(predictions: Iterable[Prediction]) -> dict[str, Any]:
@@ -67,6 +85,7 @@ def agent_summary(predictions: Iterable[Prediction]) -> dict[str, Any]:
             role: sum(_changes(trace, role) for trace in traces) for role in roles
         },
         "all_agree": sum(len(trace["vote"]) == 1 for trace in traces),
+        "scored_by": next(filter(None, (trace.get("scored_by") for trace in traces)), None),
     }
 
 
@@ -89,7 +108,9 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
     ]
     note = (
         "Questions. Refused: plans that name unknown actions or those above the agent's level. "
-        "Uses: the tool gave something. Decides: without the agent the vote is another."
+        "Uses: the tool gave something. Decides: without the agent the vote is another. "
+        f"All agents that answer agree in {summary['all_agree']:,}. "
+        f"{_scoring(summary['scored_by'])}"
     )
     effects: list[list[Cell]] = [
         [f"{a}: {TOOL_NAMES[int(a)]}", *own.values()] for a, own in summary["actions"].items()
@@ -100,6 +121,12 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
     )
     heads = ("action", "pairs", "answer changed", "better", "worse", "mean change")
     return [Table("Agents", columns, rows, note), Table("Actions", heads, effects, seen)]
+
+
+def _scoring(scorer: str | None) -> str:
+    if scorer is None:
+        return "No question has references that count."
+    return f"Accuracy alone: {scorer}, of the questions that it counts."
 
 
 def _of_agent(own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

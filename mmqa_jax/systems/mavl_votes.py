@@ -11,17 +11,20 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.answer_text import prep_ans
-from mmqa_jax.evaluation.vqa import answer_accuracy
+from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer
 from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.few_shot import FewShot, Order, prompts_record
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.plans import Actions, Plan, Role
 from mmqa_jax.prompting.shots import ExampleLibrary
+from mmqa_jax.prompting.steps import Steps
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.tools import Outputs, answer_prompt, used_actions
 from mmqa_jax.prompting.voting import fit_weights, vote
+from mmqa_jax.systems.mavl_checks import check_revote
 
 Weighting = Literal["level", "probability"]
+_OF_AN_AGENT = ("agent", "answer", "probability")  # what another vote needs of it
 # Keys of trace.jsonl that belong to the finished run, not to its agents.
 _OF_THE_RUN = ("question_id", "question", "answer", "choice", "references", "scores")
 
@@ -35,7 +38,7 @@ class Agent:
       votes: by its level.
       answer: normalized by `prep_ans`; "" where it gave none.
       probability: of the answer's tokens.
-      score: of the answer; None without references.
+      score: of the answer; None without references, or where it does not count.
     """
 
     role: Role
@@ -53,24 +56,29 @@ class Asked(NamedTuple):
     Attributes:
       prompts: by the actions that they use; their queries' ids are (question id, used actions).
       answers, outputs: of the model and of the tools, for all questions.
-      failed: why steps before the answers gave nothing.
+      steps: those before the answers.
     """
 
     question: Question
     prompts: Mapping[Actions, FewShot]
     answers: Answers
     outputs: Outputs
-    failed: Sequence[str]
+    steps: Steps
 
     def agent(self, role: Role, plans: Sequence[Plan], votes: float) -> Agent:
-        """An agent's answer; of several plans that with the best one, with fewer actions first."""
+        """An agent's answer; of several plans that with the best one, with fewer actions first.
+
+        Where no answer has a score it is that of the last plan, with all actions.
+        """
         found = []
         for plan in plans:
             used = used_actions(self.outputs, self.question, plan.actions)
             answer, probability = self.said(used)
             score = answer_accuracy(self.question, answer)
             found.append(Agent(role, plan, used, votes, answer, probability, score))
-        return max(found, key=lambda agent: agent.score or 0.0)
+        if found[0].score is None:
+            return found[-1]
+        return max(found, key=lambda agent: agent.score)
 
     def said(self, used: Actions) -> tuple[str, float]:
         """The normalized answer to a prompt and its probability; ("", 0) where there is none."""
@@ -80,12 +88,13 @@ class Asked(NamedTuple):
         return prep_ans(result.text.strip()), math.exp(result.candidates[0].total)
 
     def record(self) -> dict[str, Any]:
-        """Its prompts, the answers to them, what tools gave, and failures, for the trace."""
+        """Its steps, prompts, the answers to them, what tools gave, and failures, for the trace."""
         ids = [(self.question.id, used) for used in self.prompts]
         results = [self.answers.by_id.get(name) for name in ids]
-        failed = [*self.failed, *(self.answers.failed[n] for n in ids if n in self.answers.failed)]
+        failed = [self.answers.failed[name] for name in ids if name in self.answers.failed]
         return {
-            **prompts_record(list(self.prompts.values())),
+            **self.steps.record(),
+            **prompts_record(list(self.prompts.values()), [*self.steps.failed, *failed]),
             "outputs": [
                 {"text": r.text, "logprob": r.candidates[0].total} for r in results if r is not None
             ],
@@ -95,15 +104,20 @@ class Asked(NamedTuple):
                 if self.question.id in texts
             },
             # By the actions that the prompts use, in the order of `prompts`.
-            "by_actions": [
-                {
-                    "actions": list(used),
-                    "answer": self.said(used)[0],
-                    "score": answer_accuracy(self.question, self.said(used)[0]),
-                }
-                for used in self.prompts
-            ],
-            **({"failed": failed} if failed else {}),
+            "by_actions": [self._by_actions(used) for used in self.prompts],
+        }
+
+    def _by_actions(self, used: Actions) -> dict[str, Any]:
+        """The answer to a prompt, its score, and the model's words where they are others."""
+        answer, _ = self.said(used)
+        score = answer_accuracy(self.question, answer)
+        result = self.answers.by_id.get((self.question.id, used))
+        other = result is not None and result.text.strip() != answer
+        return {
+            "actions": list(used),
+            "answer": answer,
+            "score": score,
+            **({"output": result.text} if other else {}),
         }
 
 
@@ -135,16 +149,12 @@ def revote(
         questions of the other parts.
       folds: the questions are dealt into so many parts by the hash of their ids, as the library's.
     """
-    lost = [question.id for question in questions if "agents" not in finished.get(question.id, {})]
-    if lost:
-        raise UserError(
-            f"config key parts.finished.run: no agents' answers to {len(lost):,} of "
-            f"{len(questions):,} questions there, the first is {lost[0]}; name a finished run of a "
-            "row of setting mavl on the same questions."
-        )
+    check_revote(votes, weighting, folds)
+    teams = _teams(questions, finished, len(votes))
     weights = dict.fromkeys(range(folds), votes)
     if weighting == "fitted":
-        weights = {fold: _fitted(questions, finished, votes, fold, folds) for fold in range(folds)}
+        _check_scored(questions)
+        weights = {fold: _fitted(teams, votes, fold, folds) for fold in range(folds)}
     predictions = []
     for question in questions:
         own = weights[fold_of(question.id, folds)]
@@ -152,7 +162,7 @@ def revote(
         counted = "level" if weighting == "fitted" else weighting
         agents = [
             _with_ballot({**agent, "votes": number}, counted)
-            for agent, number in zip(trace["agents"], own, strict=True)
+            for agent, number in zip(teams[question.id], own, strict=True)
         ]
         predictions.append(_elected_by(agents, question, trace, trace["fallback"]))
     return predictions
@@ -244,23 +254,72 @@ def _elected_by(
     fallback: str,
 ) -> Prediction:
     ballots = [(agent["answer"], agent["ballot"]) for agent in reversed(agents)]
-    return _elected(question, ballots, {**trace, "agents": agents}, fallback)
+    known = {**trace, "agents": agents, "scored_by": answer_scorer(question)}
+    return _elected(question, ballots, known, fallback)
+
+
+def _teams(
+    questions: Sequence[Question], finished: Mapping[str, Mapping[str, Any]], size: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Question id -> its agents in a finished run, their answers scored by its references.
+
+    Raises:
+      UserError: some questions have none, or a damaged record, or not `size` many.
+    """
+    rows = {question.id: finished.get(question.id, {}) for question in questions}
+    if lost := [name for name, row in rows.items() if not row.get("agents")]:
+        raise UserError(
+            f"config key parts.finished.run: no agents' answers to {len(lost):,} of "
+            f"{len(questions):,} questions there, the first is {lost[0]}; name a finished run of a "
+            "row of setting mavl on the same questions."
+        )
+    if damaged := [name for name, row in rows.items() if not _whole(row)]:
+        raise UserError(
+            f"config key parts.finished.run: the record of {damaged[0]} in its trace.jsonl lacks "
+            f"the fallback, or of an agent {', '.join(_OF_AN_AGENT)}; run that row again."
+        )
+    counts = sorted({len(row["agents"]) for row in rows.values()})
+    if counts and counts != [size]:
+        raise UserError(
+            f"config key options.votes: {size} numbers, and the finished run has "
+            f"{' or '.join(map(str, counts))} agents; give one for each of them."
+        )
+    return {
+        question.id: [
+            {**agent, "score": answer_accuracy(question, agent["answer"])}
+            for agent in rows[question.id]["agents"]
+        ]
+        for question in questions
+    }
+
+
+def _check_scored(questions: Sequence[Question]) -> None:
+    """Raises UserError if no question's answers can be scored: there is nothing to fit to."""
+    if questions and not any(map(answer_scorer, questions)):
+        raise UserError(
+            "config key options.weighting=fitted: no question of this split has reference answers "
+            "that count; set it to level or probability."
+        )
+
+
+def _whole(row: Mapping[str, Any]) -> bool:
+    """Whether a line of a finished run's trace.jsonl has all that another vote needs."""
+    agents = row["agents"]
+    return "fallback" in row and all(set(_OF_AN_AGENT) <= set(agent) for agent in agents)
 
 
 def _fitted(
-    questions: Sequence[Question],
-    finished: Mapping[str, Mapping[str, Any]],
+    teams: Mapping[str, Sequence[Mapping[str, Any]]],
     start: Sequence[float],
     fold: int,
     folds: int,
 ) -> tuple[float, ...]:
-    """The weights that do best on the questions outside a part."""
-    teams = [
-        finished[question.id]["agents"][::-1]
-        for question in questions
-        if fold_of(question.id, folds) != fold
-        and finished[question.id]["agents"][0]["score"] is not None
+    """The weights that do best on the questions outside a part, as far as their answers count."""
+    others = [
+        team[::-1]
+        for name, team in teams.items()
+        if fold_of(name, folds) != fold and team[0]["score"] is not None
     ]
-    answers = [[agent["answer"] for agent in team] for team in teams]
-    scores = [[agent["score"] for agent in team] for team in teams]
+    answers = [[agent["answer"] for agent in team] for team in others]
+    scores = [[agent["score"] for agent in team] for team in others]
     return fit_weights(answers, scores, start[::-1])[::-1]

@@ -29,6 +29,7 @@ from mmqa_jax.systems.parts import (
     with_similarity,
 )
 from mmqa_jax.systems.prompted_parts import (
+    LIBRARY,
     CaptionsSpec,
     KnowledgeSpec,
     LibrarySpec,
@@ -45,7 +46,7 @@ PART_SPECS: dict[str, Any] = {
     "reranker": spec_of(RerankerSpec) | {"similarity": Key(spec_of(RetrieverSpec), False)},
     "reader": spec_of(ReaderSpec),
     "llm": spec_of(LLMSpec),
-    "library": spec_of(LibrarySpec),
+    "library": LIBRARY,
     "heuristics": spec_of(HeuristicsSpec),
     "finished": spec_of(FinishedSpec),
     "knowledge": {
@@ -89,7 +90,7 @@ class OpenedParts:
             "heuristics": lambda spec: open_heuristics(HeuristicsSpec(**spec)),
             "finished": lambda spec: open_finished(FinishedSpec(**spec)),
             "knowledge": lambda spec: open_knowledge(self.corpus, KnowledgeSpec(**spec)),
-            "captions": lambda spec: open_captions(**spec),
+            "captions": lambda spec: open_captions(**spec, questions=self.corpus.questions()),
         }
         opened = {name: openers[name](dict(spec)) for name, spec in section.items()}
         ranking = ("retriever", "reranker", "reader")

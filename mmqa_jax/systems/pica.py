@@ -13,14 +13,18 @@ WebQA's, which show sources, are in pica_webqa.py.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS
+from mmqa_jax.data.datasets.coco import PEOPLE_CAPTIONS
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.answer_text import pica_answer
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
+    OWN_CAPTION,
     FewShot,
     Order,
     few_shot,
@@ -32,15 +36,17 @@ from mmqa_jax.prompting.multiple_choice import (
     check_choices,
     choose_options,
 )
-from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
+from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity, seeded
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
+from mmqa_jax.systems.captioned import check_captions, check_no_tags, traced, with_captions
 from mmqa_jax.systems.captions import Captions
 from mmqa_jax.systems.pica_webqa import answer_with_sources, answer_without_sources
 from mmqa_jax.systems.webqa import check_gold
 
 ShotAnswer = Literal["first", "majority"]
+ShotCaptions = Literal["own", "people"]
 
 
 def answer_pica(
@@ -55,6 +61,7 @@ def answer_pica(
     tags: bool = False,
     order: Order = "most_similar_first",
     shot_answer: ShotAnswer = "first",
+    shot_captions: ShotCaptions = "own",
     template: str = "pica.okvqa",
     max_new_tokens: int = 5,
     seed: int = 0,
@@ -66,9 +73,13 @@ def answer_pica(
       ensemble: prompts per question; the r-th shows the examples r * shots to (r + 1) * shots.
       tags: the picture's tags follow its caption (C+T).
       shot_answer: the first annotator's answer, or the one that most gave (PromptCap).
+      shot_captions: a shot's caption is a model's as the query's (`own`), or one of COCO's by
+        people, without tags (`people`, PICa's; by `seed` and the shot).
     """
     decoding, fields = _decoding(max_new_tokens), _fields_of(tags, shot_answer)
     chosen = library.select(questions, shots * ensemble, similarity, seed=seed)
+    if shot_captions == "people":
+        chosen = [[_captioned_by_people(shot, seed) for shot in found] for found in chosen]
     groups = [[found[r * shots : (r + 1) * shots] for r in range(ensemble)] for found in chosen]
     return _answer(
         questions, groups, passages_of(knowledge, questions), llm,
@@ -93,24 +104,24 @@ def answer_promptcap(
     The context is `caption tag, tag`, a shot's answer the majority's, the most similar shot last.
 
     Args:
-      captions: PromptCap's, one per question; None: the questions' own captions stand in.
+      captions: PromptCap's, one per question; None, or where it has none: the questions' own.
     """
 
     def fields(question: Question) -> Mapping[str, str]:
-        caption = captions.of_question(question) if captions else None
-        own = str(question.extra.get("caption", "")) if caption is None else caption
         names = _tag_names(question) if tags else ()
         return {
-            "context": f"{own} {', '.join(names)}".strip(),
+            "context": f"{question.extra.get('caption', '')} {', '.join(names)}".strip(),
             "question": question.question,
             "answer": majority_answer(question),
         }
 
     chosen = library.select(questions, shots, similarity, seed=seed)
-    return _answer(
-        questions, [[found] for found in chosen], [None] * len(questions), llm,
+    shown, chosen = with_captions(questions, chosen, captions)
+    predictions = _answer(
+        shown, [[found] for found in chosen], [None] * len(questions), llm,
         load_template("pica.okvqa"), fields, _decoding(max_new_tokens), "most_similar_last",
     )  # fmt: skip
+    return traced(predictions, questions, captions)
 
 
 def choose_pica(
@@ -200,11 +211,40 @@ def check_questions(setting: str, questions: Sequence[Question]) -> None:
         check_gold(questions)
 
 
+def check_options(setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raises UserError for options and parts without effect; called before anything is opened."""
+    if setting == "pica_promptcap":
+        check_no_tags(parts)
+
+
+def check_inputs(
+    setting: str,
+    questions: Sequence[Question],
+    options: Mapping[str, Any],
+    parts: Mapping[str, Any],
+) -> None:
+    """Raises UserError for files that are not the questions'; called before a model is loaded."""
+    if setting == "pica_promptcap":
+        check_captions(questions, parts.get("captions"))
+
+
 def context(question: Question, tags: bool) -> str:
     """A picture in words: `caption`, or `caption. tag, tag` (gpt3_api_okvqa.py l.184-201)."""
     caption = str(question.extra.get("caption", ""))
     names = _tag_names(question) if tags else ()
     return f"{caption.rstrip('.')}. {', '.join(names)}" if names else caption
+
+
+def _captioned_by_people(shot: Shot, seed: int) -> Shot:
+    """The shot with one of COCO's captions by people; its own, counted, where there is none."""
+    extra = {key: value for key, value in shot.question.extra.items() if key != TAGS}
+    by_people = extra.get(PEOPLE_CAPTIONS)
+    if by_people:
+        drawn = seeded(shot.question.id, seed).integers(len(by_people))
+        extra[CAPTION] = by_people[drawn]
+    else:
+        extra[OWN_CAPTION] = True
+    return shot._replace(question=dataclasses.replace(shot.question, extra=extra))
 
 
 def _tag_names(question: Question) -> list[str]:

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mmqa_jax.core.config import spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.picture_store import EncodedPicture, PictureStore
 from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.published_vectors import SIMILARITIES, PublishedVectors
 from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
@@ -60,6 +62,10 @@ class LibrarySpec:
         none.
       text: what is embedded: the question, or the question with hint and choices.
       modality: only examples with a picture (`image`), without one (`text`), or all (RMR, table 4).
+      vectors: folder of the vectors that PICa's authors published (OK-VQA), which are compared in
+        place of embeddings by `text_model` and `image_model`; "": none.
+      index_kind: how the nearest examples are found: `exact`, by the products with all of them, or
+        `scann`, by the retrieval room's ScaNN index.
     """
 
     data: str = ""
@@ -69,6 +75,12 @@ class LibrarySpec:
     image_model: str = ""
     text: Literal["question", "question_and_choices"] = "question"
     modality: Literal["", "text", "image"] = ""
+    vectors: str = ""
+    index_kind: Literal["exact", "scann"] = "exact"
+
+
+# Of a config's section with these keys.
+LIBRARY = spec_of(LibrarySpec, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +117,7 @@ class CaptionsSpec:
     """Side files that describe pictures; see systems/captions.py.
 
     Attributes:
-      captions: file of captions.
+      captions: file of captions, by the id of a question, a picture (image_id) or a source.
       tags: file of tags; "": none.
     """
 
@@ -121,22 +133,70 @@ def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> No
       library: the config section `parts.library`.
 
     Raises:
-      UserError: an unknown template, or a similarity without the encoder that it needs.
+      UserError: an unknown template, or as `check_similarity`.
     """
     if "template" in options:
         load_template(options["template"])
     similarity = options.get("similarity")
-    if similarity in ("random", "answer_aware") or options.get("shots", 1) == 0:
+    if similarity in (None, "answer_aware") or options.get("shots", 1) == 0:
         return
-    if not library.get("text_model", LibrarySpec.text_model):
+    check_similarity(similarity, library)
+
+
+def check_similarity(
+    similarity: str,
+    library: Mapping[str, Any],
+    *,
+    key: str = "options.similarity",
+    section: str = "parts.library",
+) -> None:
+    """Refuses a similarity that the models of a library cannot give.
+
+    Args:
+      library: the values of its config section.
+      key, section: where the config has both, for the messages.
+
+    Raises:
+      UserError: it needs another encoder, one space for two encoders, or ScaNN.
+    """
+    if similarity == "random":
+        return
+    spec, place = LibrarySpec(**library), f"config key {key}={similarity}"
+    if spec.vectors:
+        if similarity not in SIMILARITIES or spec.index_kind != "exact":
+            raise UserError(
+                f"{place}: {section}.vectors compares questions and pictures, and exactly; set it "
+                f"to one of {', '.join(SIMILARITIES)} and {section}.index_kind to exact, or leave "
+                "the vectors out."
+            )
+        return
+    if not spec.text_model:
         raise UserError(
-            f"config key options.similarity={similarity}: the library has no embedder; set "
-            "parts.library.text_model, or options.similarity to random."
+            f"{place}: the library has no embedder; set {section}.text_model, or {key} to random."
         )
-    if similarity in ("image", "question_and_image") and not library.get("image_model"):
+    if similarity in ("image", "question_and_image") and not spec.image_model:
         raise UserError(
-            f"config key options.similarity={similarity}: needs an encoder of pictures; set "
-            "parts.library.image_model to a converted CLIP or a contrastive run."
+            f"{place}: needs an encoder of pictures; set {section}.image_model to a converted CLIP "
+            "or a contrastive run."
+        )
+    one_space = not spec.image_model or Path(spec.image_model) == Path(spec.text_model)
+    if similarity in ("bimodal", "question_and_sources") and not one_space:
+        raise UserError(
+            f"{place}: adds vectors of texts and pictures, but those of {section}.text_model="
+            f"{spec.text_model} and {section}.image_model={spec.image_model} are no common space; "
+            f"name the same CLIP or contrastive run for both, or set {section}.image_model to ''."
+        )
+    if spec.index_kind == "scann":
+        _check_scann(section)
+
+
+def _check_scann(section: str) -> None:
+    from mmqa_jax.retrieval.index import scann_available
+
+    if not scann_available():
+        raise UserError(
+            f"config key {section}.index_kind=scann: ScaNN cannot be imported (it is Linux-only); "
+            "install `scann`, or set it to exact."
         )
 
 
@@ -155,28 +215,79 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
     config = load_config(find_config("configs/prompt/default.py"), changes)
-    backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config)
+    backend = open_backend(
+        spec.backend, spec.model, spec.tokenizer or None, config, "config key parts.llm.model"
+    )
     return Cached(backend, ResponseCache(spec.cache or cache))
 
 
-def open_library(corpus: Corpus, spec: LibrarySpec) -> Any:
+def open_library(corpus: Corpus, spec: LibrarySpec, section: str = "parts.library") -> Any:
     """The library of in-context examples.
 
     Args:
       corpus: the row's own, whose examples are used if the spec names no data.
+      section: of the config that has the spec, for messages.
 
     Raises:
-      UserError: no such data or model.
+      UserError: no such data, model or vectors.
     """
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.prompting.shots import ExampleLibrary
 
     home = open_corpus(spec.data) if spec.data else corpus
-    examples = [q for q in home.questions(spec.split) if q.answers or q.answer_index is not None]
-    if spec.modality:
-        examples = [q for q in examples if has_picture(q) == (spec.modality == "image")]
-    embedders = _example_embedders(corpus, home, spec) if spec.text_model else None
-    return ExampleLibrary(examples, embedders, text_of=TEXTS[spec.text], folds=spec.folds)
+    examples = _examples(home, spec)
+    vectors = PublishedVectors(Path(spec.vectors)) if spec.vectors else None
+    embedded = spec.text_model and vectors is None
+    embedders = _example_embedders(corpus, home, spec) if embedded else (None, None)
+    return ExampleLibrary(
+        [example for example in examples if example.split == spec.split],
+        embedders[0],
+        text_of=TEXTS[spec.text],
+        folds=spec.folds,
+        vectors=vectors,
+        of_queries=embedders[1],
+        same_ids=_same_ids(corpus, home),
+        index=_scann_index if spec.index_kind == "scann" else None,
+        on_empty=_no_examples(examples, spec, section),
+    )
+
+
+def _examples(home: Corpus, spec: LibrarySpec) -> list[Question]:
+    """The solved questions of all splits, of the spec's modality."""
+    solved = [q for q in home.questions() if q.answers or q.answer_index is not None]
+    if not spec.modality:
+        return solved
+    return [q for q in solved if has_picture(q) == (spec.modality == "image")]
+
+
+def _no_examples(examples: list[Question], spec: LibrarySpec, section: str) -> str:
+    """What to tell a user whose split has no examples."""
+    with_answers = "with answers" + (f" of modality {spec.modality}" if spec.modality else "")
+    splits = sorted({example.split for example in examples})
+    remedy = f"name a split {with_answers} ({', '.join(splits)})"
+    if not splits:
+        remedy = f"no split of {spec.data or 'this corpus'} has questions {with_answers}, name"
+        remedy = f"{remedy} other data in {section}.data"
+    return (
+        f"config key {section}.split={spec.split}: the library of examples is empty; {remedy}, or "
+        "set shots to 0."
+    )
+
+
+def _same_ids(corpus: Corpus, home: Corpus) -> bool:
+    """Whether an id names the same question in both: they are one corpus, or one benchmark."""
+    if corpus is home or corpus.fingerprint == home.fingerprint:
+        return True
+    name = home.manifest.get("name")
+    return name is not None and name == corpus.manifest.get("name")
+
+
+def _scann_index(vectors: np.ndarray) -> Any:
+    """ScaNN's index over the examples' vectors, in memory alone."""
+    from mmqa_jax.retrieval.embeddings import Embeddings
+    from mmqa_jax.retrieval.index import build_index
+
+    return build_index(Embeddings(vectors, "", ""), "scann")
 
 
 def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
@@ -193,6 +304,8 @@ def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
     from mmqa_jax.retrieval.modality import one_modality
 
     home = open_sources(spec.data) if spec.data else corpus
+    if not (home.modality_rows(spec.modality) if spec.modality else home.sources):
+        raise UserError(_no_passages(spec))
     subset = one_modality(home, spec.modality) if spec.modality else home
     if spec.retriever == "random":
         retriever: Any = RandomRetriever(subset)
@@ -210,6 +323,17 @@ def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
     )
 
 
+def _no_passages(spec: KnowledgeSpec) -> str:
+    """What to tell a user whose knowledge base has no sources, or none of the modality."""
+    of_modality = f"{spec.modality} sources" if spec.modality else "sources"
+    place = f"data={spec.data}: this corpus" if spec.data else "data is empty: the row's own corpus"
+    leave_out = f" (parts.knowledge.modality={spec.modality})" if spec.modality else ""
+    return (
+        f"config key parts.knowledge.{place} has no {of_modality}{leave_out}; name a corpus that "
+        "has some."
+    )
+
+
 def _open_dense(home: Corpus, spec: KnowledgeSpec) -> Any:
     """Dense retrieval over the texts of all sources, or over an index."""
     from mmqa_jax.retrieval.dense import DenseRetriever
@@ -224,7 +348,7 @@ def _open_dense(home: Corpus, spec: KnowledgeSpec) -> Any:
         cache_dir() / "vectors",
         f"text {embedder.fingerprint}",
         texts,
-        lambda: embedder.embed_questions(texts),
+        lambda rows: embedder.embed_questions([texts[row] for row in rows]),
     )
     embeddings = Embeddings(vectors, embedder.fingerprint, home.fingerprint)
     return DenseRetriever(home, embedder, ExactIndex(embeddings), pictures)
@@ -243,38 +367,39 @@ def has_picture(question: Question) -> bool:
     return bool(question.extra.get(HAS_PICTURE, True))
 
 
-def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> Any:
-    """Embedders of the library's examples (of `home`) and of the row's questions."""
+def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> tuple[Any, Any]:
+    """Embedders of the library's examples, of `home`, and of the row's questions, of `corpus`."""
+    text, pictures = _open_text_embedder(spec.text_model, home)
+    image = text
+    if not spec.image_model:
+        image, pictures = None, None
+    elif spec.text_model == "minilm" or Path(spec.image_model) != Path(spec.text_model):
+        image, pictures = open_embedder(Path(spec.image_model), home)
+    own = _embedders(home, text, image, pictures)
+    if corpus is home:
+        return own, own
+    return own, _embedders(corpus, text, image, pictures and pictures.over(corpus))
+
+
+def _embedders(corpus: Corpus, text: Any, image: Any, pictures: PictureStore | None) -> Any:
     from mmqa_jax.prompting.shots import Embedders
 
-    text = _open_text_embedder(spec.text_model, home)[0]
-    of_examples = {question.id for question in home.questions(spec.split)}
-
-    def corpus_of(question: Question) -> Corpus:
-        return home if question.id in of_examples else corpus
-
-    if not spec.image_model:
-        return Embedders(text, sources=lambda q: _sources(corpus_of(q), None, q))
-    image, pictures = open_embedder(Path(spec.image_model), home)
-    of_queries = open_embedder(Path(spec.image_model), corpus)[1] if spec.data else pictures
-
-    def store(question: Question) -> PictureStore:
-        return pictures if question.id in of_examples else of_queries
-
+    if pictures is None:
+        return Embedders(text, sources=lambda question: _sources(corpus, None, question))
     return Embedders(
         text,
         image,
-        lambda question: store(question).question_pixels(question),
-        lambda question: _sources(corpus_of(question), store(question), question),
+        lambda question: pictures.encoded(question.image),
+        lambda question: _sources(corpus, pictures, question),
     )
 
 
 def _sources(
     corpus: Corpus, pictures: PictureStore | None, question: Question
-) -> list[str | np.ndarray]:
-    """A question's gold sources: a snippet's text, a picture's pixels, or else its caption."""
-    found: list[str | np.ndarray] = []
-    for row in corpus.positive_rows(question):
-        pixels = None if pictures is None else pictures.pixels(row)
-        found.append(corpus.sources[row].text if pixels is None else pixels)
+) -> list[str | EncodedPicture]:
+    """A question's gold sources: a snippet's text, a picture, or else its caption."""
+    found: list[str | EncodedPicture] = []
+    for source in (corpus.sources[row] for row in corpus.positive_rows(question)):
+        picture = pictures and pictures.encoded(source.image, source.text)
+        found.append(picture or source.text)
     return found

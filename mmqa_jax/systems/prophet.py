@@ -24,12 +24,14 @@ from mmqa_jax.prompting.few_shot import (
     prompts_record,
 )
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
-from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
+from mmqa_jax.prompting.multiple_choice import Normalization, check_choices, choose_options
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, seeded
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.prompting.tools import context
 from mmqa_jax.prompting.voting import vote
+from mmqa_jax.systems.captioned import check_captions, check_no_tags, traced, with_captions
+from mmqa_jax.systems.captions import Captions
 
 _TEMPLATE = "prophet.okvqa"
 
@@ -39,6 +41,7 @@ def answer_prophet(
     llm: Any,
     library: ExampleLibrary,
     heuristics: AnswerHeuristics,
+    captions: Captions | None = None,
     *,
     shots: int = 20,
     candidates: int = 10,
@@ -53,14 +56,16 @@ def answer_prophet(
     probabilities of equal answers add up. Where all answers are empty it is the first candidate.
 
     Args:
+      captions: shown in place of the questions' own: PromptCap's in MAVL's tables.
       shots, candidates, ensemble: N, K and T of the paper.
       seed: of the shuffle, which depends on the question as well.
     """
     template, fields = load_template(_TEMPLATE), _fields_of(heuristics, candidates)
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
     chosen = heuristics.select(questions, library, shots * ensemble, similarity, seed=seed)
+    shown, chosen = with_captions(questions, chosen, captions)
     prompts: list[list[FewShot]] = []  # of every question
-    for question, found in zip(questions, chosen, strict=True):
+    for question, found in zip(shown, chosen, strict=True):
         found = _shuffled(found, question, seed)
         prompts.append([])
         for t in range(ensemble):
@@ -68,10 +73,11 @@ def answer_prophet(
             make = _completion((question.id, t), decoding)
             prompts[-1].append(few_shot(template, question, own, fields, make, llm.check))
     answers = answer_all(llm, [p.query for own in prompts for p in own if p.query is not None])
-    return [
+    predictions = [
         _elected(question, own, answers, heuristics)
         for question, own in zip(questions, prompts, strict=True)
     ]
+    return traced(predictions, questions, captions)
 
 
 def choose_prophet(
@@ -79,6 +85,7 @@ def choose_prophet(
     llm: Any,
     library: ExampleLibrary,
     heuristics: AnswerHeuristics,
+    captions: Captions | None = None,
     *,
     shots: int = 20,
     candidates: int = 10,
@@ -90,23 +97,26 @@ def choose_prophet(
     """Multiple choice (A-OKVQA): the option that is the most probable answer to one prompt (ours).
 
     Args:
+      captions: shown in place of the questions' own.
       score: log-probability of an option's text, summed or per token.
       calibrated: less the option's log-probability after a prompt without question and context.
     """
     template, fields = load_template(_TEMPLATE), _fields_of(heuristics, candidates)
     chosen = heuristics.select(questions, library, shots, similarity, seed=seed)
+    shown, chosen = with_captions(questions, chosen, captions)
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
     prompts = [
         few_shot(
             template, question, _shuffled(found, question, seed), fields,
             _scoring(question.id, options[question.id]), llm.check,
         )
-        for question, found in zip(questions, chosen, strict=True)
+        for question, found in zip(shown, chosen, strict=True)
     ]  # fmt: skip
     blank = template.render([], {"context": NO_CONTEXT, "question": NO_CONTEXT, "candidates": ""})
-    return choose_options(
+    predictions = choose_options(
         questions, prompts, options, llm, score=score, blank=blank if calibrated else None
     )
+    return traced(predictions, questions, captions)
 
 
 def answer_first_candidate(
@@ -122,7 +132,28 @@ SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
     "prophet_choice": choose_prophet,
     "prophet_candidate": answer_first_candidate,
 }
-PARTS = ("llm", "library", "heuristics")
+PARTS = ("llm", "library", "heuristics", "captions")
+
+
+def check_questions(setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError for questions that a setting cannot answer; called before parts open."""
+    if setting == "prophet_choice":
+        check_choices(setting, questions)
+
+
+def check_options(setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raises UserError for options and parts without effect; called before anything is opened."""
+    check_no_tags(parts)
+
+
+def check_inputs(
+    setting: str,
+    questions: Sequence[Question],
+    options: Mapping[str, Any],
+    parts: Mapping[str, Any],
+) -> None:
+    """Raises UserError for files that are not the questions'; called before a model is loaded."""
+    check_captions(questions, parts.get("captions"))
 
 
 def _fields_of(heuristics: AnswerHeuristics, count: int) -> Callable[[Question], Mapping[str, str]]:

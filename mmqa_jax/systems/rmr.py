@@ -77,8 +77,10 @@ def answer_rmr(
         names; `letter` and `short` are `letter_alone` and `short_answer`, without an option.
     """
     prompt = load_template(template)
+    # A base model goes on with another example. A chat model ends its message by itself, and may
+    # write paragraphs.
+    stop = () if chat else ("\n\n", "\nQuestion:")
     # Few servers of chat models give log-probabilities, some refuse requests that ask for them.
-    stop = ("\n\n", "\nQuestion:")
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
 
     def asking(question: Question) -> Callable[[str], Query]:
@@ -133,7 +135,7 @@ def choose_rmr(
     chosen = library.select(questions, shots, similarity, seed=seed)
     spelled = {
         question.id: tuple(
-            f" {LETTERS[i]}" if options == "letter" else f" {choice}"
+            f" {LETTERS[i]}" if options == "letter" else prompt.spaced(f" {choice}")
             for i, choice in enumerate(question.choices)
         )
         for question in questions

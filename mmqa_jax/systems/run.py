@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.chunks import PARTS, Engine, Job
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
@@ -36,8 +36,9 @@ from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.retrieval_tables import score_modality
 from mmqa_jax.evaluation.scores import Scores, count_empty
-from mmqa_jax.evaluation.scoring import Evaluation, score_predictions
+from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
 from mmqa_jax.evaluation.source_selection import check_threshold
+from mmqa_jax.prompting.backend_http import ServerConfig
 from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
@@ -49,6 +50,7 @@ from mmqa_jax.systems.prompted_parts import check_prompted, has_picture
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import (
     SYSTEMS,
+    check_options,
     check_questions,
     needs_all,
     notes_of,
@@ -80,12 +82,15 @@ _SPEC: dict[str, Any] = {
 # Keys of a part that are paths, besides `model`, and names of models that are installed packages.
 _PATHS = (
     *("index", "modality_model", "data", "text_model", "image_model"),
-    *("captions", "tags", "candidates", "examples", "run"),
+    *("vectors", "captions", "tags", "candidates", "examples", "run"),
 )
 _INSTALLED = ("minilm", "smollm2")
 # Parts that find sources; without them, a row's sources are the gold ones or none, and no result.
 _FINDING = ("retriever", "reranker")
 _ANSWERING = ("reader", "llm", "heuristics", "finished")  # parts that answer in words
+# How a server is asked changes no answer, and may be corrected in a workdir.
+_SERVER = "parts.llm.server"
+_FREE = (_SERVER, *(f"{_SERVER}.{field.name}" for field in dataclasses.fields(ServerConfig)))
 _MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
@@ -149,11 +154,7 @@ def run_row(
     worker = engine is not None and engine.is_worker
     # A store cannot append: the journals of a run there are kept on this host.
     work = f"{PARTS}/[0-9]*" if in_store(folder) else "journals/*"
-    with (
-        contextlib.nullcontext()
-        if worker
-        else claim_workdir(folder, recorded, work=work, shared=shared)
-    ):
+    with contextlib.nullcontext() if worker else _claimed(folder, recorded, work, shared):
         given, config = config, with_local_copies(config)
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         if context := config.data.get("context"):
@@ -190,6 +191,28 @@ def run_row(
     return row_run
 
 
+@contextlib.contextmanager
+def _claimed(folder: Path, recorded: ConfigDict, work: str, shared: bool) -> Iterator[None]:
+    """`claim_workdir`; a run that fails before it has done any work leaves no config either.
+
+    So a wrong server's name, say, can be corrected in the same workdir.
+    """
+    failed: RunError | None = None
+    try:
+        with claim_workdir(folder, recorded, work=work, shared=shared, free=_FREE):
+            try:
+                yield
+            except RunError as error:
+                if any((folder / PARTS).glob("[0-9]*")):
+                    raise
+                failed = error
+                raise UserError(str(error)) from error  # after which nothing in vain is left
+    except UserError:
+        if failed is not None:
+            raise failed from None
+        raise
+
+
 def _results(
     config: ConfigDict,
     corpus: Corpus,
@@ -201,8 +224,15 @@ def _results(
     evaluation = _evaluate(config, corpus, questions, predictions, rankings)
     system = SYSTEMS[config.system]
     evaluation.notes += notes_of(system, config.setting, questions, config.options)
+    if _answers(config):
+        evaluation.notes += notes_of_counts(evaluation, predictions)
     scores = _scores(config, questions, predictions, evaluation, limit, answered.llm)
     return RowRun(questions, corpus, rankings, predictions, evaluation, scores)
+
+
+def _answers(config: ConfigDict) -> bool:
+    """Whether a row answers in words or by a choice, not with sources alone."""
+    return any(part in config.parts for part in _ANSWERING)
 
 
 def _what(config: ConfigDict, corpus: Corpus, questions: Sequence[Question]) -> dict[str, Any]:
@@ -251,6 +281,7 @@ def check_row(config: ConfigDict) -> None:
         part, _, inner = name.partition(".")
         section = config.parts.get(part) or {}
         _check_retriever(f"parts.{name}", (section.get(inner) if inner else section) or {})
+    check_options(system, config.setting, config.options, config.parts)
 
 
 def _check_retriever(name: str, section: Mapping[str, Any]) -> None:
@@ -343,7 +374,7 @@ def _evaluate(
     hidden = not any(q.answers or q.positives or q.keywords for q in questions)
     if hidden:  # WebQA's test split
         return Evaluation(notes=["gold answers and sources of this split are not published"])
-    answers = any(part in config.parts for part in _ANSWERING)
+    answers = _answers(config)
     evaluation = score_predictions(
         config.dataset,
         questions,
@@ -404,6 +435,14 @@ def _scores(
     }
 
 
+def _seconds(spent: float) -> dict[str, float]:
+    """The key of per_question.jsonl; left out where no part tells its questions' time.
+
+    A language model answers many questions at once, or finds their answers in its cache.
+    """
+    return {"seconds": round(spent, 6)} if spent else {}
+
+
 def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int | None) -> None:
     limited = {} if limit is None else {"limit": limit}
     for name, rankings in run.rankings.items():
@@ -423,7 +462,7 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
                 "scores": scores.get(prediction.question_id, {}),
                 "answer": prediction.answer,
                 "sources": prediction.sources,
-                "seconds": round(seconds.get(prediction.question_id, 0.0), 6),
+                **_seconds(seconds.get(prediction.question_id, 0.0)),
                 **limited,
             }
             for prediction in run.predictions

@@ -2,7 +2,8 @@
 
 A system is a module with `SETTINGS`, name -> function of (questions, corpus, parts, options), and
 `PARTS`, the names of the parameters that are parts. A function takes what it names. A module may
-have `check_questions` and `notes`, as webqa.py has them, and `NEEDS_ALL`, as mavl.py.
+have `check_questions` and `notes`, as webqa.py has them, and `check_options`, `check_inputs` and
+`NEEDS_ALL`, as mavl.py.
 """
 
 from __future__ import annotations
@@ -41,6 +42,38 @@ def options_of(system: ModuleType, setting: str, options: Mapping[str, Any]) -> 
 def needs_all(system: ModuleType, setting: str) -> bool:
     """Whether an answer depends on the other questions: then they are not cut into chunks."""
     return setting in getattr(system, "NEEDS_ALL", ())
+
+
+def check_options(
+    system: ModuleType, setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]
+) -> None:
+    """Raises UserError for a row that contradicts itself; called before anything is opened.
+
+    Args:
+      options: those that are given.
+      parts: the row's config section `parts`.
+    """
+    if hasattr(system, "check_options"):
+        system.check_options(setting, options_of(system, setting, options), parts)
+
+
+def check_inputs(
+    system: ModuleType,
+    setting: str,
+    questions: Sequence[Question],
+    options: Mapping[str, Any],
+    parts: Mapping[str, Any],
+) -> None:
+    """Raises UserError for questions or files that a setting cannot use; called before models load.
+
+    Args:
+      questions: of the whole row.
+      options: those that are given.
+      parts: the opened parts that are files.
+    """
+    if hasattr(system, "check_inputs"):
+        given = options_of(system, setting, options)
+        system.check_inputs(setting, questions, given, parts)
 
 
 def check_questions(system: ModuleType, setting: str, questions: Sequence[Question]) -> None:

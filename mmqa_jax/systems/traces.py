@@ -6,11 +6,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Trace
+from mmqa_jax.evaluation.tables import Table
+from mmqa_jax.prompting.few_shot import lacks_caption
 from mmqa_jax.systems.mavl_record import agent_tree
 from mmqa_jax.systems.prompted_parts import has_picture
+
+# Counts of `trace_counts` -> what is shown of those above 0.
+_SHOWN = {
+    "questions_without_passages": "questions without a passage",
+    "dropped_passages": "passages that did not fit",
+    "without_caption": "questions without a caption of their picture",
+    "without_picture": "questions whose picture is not there",
+    "repeated_choices": "questions with the same choice twice",
+    "too_few_examples": "questions with fewer examples than asked for",
+    "questions_with_dropped_shots": "questions with examples that did not fit",
+    "dropped_shots": "examples that did not fit",
+    "shots_without_caption": "examples shown without a caption of their picture",
+    "too_long": "questions that do not fit without examples",
+    "failed": "questions with failed requests",
+    "empty_answers": "empty answers",
+    "questions_with_own_caption": "questions with their own caption, which parts.captions lacks",
+    "shots_with_own_caption": "examples with their own caption, which parts.captions lacks",
+    "answered_by_first_candidate": "questions answered by the first candidate",
+    "without_candidates": "questions without candidates",
+    "shots_without_candidates": "examples shown without candidates",
+}
 
 
 def trace_rows(
@@ -37,7 +59,8 @@ def trace_counts(
     """What scores.json says of the prompts: what they lacked, what was dropped, failures.
 
     Of systems with candidates also how many answers are the first candidate for want of any other,
-    and how many questions have no candidates.
+    and what has no candidates; with a file of captions what that file lacks. Examples count in
+    every prompt that shows them.
 
     Args:
       shots: how many examples a prompt was to show.
@@ -52,12 +75,13 @@ def trace_counts(
     }
     counts = {
         **(knowledge if known else {}),
-        "without_caption": sum(not q.extra.get(CAPTION) and has_picture(q) for q in questions),
+        "without_caption": sum(map(lacks_caption, questions)),
         "without_picture": sum(q.image is None and has_picture(q) for q in questions),
         "repeated_choices": sum(len(set(q.choices)) < len(q.choices) for q in questions),
         "too_few_examples": sum(_chosen(t) < shots * len(t.get("prompts", ())) for t in traces),
         "questions_with_dropped_shots": sum(bool(t.get("dropped_shots")) for t in traces),
         "dropped_shots": sum(t.get("dropped_shots", 0) for t in traces),
+        "shots_without_caption": _total(traces, "shots_without_caption") if questions else 0,
         "too_long": sum(bool(t.get("too_long")) for t in traces),
         "failed": sum(bool(t.get("failed")) for t in traces),
         "empty_answers": sum(not p.answer.strip() for p in predictions if p.trace),
@@ -67,7 +91,22 @@ def trace_counts(
             bool(t["fallback"]) and not t.get("vote", True) for t in traces if "fallback" in t
         )
         counts["without_candidates"] = sum(not t.get("fallback", True) for t in traces)
+        counts["shots_without_candidates"] = _total(traces, "shots_without_candidates")
+    if any("caption" in trace for trace in traces):
+        counts["questions_with_own_caption"] = sum(t.get("caption", "") is None for t in traces)
+        counts["shots_with_own_caption"] = _total(traces, "shots_with_own_caption")
     return counts
+
+
+def counts_table(counts: Mapping[str, int]) -> list[Table]:
+    """The counts above 0 as a table; [] where there are none."""
+    rows = [(text, counts[name]) for name, text in _SHOWN.items() if counts.get(name)]
+    note = "Examples count in every prompt that shows them."
+    return [Table("Prompts", ("what", "count"), rows, note)] if rows else []
+
+
+def _total(traces: Sequence[Mapping[str, Any]], key: str) -> int:
+    return sum(trace.get(key, 0) for trace in traces)
 
 
 def llm_cost(whole: Mapping[str, int], questions: int) -> dict[str, float]:
@@ -128,7 +167,7 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
     if scores := trace.get("calibrated_scores", trace.get("option_scores")):
         pairs = zip(question.choices, scores, strict=True)
         rows.append(("scores", " · ".join(f"{choice}: {score:.2f}" for choice, score in pairs)))
-    if caption := question.extra.get("caption"):
+    if caption := trace.get("caption") or question.extra.get("caption"):
         rows.append(("caption", str(caption)))
     if dropped := trace.get("dropped_shots"):
         rows.append(("dropped", f"{dropped} shots that did not fit"))

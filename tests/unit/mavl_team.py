@@ -40,6 +40,7 @@ class Passage(NamedTuple):
     """As a knowledge base's."""
 
     text: str
+    id: str = "kb"
     score: float = 1.0
 
 

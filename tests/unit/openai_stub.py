@@ -35,13 +35,23 @@ def error(status: int, message: str, **headers: str) -> Answer:
 class Stub:
     """Answers each POST with `reply(body)`; counts what was asked.
 
+    Args:
+      max_model_len: of the model's context, as vLLM gives it in its list of models.
+      count: answers /tokenize, which does not count as asked; None: there is no such service.
+
     Attributes:
       asked: (path, body) in order of arrival; at: their times.
       most: how many were under way at once.
       authorization: headers that came.
     """
 
-    def __init__(self, reply: Callable[[dict[str, Any]], Answer]):
+    def __init__(
+        self,
+        reply: Callable[[dict[str, Any]], Answer],
+        *,
+        max_model_len: int | None = None,
+        count: Callable[[dict[str, Any]], Answer] | None = None,
+    ):
         self.reply = reply
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.at: list[float] = []
@@ -54,10 +64,16 @@ class Stub:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self._send(answer({"data": [{"id": "tiny", "owned_by": "test", "created": 5}]}))
+                model = {"id": "tiny", "owned_by": "test", "created": 5}
+                if max_model_len is not None:
+                    model["max_model_len"] = max_model_len
+                self._send(answer({"data": [model]}))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/tokenize":
+                    self._send(error(404, "Not Found") if count is None else count(body))
+                    return
                 with stub._lock:
                     stub.asked.append((self.path, body))
                     stub.at.append(time.monotonic())

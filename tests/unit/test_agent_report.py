@@ -39,13 +39,54 @@ def test_the_tree_of_a_question(predictions):
         "prompt",
     ]
     assert senior.children[0].long == "the planner said: Action_1, Action_3"
+    (read,) = senior.children[0].children
+    assert (read.text, read.long) == (
+        "the planner's prompt", predictions[0].trace["planner_prompts"]["senior"]
+    )  # fmt: skip
+    assert [step.text for step in manager.children[2].children] == ["passages: kb (1.00)"]
     assert manager.children[3].text == "LLM_Knowledge: Known of 0"
+    (asked,) = manager.children[3].children
+    assert asked.long.endswith("Question: query 0 ?\nLLM_Knowledge:")
     assert manager.children[-1].long == predictions[0].trace["prompts"][-1]
     assert manager.score == 0.0
     assert voted.text == "vote: soup 5, tea 4 → soup"
     # Without junior or senior the manager's four votes win.
     assert [step.text for step in voted.children] == ["without the junior: tea",
                                                       "without the senior: tea"]  # fmt: skip
+
+
+def test_what_the_trace_keeps_of_the_steps(predictions):
+    """Planners' prompts by agent, and what the tools were asked and found."""
+    trace = predictions[0].trace
+    assert [*trace["planner_prompts"]] == ["junior", "senior", "manager"]
+    assert trace["planner_prompts"]["senior"].startswith("You are senior planner.")
+    assert "Question: query 0 ?" in trace["planner_prompts"]["senior"]
+    assert trace["knowledge_prompt"].endswith("Question: query 0 ?\nLLM_Knowledge:")
+    assert trace["passages"] == [{"id": "kb", "score": 1.0}]
+    bare = answer_mavl(
+        QUESTIONS, team_llm({}, by_tools), library(), heuristics(), shots=0, plans="none"
+    )
+    assert not {"planner_prompts", "knowledge_prompt", "passages"} & bare[0].trace.keys()
+
+
+def test_a_models_own_words_are_in_the_tree():
+    """Where they are more than the answer that was made of them."""
+
+    def says(prompt: str) -> tuple[str, float]:
+        return ("The soup.", -1.0) if "Candidates:" in prompt else ("tea", -1.0)
+
+    plans = {**FULL, "senior": "none"}
+    found = answer_mavl(QUESTIONS, team_llm(plans, says), library(), heuristics(), shots=0)
+    junior, senior, *_ = agent_tree(found[0].trace, found[0].answer)
+    assert junior.text.startswith("junior: soup")
+    assert [(s.text, s.long) for s in junior.children[-1:]] == [("output", " The soup.")]
+    assert [step.text for step in senior.children] == ["plan: no action", "prompt"]
+
+
+def test_a_trace_of_an_earlier_version_is_shown(predictions):
+    later = ("planner_prompts", "knowledge_prompt", "passages", "scored_by")
+    old = {k: v for k, v in predictions[0].trace.items() if k not in later}
+    assert len(agent_tree(old, "soup")) == 4
 
 
 def test_the_summary(predictions):

@@ -64,7 +64,33 @@ def test_json(tmp_path):
     assert found.counts["val questions"] == 3
     assert found.counts["val questions marked difficult"] == 1
     assert found.counts["val questions with a picture file"] == 2
-    assert found.missing == {"aokvqa_v1p0_train.json": "no train questions"}
+    assert found.counts["val questions with caption"] == 1
+    assert "vinvl_captions_val2014.tsv" not in found.missing
+    assert {name for name in found.missing if "vinvl" not in name} == {
+        *("aokvqa_v1p0_train.json", "captions_aokvqa.json"),
+        *("captions_train2014.json", "captions_val2014.json"),
+        *("tags_train.tsv", "tags_val.tsv", "tags_test.tsv"),
+    }
+
+
+def test_descriptions_of_pictures_as_okvqa_has_them(tmp_path):
+    raw, beside = write_aokvqa(tmp_path / "aokvqa"), tmp_path / "okvqa"
+    beside.mkdir()
+    write(raw / "captions_aokvqa.json", {"2": "a disc", "3": "a dark sky"})
+    (beside / "VinVL_base_train2014.tsv").write_text('3\t[{"caption": "a sky", "conf": 0.9}]\n')
+    (raw / "tags_val.tsv").write_text('2\t[{"class": "moon", "conf": 0.9}]\n')
+    (beside / "test.score.json.tsv").write_text('3\t[{"class": "star", "conf": 0.5}]\n')
+    people = [{"image_id": 2, "caption": "the moon"}, {"image_id": 2, "caption": "a moon"}]
+    write(raw / "captions_train2017.json", {"annotations": people})
+    write(beside / "captions_val2014.json", {"annotations": [{"image_id": 3, "caption": "sky"}]})
+    found = read_aokvqa(raw)
+    first, _, third, hidden = (question.extra for question in found.questions)
+    assert (first["caption"], third["caption"], hidden["caption"]) == ("a disc", "a sky", "a disc")
+    assert first["tags"] == [{"class": "moon", "conf": 0.9}]
+    assert third["tags"] == [{"class": "star", "conf": 0.5}]
+    assert (first["coco_captions"], third["coco_captions"]) == (["the moon", "a moon"], ["sky"])
+    for key in ("caption", "tags", "coco_captions"):
+        assert found.counts[f"val questions with {key}"] == 3
 
 
 @pytest.mark.parametrize("place", [".", "data"])
@@ -129,6 +155,8 @@ def test_parquet_that_cannot_be_read(tmp_path):
     refused(tmp_path, r"validation-x\.parquet: cannot be read as Parquet")
     write_parquet(path, [{k: v for k, v in row.items() if k != "choices"} for row in hub_rows()])
     refused(tmp_path, r"has no column choices \(it has image, question_id, .*\); fetch the benchm")
+    write_parquet(path, [{k: v for k, v in r.items() if "difficult" not in k} for r in hub_rows()])
+    refused(tmp_path, r"row 0: difficult_direct_answer is None; expected true or false")
     rows = hub_rows()
     rows[1]["direct_answers"] = "['moon', __import__('os')]"
     write_parquet(path, rows)
@@ -145,6 +173,11 @@ def test_parquet_that_cannot_be_read(tmp_path):
         ({"question_id": "q0"}, r"entry 2: question_id 'q0' is already in .*entry 1; remove one"),
         ({"question": " "}, r"entry 2: question is ' '; expected text"),
         ({"choices": [1, 2]}, r"entry 2: choices is \[1, 2\]; expected a list of texts"),
+        ({"choices": []}, r"entry 2: choices are missing, but correct_choice_idx is 1"),
+        (
+            {"difficult_direct_answer": None},
+            r"entry 2: difficult_direct_answer is None; expected true or false",
+        ),
         ({"correct_choice_idx": 4}, r"correct_choice_idx is 4; expected a number from 0 to 3"),
         ({"correct_choice_idx": True}, r"correct_choice_idx is True; expected a number"),
         ({"image_id": "2"}, r"entry 2: image_id is '2'; expected a whole number"),

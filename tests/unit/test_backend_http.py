@@ -15,6 +15,7 @@ from openai_stub import Stub, answer, error, said
 from tiny_llm import by_id, flag, text_tokenizer
 
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import (
     Chat,
@@ -148,6 +149,18 @@ def test_faults_that_stay_are_counted_and_named(fault):
             list(backend.answer([Completion("last", "bad")]))
 
 
+def test_a_server_without_log_probabilities():
+    """Starting again does not help: the remedy is another server."""
+    reply = answer({"choices": [{"text": "good", "logprobs": None}]})
+    with Stub(lambda body: reply).serving():
+        backend = OpenAIBackend("tiny", QUICK)
+        wanted = Decoding(logprobs=True)
+        with pytest.raises(RunError, match="lacks the requested log-probabilities") as failed:
+            list(backend.answer(Completion(p, p, wanted) for p in "abc"))
+    assert "use a server that gives log-probabilities of its answers" in str(failed.value)
+    assert "works again" not in str(failed.value)
+
+
 def test_waits_as_long_as_the_server_asks_and_longer_each_time():
     count = itertools.count()
 
@@ -218,6 +231,101 @@ def test_what_concerns_all_requests_ends_the_run(reply, kind, message):
         list(OpenAIBackend("tiny", QUICK).answer(Completion(n, "b") for n in range(50)))
     assert KEY not in str(caught.value)
     assert len(stub.asked) <= QUICK.concurrency
+
+
+def test_ids_and_the_model_are_named_as_the_user_knows_them():
+    """An id of several parts as text; a row's model by its config key."""
+    with Stub(lambda body: error(500, "oops")).serving():
+        backend = OpenAIBackend("tiny", ServerConfig(retries=0, max_failures=0))
+        with pytest.raises(RunError, match=r"the last, 4687845/0, because it says 500"):
+            list(backend.answer([Completion(("4687845", 0), "a")]))
+        with pytest.raises(UserError, match=r"request q/planner: beams is 2"):
+            backend.check(Completion(("q", "planner"), "a", Decoding(beams=2)))
+    with Stub(lambda body: error(404, "none")).serving():
+        backend = OpenAIBackend("tiny", QUICK, "config key parts.llm.model")
+        with pytest.raises(UserError, match=r"^config key parts\.llm\.model=tiny: the server of"):
+            list(backend.answer([Completion("a", "b")]))
+
+
+LONGER = (
+    ("This model's maximum context length is 64 tokens. However, you requested 99", None),
+    ("Please shorten it", "context_length_exceeded"),
+    ("the request exceeds the available context size", None),
+)
+
+
+@pytest.mark.parametrize(("message", "code"), LONGER)
+def test_a_refusal_for_its_length_has_a_name_of_its_own(message, code):
+    refused = answer({"error": {"message": message, "code": code}}, 400)
+    with Stub(lambda body: refused if body["prompt"] == "long" else said("good")).serving():
+        backend = OpenAIBackend("tiny", QUICK)
+        list(backend.answer([Completion("g", "good"), Completion("l", "long")]))
+        (failure,) = backend.failures
+        assert failure.reason.startswith("it exceeds the server's context (400: ")
+    with Stub(lambda body: refused).serving():
+        backend = OpenAIBackend("tiny", QUICK)
+        with pytest.raises(RunError, match=r"show fewer examples \(of a row: options\.shots\)"):
+            list(backend.answer(Completion(n, "long") for n in range(9)))
+
+
+USER = (Message("system", ("Be brief.",)), Message("user", (flag(), "ab" * 300)))
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "new"),
+    [
+        (Completion("a", "ab" * 300, Decoding(max_new_tokens=40)), {"prompt": "ab" * 300}, 40),
+        (Choices("a", "ab" * 300, ("c", "cde")), {"prompt": "ab" * 300 + "cde"}, 1),
+        (
+            Chat("a", USER, Decoding(max_new_tokens=40)),
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "ab" * 300},
+                ]
+            },
+            40,
+        ),
+    ],
+)
+def test_a_server_that_counts_tokens_refuses_before_it_is_asked(query, body, new):
+    """What its context holds is let through, to the token; nothing is generated."""
+    counted = []
+
+    def count(asked):
+        counted.append(asked)
+        return answer({"count": tokens, "max_model_len": 600})
+
+    with Stub(said, max_model_len=600, count=count).serving() as stub:
+        backend = OpenAIBackend("tiny", QUICK)
+        tokens = 600 - new
+        backend.check(query)
+        tokens += 2
+        with pytest.raises(
+            TooLong, match=rf"{tokens} tokens plus {new} new ones is 2 more than the"
+        ):
+            backend.check(query)
+        backend.check(Completion("short", "ab"))  # no token is shorter than a byte
+    assert counted == [{"model": "tiny", **body}] * 2
+    assert stub.asked == []
+
+
+def test_a_server_that_counts_no_tokens_is_asked_once_for_them():
+    counted = []
+
+    def count(asked):
+        counted.append(asked)
+        return error(404, "Not Found")
+
+    long = Completion("a", "ab" * 900)
+    with Stub(said, max_model_len=600, count=count).serving():
+        backend = OpenAIBackend("tiny", QUICK)
+        backend.check(long)
+        backend.check(long)
+        assert len(counted) == 1
+    with Stub(said, count=count).serving():  # the length of its context is not known
+        OpenAIBackend("tiny", QUICK).check(long)
+    assert len(counted) == 1
 
 
 def test_a_missing_server_is_named_without_its_address(monkeypatch):

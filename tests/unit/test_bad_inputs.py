@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 
 import pytest
@@ -95,7 +96,11 @@ def test_a_server_that_refuses_times_out_or_says_nothing(okvqa, tmp_path):
     """More requests are refused than may fail in a row; all else is answered."""
     run = row("okvqa:smollm2_random", okvqa, tmp_path / "run", **{"options.shots": 0})
     with Stub(vqa_server).serving():
-        result = done(*run)
+        ended = mmqa(*run, "--json")
+    assert ended.code == 0, ended.err
+    result = ended.value
+    assert ended.err.splitlines()[-1] == f"{len(REFUSED) + 3} of {len(ASKED)} answers are empty"
+    assert re.search(rf"questions with failed requests +│ +{len(REFUSED) + 1} ", ended.out)
     counts = result["prompts"]
     assert counts["failed"] == len(REFUSED) + 1
     assert counts["empty_answers"] == result["empty"] == len(REFUSED) + 1 + 2
@@ -173,6 +178,8 @@ def test_answers_that_name_no_choice_are_counted(tmp_path):
     predictions = tmp_path / "run" / "predictions.jsonl"
     again = done("evaluate", "scienceqa", f"--references={data}", f"--predictions={predictions}")
     assert (again["unparsed"], again["empty"]) == (result["unparsed"], 1)
+    assert "1 of 5 answers is empty" in again["notes"]
+    assert [note for note in again["notes"] if note in result["notes"]] == again["notes"]
     assert again["scores"] == result["scores"]
 
 

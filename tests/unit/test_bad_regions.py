@@ -39,5 +39,5 @@ def test_values_that_are_no_numbers_count_as_missing(tmp_path, kind, key, value)
     assert found(picture(2)) is None
     assert counted.names == [name]
     assert re.search(rf"{path.name}.* hold NaN or infinity", counted.reasons[name])
-    with pytest.raises(RunError, match=rf"1 pictures .* 0 allowed \({name}\).*{path.name}"):
+    with pytest.raises(RunError, match=rf"1 picture .* 0 allowed \({name}\).*{path.name}"):
         made(BrokenPictures(2, limit=0))(picture(2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import ROOT, done, rows_of, write_documents
+from cli_runs import ROOT, done, mmqa, rows_of, write_documents
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
@@ -80,6 +80,46 @@ def test_mavl(finished):
     page = (workdir / "report.html").read_text()
     assert "Language model" in page
     assert "Decides: without the agent" in page
+    assert "Prompts" in page
+    assert "questions without candidates" in page
+
+
+def test_what_the_prompts_lacked_is_on_the_terminal(inputs, tmp_path):
+    """The table has only counts above 0."""
+    changes = {"options.max_new_tokens": 4, "options.plans": "none", "options.shots": 2}
+    ended = mmqa(*flags(inputs, "smollm2_mavl", tmp_path / "run", **changes))
+    assert ended.code == 0
+    counts = read_json(tmp_path / "run" / "scores.json")["prompts"]
+    table = ended.out.partition("Prompts")[2]
+    rows = [line for line in table.splitlines() if "questions without candidates" in line]
+    assert [line.split()[-2] for line in rows] == [str(counts["without_candidates"])] == ["1"]
+    assert counts["repeated_choices"] == 0
+    assert "same choice twice" not in table
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ("smollm2_mavl", {"options.votes": "1,2"}, r"options\.votes=\(1\.0, 2\.0\)"),
+        ("smollm2_mavl", {"options.agents": "senior,junior"}, r"options\.agents"),
+        (
+            "smollm2_prophet",
+            {"parts.heuristics.candidates": "other.json"},
+            r"no candidates for any",
+        ),
+    ],
+)
+def test_a_wrong_row_is_refused_before_a_model_is_loaded(
+    inputs, tmp_path, refused, row, changes, message
+):
+    """The model's folder is none of a model: loading it would fail first."""
+    write_candidates(tmp_path / "other.json", {"999": [("race", 0.6)]})
+    changes = {k: tmp_path / v if k.startswith("parts") else v for k, v in changes.items()}
+    (tmp_path / "no_model").mkdir()
+    run = flags(
+        inputs, row, tmp_path / "run", **{"parts.llm.model": tmp_path / "no_model", **changes}
+    )
+    refused(*run, message=message)
 
 
 def test_a_rerun_costs_the_same_and_asks_nothing(inputs, finished, tmp_path):

@@ -130,7 +130,7 @@ def test_rmrs_examples_are_near_in_text_and_picture(found, data, tmp_path):
 
     def library(corpus):
         store = PictureStore(corpus, size=4)
-        embedders = Embedders(fake, fake, store.question_pixels)
+        embedders = Embedders(fake, fake, lambda question: store.encoded(question.image))
         return ExampleLibrary(corpus.questions("train"), embedders, cache=tmp_path)
 
     llm = FakeLLM(lambda prompt: (" The answer.\n\nQuestion: more", -0.5))

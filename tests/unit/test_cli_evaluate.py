@@ -267,6 +267,10 @@ def test_a_submission_of_the_hidden_split(tmp_path):
     path = tmp_path / "leaderboard.json"
     result = done(*flags, f"--predictions={predictions}", f"--submission={path}")
     assert (result["n"], result["missing"], result["scores"]) == (0, 1, {})
+    assert result["notes"] == [
+        "1 of 2 questions have no prediction and count 0",
+        f"written {path}; the answers of this split are hidden, nothing was scored",
+    ]
     assert json.loads(path.read_text()) == {"h1": {"sources": ["h1_0"], "answer": "Here"}}
     ended = mmqa(*flags, f"--predictions={predictions}")
     assert ended.code == 2

@@ -95,6 +95,33 @@ def test_wrong_options(inputs, tmp_path, refused, option, message):
     refused(*flags(inputs, "smollm2_random", tmp_path / "run", **{name: value}), message=message)
 
 
+def promptcap(inputs, workdir, captions):
+    """The paper's row of PromptCap with the tiny model and a file of captions."""
+    captions_file = workdir.parent / "captions.json"
+    captions_file.write_text(json.dumps(captions))
+    run = flags(inputs, "promptcap", workdir, shots=1, similarity="random", max_new_tokens=2)
+    values = {
+        "parts.llm.backend": "engine", "parts.llm.model": inputs / "llm",
+        "parts.library.vectors": "", "parts.captions.captions": captions_file,
+        **{f"parts.llm.engine.{key}": value for key, value in ENGINE.items()},
+    }  # fmt: skip
+    return [*run, *(f"--config.{key}={value}" for key, value in values.items())]
+
+
+def test_questions_that_a_file_of_captions_lacks(inputs, tmp_path):
+    """Each is counted; a file of no known question is refused, before the model is loaded."""
+    result = done(*promptcap(inputs, tmp_path / "run", {"25": "a race", "26": "a wheel"}))
+    assert result["prompts"]["questions_with_own_caption"] == 1
+    assert "parts.captions lacks" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_file_of_captions_of_other_questions(inputs, tmp_path, refused):
+    run = promptcap(inputs, tmp_path / "run", {"999": "a race"})
+    (tmp_path / "no_model").mkdir()
+    run.append(f"--config.parts.llm.model={tmp_path / 'no_model'}")
+    refused(*run, message=r"parts\.captions\.captions: no caption for any of the 3 questions")
+
+
 def test_the_split_is_recorded(inputs, tmp_path):
     run = flags(inputs, "copy_nearest", tmp_path / "run", similarity="random")
     done(*run, "--limit=2")

@@ -14,9 +14,10 @@ from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.readers import READERS
-from mmqa_jax.data.predictions import prediction_row, read_predictions
+from mmqa_jax.data.predictions import prediction_row
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
+from mmqa_jax.evaluation.prediction_lines import read_answers
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -45,6 +46,7 @@ def test_prepare_writes_the_questions_and_says_what_is_missing(tmp_path):
     assert "tags_train.tsv: not found; no tags of its pictures" in ended.err
     assert ended.value["missing_files"].keys() == {
         *("tags_train.tsv", "captions_train2014.json", "captions_val2014.json"),
+        *("captions_okvqa.json", "vinvl_captions_train2014.tsv"),
     }
     assert "list no sources" not in ended.err
     assert re.search(r"│ test questions +│ +3 │ +5,046 │ +-5,043 │", ended.out)
@@ -159,9 +161,8 @@ def test_every_format_of_aokvqa_scores_the_same(tmp_path):
                 "a_okvqa_mc/official": pytest.approx(2 / 3),
             }
             assert result["n_by_scorer"] == {"a_okvqa_da/official": 2, "a_okvqa_mc/official": 3}
-            assert result["notes"] == [
-                "1 of 3 predictions choose none of their question's options, which counts 0"
-            ]
+            assert result["unparsed"] == {"a_okvqa_mc/official": 1}
+            assert result["notes"] == ["1 prediction names no choice (a_okvqa_mc/official)"]
     submission = tmp_path / "submission.json"
     flags = (f"--references={out}", f"--predictions={ours}", f"--submission={submission}")
     done("evaluate", "aokvqa", *flags)
@@ -215,7 +216,11 @@ def test_bad_predictions_of_okvqa(text, message, refused, tmp_path):
         ("{}", r"bad\.json: holds no predictions; give predictions\.jsonl, or the official \{id"),
         ('{"q1": "moon"}', r'bad\.json, q1: \{"direct_answer": text, "multiple_choice": text\} w'),
         ('{"q1": {"multiple_choice": 1}}', r"bad\.json, q1: .* was expected; correct that entry"),
-        ('{"q1": {"multiple_choice": "B"}}', r"bad\.json: no multiple_choice is the text of one"),
+        (
+            '{"q1": {"multiple_choice": "B"}}',
+            r"bad\.json: every multiple_choice is a letter or a n",
+        ),
+        ('{"q1": {"multiple_choice": "(2)"}}', r"bad\.json: every multiple_choice is a letter or"),
         ('{"q1": {}, "q1": {}}', r"bad\.json: key 'q1' appears twice in one object; remove one"),
         ('{"t1": {"direct_answer": "a"}}', r"no question has the id 't1' among the 3"),
     ],
@@ -230,7 +235,7 @@ def test_bad_predictions_of_aokvqa(text, message, refused, tmp_path):
 def test_choices_come_back_from_predictions_jsonl(tmp_path):
     rows = [Prediction("q1", choice=2), Prediction("q2", "moon"), Prediction("q3", choice=0)]
     write_jsonl(tmp_path / "predictions.jsonl", map(prediction_row, rows))
-    assert read_predictions(tmp_path / "predictions.jsonl") == rows
+    assert read_answers(tmp_path / "predictions.jsonl") == rows
 
 
 @pytest.mark.parametrize(
@@ -238,8 +243,6 @@ def test_choices_come_back_from_predictions_jsonl(tmp_path):
     [
         ({"choice": "1"}, r'rows\.jsonl, line 1: "choice" must be the number of an option'),
         ({"choice": True}, r'rows\.jsonl, line 1: "choice" must be the number of an option'),
-        ({"choice": 4}, r"prediction 1: question 'q1' has 4 options, counted from 0, and 4 is"),
-        ({"choice": -1}, r"prediction 1: question 'q1' has 4 options, counted from 0, and -1 is"),
     ],
 )
 def test_bad_choices(row, message, refused, tmp_path):
@@ -264,7 +267,7 @@ def test_flags_and_folders_that_do_not_fit(refused, tmp_path):
     )
     refused(
         "evaluate", "aokvqa", f"--references={out}", predictions,
-        message=r"was prepared from okvqa; evaluate okvqa instead of aokvqa",
+        message=r"was prepared from okvqa; evaluate okvqa instead of aokvqa, or give the refer",
     )  # fmt: skip
     refused(
         "evaluate", "okvqa", f"--references={tmp_path / 'no'}", predictions,

@@ -222,6 +222,10 @@ def test_broken_counter():
     assert (broken.count, broken.names) == (2, ["a", "b"])
     with pytest.raises(RunError, match=r"3 pictures .* 2 allowed \(a, b, c\)"):
         broken.add("c", "rotten")
+    with pytest.raises(RunError, match=r"^1 picture cannot be decoded, more than the 0 allowed"):
+        images.BrokenPictures(100, limit=0).add("a", "rotten")
+    with pytest.raises(RunError, match=r"^1 picture has no features, more than the 0 allowed"):
+        images.BrokenPictures(100, 0, problem="have no features").add("a", "none")
 
 
 class Reader:

@@ -99,6 +99,13 @@ def test_what_a_planner_reads(task):
     assert any(f"\ntask: {read}\nthe response" in plan for plan in prompts_of(llm)["plans"])
 
 
+def test_how_much_a_planner_may_write():
+    llm = team_llm(FULL)
+    run(llm, plan_tokens=5)
+    decodings = [q.decoding for q in llm.seen if llm.text(q).startswith("You are")]
+    assert {(d.max_new_tokens, d.stop) for d in decodings} == {(5, ("===", "task:"))}
+
+
 class CountingLLM(FakeLLM):
     """Counts how often it is given a stream of queries."""
 
@@ -306,14 +313,14 @@ def test_another_vote_on_a_finished_run():
 
 def test_fitted_weights_come_from_the_other_half():
     """Where the junior is right in one half and the manager in the other, both halves lose."""
-    questions = [Question(f"n{n}", "val", "?", answers=("soup",)) for n in range(20)]
+    questions = [Question(f"n{n}", "val", "?", answers=("soup",) * 4) for n in range(20)]
     finished = {}
     for question in questions:
-        right = (1.0, 0.0, 0.0) if fold_of(question.id, 2) else (0.0, 0.0, 1.0)
+        right = "junior" if fold_of(question.id, 2) else "manager"
         finished[question.id] = {
             "fallback": "", "agents": [
-                {"answer": name, "score": score, "probability": 0.5, "votes": 1.0, "agent": name}
-                for name, score in zip(("junior", "senior", "manager"), right, strict=True)
+                {"answer": "soup" if name == right else name, "probability": 0.5, "agent": name}
+                for name in ("junior", "senior", "manager")
             ],
         }  # fmt: skip
     elected = {p.question_id: p.answer for p in revote(questions, finished)}

@@ -101,6 +101,34 @@ def test_passes_are_made_where_a_table_has_none(raw, tmp_path):
     assert read_mmbench(alone).counts["passes made here"] == 3
 
 
+@pytest.mark.parametrize("given", [ROWS, ROWS[:2]])  # with their later passes, and without
+def test_captions_stand_for_pictures_in_every_pass(given, tmp_path):
+    shared = row(9, "one two", "A", "8")  # on the picture of another question
+    raw = write_tsv(tmp_path / "raw" / "mmbench.tsv", [*given, shared]).parent
+    captions = {"8": "a fox", "1000008": "of a later pass", "99": "of no question"}
+    (raw / "captions.json").write_text(json.dumps(captions))
+    found = read_mmbench(raw)
+    captions = {(q.extra["base_index"], q.extra.get("caption")) for q in found.questions}
+    assert captions == {("7", None), ("8", "a fox"), ("9", "a fox")}
+    assert found.counts["questions with caption"] == 2
+    assert read_mmbench(raw / "mmbench.tsv").questions == found.questions
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"first": "a fox"},
+            r"captions\.json: none of its 1 names belongs to a question; expected",
+        ),
+        ({"8": 1}, r"captions\.json, 8: holds no caption"),
+    ],
+)
+def test_bad_captions(content, message, raw, tmp_path, refused):
+    (raw / "captions.json").write_text(json.dumps(content))
+    refused("prepare", "mmbench", f"--raw={raw}", f"--out={tmp_path / 'out'}", message=message)
+
+
 @hypothesis.given(st.integers(2, 6), st.data())
 def test_circular_passes_rotate_and_keep_the_answer(count, data):
     index = data.draw(st.integers(0, count - 1))
@@ -286,13 +314,60 @@ def test_llavas_lines(raw, tmp_path):
     assert result["scores"] == {"mmbench/circular": 1.0, "mmbench/vanilla": 1.0}
 
 
+def test_llavas_rounds_are_the_circular_passes(raw, tmp_path):
+    """Choices cat, dog, fox: round 1 of LLaVA shows dog, fox, cat, which is pass 2 here.
+
+    What model_vqa_mmbench.py writes for a model that finds `red` and `fox` wherever they stand, but
+    says `C` where it is shown fox, cat, dog.
+    """
+    shown = {
+        (7, 0): ("red blue", "A"),
+        (7, 1): ("blue red", "B"),
+        (8, 0): ("cat dog fox", "C"),
+        (8, 1): ("dog fox cat", "B"),
+        (8, 2): ("fox cat dog", "C"),
+    }
+    rows = [
+        {"question_id": name, "round_id": turn, "text": said, "options": options.split()}
+        for (name, turn), (options, said) in shown.items()
+    ]
+    path = write_rows(tmp_path / "answers.jsonl", rows)
+    alone = write_tsv(tmp_path / "alone" / "mmbench.tsv", ROWS[:2]).parent  # passes are made
+    for references in (raw, alone):
+        flags = (f"--references={references}", f"--predictions={path}")
+        result = done("evaluate", "mmbench", *flags)
+        assert result["missing"] == 0
+        assert result["scores"] == {"mmbench/circular": 0.5, "mmbench/vanilla": 1.0}
+        assert result["by_category"]["category: animal"]["mmbench/circular"] == 0.0
+    # Official passes that rotate to the left are found by what they show.
+    left = [*ROWS[:3], {**ROWS[4], "index": "1000008"}, {**ROWS[3], "index": "2000008"}]
+    other = write_tsv(tmp_path / "left" / "mmbench.tsv", left).parent
+    again = done("evaluate", "mmbench", f"--references={other}", f"--predictions={path}")
+    assert again["scores"] == result["scores"]
+
+
+def test_rotated_passes_alone_are_no_questions(raw, tmp_path, refused):
+    path = write_rows(tmp_path / "p.jsonl", [{"question_id": "1000007", "answer": "B"}])
+    flags = (f"--references={raw}", f"--predictions={path}", "--only_given")
+    message = r"all 1 questions are rotated passes \(index 1,000,000 and above\), but a question is"
+    refused("evaluate", "mmbench", *flags, message=message)
+
+
+def test_dev_is_the_split_that_prepare_calls_val(raw, ours, tmp_path):
+    flags = ("evaluate", "mmbench", f"--references={raw}", f"--predictions={ours}")
+    result, again = done(*flags, "--split=dev"), done(*flags)
+    assert (result["split"], result["scores"]) == ("val", again["scores"])
+
+
 def test_hidden_answers_are_submitted_but_not_scored(ours, tmp_path):
     rows = [{**r, "answer": "", "split": "test"} for r in ROWS]
     raw = write_tsv(tmp_path / "raw" / "mmbench.tsv", rows).parent
     out = tmp_path / "submission.xlsx"
     flags = (f"--references={raw}", f"--predictions={ours}", "--split=test")
-    result = done("evaluate", "mmbench", *flags, f"--submission={out}")
-    assert result["scores"] == {}
+    ended = mmqa("evaluate", "mmbench", *flags, f"--submission={out}", "--json")
+    assert ended.value["scores"] == {}
+    note = f"written {out}; the answers of this split are hidden, nothing was scored"
+    assert ended.value["notes"] == [note] == ended.err.splitlines()
     assert [cells["prediction"] for _, cells in read_table(out, ())][1] == "C"
 
 
@@ -328,7 +403,9 @@ def test_predictions_of_json_lines_are_checked(raw, tmp_path, refused):
     flags = ("evaluate", "mmbench", f"--references={raw}")
     path = tmp_path / "bad.jsonl"
     for line, message in (
-        ({"question_id": 7, "text": None}, r"line 1: text is None; text was expected"),
+        ({"question_id": 7, "text": 3}, r"line 1: text is 3; text was expected"),
+        ({"question_id": 7, "text": "A", "round_id": 2}, r"line 1: round_id is 2; .* 0 to 1 were"),
+        ({"question_id": 7, "text": "A", "round_id": "1"}, r"line 1: round_id is '1'; question 7"),
         ({"text": "A"}, r"line 1: question_id is None; text or a number was expected"),
         ([], r"line 1: expected an object"),
     ):

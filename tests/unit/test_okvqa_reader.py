@@ -79,6 +79,38 @@ def test_coco_captions_by_people(tmp_path):
         read_okvqa(tmp_path)
 
 
+def caption_of(folder, *names: str) -> list[str | None]:
+    found = {question.id: question for question in read_okvqa(folder).questions}
+    return [found[name].extra.get("caption") for name in names]
+
+
+def test_captions_of_prophets_authors_behind_those_of_vinvl(tmp_path):
+    write_okvqa(tmp_path)
+    write(
+        tmp_path / "captions_okvqa.json", {"1": "green ivy", "2": "not shown", "9": "no question"}
+    )
+    assert caption_of(tmp_path, "15", "25", "35") == ["green ivy", "a bike", None]
+    counts = read_okvqa(tmp_path).counts
+    assert (counts["train questions with caption"], counts["test questions with caption"]) == (1, 2)
+    for name in ("VinVL_base_train2014.tsv", "vinvl_captions_train2014.tsv"):
+        (tmp_path / name).write_text(f'1\t[{{"caption": "{name}", "conf": 0.4}}]\n')
+        assert caption_of(tmp_path, "15", "25") == [name, "a bike"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], r"captions_okvqa\.json: expected an object \{name: caption\}"),
+        ({"COCO_1": "a"}, r"captions_okvqa\.json, COCO_1: expected the number of a picture"),
+        ({"1": None}, r"captions_okvqa\.json, 1: holds no caption"),
+        ({"1": "\ud83d"}, r"captions_okvqa\.json: holds '\\ud83d', half of a character"),
+    ],
+)
+def test_malformed_captions_of_prophets_authors(content, message, tmp_path):
+    write(write_okvqa(tmp_path) / "captions_okvqa.json", content)
+    refused(tmp_path, message)
+
+
 def refused(folder, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         read_okvqa(folder)
@@ -152,7 +184,11 @@ def test_malformed_soft_labels(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ['3\t[{"caption": "cut off', "3", '3\t[{"class": "x"}]', 'x\t[{"caption": "y"}]']
+    "line",
+    [
+        *('3\t[{"caption": "cut off', "3", '3\t[{"class": "x"}]', 'x\t[{"caption": "y"}]'),
+        *(f'3\t[{{"caption": "y", "conf": {conf}}}]' for conf in ('"0.9"', "null", "true", "[1]")),
+    ],
 )
 def test_a_broken_line_of_captions(line, tmp_path):
     path = write_okvqa(tmp_path) / "vinvl_captions_val2014.tsv"

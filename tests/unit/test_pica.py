@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
@@ -62,6 +64,37 @@ def test_every_prompt_shows_its_own_shots(library):
         assert [[s["id"] for s in own] for own in prediction.trace["shots"]] == [ids[:3], ids[3:]]
     decoding = llm.seen[0].decoding
     assert (decoding.max_new_tokens, decoding.stop, decoding.temperature) == (5, ("\n",), 0.0)
+
+
+def test_shots_with_captions_by_people(tmp_path):
+    """PICa's: one of a shot's captions by people, without tags; the query as it is."""
+    by_people = [f"seen {n}" for n in range(5)]
+    examples = [
+        dataclasses.replace(e, extra={**e.extra, "coco_captions": by_people}) for e in EXAMPLES[:11]
+    ]
+    library = ExampleLibrary(
+        [*examples, EXAMPLES[11]], Embedders(FakeEmbedder()), cache=tmp_path
+    )  # the last has none
+
+    def contexts(seed: int) -> list[list[str]]:
+        llm = FakeLLM(lambda prompt: (" red", -1.0))
+        found = answer_pica(
+            QUERIES, llm, library, shots=12, similarity="question", tags=True,
+            shot_captions="people", seed=seed,
+        )  # fmt: skip
+        assert [p.trace["shots_with_own_caption"] for p in found] == [1, 1, 1]
+        lines = [query.prompt.split("\n") for query in llm.seen]
+        return [
+            [x.removeprefix("Context: ") for x in own if x.startswith("Context")] for own in lines
+        ]
+
+    prompts = contexts(0)
+    for query, (*shots, own) in zip(QUERIES, prompts, strict=True):
+        assert own == query.extra["caption"]
+        assert sorted(set(shots) - set(by_people)) == ["picture 11."]
+        assert len(set(shots)) > 3  # not always the same of the five
+    assert contexts(0) == prompts
+    assert contexts(1) != prompts
 
 
 def test_the_most_probable_prompt_answers(library):

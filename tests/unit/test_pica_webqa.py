@@ -11,6 +11,7 @@ from test_shots import FakeEmbedder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.picture_store import EncodedPicture
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.systems.captions import Captions, open_captions
@@ -21,7 +22,7 @@ SOURCES = [
     *(Source(f"t{n}", "text", f"Snippet {n}\nof two lines.") for n in range(4)),
     *(Source(str(n), "image", f"Picture {n}", image=f"{n}.png") for n in range(4)),
 ]
-GOLD = {"e0": ("t0",), "e1": ("t0", "t1"), "e2": ("2",), "e3": ("2", "3"), "e4": ("t3", "1")}
+GOLD = {"e0": ("t0",), "e1": ("t0", "t1"), "e2": ("2",), "e3": ("2", "3"), "e4": ("t3", "1", "0")}
 EXAMPLES = [
     Question(name, "train", f"ask {name} ?", answers=(f"It is {name}.", "other"), positives=gold)
     for name, gold in GOLD.items()
@@ -35,12 +36,17 @@ CORPUS = Corpus(SOURCES, [*EXAMPLES, *QUERIES])
 CAPTIONS = Captions({"3": "a red  door"}, {"3": ("door", "wall")})
 
 
-def shown(question: Question) -> list[str | np.ndarray]:
-    """A snippet's text, and as a picture's pixels its number."""
+def shown(question: Question) -> list[str | EncodedPicture]:
+    """A snippet's text, and as a picture's pixels its number; picture 0 cannot be decoded."""
     return [
-        source.text if source.modality == "text" else np.full((1, 1, 3), int(source.id), np.uint8)
+        source.text if source.modality == "text" else picture(source)
         for source in (CORPUS.sources[row] for row in CORPUS.positive_rows(question))
     ]
+
+
+def picture(source: Source) -> EncodedPicture:
+    pixels = np.full((1, 1, 3), int(source.id), np.uint8) if source.id != "0" else None
+    return EncodedPicture(source.id.encode(), lambda: pixels, source.text)
 
 
 @pytest.fixture
@@ -58,8 +64,10 @@ def pairwise(one: Question, other: Question) -> float:
     fake = FakeEmbedder()
 
     def vector(source) -> np.ndarray:
-        texts = isinstance(source, str)
-        return (fake.embed_questions if texts else fake.embed_pictures)([source])[0]
+        pixels = None if isinstance(source, str) else source.decode()
+        if pixels is None:
+            return fake.embed_questions([getattr(source, "caption", source)])[0]
+        return fake.embed_pictures([pixels])[0]
 
     pairs = [float(vector(a) @ vector(b)) for a in shown(one) for b in shown(other)]
     return sum(pairs) / len(pairs) if pairs else 0.0
@@ -84,7 +92,7 @@ def test_shots_are_similar_in_question_and_sources(library):
 
 def test_a_shared_source_is_embedded_once(library, fake):
     library.select(QUERIES[:1], 2, "question_and_sources")
-    assert fake.computed == (5 + 6) + (1 + 2)  # questions and sources: examples, query
+    assert fake.computed == (5 + 7) + (1 + 2)  # questions and sources: examples, query
 
 
 def test_sources_in_brackets(library):
@@ -174,6 +182,21 @@ def test_captions_of_files(tmp_path):
     own.write_text(json.dumps({"7": {"pred_captions": ["one", "two"]}, "8": "three"}))
     assert open_captions(str(own)).of_question(CAPTIONED) == "one"
     assert open_captions(str(own)).of_question(QUERIES[0]) is None
+
+
+def test_captions_by_picture(tmp_path):
+    """Of Prophet's authors; question 12 has the number of another question's picture."""
+    asked = [
+        Question(name, "test", "What?", extra={"image_id": image_id})
+        for name, image_id in (("10", 1), ("12", 1), ("120", 12), ("130", 13))
+    ]
+    path = tmp_path / "captions_okvqa.json"
+    path.write_text(json.dumps({"1": "one", "12": "twelve"}))
+    found = open_captions(str(path), questions=asked)
+    assert [found.of_question(question) for question in asked] == ["one", "one", "twelve", None]
+    path.write_text(json.dumps({"10": "a", "12": "b", "130": "c"}))  # PromptCap's, not of all
+    found = open_captions(str(path), questions=asked)
+    assert [found.of_question(question) for question in asked] == ["a", "b", None, "c"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from mmqa_jax.prompting.plans import ROLES, every_plan, parse_plan, planner_prompt
 
-# Figure 6b of the paper.
+# Figure 6b of the paper, and the end of its last line (templates/mavl.toml says why).
 MANAGER = """You are manager planner. Please provide the actions for the given task.
 ===
 The actions should be in [Action_1, Action_2, Action_3].

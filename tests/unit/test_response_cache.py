@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import sqlite3
 import subprocess
@@ -235,6 +236,29 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path):
     cache.put(request_key("echo", Completion(0, "a")), {"candidates": [{"words": 1}]})
     with pytest.raises(UserError, match=r"holds an answer that cannot be read .*; delete the file"):
         served.find(Completion(0, "a"))
+
+
+def test_the_file_is_created_by_the_first_answer(tmp_path):
+    """Nothing stays of a run that gets none; what another process has put since is found."""
+    path = tmp_path / "folder" / "cache"
+    one, other = ResponseCache(path), ResponseCache(path)
+    assert (one.get("key"), len(one)) == (None, 0)
+    assert list(path.parent.iterdir()) == []
+    other.put("key", {"candidates": []})
+    assert path.exists()
+    assert (one.get("key"), len(one)) == ({"candidates": []}, 1)
+    unused = ResponseCache(tmp_path / "unused")
+    unused.close()
+    assert not unused.path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(
+        UserError, match=r"cannot be created there .*--cache \(of a row: parts\.llm"
+    ):
+        ResponseCache(tmp_path / "cache")
 
 
 def test_what_is_no_cache_is_left_alone(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
@@ -12,6 +14,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.multiple_choice import llava_choice
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.systems.rmr import (
     SETTINGS,
     answer_rmr,
@@ -68,6 +71,41 @@ def test_the_answer_alone(library):
     assert "Reason" not in llm.seen[0].prompt
     assert llm.seen[0].prompt.endswith("Answer: The answer is")
     assert [p.choice for p in predictions] == [2, 2, 2]
+
+
+def test_a_chat_model_may_write_paragraphs(library):
+    """Only a base model is stopped at an empty line, behind which it goes on with examples."""
+    for chat, stop in ((True, ()), (False, ("\n\n", "\nQuestion:"))):
+        llm = FakeLLM(lambda prompt: ("It is warm.\n\nThe answer is B.", -1.0))
+        predictions = answer_rmr(QUERIES, CORPUS, llm, library, shots=1, chat=chat)
+        assert {tuple(query.decoding.stop) for query in llm.seen} == {stop}
+        assert [p.choice for p in predictions] == [1, 1, 1]
+
+
+def test_a_triplet_without_a_rationale(tmp_path):
+    """Spaces that follow each other become one, as in ScienceQA's code; so in training."""
+    bare = [
+        dataclasses.replace(
+            t, rationale="", extra={"hint": "The  of  it."}, choices=("no  no", "y")
+        )
+        for t in TRIPLETS
+    ]
+    library = ExampleLibrary(bare, Embedders(FakeEmbedder()), cache=tmp_path)
+    llm = FakeLLM()
+    answer_rmr(QUERIES[:1], CORPUS, llm, library, shots=2)
+    text = llm.seen[0].prompt
+    assert text.count("Context: The of it.\nOptions: (A) no no (B) y\nAnswer: The answer is") == 2
+    assert "  " not in text
+    template = load_template("rmr.rationale")
+    assert template.solve(fields(bare[1])) == " The answer is B."
+    assert template.solve(fields(TRIPLETS[1])) == " Reason 1 holds. The answer is B."
+    shown = template.render([fields(bare[1])], fields(QUERIES[0]))
+    asked = template.render([], fields(dataclasses.replace(bare[1], answer_index=None)))
+    assert shown.startswith(asked + template.solve(fields(bare[1])) + "\n\n")
+    # The options that are scored are those that shots show.
+    choose_rmr([dataclasses.replace(bare[0], id="q")], llm, library, shots=1)
+    assert llm.seen[-1].continuations == (" no no", " y")
+    assert "Answer: no no\n" in llm.seen[-1].prompt or "Answer: y\n" in llm.seen[-1].prompt
 
 
 @pytest.mark.parametrize("shots", range(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -110,12 +111,19 @@ def test_the_hubs_parquet_holds_the_same_questions(raw, tmp_path):
         assert a.extra["has_picture"] == b.extra["has_picture"] == (a.image is not None)
         if a.image is not None:
             assert found.read_picture(a.image) == png((0, 90, int(b.id)))
-    # Without a column that is needed.
+    # Pids are not in these files.
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"results": {"3": 0}}))
+    flags = ("evaluate", "scienceqa", f"--references={tmp_path / 'hub'}")
+    ended = mmqa(*flags, f"--predictions={results}")
+    assert "answers problem 3, but the hub's Parquet has no pids; give --references" in ended.err
+    # Without a column that is needed: one of the nine columns would be empty, another too full.
     path = next(folder.glob("test-*.parquet"))
-    table = pyarrow.parquet.read_table(path).drop_columns(["choices"])
-    pyarrow.parquet.write_table(table, path)
-    with pytest.raises(UserError, match=r"test-.*\.parquet: has no column choices \(it has "):
-        read_scienceqa(tmp_path / "hub")
+    whole = pyarrow.parquet.read_table(path)
+    for name in ("choices", "hint", "image", "subject", "grade"):
+        pyarrow.parquet.write_table(whole.drop_columns([name]), path)
+        with pytest.raises(UserError, match=rf"test-.*\.parquet: has no column {name}"):
+            read_scienceqa(tmp_path / "hub")
 
 
 def test_conversations_are_taken_apart():
@@ -175,6 +183,15 @@ def test_files_that_do_not_fit(raw, tmp_path, refused):
     refused(*flags, message=r"problem 4: .*pid_splits\.json does not name it")
     (raw / "pid_splits.json").write_text(json.dumps({"train": ["1"], "val": ["2"], "test": ["1"]}))
     refused(*flags, message=r"problem 1 is in train and in test")
+    (raw / "pid_splits.json").write_text(json.dumps({"train": [[1]]}))
+    refused(*flags, message=r"pid_splits\.json, train: \[1\] was found and a pid expected")
+    (raw / "problems.json").rename(raw / "kept.json")
+    for name in ("pid_splits.json", "captions.json"):
+        refused(
+            "evaluate", "scienceqa", f"--references={raw / name}", "--predictions=p.json",
+            message=rf"{name}: holds no problem with a question .*; give ScienceQA's problems\.json",
+        )  # fmt: skip
+    (raw / "kept.json").rename(raw / "problems.json")
     (raw / "pid_splits.json").unlink()
     assert len(read_scienceqa(raw).questions) == 6  # problems name their split
     text = json.dumps(PROBLEMS)
@@ -317,6 +334,30 @@ def test_an_index_out_of_range_is_no_choice(raw, tmp_path):
     result = done("evaluate", "scienceqa", f"--references={raw}", f"--predictions={path}")
     assert result["scores"]["scienceqa/recorded_choice"] == 2 / 4
     assert result["unparsed"]["scienceqa/recorded_choice"] == 2
+
+
+def test_numbers_that_the_official_script_takes_and_null(raw, tmp_path):
+    """tools/evaluate_acc.py takes `int(results[pid])`."""
+    path = tmp_path / "results.json"
+    results = {"3": "0", "4": 1.0, "5": None, "6": float("nan")}
+    path.write_text(json.dumps({"results": results, "outputs": {"5": None}}))
+    flags = ("evaluate", "scienceqa", f"--references={raw}", f"--predictions={path}", "--json")
+    ended = mmqa(*flags)
+    assert ended.value["scores"]["scienceqa/recorded_choice"] == 2 / 4
+    assert ended.value["unparsed"]["scienceqa/recorded_choice"] == 2
+    assert ended.value["empty"] == 1
+    assert ended.value["notes"] == ended.err.splitlines()
+    assert ended.value["notes"][0] == "1 of 4 answers is empty"
+    assert re.fullmatch(
+        r"2 predictions name no choice \(.*recorded_choice\)", ended.value["notes"][1]
+    )
+
+
+def test_llavas_lines_may_be_named_json(raw, tmp_path):
+    rows = [{"question_id": pid, "text": "A"} for pid in ("3", "4", "5", "6")]
+    path = write_rows(tmp_path / "answers.json", rows)
+    result = done("evaluate", "scienceqa", f"--references={raw}", f"--predictions={path}")
+    assert result["scores"]["scienceqa/letter_or_wrong"] == 3 / 4
 
 
 # Real files

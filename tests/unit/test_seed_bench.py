@@ -66,6 +66,18 @@ def test_prepare_official_files(raw, tmp_path):
     assert questions["103"].image is None
 
 
+def test_captions_by_question_or_picture(raw):
+    captions = {"77_88.jpg": "two cups", "103": "its own", "absent": "of the picture"}
+    captions |= {"94328.webm": "of the whole video"}
+    (raw / "captions.json").write_text(json.dumps(captions))
+    found = read_seed_bench(raw)
+    assert {q.id: q.extra["caption"] for q in found.questions if "caption" in q.extra} == {
+        "102": "two cups",
+        "103": "its own",
+    }
+    assert found.counts["questions with caption"] == 2
+
+
 def test_scores_by_dimension_pictures_and_videos(raw):
     questions = read_seed_bench(raw).questions
     said = {"101": "A", "102": "B.", "103": "C", "v9": "A"}  # `B.` is not the letter alone
@@ -121,6 +133,25 @@ def test_prediction_formats(raw, tmp_path):
         assert written == formats["leaderboard"]
 
 
+def test_published_results(raw, tmp_path):
+    """evaluate_result/SEED-Bench-1/GPT-4V.json: every line but the last ends in a comma."""
+    letters = {"101": "A", "102": "C", "103": "C", "v9": "D"}
+    lines = [
+        json.dumps({"question_id": k, "prediction": v, "gt_answer": "A"})
+        for k, v in letters.items()
+    ]
+    flags = ("evaluate", "seedbench", f"--references={raw}")
+    path = tmp_path / "GPT-4V.json"
+    for text in (",\n".join(lines), "[\n" + ",\n".join(lines) + "\n]\n"):
+        path.write_text(text)
+        result = done(*flags, f"--predictions={path}")
+        assert result["scores"] == {"seed_bench/letter": 0.75}
+        assert result["notes"] == [
+            "seed_bench/letter: the predictions are texts; one counts if it is the correct letter, "
+            "whether a model wrote it or eval.py chose it by likelihood"
+        ]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -129,6 +160,8 @@ def test_prediction_formats(raw, tmp_path):
         ({"question_id": "101"}, r"question 2: question_id '101' appears twice"),
         ({"question_id": None}, r"question 2: question_id is None"),
         ({"question_type_id": 6}, r"question_type_id is 6 and data_type 'image'"),
+        ({"question_type_id": [1]}, r"question_type_id is \[1\] and data_type 'image'"),
+        ({"question_type_id": True}, r"question_type_id is True and data_type 'image'"),
         ({"data_type": "Single Image"}, r"SEED-Bench-2 is another benchmark"),
     ],
 )
@@ -152,7 +185,9 @@ def test_broken_files(raw, tmp_path, refused):
         refused(*flags, f"--predictions={path}", message=message)
     path.write_text("")
     refused(*flags, f"--predictions={path}", message=r"holds no predictions")
-    (raw / "SEED-Bench.json").write_text("[]")
-    refused(*flags, f"--predictions={path}", message=r'\{"questions": \[\.\.\.\]')
+    numbered = json.dumps({"questions": QUESTIONS, "question_type": {"Scene Understanding": [1]}})
+    for text in ("[]", numbered):
+        (raw / "SEED-Bench.json").write_text(text)
+        refused(*flags, f"--predictions={path}", message=r'\{"questions": \[\.\.\.\]')
     (raw / "SEED-Bench.json").unlink()
     refused(*flags, f"--predictions={path}", message=r"SEED-Bench\.json: no such file; fetch")

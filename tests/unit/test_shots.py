@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.picture_store import EncodedPicture
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary, bimodal
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.index import ScannIndex, ScannParameters, scann_available
 
 DIM = 8
 
@@ -43,6 +47,10 @@ def pixels(q: Question) -> np.ndarray | None:
     return np.frombuffer(q.image.encode().ljust(12, b"."), np.uint8).reshape(2, 2, 3)
 
 
+def encoded(q: Question) -> EncodedPicture | None:
+    return q.image and EncodedPicture(q.image.encode(), lambda: pixels(q))
+
+
 EXAMPLES = [question(n, image=n % 3 > 0) for n in range(40)]
 QUERIES = [question(n, "q", image=n % 2 > 0) for n in range(7)]
 
@@ -54,7 +62,7 @@ def embedder():
 
 @pytest.fixture
 def library(embedder, tmp_path):
-    return ExampleLibrary(EXAMPLES, Embedders(embedder, embedder, pixels), cache=tmp_path)
+    return ExampleLibrary(EXAMPLES, Embedders(embedder, embedder, encoded), cache=tmp_path)
 
 
 def vectors(questions: list[Question], kind: str) -> np.ndarray:
@@ -171,3 +179,145 @@ def test_a_question_without_text_is_like_none(tmp_path, embedder):
     silent = Question("silent", "val", "what ?", extra={})
     (shots,) = library.select([silent], 2, "caption")
     assert [shot.similarity for shot in shots] == [0.0, 0.0]
+
+
+def test_queries_of_another_corpus_may_have_the_ids_of_examples(embedder, tmp_path):
+    """Such a query keeps its own picture, and the example of its id may be its shot."""
+    queries = [question(n, image=n % 3 == 0) for n in range(6)]  # EXAMPLES have the others
+
+    def shown(q):
+        return q.image and EncodedPicture(b"q" + q.image.encode(), lambda: pixels(q))
+
+    library = ExampleLibrary(
+        EXAMPLES,
+        Embedders(embedder, embedder, encoded),
+        of_queries=Embedders(embedder, embedder, shown),
+        same_ids=False,
+        folds=2,
+        cache=tmp_path,
+    )
+    expected = vectors(queries, "bimodal") @ vectors(EXAMPLES, "bimodal").T
+    for row, shots in zip(expected, library.select(queries, 40, "bimodal"), strict=True):
+        assert len(shots) == len(EXAMPLES)
+        found = {shot.question.id: shot.similarity for shot in shots}
+        assert found == pytest.approx(
+            {e.id: s for e, s in zip(EXAMPLES, row, strict=True)}, abs=1e-6
+        )
+    assert [len(own) for own in library.select(queries, 40, "random")] == [40] * 6
+    assert library.named(queries[1], ["e1"], 1)[0].question is EXAMPLES[1]
+
+
+def test_kept_pictures_are_not_decoded_again(tmp_path):
+    """A picture that cannot be decoded is none, in the first run as in the second."""
+    decoded = []
+
+    def shown(q):
+        def decode():
+            decoded.append(q.id)
+            return None if q.id == "e4" else pixels(q)
+
+        return q.image and EncodedPicture(q.image.encode(), decode)
+
+    found = []
+    for _ in range(2):
+        fake = FakeEmbedder()
+        library = ExampleLibrary(EXAMPLES, Embedders(fake, fake, shown), cache=tmp_path)
+        (shots,) = library.select([EXAMPLES[1]], 39, "image")
+        found.append({shot.question.id: shot.similarity for shot in shots})
+    assert found[0] == found[1]
+    assert sorted(decoded) == sorted([*(e.id for e in EXAMPLES if e.image), "e1"])
+    assert found[0]["e4"] == 0 != found[0]["e5"]
+
+
+def test_few_pictures_are_decoded_at_once(monkeypatch, tmp_path):
+    """Never more than a block of them are in memory, whatever the size of the library."""
+    at_once = []
+
+    class Batched(FakeEmbedder):
+        def embed_pictures(self, pictures):
+            at_once.append(len(pictures))
+            return super().embed_pictures(pictures)
+
+    monkeypatch.setattr("mmqa_jax.prompting.shots._DECODED", 8)
+    fake = Batched()
+    ExampleLibrary(EXAMPLES, Embedders(fake, fake, encoded), cache=tmp_path).select(
+        QUERIES, 1, "image"
+    )
+    assert max(at_once) == 8
+    assert sum(at_once) == sum(q.image is not None for q in (*EXAMPLES, *QUERIES))
+
+
+def scann(parameters=None):
+    return lambda own: ScannIndex.build(Embeddings(own, "", ""), parameters)
+
+
+@pytest.mark.skipif(not scann_available(), reason="ScaNN cannot be imported here")
+@pytest.mark.parametrize("folds", [1, 2])
+@pytest.mark.parametrize("kind", ["question", "image", "question_and_image", "bimodal"])
+def test_an_index_finds_what_products_do(embedder, tmp_path, kind, folds):
+    """Without the query itself or its fold; below 20,000 examples ScaNN scores all of them."""
+    asked = [*QUERIES, *EXAMPLES]
+    exact, indexed = (
+        ExampleLibrary(
+            EXAMPLES,
+            Embedders(embedder, embedder, encoded),
+            folds=folds,
+            index=index,
+            cache=tmp_path,
+        ).select(asked, 6, kind)
+        for index in (None, scann())
+    )
+    for query, one, other in zip(asked, exact, indexed, strict=True):
+        similarities = [[shot.similarity for shot in shots] for shots in (one, other)]
+        np.testing.assert_allclose(*similarities, atol=1e-6)
+        distinct = {round(s, 5) for s in similarities[0] if s}
+        if len(distinct) == 6:  # no ties
+            assert [s.question.id for s in one] == [s.question.id for s in other]
+        assert query.id not in [shot.question.id for shot in other]
+
+
+@pytest.mark.skipif(not scann_available(), reason="ScaNN cannot be imported here")
+@pytest.mark.parametrize("folds", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_an_index_gives_all_of_a_small_library(embedder, tmp_path, size, folds):
+    few = EXAMPLES[:size]
+    exact, indexed = (
+        ExampleLibrary(few, Embedders(embedder), folds=folds, index=index, cache=tmp_path)
+        .select(EXAMPLES[:8], 6, "question")
+        for index in (None, scann())
+    )  # fmt: skip
+    assert [[s.question.id for s in own] for own in indexed] == [
+        [s.question.id for s in own] for own in exact
+    ]
+
+
+@pytest.mark.skipif(not scann_available(), reason="ScaNN cannot be imported here")
+def test_the_recall_of_an_approximate_index(tmp_path):
+    """ScaNN's partitions and quantization, over vectors of which a tenth are zeros."""
+    rng = np.random.default_rng(0)
+    centers = rng.normal(size=(40, 32))
+    rows = centers[rng.integers(40, size=4000)] + 0.6 * rng.normal(size=(4000, 32))
+    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+    class Numbered(FakeEmbedder):
+        def embed_questions(self, texts):
+            return rows[[int(text or 0) for text in texts]]
+
+    examples = [
+        Question(str(n), "train", "" if n % 10 == 0 else str(n), image=None) for n in range(3900)
+    ]
+    queries = [Question(str(n), "train", str(n)) for n in range(3800, 4000)]
+    parameters = ScannParameters(leaves=60, leaves_to_search=30, reorder=100)
+    exact, indexed = (
+        ExampleLibrary(examples, Embedders(Numbered(32)), folds=2, index=index, cache=tmp_path)
+        .select(queries, 10, "question")
+        for index in (None, scann(parameters))
+    )  # fmt: skip
+    shared = [
+        len({s.question.id for s in one} & {s.question.id for s in other}) / 10
+        for one, other in zip(exact, indexed, strict=True)
+    ]
+    assert np.mean(shared) >= 0.97
+    assert all(len(shots) == 10 for shots in indexed)
+    for query, shots in zip(queries, indexed, strict=True):
+        assert all(fold_of(s.question.id, 2) != fold_of(query.id, 2) for s in shots)

@@ -82,6 +82,7 @@ def test_rows_and_counts():
         "too_few_examples": 0,
         "questions_with_dropped_shots": 1,
         "dropped_shots": 1,
+        "shots_without_caption": 0,
         "too_long": 0,
         "failed": 1,
         "empty_answers": 1,

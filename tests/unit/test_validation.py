@@ -11,8 +11,8 @@ from flax import nnx
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.predictions import read_predictions
 from mmqa_jax.data.schema import Ranking
+from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.webqa import score_answers
 from mmqa_jax.systems import training_report, validation
 from mmqa_jax.training.checks import TASKS, check_config
@@ -105,7 +105,7 @@ def test_answers_are_those_of_answer(weights, runs, data, tmp_path):
     out, corpus = tmp_path / "predictions.jsonl", f"--data={data}"
     done("answer", corpus, f"--model={folder}", "--sources=oracle", f"--out={out}")
     step = read_metadata(folder)["step"]
-    for ours, given in zip(runs[2][step - 1], read_predictions(out), strict=True):
+    for ours, given in zip(runs[2][step - 1], read_answers(out), strict=True):
         assert (ours.question_id, ours.answer) == (given.question_id, given.answer)
         assert ours.beams[0][1] == pytest.approx(given.beams[0][1], abs=1e-5)
     scores = done(

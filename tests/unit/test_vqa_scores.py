@@ -112,17 +112,16 @@ def test_aokvqa_scores_what_the_predictions_hold():
     only = [Prediction("easy", choice=1), Prediction("twice")]
     evaluation = vqa.score_aokvqa(aokvqa_questions(), only)
     assert evaluation.summary()["scores"] == {"a_okvqa_mc/official": 1 / 4}
-    assert evaluation.notes == [
-        "1 of 2 predictions choose none of their question's options, which counts 0"
-    ]
+    assert evaluation.unparsed == {"a_okvqa_mc/official": 1}
     evaluation = vqa.score_aokvqa(aokvqa_questions(), [Prediction("easy", "zebra")])
     assert evaluation.summary()["scores"] == {"a_okvqa_da/official": 0.0}
 
 
 @pytest.mark.parametrize("choice", [-1, 4])
-def test_a_choice_must_be_an_option(choice):
-    with pytest.raises(UserError, match=f"'easy' has 4 options, counted from 0, and {choice} is"):
-        vqa.score_aokvqa(aokvqa_questions(), [Prediction("easy", choice=choice)])
+def test_a_choice_that_is_no_option_is_counted(choice):
+    evaluation = vqa.score_aokvqa(aokvqa_questions(), [Prediction("easy", choice=choice)])
+    assert evaluation.summary()["scores"] == {"a_okvqa_mc/official": 0.0}
+    assert evaluation.unparsed == {"a_okvqa_mc/official": 1}
 
 
 def test_references_of_two_kinds_are_not_mixed():

@@ -2,7 +2,10 @@
 
     aokvqa_v1p0_{train,val,test}.json       questions; the test split's answers are hidden
     {train,validation,test}-*.parquet       the same with pictures, here or in data/
-    vinvl_captions_val2014.tsv              VinVL's captions, here or in ../okvqa/
+    captions_aokvqa.json                    captions of Prophet's authors
+    vinvl_captions_{train,val}2014.tsv      VinVL's captions, here or in ../okvqa/
+    tags_*.tsv                              object tags, here or in ../okvqa/
+    captions_{train,val}20*.json            COCO's captions by people, here or in ../okvqa/
     train2017/ val2017/ test2017/           COCO's pictures
 
 Any of the splits may be absent. Where both formats hold a split, questions are read from the JSON,
@@ -21,7 +24,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json
 from mmqa_jax.data.datasets import coco
 from mmqa_jax.data.datasets.benchmark import (
-    CAPTION,
     Benchmark,
     OfficialFiles,
     PictureFolders,
@@ -41,7 +43,7 @@ _FIELDS = {"split", *_NEEDED, "correct_choice_idx", "direct_answers"}  # of Ques
 PUBLISHED_COUNTS = {"train questions": 17_056, "val questions": 1_145, "test questions": 6_702}
 ATTRIBUTION = (
     "A-OKVQA (Schwenk et al., ECCV 2022), Apache-2.0; pictures: COCO, under Flickr's terms of use; "
-    "VinVL captions: PICa's release (MIT)."
+    "VinVL captions and tags: PICa's release (MIT); captions_aokvqa.json: Prophet's (Apache-2.0)."
 )
 
 
@@ -82,7 +84,8 @@ def read_aokvqa(path: Path) -> Benchmark:
     """Reads what there is of the official files in a folder, or one of its question files.
 
     `Question.answers` are the ten direct answers, `rationale` is the first of the rationales;
-    `extra` keeps `image_id`, `difficult_direct_answer`, `rationales` and `caption`.
+    `extra` keeps `image_id`, `difficult_direct_answer`, `rationales`, `caption`, `tags` and
+    `coco_captions`.
 
     Raises:
       UserError: no questions, or the file and entry that is malformed or repeated; a Parquet file
@@ -101,19 +104,12 @@ def read_aokvqa(path: Path) -> Benchmark:
             f"{path}: holds none of A-OKVQA's questions; put aokvqa_v1p0_val.json or the hub's "
             "Parquet files there."
         )
-    captions_in = files.optional(
-        "vinvl_captions_val2014.tsv",
-        "VinVL_base_val2014.tsv",
-        "../okvqa/vinvl_captions_val2014.tsv",
-        "../okvqa/VinVL_base_val2014.tsv",
-        without="no VinVL captions",
-    )
-    captions = {} if captions_in is None else coco.read_captions(captions_in)
+    described = coco.read_descriptions(files, "captions_aokvqa.json", folders=("", "../okvqa/"))
     pictures = _Pictures(files.folder, tables)
     seen: dict[str, str] = {}
     questions = []
     for row in rows:
-        question = _question(row, captions, pictures)
+        question = _question(row, described, pictures)
         if question.id in seen:
             raise UserError(
                 f"{row.where}: question_id {question.id!r} is already in {seen[question.id]}; "
@@ -180,7 +176,7 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
         yield _Row(f"{path}, row {number}", split, row)
 
 
-def _question(row: _Row, captions: Mapping[int, str], pictures: _Pictures) -> Question:
+def _question(row: _Row, described: coco.Descriptions, pictures: _Pictures) -> Question:
     where, values = row.where, row.values
     check_text(dict(values), where)
     for key in ("question_id", "question"):
@@ -188,6 +184,11 @@ def _question(row: _Row, captions: Mapping[int, str], pictures: _Pictures) -> Qu
             raise UserError(f"{where}: {key} is {values.get(key)!r}; expected text.")
     choices = _texts(values.get("choices"), "choices", where)
     index = values.get("correct_choice_idx")
+    if index is not None and not choices:
+        raise UserError(
+            f"{where}: choices are missing, but correct_choice_idx is {index!r}; fetch A-OKVQA's "
+            "file again."
+        )
     if index is not None and not (type(index) is int and 0 <= index < len(choices)):
         raise UserError(
             f"{where}: correct_choice_idx is {index!r}; expected a number from 0 to "
@@ -196,20 +197,25 @@ def _question(row: _Row, captions: Mapping[int, str], pictures: _Pictures) -> Qu
     image_id = values.get("image_id")
     if image_id is not None and type(image_id) is not int:
         raise UserError(f"{where}: image_id is {image_id!r}; expected a whole number.")
+    answers = _texts(values.get("direct_answers"), "direct_answers", where)
+    if answers and type(values.get(DIFFICULT)) is not bool:
+        raise UserError(
+            f"{where}: {DIFFICULT} is {values.get(DIFFICULT)!r}; expected true or false, since "
+            "difficult questions do not count in the score of direct answers; fetch A-OKVQA's file "
+            "again."
+        )
     rationales = _texts(values.get(RATIONALES), RATIONALES, where)
     extra = {key: value for key, value in values.items() if key not in _FIELDS}
-    if image_id in captions:
-        extra[CAPTION] = captions[image_id]
     return Question(
         id=values["question_id"],
         split=row.split,
         question=values["question"],
         image=pictures.name_of(values["question_id"], image_id),
-        answers=_texts(values.get("direct_answers"), "direct_answers", where),
+        answers=answers,
         choices=choices,
         answer_index=index,
         rationale=rationales[0] if rationales else "",
-        extra=extra,
+        extra={**extra, **described.extra(image_id)},
     )
 
 
@@ -235,7 +241,8 @@ def _counts(questions: Sequence[Question]) -> dict[str, int]:
         found[f"{split} questions"] += 1
         found[f"{split} questions with direct answers"] += bool(question.answers)
         found[f"{split} questions marked difficult"] += bool(question.extra.get(DIFFICULT))
-        found[f"{split} questions with {CAPTION}"] += CAPTION in question.extra
+        for key in coco.DESCRIPTIONS:
+            found[f"{split} questions with {key}"] += key in question.extra
         found[f"{split} questions with a picture file"] += question.image is not None
     names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
     return {name: found[name] for name in names}

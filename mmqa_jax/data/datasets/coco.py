@@ -1,18 +1,26 @@
-"""COCO's pictures, and the descriptions of them that stand in for pixels.
+"""COCO's pictures, and the descriptions of pictures that stand in for pixels.
 
 captions TSV    image_id TAB [{"caption", "conf"}, ...]     VinVL's captions (PICa)
 tags TSV        image_id TAB [{"class", "conf"}, ...]       object tags (PICa)
-captions JSON   {"annotations": [{"image_id", "caption"}]}  COCO's five captions by people
+captions JSON   {name: caption}                             Prophet's by image_id, PromptCap's
+COCO's JSON     {"annotations": [{"image_id", "caption"}]}  five captions by people
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json, read_text
+from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS, OfficialFiles
+from mmqa_jax.data.schema import Question
+
+PEOPLE_CAPTIONS = "coco_captions"  # key of Question.extra: COCO's captions by people
+DESCRIPTIONS = (CAPTION, TAGS, PEOPLE_CAPTIONS)
 
 # Folders that pictures may lie in, below the folder of the official files.
 FOLDERS_2014 = (".", "train2014", "val2014", "images", "images/train2014", "images/val2014")
@@ -32,11 +40,147 @@ def picture_2017(image_id: int) -> str:
     return f"{image_id:012d}.jpg"
 
 
+@dataclasses.dataclass(frozen=True)
+class Descriptions:
+    """What side files say about COCO's pictures, each by image_id.
+
+    Attributes:
+      captions: one caption, a model's.
+      tags: names of objects with their confidence.
+      by_people: COCO's captions.
+    """
+
+    captions: Mapping[int, str]
+    tags: Mapping[int, list[dict[str, Any]]]
+    by_people: Mapping[int, list[str]]
+
+    def extra(self, image_id: int | None) -> dict[str, Any]:
+        """The entries of Question.extra that describe a picture."""
+        if image_id is None:
+            return {}
+        tables = zip(DESCRIPTIONS, (self.captions, self.tags, self.by_people), strict=True)
+        return {key: table[image_id] for key, table in tables if image_id in table}
+
+
+def read_descriptions(
+    files: OfficialFiles, captions_json: str, folders: Sequence[str] = ("",)
+) -> Descriptions:
+    """Reads what there is of captions, tags and captions by people.
+
+    VinVL's caption of a picture goes before that of the captions JSON.
+
+    Args:
+      captions_json: the name of the captions that Prophet's authors published for the benchmark.
+      folders: where to look for the other files, as prefixes of their names.
+    """
+
+    def find(*names: str, without: str) -> Path | None:
+        places = (f"{folder}{name}" for folder in folders for name in names)
+        return files.optional(*places, without=without)
+
+    captions: dict[int, str] = {}
+    tags: dict[int, list[dict[str, Any]]] = {}
+    by_people: dict[int, list[str]] = {}
+    path = files.optional(captions_json, without="no captions of Prophet's authors")
+    if path is not None:
+        captions |= _by_number(read_named_captions(path), path)
+    for split in ("train", "val"):
+        path = find(
+            f"vinvl_captions_{split}2014.tsv",
+            f"VinVL_base_{split}2014.tsv",
+            without=f"no VinVL captions of {split}2014's pictures",
+        )
+        if path is not None:
+            captions |= read_captions(path)
+        path = find(  # the two releases divide the same pictures and captions otherwise
+            f"captions_{split}2014.json",
+            f"captions_{split}2017.json",
+            without=f"no captions by people of {split}2014's pictures",
+        )
+        if path is not None:
+            by_people |= read_caption_annotations(path)
+    for part in ("train", "val", "test"):  # of other pictures than COCO's splits
+        path = find(f"tags_{part}.tsv", f"{part}.score.json.tsv", without="no tags of its pictures")
+        if path is not None:
+            tags |= read_scored_tsv(path, "class")
+    return Descriptions(captions, tags, by_people)
+
+
+def with_captions(
+    files: OfficialFiles,
+    questions: Sequence[Question],
+    names_of: Callable[[Question], Sequence[str]],
+    expected: str,
+) -> list[Question]:
+    """The questions, with the captions of the optional file captions.json.
+
+    Args:
+      names_of: the names that a question's caption may have, the first that is there counts.
+      expected: what these names are, for messages.
+
+    Raises:
+      UserError: the file is malformed, or has no caption of any question.
+    """
+    path = files.optional("captions.json", without="no captions stand for pictures")
+    if path is None:
+        return list(questions)
+    captions = read_named_captions(path)
+    found = [
+        next((captions[name] for name in names_of(question) if name in captions), None)
+        for question in questions
+    ]
+    if questions and not any(found):
+        raise UserError(
+            f"{path}: none of its {len(captions):,} names belongs to a question; expected "
+            f"{expected}; rename them or take the file away."
+        )
+    return [
+        dataclasses.replace(question, extra={**question.extra, CAPTION: caption})
+        if caption
+        else question
+        for question, caption in zip(questions, found, strict=True)
+    ]
+
+
+def read_named_captions(path: Path) -> dict[str, str]:
+    """name -> caption of a captions JSON; of several captions the first.
+
+    Raises:
+      UserError: names the entry that holds no caption.
+    """
+    data = read_json(path)
+    if not isinstance(data, dict) or not data:
+        raise UserError(
+            f'{path}: expected an object {{name: caption}} or {{name: {{"pred_captions": [...]}}}};'
+            " fetch or write the file again."
+        )
+    check_text(data, str(path))
+    return {name: _first(value, f"{path}, {name}") for name, value in data.items()}
+
+
+def _first(value: Any, where: str) -> str:
+    listed = value.get("pred_captions") if isinstance(value, dict) else [value]
+    if not isinstance(listed, list) or not listed or not isinstance(listed[0], str):
+        raise UserError(f'{where}: holds no caption; expected "pred_captions" with one or a text.')
+    return listed[0]
+
+
+def _by_number(captions: Mapping[str, str], path: Path) -> dict[int, str]:
+    """image_id -> caption; UserError for a name that is no picture's number."""
+    for name in captions:
+        if not name.isdecimal():
+            raise UserError(
+                f"{path}, {name}: expected the number of a picture (image_id) as the name of a "
+                "caption; fetch the file again."
+            )
+    return {int(name): caption for name, caption in captions.items()}
+
+
 def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
     """image_id -> the objects of a captions or tags TSV, in the file's order.
 
     Args:
-      key: of each object's text: `caption` or `class`.
+      key: of each object's text: `caption` or `class`. Its `conf` is a number, or absent.
 
     Raises:
       UserError: names the line that is malformed.
@@ -55,12 +199,15 @@ def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
                 "line or fetch the file again."
             ) from error
         valid = isinstance(rows, list) and all(
-            isinstance(row, dict) and isinstance(row.get(key), str) for row in rows
+            isinstance(row, dict)
+            and isinstance(row.get(key), str)
+            and type(row.get("conf", 0.0)) in (int, float)
+            for row in rows
         )
         if not name.isdecimal() or not valid:
             raise UserError(
-                f"{where}: expected a picture's number, a tab and a JSON list of objects with \""
-                f'{key}"; repair that line or fetch the file again.'
+                f"{where}: expected a picture's number, a tab and a JSON list of objects with a "
+                f'text "{key}" and a number "conf"; repair that line or fetch the file again.'
             )
         check_text(rows, where)
         found.setdefault(int(name), []).extend(rows)

@@ -4,6 +4,9 @@
     image       the picture as base64, or the index of the row that holds it
     hint, question, A, B, C, D, answer (a letter), category, l2-category, split (dev or test)
 
+captions.json, optional, is {index of a question, or of the row that holds its picture: caption};
+all passes of a question have its caption.
+
 A pass k shows the choices rotated by k. Where a file holds no passes above 0, they are made here:
 N choices, N passes, and choice j stands at place (j + k) mod N, as VLMEvalKit's
 `vlmutil circular` does for choices that may be rotated. A table of predictions is taken as it is.
@@ -23,7 +26,8 @@ import pybase64
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text
-from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import SUFFIXES, read_table
@@ -77,8 +81,9 @@ class TablePictures:
 def read_mmbench(path: Path) -> Benchmark:
     """Reads all tables in a folder, or one of them; a question per circular pass.
 
-    `Question.id` is the pass's index; `extra` keeps `base_index`, `pass`, `hint`, `l2-category` and
-    columns of no other use. Tables of several splits may be in the folder, but not two of one.
+    `Question.id` is the pass's index; `extra` keeps `base_index`, `pass`, `hint`, `l2-category`,
+    `caption` and columns of no other use. Tables of several splits may be in the folder, but not
+    two of one.
 
     Raises:
       UserError: no table, a missing column, or the row that is malformed, is repeated or refers to
@@ -95,6 +100,7 @@ def read_mmbench(path: Path) -> Benchmark:
     if not texts:
         files.missing["image"] = "no table has this column; questions stand without pictures"
     questions = [_question(row, shown.get(row.index)) for row in rows]
+    questions = with_captions(files, questions, _caption_names, "indices of the table")
     if all(row.index < PASS_STEP and PREDICTION not in row.cells for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
     return Benchmark(
@@ -221,6 +227,11 @@ def _question(row: _Row, picture: str | None) -> Question:
     )
 
 
+def _caption_names(question: Question) -> Sequence[str]:
+    base = question.extra[BASE]
+    return (base,) if question.image is None else (base, question.image)
+
+
 def _counts(questions: Sequence[Question], made: int) -> dict[str, int]:
     firsts = [question for question in questions if question.extra[PASS] == 0]
     by_split = Counter(question.split for question in firsts)
@@ -235,6 +246,7 @@ def _counts(questions: Sequence[Question], made: int) -> dict[str, int]:
         "circular passes": len(questions),
         "passes made here": made,
         "questions without a picture": count(lambda q: q.image is None),
+        f"questions with {CAPTION}": count(lambda q: CAPTION in q.extra),
         "questions without an answer": count(lambda q: q.answer_index is None),
         "questions with equal choices": count(lambda q: len(set(q.choices)) < len(q.choices)),
     }

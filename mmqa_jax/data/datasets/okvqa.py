@@ -1,9 +1,10 @@
-"""OK-VQA's official files (https://okvqa.allenai.org), and the captions and tags PICa released.
+"""OK-VQA's official files (https://okvqa.allenai.org), and captions and tags that others released.
 
     OpenEnded_mscoco_{train,val}2014_questions.json     questions
     mscoco_{train,val}2014_annotations.json             ten answers and a category each
     {train,val}_soft_labels.json                        where annotations are absent
-    vinvl_captions_val2014.tsv                          VinVL's captions
+    vinvl_captions_{train,val}2014.tsv                  VinVL's captions
+    captions_okvqa.json                                 captions of Prophet's authors
     tags_*.tsv                                          object tags
     captions_{train,val}2014.json                       COCO's captions by people
     train2014/ val2014/                                 COCO's pictures
@@ -16,17 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets import coco
-from mmqa_jax.data.datasets.benchmark import (
-    CAPTION,
-    TAGS,
-    Benchmark,
-    OfficialFiles,
-    PictureFolders,
-)
+from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFolders
 from mmqa_jax.data.datasets.vqa_json import (
     Reference,
     check_same,
@@ -37,9 +31,8 @@ from mmqa_jax.data.datasets.vqa_json import (
 )
 from mmqa_jax.data.schema import Question
 
-# Keys of Question.extra.
-SOFT_LABELS = "soft_labels"  # {answer: weight}, where the ten answers are absent
-PEOPLE_CAPTIONS = "coco_captions"  # COCO's captions by people
+# Key of Question.extra: {answer: weight}, where the ten answers are absent.
+SOFT_LABELS = "soft_labels"
 
 # Split -> COCO's split, which names the files.
 COCO_SPLIT = {"train": "train", "test": "val"}
@@ -61,7 +54,8 @@ CATEGORIES = {
 PUBLISHED_COUNTS = {"train questions": 9_009, "test questions": 5_046, "pictures": 14_031}
 ATTRIBUTION = (
     "OK-VQA (Marino et al., CVPR 2019), annotations CC BY 4.0; pictures and captions by people: "
-    "COCO, under Flickr's terms of use; VinVL captions and tags: PICa's release (MIT)."
+    "COCO, under Flickr's terms of use; VinVL captions and tags: PICa's release (MIT); "
+    "captions_okvqa.json: Prophet's release (Apache-2.0)."
 )
 
 
@@ -79,19 +73,10 @@ def read_okvqa(folder: Path) -> Benchmark:
     """
     files = OfficialFiles(folder)
     pictures = PictureFolders(folder, coco.FOLDERS_2014)
-    captions = _captions(files)
-    tags = _tags(files)
+    descriptions = coco.read_descriptions(files, "captions_okvqa.json")
     questions: list[Question] = []
     for split, coco_split in COCO_SPLIT.items():
-        by_people = _captions_by_people(files, coco_split)
         for question_id, (image_id, text, known) in _split(files, coco_split).items():
-            extra = {"image_id": image_id, **known.extra}
-            if image_id in captions:
-                extra[CAPTION] = captions[image_id]
-            if image_id in tags:
-                extra[TAGS] = tags[image_id]
-            if image_id in by_people:
-                extra[PEOPLE_CAPTIONS] = by_people[image_id]
             name = coco.picture_of(f"{coco_split}2014", image_id)
             questions.append(
                 Question(
@@ -101,7 +86,11 @@ def read_okvqa(folder: Path) -> Benchmark:
                     image=name if name in pictures else None,
                     answers=known.answers,
                     category=known.category,
-                    extra=extra,
+                    extra={
+                        "image_id": image_id,
+                        **known.extra,
+                        **descriptions.extra(image_id),
+                    },
                 )
             )
     if not questions:
@@ -183,38 +172,11 @@ def _soft_labels(path: Path) -> dict[int, tuple[int, str, Reference]]:
     return found
 
 
-def _captions(files: OfficialFiles) -> dict[int, str]:
-    path = files.optional(
-        "vinvl_captions_val2014.tsv", "VinVL_base_val2014.tsv", without="no VinVL captions"
-    )
-    return {} if path is None else coco.read_captions(path)
-
-
-def _tags(files: OfficialFiles) -> dict[int, list[dict[str, Any]]]:
-    """Tags of pictures in any of the three files; they are split by other pictures than COCO."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for part in ("train", "val", "test"):
-        path = files.optional(
-            f"tags_{part}.tsv", f"{part}.score.json.tsv", without="no tags of its pictures"
-        )
-        if path is not None:
-            found |= coco.read_scored_tsv(path, "class")
-    return found
-
-
-def _captions_by_people(files: OfficialFiles, coco_split: str) -> dict[int, list[str]]:
-    path = files.optional(
-        f"captions_{coco_split}2014.json",
-        without=f"no captions by people of {coco_split}2014's pictures",
-    )
-    return {} if path is None else coco.read_caption_annotations(path)
-
-
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     for question in questions:
         found[f"{question.split} questions"] += 1
-        for key in (CAPTION, TAGS, PEOPLE_CAPTIONS, SOFT_LABELS):
+        for key in (*coco.DESCRIPTIONS, SOFT_LABELS):
             found[f"{question.split} questions with {key}"] += key in question.extra
         ten = bool(question.answers) and SOFT_LABELS not in question.extra
         found[f"{question.split} questions with annotators' answers"] += ten

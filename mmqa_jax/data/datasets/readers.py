@@ -13,7 +13,8 @@ from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.datasets.seed_bench import read_seed_bench
 from mmqa_jax.data.datasets.vqav2 import read_vqav2
 
-# Each takes the folder of official files, or a single file of them that holds whole questions.
+# Each takes the folder of official files; all but VQAv2's and OK-VQA's also a single file of them
+# that holds whole questions.
 READERS: dict[str, Callable[[Path], Benchmark]] = {
     "vqav2": read_vqav2,
     "okvqa": read_okvqa,

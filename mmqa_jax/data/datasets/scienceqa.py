@@ -36,10 +36,10 @@ ATTRIBUTION = "ScienceQA (Lu et al., NeurIPS 2022), CC BY-NC-SA 4.0."
 HAS_PICTURE, HAS_HINT = "has_picture", "has_hint"
 
 _CONVERSATIONS = "test_questions_all.json"
-_COLUMNS = ("question", "choices", "answer")
-_OPTIONAL_COLUMNS = (
-    *("hint", "task", "grade", "subject", "topic", "category", "skill", "lecture", "solution"),
-)
+_PROBLEM = ("question", "choices", "answer")
+# Of these ScienceQA's columns are made; with `image`, whose bytes are read on demand.
+_GROUPING = ("hint", "subject", "grade")
+_MORE = ("task", "topic", "category", "skill", "lecture", "solution")
 _HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
 _OPTION = re.compile(r"^([A-Z])\. ", re.MULTILINE)
 
@@ -187,6 +187,11 @@ def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]
             f"{path}: {{pid: problem}} was expected, with a problem at least; fetch ScienceQA's "
             "problems.json again."
         )
+    if not any(isinstance(problem, dict) and "question" in problem for problem in data.values()):
+        raise UserError(
+            f"{path}: holds no problem with a question (its first key is {next(iter(data))!r}); "
+            "give ScienceQA's problems.json, or the folder of its files."
+        )
     splits = {} if splits_file is None else _splits(splits_file)
     rows = []
     for pid, problem in data.items():
@@ -250,7 +255,8 @@ def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Ro
             raise UserError(
                 f"{path}: its name says no split; call it {'*, '.join(_HUB_PREFIX.values())}*."
             )
-        for number, problem in parquet_rows(path, _COLUMNS, _OPTIONAL_COLUMNS):
+        _require_pictures(path)
+        for number, problem in parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
             picture = row_name(path, number)
             pid = f"{split}-{counts[split]}"
             shown = picture if picture in pictures else None
@@ -259,11 +265,22 @@ def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Ro
     return rows
 
 
+def _require_pictures(path: Path) -> None:
+    """UserError where a Parquet file has no column `image`, which says who has a picture."""
+    import pyarrow.parquet
+
+    if "image" not in pyarrow.parquet.read_schema(path).names:
+        raise UserError(
+            f"{path}: has no column image, which says which questions have a picture; fetch "
+            "ScienceQA's own Parquet files."
+        )
+
+
 def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) -> Question:
     where, pid, split, problem, picture = row
     check_text(dict(problem), where)
-    extra = {k: v for k, v in problem.items() if k not in ("split", "image", *_COLUMNS)}
-    for key in ("question", *_OPTIONAL_COLUMNS):
+    extra = {k: v for k, v in problem.items() if k not in ("split", "image", *_PROBLEM)}
+    for key in ("question", *_GROUPING, *_MORE):
         if not isinstance(problem.get(key) or "", str):
             raise UserError(f"{where}: {key} is {problem[key]!r}; text was expected; correct it.")
     choices = problem.get("choices")
@@ -311,6 +328,11 @@ def _splits(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for split in SPLITS:
         for pid in data.get(split, []):
+            if not isinstance(pid, str):
+                raise UserError(
+                    f"{path}, {split}: {pid!r:.40} was found and a pid expected, which is text; "
+                    "fetch pid_splits.json again."
+                )
             if found.setdefault(pid, split) != split:
                 raise UserError(
                     f"{path}: problem {pid} is in {found[pid]} and in {split}; fetch it again."

@@ -4,6 +4,7 @@
     SEED-Bench-image/{data_id}   pictures of the dimensions 1 to 9
     SEED-Bench-video-image/{question_type_id}_{question_id}.png
                                  a frame of each video of the dimensions 10 to 12, named as by LLaVA
+    captions.json                {question_id or, of pictures, data_id: caption}, optional
 
 The videos of three other data sets are not read: a frame stands for one, where it was extracted.
 """
@@ -18,7 +19,8 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json
-from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.datasets.picture_files import PictureFiles
 from mmqa_jax.data.schema import Question
 
@@ -38,7 +40,7 @@ def read_seed_bench(path: Path) -> Benchmark:
     """Reads SEED-Bench.json and the pictures beside it, or the file alone.
 
     All questions are of the split `test`; `Question.category` is the dimension's name; `extra`
-    keeps `question_type_id`, `data_type`, `data_id` and `segment`.
+    keeps `question_type_id`, `data_type`, `data_id`, `segment` and `caption`.
 
     Raises:
       UserError: no such file, or the question that is malformed or repeated.
@@ -56,10 +58,11 @@ def read_seed_bench(path: Path) -> Benchmark:
     data = read_json(source)
     rows = data.get("questions") if isinstance(data, dict) else None
     names = data.get("question_type") if isinstance(data, dict) else None
-    if not isinstance(rows, list) or not rows or not isinstance(names, dict):
+    valid = isinstance(rows, list) and rows and isinstance(names, dict)
+    if not valid or any(type(number) is not int for number in names.values()):
         raise UserError(
-            f'{source}: {{"questions": [...], "question_type": {{...}}}} was expected; fetch it '
-            "again."
+            f'{source}: {{"questions": [...], "question_type": {{name: number}}}} was expected; '
+            "fetch it again."
         )
     dimensions = {number: name for name, number in names.items()}
     questions, places, seen = [], {}, set()
@@ -71,6 +74,7 @@ def read_seed_bench(path: Path) -> Benchmark:
         seen.add(question.id)
         questions.append(question)
         places[question.id] = _places(question)
+    questions = with_captions(files, questions, _caption_names, "a question_id or a data_id")
     pictures = PictureFiles(files.folder, places)
     questions = [
         dataclasses.replace(question, image=question.id) if question.id in pictures else question
@@ -108,7 +112,7 @@ def _question(where: str, row: Any, dimensions: Mapping[int, str]) -> Question:
     if answer is not None and answer not in tuple(_LETTERS):
         raise UserError(f"{where}: answer is {answer!r}; a letter from A to D was expected.")
     dimension, kind = row.get(DIMENSION), row.get(DATA_TYPE)
-    if dimension not in dimensions or kind not in ("image", "video"):
+    if type(dimension) is not int or dimension not in dimensions or kind not in ("image", "video"):
         raise UserError(
             f"{where}: {DIMENSION} is {dimension!r} and {DATA_TYPE} {kind!r}; a number of "
             "question_type, and `image` or `video`, were expected: SEED-Bench-2 is another "
@@ -126,6 +130,12 @@ def _question(where: str, row: Any, dimensions: Mapping[int, str]) -> Question:
         answer_index=index,
         extra={key: value for key, value in row.items() if key not in _READ},
     )
+
+
+def _caption_names(question: Question) -> Sequence[str]:
+    """A video's name is none: it is shared by questions on other parts of the video."""
+    shown = question.extra[DATA_TYPE] == "image" and DATA_ID in question.extra
+    return (question.id, str(question.extra[DATA_ID])) if shown else (question.id,)
 
 
 def _places(question: Question) -> tuple[str, ...]:
@@ -147,5 +157,6 @@ def _counts(questions: Sequence[Question], dimensions: Mapping[int, str]) -> dic
         "questions on a picture": kinds["image"],
         "questions on a video": kinds["video"],
         "pictures found": sum(question.image is not None for question in questions),
+        f"questions with {CAPTION}": sum(CAPTION in question.extra for question in questions),
         **{f"{n} {dimensions[n]}": per_dimension[n] for n in sorted(per_dimension)},
     }

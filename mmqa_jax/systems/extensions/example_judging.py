@@ -39,7 +39,14 @@ from mmqa_jax.prompting.multiple_choice import Normalization, option_scores
 from mmqa_jax.prompting.shots import TEXTS, ExampleLibrary, Shot, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.systems.prompted_parts import LibrarySpec, LLMSpec, open_library, open_llm
+from mmqa_jax.systems.prompted_parts import (
+    LIBRARY,
+    LibrarySpec,
+    LLMSpec,
+    check_similarity,
+    open_library,
+    open_llm,
+)
 from mmqa_jax.systems.rmr import fields
 from mmqa_jax.training.validation import ValidateExampleRetrieval
 
@@ -141,7 +148,7 @@ def right_option_score(
 
 _SPEC: dict[str, Any] = {
     "data": {"dir": str, "splits": tuple[str, ...]},
-    "parts": {"llm": spec_of(LLMSpec), "library": spec_of(LibrarySpec)},
+    "parts": {"llm": spec_of(LLMSpec), "library": LIBRARY},
     "judge": spec_of(JudgeOptions, minimum=0),
 }
 
@@ -161,6 +168,7 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
     check_section(config, "", _SPEC)
     options = JudgeOptions(**config.judge.to_dict())
     load_template(options.template)
+    check_similarity(options.similarity, config.parts.library, key="judge.similarity")
     if options.candidates < 2:
         raise UserError(
             f"config key judge.candidates={options.candidates}: at least 2 were expected; a "

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import check_section, spec_of
+from mmqa_jax.core.config import check_section
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.data.batches.language_model import (
@@ -36,7 +36,7 @@ from mmqa_jax.prompting.training_examples import (
     token_example,
     training_examples,
 )
-from mmqa_jax.systems.prompted_parts import LibrarySpec, open_library
+from mmqa_jax.systems.prompted_parts import LIBRARY, LibrarySpec, check_similarity, open_library
 from mmqa_jax.systems.rmr import fields
 from mmqa_jax.training.language_model import target_log_probs
 from mmqa_jax.training.validation import ValidateLanguageModel
@@ -83,8 +83,11 @@ def make_examples(
 
 def _library(config: ConfigDict, corpus: Corpus) -> ExampleLibrary:
     section = config.library.to_dict()
-    check_section(section, "library", spec_of(LibrarySpec))
-    return open_library(corpus, LibrarySpec(**section))
+    check_section(section, "library", LIBRARY)
+    options = ExampleOptions(**config.examples.to_dict())
+    if options.shots:
+        check_similarity(options.similarity, section, key="examples.similarity", section="library")
+    return open_library(corpus, LibrarySpec(**section), "library")
 
 
 class LanguageModelValidation:
@@ -135,7 +138,10 @@ class LanguageModelValidation:
         template = load_template(self._section.template)
 
         def make(prompt: str) -> list[TokenExample]:
-            return [token_example(self._tokenizer, prompt, f" {c}") for c in question.choices]
+            return [
+                token_example(self._tokenizer, prompt, template.spaced(f" {c}"))
+                for c in question.choices
+            ]
 
         def check(examples: list[TokenExample]) -> None:
             if not all(map(self._size.holds, examples)):

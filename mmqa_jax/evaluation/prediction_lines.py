@@ -1,0 +1,118 @@
+"""Files of one prediction a line, as they are scored: our predictions.jsonl and others' lines.
+
+Odd answers are no mistakes of the file: null is an empty answer, and is counted as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.data.predictions import prediction_of
+from mmqa_jax.data.schema import Prediction
+
+# Keys by which lines give an answer: ours, of which there may be several, and others'.
+OURS = ("answer", "choice", "sources")
+OTHERS = ("text", "prediction", "losses")
+_LIST = re.compile(r"\s*\[\s*\{")  # a JSON list of objects
+
+Row = dict[str, Any]
+
+
+def json_rows(path: str | os.PathLike) -> Iterator[tuple[str, Row]]:
+    """(place for messages, object) of every line, or of every entry of a JSON list.
+
+    A comma may end a line, as in SEED-Bench's published results.
+
+    Raises:
+      UserError: names the file and the line that is not a JSON object.
+    """
+    text = read_text(path)
+    if _LIST.match(text):
+        rows = ((f"{path}, entry {n}", row) for n, row in enumerate(read_json(path), start=1))
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        rows = (_parsed(f"{path}, line {n}", line) for n, line in lines if line.strip())
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: expected an object; correct it.")
+        yield where, row
+
+
+def read_answers(
+    path: str | os.PathLike, source_ids: Container[str] | None = None
+) -> list[Prediction]:
+    """Reads predictions.jsonl; see `answers_of`."""
+    return answers_of(path, json_rows(path), source_ids)
+
+
+def answers_of(
+    path: str | os.PathLike,
+    rows: Iterable[tuple[str, Row]],
+    source_ids: Container[str] | None = None,
+) -> list[Prediction]:
+    """The predictions of predictions.jsonl's rows.
+
+    Args:
+      rows: of `json_rows`.
+      source_ids: the corpus's source ids; None: cited sources are not checked.
+
+    Raises:
+      UserError: names the file and line of a malformed row, of one that answers by another key,
+        or of an unknown source; or no row holds an answer, a choice or sources.
+    """
+    rows = list(rows)
+    if rows and not any(key in row for _, row in rows for key in OURS):
+        keys = ", ".join(rows[0][1]) or "none"
+        raise UserError(
+            f"{path}: no line has `answer`, `choice` or `sources` (the keys of the first are "
+            f"{keys}); put the text under `answer`, or the option's number under `choice`."
+        )
+    predictions = []
+    for where, row in rows:
+        _check(where, row)
+        for name in row.get("sources", ()):
+            if source_ids is not None and name not in source_ids:
+                raise UserError(
+                    f"{where}: source {name!r} is not in the corpus; the file belongs to another "
+                    "corpus."
+                )
+        answer = row.get("answer")
+        predictions.append(prediction_of({**row, "answer": answer or "", "trace": {}}))
+    return predictions
+
+
+def _check(where: str, row: Row) -> None:
+    """UserError for a row that has not the types of predictions.jsonl, or other keys."""
+    other = [key for key in OTHERS if key in row]
+    if other and not any(key in row for key in OURS):
+        raise UserError(
+            f"{where}: has `{other[0]}`, but other lines have `answer`, `choice` or `sources`; "
+            "write all lines alike."
+        )
+    if not isinstance(row.get("question_id"), str):
+        raise UserError(f'{where}: expected an object with a text "question_id"; correct it.')
+    if not isinstance(row.get("answer"), str | None):
+        raise UserError(f'{where}: "answer" must be text or null; correct it.')
+    if row.get("choice") is not None and type(row["choice"]) is not int:
+        raise UserError(
+            f'{where}: "choice" must be the number of an option, counted from 0, or null; correct '
+            "it."
+        )
+    sources = row.get("sources", [])
+    if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
+        raise UserError(f'{where}: "sources" must be a list of id strings; correct it.')
+
+
+def _parsed(where: str, line: str) -> tuple[str, Any]:
+    try:
+        return where, json.loads(line.rstrip().removesuffix(","))
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: not valid JSON ({error.msg}); every line must hold one JSON object."
+        ) from error
