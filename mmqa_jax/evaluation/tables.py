@@ -160,7 +160,7 @@ def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> 
     if scores.missing:
         notes.append(f"{scores.missing:,} questions without a prediction count 0.")
     if scores.unscored:
-        notes.append(f"{scores.unscored:,} questions without a reference are left out.")
+        notes.append(f"{scores.unscored:,} questions without a reference that counts are left out.")
     return Table(title, columns, rows, " ".join(notes))
 
 

@@ -15,7 +15,6 @@ from openai_stub import Stub, answer, error, said
 from tiny_llm import by_id, flag, text_tokenizer
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import (
     Chat,
@@ -266,66 +265,6 @@ def test_a_refusal_for_its_length_has_a_name_of_its_own(message, code):
         backend = OpenAIBackend("tiny", QUICK)
         with pytest.raises(RunError, match=r"show fewer examples \(of a row: options\.shots\)"):
             list(backend.answer(Completion(n, "long") for n in range(9)))
-
-
-USER = (Message("system", ("Be brief.",)), Message("user", (flag(), "ab" * 300)))
-
-
-@pytest.mark.parametrize(
-    ("query", "body", "new"),
-    [
-        (Completion("a", "ab" * 300, Decoding(max_new_tokens=40)), {"prompt": "ab" * 300}, 40),
-        (Choices("a", "ab" * 300, ("c", "cde")), {"prompt": "ab" * 300 + "cde"}, 1),
-        (
-            Chat("a", USER, Decoding(max_new_tokens=40)),
-            {
-                "messages": [
-                    {"role": "system", "content": "Be brief."},
-                    {"role": "user", "content": "ab" * 300},
-                ]
-            },
-            40,
-        ),
-    ],
-)
-def test_a_server_that_counts_tokens_refuses_before_it_is_asked(query, body, new):
-    """What its context holds is let through, to the token; nothing is generated."""
-    counted = []
-
-    def count(asked):
-        counted.append(asked)
-        return answer({"count": tokens, "max_model_len": 600})
-
-    with Stub(said, max_model_len=600, count=count).serving() as stub:
-        backend = OpenAIBackend("tiny", QUICK)
-        tokens = 600 - new
-        backend.check(query)
-        tokens += 2
-        with pytest.raises(
-            TooLong, match=rf"{tokens} tokens plus {new} new ones is 2 more than the"
-        ):
-            backend.check(query)
-        backend.check(Completion("short", "ab"))  # no token is shorter than a byte
-    assert counted == [{"model": "tiny", **body}] * 2
-    assert stub.asked == []
-
-
-def test_a_server_that_counts_no_tokens_is_asked_once_for_them():
-    counted = []
-
-    def count(asked):
-        counted.append(asked)
-        return error(404, "Not Found")
-
-    long = Completion("a", "ab" * 900)
-    with Stub(said, max_model_len=600, count=count).serving():
-        backend = OpenAIBackend("tiny", QUICK)
-        backend.check(long)
-        backend.check(long)
-        assert len(counted) == 1
-    with Stub(said, count=count).serving():  # the length of its context is not known
-        OpenAIBackend("tiny", QUICK).check(long)
-    assert len(counted) == 1
 
 
 def test_a_missing_server_is_named_without_its_address(monkeypatch):

@@ -97,7 +97,10 @@ def test_a_row_retrieves_with_the_run(inputs, tmp_path):
         ({"judge.template": "rmr.none"}, r"template=rmr\.none: no such prompt template"),
         ({"data.splits": "('train','none')"}, r"data\.splits=\('train', 'none'\): .* split none"),
         ({"judge.score": "best"}, r"judge\.score='best'"),
-        ({"parts.llm.model": "nowhere"}, r"--model=nowhere: no such file or folder"),
+        (
+            {"parts.llm.model": "nowhere"},
+            r"config key parts.llm.model=nowhere: no such file or folder",
+        ),
     ],
 )
 def test_what_cannot_be_judged_leaves_nothing(inputs, tmp_path, refused, changes, message):
