@@ -377,6 +377,8 @@ def _describe(kind: Any) -> str:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple and get_args(kind)[1:] == (Ellipsis,):
         return f"a tuple whose items are each {_describe(get_args(kind)[0])}"
+    if get_origin(kind) is tuple:
+        return f"a tuple of {' and '.join(map(_describe, get_args(kind)))}"
     return names.get(kind) or str(kind).removeprefix("collections.abc.")
 
 

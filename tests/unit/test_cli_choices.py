@@ -126,7 +126,7 @@ def test_the_control_rows(inputs, tmp_path):
     [
         ("parts.knowledge.retriever", "tfidf", "parts.knowledge.retriever='tfidf'"),
         ("parts.knowledge.top_k", 0, "parts.knowledge.top_k=0: at least 1"),
-        ("parts.knowledge.modality", "image", "the corpus has no image sources"),
+        ("parts.knowledge.modality", "image", "own corpus has no image sources"),
         ("parts.knowledge.data", "nowhere", "1 of its inputs are missing: nowhere"),
         ("data.where.kind", "essay", "none of the 3 questions of .* has kind='essay'"),
         ("data.where.kind", "figure_retrieval", "1 of 1 questions have no choices"),
