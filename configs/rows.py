@@ -101,12 +101,10 @@ def heuristics(candidates: str, examples: str) -> dict[str, str]:
 
 
 def library(**changes: Any) -> dict[str, Any]:
-    """The section `parts.library`: MiniLM's similarity within the row's own data.
-
-    It has every key but `vectors`, which only OK-VQA's rows of PICa can use.
-    """
+    """The section `parts.library` with every key: MiniLM's similarity within the row's own data."""
     own = {"data": "", "split": "train", "folds": 1, "text_model": "minilm", "image_model": ""}
-    return {**own, "text": "question", "modality": "", "index_kind": "exact", **changes}
+    found = {"text": "question", "modality": "", "vectors": "", "index_kind": "exact"}
+    return {**own, **found, **changes}
 
 
 def knowledge(**changes: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _SMOLLM2 = _rows.language_model("smollm2")
 _DAVINCI = _rows.language_model("davinci-002", "openai")
 _HALVES = _rows.library(split="test", folds=2)
 _UNCOMPARED = _rows.library(text_model="")
-_PICA = {**_UNCOMPARED, "vectors": VECTORS}
+_PICA = _rows.library(text_model="", vectors=VECTORS)
 _PROMPTCAP = {"captions": {"captions": _agents.promptcap_file("okvqa"), "tags": ""}}
 
 
