@@ -253,10 +253,11 @@ def _git_commit(folder: Path) -> dict[str, Any] | None:
 def claim_workdir(
     folder: Path,
     config: ConfigDict,
-    work: str,
+    work: Collection[str],
     *,
     shared: bool = False,
     free: Collection[str] = frozenset(),
+    undone_by: tuple[type[Exception], ...] = (UserError,),
 ) -> Iterator[tuple[Workdir, bool]]:
     """Claims a run's workdir; yields it, and whether the run resumes.
 
@@ -264,9 +265,10 @@ def claim_workdir(
     refuse the corrected config as another one.
 
     Args:
-      work: glob of the files that make a run worth keeping; if there is one, nothing is removed.
+      work: globs of the files that make a run worth keeping; if there is one, nothing is removed.
       shared: see `Workdir.claim`; nothing is removed while another process is at work there.
       free: see `Workdir.claim`.
+      undone_by: errors after which a new run without such files is removed.
     """
     with no_empty_folders(folder), Workdir(folder) as workdir:
         resumed = workdir.claim(config, shared=shared, free=free)
@@ -274,8 +276,9 @@ def claim_workdir(
         written = {workdir / name for name in ("config.json", ".lock", ".claim")}
         try:
             yield workdir, resumed
-        except UserError:
-            if not resumed and workdir.is_its_only_writer() and not any(folder.glob(work)):
+        except undone_by:
+            kept = any(path for glob in work for path in folder.glob(glob))
+            if not resumed and workdir.is_its_only_writer() and not kept:
                 for path in written | (set(folder.iterdir()) - before):
                     remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
             raise

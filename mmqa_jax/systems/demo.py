@@ -60,7 +60,7 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
       UserError: an invalid config, or `folder` belongs to another config.
     """
     _check(config)
-    with claim_workdir(folder, config, work="stages/[!.]*.json") as (workdir, resumed):
+    with claim_workdir(folder, config, work=("stages/[!.]*.json",)) as (workdir, resumed):
         if resumed:
             Console(stderr=True).print(
                 f"{folder}: continuing where the last run stopped.", soft_wrap=True

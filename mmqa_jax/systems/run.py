@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -152,9 +152,19 @@ def run_row(
     recorded = ConfigDict({**recorded, "limit": limit})
     shared = shard is None or shard.count > 1
     worker = engine is not None and engine.is_worker
-    # A store cannot append: the journals of a run there are kept on this host.
-    work = f"{PARTS}/[0-9]*" if in_store(folder) else "journals/*"
-    with contextlib.nullcontext() if worker else _claimed(folder, recorded, work, shared):
+    claimed = contextlib.nullcontext()
+    if not worker:
+        # Also a run that fails before any work is done leaves nothing: a wrong server's name, say,
+        # can be corrected in the same workdir.
+        claimed = claim_workdir(
+            folder,
+            recorded,
+            work=(f"{PARTS}/[0-9]*", "journals/*"),
+            shared=shared,
+            free=_FREE,
+            undone_by=(UserError, RunError),
+        )
+    with claimed:
         given, config = config, with_local_copies(config)
         corpus = opened.corpus if opened is not None else open_corpus(config.data.dir)
         if context := config.data.get("context"):
@@ -189,28 +199,6 @@ def run_row(
             _write(folder, row_run, answered.seconds, limit)
             job.done()
     return row_run
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path, recorded: ConfigDict, work: str, shared: bool) -> Iterator[None]:
-    """`claim_workdir`; a run that fails before it has done any work leaves no config either.
-
-    So a wrong server's name, say, can be corrected in the same workdir.
-    """
-    failed: RunError | None = None
-    try:
-        with claim_workdir(folder, recorded, work=work, shared=shared, free=_FREE):
-            try:
-                yield
-            except RunError as error:
-                if any((folder / PARTS).glob("[0-9]*")):
-                    raise
-                failed = error
-                raise UserError(str(error)) from error  # after which nothing in vain is left
-    except UserError:
-        if failed is not None:
-            raise failed from None
-        raise
 
 
 def _results(

@@ -107,7 +107,7 @@ def _run_training(
     steps = 0 if only_start else config.train.steps
     further = {"--workdir": str(folder), "--only_start": only_start}
     check_same_run(given, {**further, "the prepared corpus": corpus.fingerprint})
-    with claim_workdir(folder, given, work="checkpoints/[0-9]*", free=_FREE):
+    with claim_workdir(folder, given, work=("checkpoints/[0-9]*",), free=_FREE):
         distributed.barrier("the workdir is claimed")
         check_shared_folder(folder)
         distributed.connect_devices()

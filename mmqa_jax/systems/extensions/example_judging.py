@@ -176,7 +176,7 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
         )
     corpus = open_corpus(config.data.dir)
     questions = [q for split in config.data.splits for q in _questions(config, corpus, split)]
-    with claim_workdir(folder, config, work=RESPONSES):
+    with claim_workdir(folder, config, work=(RESPONSES,)):
         library = open_library(corpus, LibrarySpec(**config.parts.library.to_dict()))
         llm = open_llm(LLMSpec(**config.parts.llm.to_dict()), folder / RESPONSES)
         try:
