@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,14 +131,56 @@ def load_vqa_model(folder: str | os.PathLike, corpus: Corpus | None = None) -> V
     """
     config, tokenizer = _read_run(folder, ("vqa",))
     answers = read_vocabulary(folder)
-    sizes = read_record(folder).config
-    heads = sizes.answers + getattr(sizes, "new_answers", 0)
+    heads = _answer_heads(read_record(folder).config)
     if heads != len(answers):
         raise UserError(
             f"{Path(folder) / ANSWERS}: {len(answers)} answers, but the weights beside it have "
             f"{heads}; copy both from the same run."
         )
     return VQAModel(config, tokenizer, answers, load_converted(folder), corpus)
+
+
+def load_prophets_mcan(folder: str | os.PathLike, config: ConfigDict) -> VQAModel:
+    """A checkpoint of Prophet's authors that `mmqa convert` wrote.
+
+    Args:
+      config: of a VQA run on grids, for what weights do not tell: `tokenizer`, `answers.file`,
+        `features`, `batches.lengths`, `inference.batch_size`. Its sizes give way to the weights'.
+
+    Raises:
+      UserError: another model, or answers or a tokenizer of other sizes.
+    """
+    record = read_record(folder)
+    if record.architecture.name != "mcan" or config.model.image != "grid":
+        raise UserError(
+            f"--model {folder}: a converted `mcan` and a config of model.image=grid belong "
+            f"together, found {record.architecture.name!r} and {config.model.image!r}; name others."
+        )
+    if not config.answers.file:
+        raise UserError(
+            "config key answers.file: is empty, and a converted checkpoint has no answers of its "
+            "own; give the list that it was trained with."
+        )
+    answers, tokenizer = read_vocabulary(config.answers.file), open_tokenizer(config.tokenizer)
+    sizes = record.config
+    for key, given, count, expected in (
+        ("answers.file", config.answers.file, len(answers), _answer_heads(sizes)),
+        ("tokenizer", config.tokenizer, tokenizer.vocab_size, sizes.text.vocab_size),
+    ):
+        if count != expected:
+            raise UserError(
+                f"config key {key}={given}: has {count:,} entries, the weights in {folder} have "
+                f"{expected:,}; give the file that they were trained with."
+            )
+    config = copy.deepcopy(config)
+    config.model.update({"grid": sizes.grid, "image_features": sizes.image_features})
+    config.model.fusion.flat_out = sizes.fusion.flat_out
+    return VQAModel(config, tokenizer, answers, load_converted(folder))
+
+
+def _answer_heads(sizes: Any) -> int:
+    """Answers of a VQA model, those that finetuning appended included."""
+    return sizes.answers + getattr(sizes, "new_answers", 0)
 
 
 def _load_vlp(

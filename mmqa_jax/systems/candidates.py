@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32
+from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
@@ -17,7 +18,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import split_questions, trains_on
 from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.vqa import has_answers
-from mmqa_jax.inference.loading import load_vqa_model
+from mmqa_jax.inference.loading import load_prophets_mcan, load_vqa_model
 from mmqa_jax.prompting.candidates import (
     ANSWER_AWARE,
     CANDIDATES,
@@ -25,18 +26,29 @@ from mmqa_jax.prompting.candidates import (
     write_answer_aware,
     write_candidates,
 )
+from mmqa_jax.weights.folder import is_converted
 
 EXAMPLES = 100  # Prophet's EXAMPLE_NUM
 
 
 def write_stage(
-    data: Path, models: Sequence[Path], out: Path, *, split: str, examples_split: str
+    data: Path,
+    models: Sequence[Path],
+    out: Path,
+    *,
+    split: str,
+    examples_split: str,
+    config: ConfigDict | None = None,
 ) -> dict[str, Any]:
     """Candidates of the questions of a split and of their examples, and which examples are near.
 
     A model serves the questions of `split` that it was not trained on; its examples are those of
     `examples_split` that it was trained on. An example that no model serves as a question gets the
     candidates of the model that was trained on it, as in Prophet.
+
+    Args:
+      config: of converted checkpoints, which lack one of their own; its section `data` says what
+        they were trained on.
 
     Raises:
       UserError: a question that no model may serve, or two do.
@@ -45,14 +57,17 @@ def write_stage(
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
     library = [q for q in split_questions(corpus, data, examples_split) if q.answers]
-    shares = [_share(folder, questions, library) for folder in models]
+    shares = [_share(_trained_on(folder, config), questions, library) for folder in models]
     _check(models, shares, questions, split, examples_split)
     served: Candidates = {}
     of_examples: Candidates = {}
     examples: dict[str, list[str]] = {}
     missing = 0
     for folder, share in zip(models, shares, strict=True):
-        model = load_vqa_model(folder, corpus)
+        if config is None:
+            model = load_vqa_model(folder, corpus)
+        else:
+            model = load_prophets_mcan(folder, config)
         found, latents = model.candidates_and_latents(share.asked)
         found_own, latents_own = model.candidates_and_latents(share.own)
         served |= found
@@ -103,10 +118,25 @@ class _Share(NamedTuple):
     own: list[Question]  # its examples
 
 
-def _share(folder: Path, questions: Sequence[Question], library: Sequence[Question]) -> _Share:
-    data = read_config(folder).data
+def _trained_on(folder: Path, config: ConfigDict | None) -> ConfigDict:
+    """The section `data` of a model's run, or of the config that stands for it."""
+    converted = is_converted(folder)
+    if converted != (config is not None):
+        remedy = (
+            "a converted checkpoint does not say how it was trained; give its config, such as "
+            "--config=configs/okvqa/mcan.py:finetune"
+            if converted
+            else "--config is for checkpoints that `mmqa convert` wrote, which this is not; leave "
+            "it out"
+        )
+        raise UserError(f"--model {folder}: {remedy}.")
+    data = (read_config(folder) if config is None else config).data
     if "split" not in data:
         raise UserError(f"--model {folder}: is no workdir of a VQA run; name one.")
+    return data
+
+
+def _share(data: ConfigDict, questions: Sequence[Question], library: Sequence[Question]) -> _Share:
     return _Share(
         [question for question in questions if not trains_on(data, question)],
         [question for question in library if trains_on(data, question)],
