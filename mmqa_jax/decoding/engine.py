@@ -1,7 +1,8 @@
 """The batched generation engine: many requests over a fixed number of slots.
 
-Continuous batching (Orca, Yu et al. 2022): whenever slots are free, the next prompts are encoded
-into them, chunk by chunk; then all slots decode together, and a finished sequence frees its slot.
+Continuous batching (Orca, Yu et al. 2022): free slots take the next prompts, which are encoded
+chunk by chunk, in full batches where possible; between these all slots whose prompts are encoded
+decode together, and a finished sequence frees its slot.
 Every program has one fixed shape and no row reads another's, so that an answer does not depend on
 what else is being served.
 """
@@ -50,7 +51,7 @@ AnySequence = GeneratedSequence | ScoredSequence
 Tokenized = TokenizedRequest | TokenizedScoring
 
 _LOOK_AHEAD = 4  # times the slots: this many requests are sorted so that common prefixes meet
-_PATIENCE = 8  # decode steps that a free slot waits for others, to be filled together with them
+_PATIENCE = 8  # decode steps that a prompt's next chunk waits for others, to fill a batch with them
 
 
 class Engine:
@@ -114,6 +115,7 @@ class Engine:
         self._prefixes = PrefixCache(config.slots)
         self._beams = BeamBatches(model, config, frozenset(end_ids))
         self._running = False
+        self._encoding: list[AnySequence] = []  # in slots, their prompts not yet in the cache
         # The output of a decode step that the host has not read yet.
         self._unread: tuple[dict[int, GeneratedSequence], Any] | None = None
 
@@ -173,13 +175,16 @@ class Engine:
         self._running, self._unread = True, None
         try:
             yield from self._serve(self._tokenized(requests, shorten), progress)
-        except GeneratorExit:  # closed between two results: the cached prefixes stay valid
+        except GeneratorExit:  # closed between two results: what is in the cache stays valid
+            for one in self._encoding:
+                self._prefixes.keep(one.slot, one.encoded)
             raise
         except BaseException:
             self._prefixes.clear()  # a prompt may be registered that is not in the cache
             raise
         finally:
             self._beams.clear()
+            self._encoding = []
             self._running = False
 
     def _tokenized(
@@ -227,20 +232,24 @@ class Engine:
                 sequences = [one for request in more for one in request.sequences]
                 # Common prefixes next to each other, so that one slot's prefix serves them all.
                 waiting.extend(sorted(sequences, key=lambda one: one.chunks))
-            free = [slot for slot in range(slots) if active[slot] is None]
+            encoding = {one.slot for one in self._encoding}
+            free = [n for n in range(slots) if active[n] is None and n not in encoding]
+            self._admit([waiting.popleft() for _ in range(min(len(free), len(waiting)))], free)
+            decoding = any(one is not None for one in active)
+            batches = self._batches(partial=not decoding or not waiting or waited >= _PATIENCE)
             ended: list[AnySequence] = []
-            if waiting and free and (self._fills(waiting, len(free)) or waited >= _PATIENCE):
-                waited = 0
-                admitted = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
-                ended = self._prefill(admitted, free)
-                for one in admitted:
-                    if isinstance(one, GeneratedSequence) and not one.finish:
+            if batches:
+                ended = self._prefill(batches)
+                for one in (one for batch in batches for one in batch):
+                    if isinstance(one, GeneratedSequence) and one.whole and not one.finish:
                         active[one.slot] = one
-            elif any(one is not None for one in active):
-                waited += len(free) > 0
+            elif decoding:
+                waited += len(self._encoding) > 0
                 ended = self._decode(active)
             elif not waiting and not finished:
                 return
+            if not self._encoding:
+                waited = 0
             results = [request.result() for request in dict.fromkeys(one.request for one in ended)]
             for result in finished + [result for result in results if result is not None]:
                 self.throughput.requests += 1
@@ -248,52 +257,67 @@ class Engine:
                     progress.advance(1, **self._rates())
                 yield result
 
-    def _fills(self, waiting: Sequence[AnySequence], free: int) -> bool:
-        """Whether the free slots are worth a prefill now: all of them, or a full batch."""
-        rows = self.config.rows(bucket_of(waiting[0].chunks[-1].end, self.config.buckets))
-        return free >= min(rows, len(waiting))
-
-    def _prefill(self, admitted: list[AnySequence], free: list[int]) -> list[AnySequence]:
-        """Encodes prompts into free slots; returns the sequences that this finished."""
-        began = time.perf_counter()
-        of_slot: dict[int, AnySequence] = {}
+    def _admit(self, admitted: Sequence[AnySequence], free: list[int]) -> None:
+        """Gives sequences free slots, in which their prompts are encoded from now on."""
         for one in admitted:
             placement = self._prefixes.place(one.chunks, free, one.reusable)
             free.remove(placement.slot)
             one.slot, one.source, one.reused = placement
-            of_slot[one.slot] = one
+            self._encoding.append(one)
             if one.reused:
                 self.throughput.reused_tokens += one.chunks[one.reused - 1].end
                 if one.source == one.slot:
                     one.encoded = one.reused
-        outputs: list[tuple[Callable[..., list[AnySequence]], Any]] = []
-        while unfinished := [one for one in admitted if one.encoded < len(one.chunks)]:
-            ready = [one for one in unfinished if self._copy_prefix(one, of_slot)]
-            batches = collections.defaultdict(list)
-            for one in ready:
+        self._copy_prefixes()
+
+    def _batches(self, *, partial: bool) -> list[list[AnySequence]]:
+        """Sequences whose next chunks fill a batch of one program.
+
+        Args:
+          partial: if none is full, the fullest will do.
+        """
+        groups = collections.defaultdict(list)
+        for one in self._encoding:
+            if one.encoded or not one.reused:  # its prefix is in its slot
                 chunk = one.chunks[one.encoded]
                 bucket = bucket_of(len(chunk.tokens), self.config.buckets)
-                batches[bucket, chunk.trunk > 0].append(one)  # branches may be another program
-            for (bucket, _), batch in batches.items():
-                rows = self.config.rows(bucket)
-                for n in range(0, len(batch), rows):
-                    outputs += self._encode(batch[n : n + rows], bucket)
+                groups[bucket, chunk.trunk > 0].append(one)  # branches may be another program
+        full, rest = [], []
+        for (bucket, _), group in groups.items():
+            rows = self.config.rows(bucket)
+            whole = len(group) - len(group) % rows
+            full += [group[n : n + rows] for n in range(0, whole, rows)]
+            rest.append((len(group) / rows, group))
+        if full or not partial or not rest:
+            return full
+        return [max(rest, key=lambda one: one[0])[1]]
+
+    def _prefill(self, batches: Sequence[list[AnySequence]]) -> list[AnySequence]:
+        """Encodes the next chunks of batches; returns the sequences that this finished."""
+        began = time.perf_counter()
+        outputs: list[tuple[Callable[..., list[AnySequence]], Any]] = []
+        for batch in batches:
+            chunk = batch[0].chunks[batch[0].encoded]
+            outputs += self._encode(batch, bucket_of(len(chunk.tokens), self.config.buckets))
+        # Before a slot that others copy from can be given away.
+        self._copy_prefixes()
+        self._encoding = [one for one in self._encoding if not one.whole]
         finished = []
         for read, output in outputs:
             finished += read(*jax.device_get(output))
         self.throughput.prefill_seconds += time.perf_counter() - began
         return finished
 
-    def _copy_prefix(self, one: AnySequence, of_slot: Mapping[int, AnySequence]) -> bool:
-        """Copies the reused prefix once its source has it; true if encoding can go on."""
-        if one.encoded or not one.reused:
-            return True
-        source = of_slot.get(one.source)  # admitted together with it, or None: long in the cache
-        if source is not None and source.encoded < one.reused:
-            return False
-        self._runner.copy(one.source, one.slot, one.chunks[one.reused - 1].end)
-        one.encoded = one.reused
-        return True
+    def _copy_prefixes(self) -> None:
+        """Copies reused prefixes whose source is in the cache."""
+        of_slot = {one.slot: one for one in self._encoding}
+        for one in self._encoding:
+            if one.encoded or not one.reused:
+                continue
+            source = of_slot.get(one.source)  # None: whole in the cache
+            if source is None or source.encoded >= one.reused:
+                self._runner.copy(one.source, one.slot, one.chunks[one.reused - 1].end)
+                one.encoded = one.reused
 
     def _encode(
         self, batch: Sequence[AnySequence], bucket: int
@@ -331,9 +355,7 @@ class Engine:
 
         outputs = []
         begun = {
-            row: one
-            for row, (one, _) in pairs
-            if isinstance(one, GeneratedSequence) and one.encoded == len(one.chunks)
+            row: one for row, (one, _) in pairs if isinstance(one, GeneratedSequence) and one.whole
         }
         if begun:
             outputs.append((functools.partial(_append_tokens, begun), self._begin(begun, hidden)))

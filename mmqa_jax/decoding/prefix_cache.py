@@ -99,6 +99,10 @@ class PrefixCache:
         self._used[slot] = self._used[source] = self._now
         return Placement(slot, source if reused else slot, reused)
 
+    def keep(self, slot: int, chunks: int) -> None:
+        """Forgets what a slot holds behind its first chunks."""
+        self._held[slot] = self._held[slot][:chunks]
+
     def clear(self) -> None:
         """Forgets what the slots hold."""
         self._held = [[] for _ in self._held]

@@ -41,6 +41,11 @@ class SlotSequence:
         self.slot = self.source = -1  # see prefix_cache.Placement
         self.reused = 0
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of the prompt is in the cache."""
+        return self.encoded == len(self.chunks)
+
 
 class GeneratedSequence(SlotSequence):
     """A prompt and the tokens generated after it."""
