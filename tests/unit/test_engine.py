@@ -127,6 +127,24 @@ def test_an_answer_does_not_depend_on_its_neighbors(engine, seed):
         assert together[request.id].candidates == alone[request.id].candidates
 
 
+def test_prompts_are_encoded_in_full_batches(engine, monkeypatch):
+    """A chunk without partners waits for those of later prompts."""
+    shares = []
+    encode = engine._runner.encode
+
+    def watched(tokens, starts, ends, rows, *rest):
+        shares.append(np.mean(rows < SIZES.slots))  # others are padding
+        return encode(tokens, starts, ends, rows, *rest)
+
+    monkeypatch.setattr(engine._runner, "encode", watched)
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(8, MODEL.vocab_size, size) for size in rng.integers(33, 140, 60)]
+    engine.forget()
+    served(engine, [Request(n, prompt, 2) for n, prompt in enumerate(prompts)])
+    assert np.mean(shares) > 0.9
+    assert min(shares) > 0  # none is all padding
+
+
 def test_nothing_is_compiled_after_warm_up(engine):
     for size in (5, 100, 134, 150):  # both buckets and the decode step at each step of columns
         served(engine, [Request(0, [1] * size, 3)])
