@@ -118,6 +118,12 @@ ROWS = {
     "smollm2_choice_mean": _choice(score="mean"),
     "smollm2_choice_calibrated": _choice(calibrated=True),
     "smollm2_choice_zero_shot": _choice(shots=0, calibrated=True),
+    "smollm2_promptcap": {  # PromptCap's order, the questions' own captions
+        "paper": "pica",
+        "setting": "pica_promptcap",
+        "parts": {"llm": _SMOLLM2, "library": _HALVES},
+        "options": {"shots": 8, "similarity": "question"},
+    },
     **_agents.paper_rows("aokvqa", _MAVL, "a_okvqa_da/official"),
     **_agents.our_rows("aokvqa", _agents.halves("val"), 0),
     "smollm2_prophet_choice": _agents.choice_row("aokvqa", _agents.halves("val")),
