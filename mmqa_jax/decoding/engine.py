@@ -236,7 +236,8 @@ class Engine:
             free = [n for n in range(slots) if active[n] is None and n not in encoding]
             self._admit([waiting.popleft() for _ in range(min(len(free), len(waiting)))], free)
             decoding = any(one is not None for one in active)
-            batches = self._batches(partial=not decoding or not waiting or waited >= _PATIENCE)
+            last = exhausted and not waiting
+            batches = self._batches(partial=last or not decoding or waited >= _PATIENCE)
             ended: list[AnySequence] = []
             if batches:
                 ended = self._prefill(batches)
