@@ -24,15 +24,8 @@ _SLOW = frozenset(
     for name in (
         *("backends", "bench", "bench_input", "bench_llm", "bench_rerank", "bench_retrieval"),
         *("bench_train", "cached_reranker"),
-        *(
-            "cli_answer",
-            "cli_candidates",
-            "cli_candidates_of_checkpoint",
-            "cli_caption",
-            "cli_choices",
-            "cli_compare",
-        ),
-        *("collection_plan", "damaged_records"),
+        *("cli_answer", "cli_candidates", "cli_candidates_of_checkpoint", "cli_caption"),
+        *("cli_choices", "cli_compare", "collection_plan", "damaged_records"),
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
         *("cli_atlas_systems", "cli_prompt", "grid_stage", "launch_slurm"),
         *("cli_run", "cli_run_errors", "inference_killed", "ray_engine", "run_resume"),
