@@ -24,7 +24,7 @@ def shipped(folder: Path) -> set[str]:
 def installed(tmp_path_factory) -> Path:
     """A folder that the wheel is unpacked to. Built from a copy: setuptools reuses build/."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("mmqa_jax", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -49,6 +49,12 @@ def test_every_file_is_in_the_wheel(installed):
     assert (package / "py.typed").is_file()
     tops = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert tops == {"mmqa_jax"}
+
+
+def test_the_wheel_has_the_license(installed):
+    (about,) = installed.glob("*.dist-info")
+    assert "License-Expression: Apache-2.0\n" in (about / "METADATA").read_text("utf-8")
+    assert (about / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def run(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
