@@ -14,6 +14,7 @@ from mmqa_jax.core.errors import UserError
 # in Python ends at about a thousand.
 DEEPEST = 100
 _TOO_DEEP = f"lists or objects nested more than {DEEPEST} deep"
+_SHORTEN = "shorten it or fetch the file again"
 REPAIR = "repair that line or fetch the file again"
 _NUMBER = r"(?<![\w\".+-])-?\d{%d,}"
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])', re.DOTALL)
@@ -44,7 +45,7 @@ def parse_json(
       place: begins the sentence of an error: a file, a row of one, a server's reply.
       line: number of the line of the file `place` that `text` begins at; the error then names line
         and column. None: `place` says enough.
-      remedy: ends the sentence.
+      remedy: ends the sentence about text that is no JSON.
       unique_keys: refuse a key that appears twice in an object; else the last one counts.
 
     Raises:
@@ -79,14 +80,14 @@ def parse_json(
     except json.JSONDecodeError as error:
         raise refused(f"not valid JSON ({error.msg})", error.pos) from error
     except RecursionError as error:
-        raise refused(_TOO_DEEP, _deep_position(text)) from error
+        raise refused(_TOO_DEEP, _deep_position(text), _SHORTEN) from error
     except ValueError as error:  # an integer of too many digits
         digits = sys.get_int_max_str_digits()
         found = re.search(_NUMBER % (digits + 1), text)
         what = f"an integer of more than {digits:,} digits"
-        raise refused(what, found.start() if found else 0) from error
+        raise refused(what, found.start() if found else 0, _SHORTEN) from error
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
-        raise refused(_TOO_DEEP, _deep_position(text))
+        raise refused(_TOO_DEEP, _deep_position(text), _SHORTEN)
     if _HALF.search(text) and (half := next(filter(_first_group, _ESCAPE.finditer(text)), None)):
         end = "write it whole or take it out"
         raise refused(f"holds '\\{half[1].lower()}', half of a character", half.start(), end)

@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_jsonl, remove_leftovers, unfinished, write_jsonl
+from mmqa_jax.core.files import read_jsonl, remove_leftovers, unfinished, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import SPLITS, Question, Source
 
@@ -101,7 +101,6 @@ class _Row:
         self.where = f"{path}, line {line}"
         if not isinstance(value, dict):
             raise UserError(f"{self.where}: not a JSON object; write one object per line.")
-        check_text(value, self.where)
         self.rest = dict(value)
 
     def fail(self, message: str) -> UserError:

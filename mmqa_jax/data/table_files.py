@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ _LARGEST_CELL = 2**31 - 1
 def read_table(path: Path, needed: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """(place for messages, {column: cell}) of each row; empty cells are "".
 
-    A cell may be quoted, and then hold tabs and line ends, as pandas writes it. `nan`, which some
-    writers put into empty cells, is an empty cell; `None` and `N/A` are texts.
+    A cell may be quoted, and then hold tabs and line ends, as pandas writes it. `nan`, `None` and
+    `N/A` are texts, which pandas would read as empty cells; what they mean is the caller's matter.
 
     Args:
       path: a .tsv or .xlsx file; of a spreadsheet the first sheet is read.
@@ -31,7 +32,7 @@ def read_table(path: Path, needed: Sequence[str]) -> list[tuple[str, dict[str, s
       UserError: the file cannot be read, has no rows or lacks a column, or a row has more cells
         than the header.
     """
-    rows = _spreadsheet(path) if path.suffix.lower() == ".xlsx" else _tsv(path)
+    rows = iter(_spreadsheet(path) if path.suffix.lower() == ".xlsx" else _tsv(path))
     header = [name.strip() for name in next(rows, (0, []))[1]]
     if missing := [name for name in needed if name not in header]:
         raise UserError(
@@ -76,7 +77,7 @@ def write_spreadsheet(path: Path, columns: Sequence[str], rows: Sequence[Sequenc
 
 
 def _tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    text = read_text(path).removeprefix("\ufeff")
+    text = read_text(path)
     csv.field_size_limit(max(csv.field_size_limit(), _LARGEST_CELL))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
     try:
@@ -113,7 +114,8 @@ def _spreadsheet(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _text(cell: Any) -> str:
     if cell is None:
         return ""
+    if isinstance(cell, float) and math.isnan(cell):
+        return ""
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
-    text = str(cell)
-    return "" if text == "nan" else text
+    return str(cell)

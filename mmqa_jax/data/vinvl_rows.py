@@ -6,13 +6,13 @@ TSV of sizes (VinVL's hw.tsv) has rows `name TAB [{"height": h, "width": w}]`.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
 from mmqa_jax.data.regions import Detections, RegionError, VinVLFeatures
 
@@ -51,13 +51,13 @@ class VinVLRows:
             return PictureRow(f"row {row}", RegionError(str(error)), None)
         name = columns[0].strip().decode("utf-8", "replace")
         try:
-            content = json.loads(columns[-1])
+            content = parse_json(columns[-1], where)
             objects = content["objects"]
             size = content.get("image_h"), content.get("image_w")
             found: Detections | RegionError = VinVLFeatures.detections(objects, where)
         except RegionError as error:
             return PictureRow(name, error, None)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = RegionError(f"{where}: holds no JSON object with a list `objects` ({error}).")
             return PictureRow(name, reason, None)
         return PictureRow(name, found, size if all(type(n) is int for n in size) else None)
@@ -75,9 +75,9 @@ def read_sizes(path: Path) -> dict[str, tuple[int, int]]:
             continue
         name, _, text = line.partition("\t")
         try:
-            [size] = json.loads(text)
+            [size] = parse_json(text, f"{path}, line {number}")
             height, width = int(size["height"]), int(size["width"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError(
                 f'{path}, line {number}: a name, a tab and [{{"height": h, "width": w}}] were '
                 f"expected ({error}); fetch the file again."

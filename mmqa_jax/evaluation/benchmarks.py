@@ -80,7 +80,10 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
     ),
     "mmbench": BenchmarkScoring(
         split="val",
-        formats="predictions.jsonl, a .xlsx or .tsv with a column `prediction`, or LLaVA's lines",
+        formats=(
+            "predictions.jsonl, a .xlsx, .tsv or .json with `index` and `prediction`, or LLaVA's "
+            "lines"
+        ),
         read_predictions=choice_formats.read_mmbench_predictions,
         has_reference=choice_scores.has_answer,
         score=choice_scores.score_mmbench,

@@ -2,7 +2,8 @@
 
     ScienceQA   {"results": {pid: index}, "outputs": {pid: text}}, either may be absent
                 (models/run_gpt3.py and LLaVA's eval_science_qa.py write both)
-    MMBench     a table (.xlsx, .tsv) with the columns index and prediction, a row per pass
+    MMBench     a table (.xlsx, .tsv) with the columns index and prediction, a row per pass; or a
+                JSON list of such rows: VLMEvalKit's PRED_FORMAT is one of the three
     SEED-Bench  JSON lines: {"question_id", "prediction": letter}, the leaderboard's; the first
                 eval.py (July 2023) writes {"q_id", "prediction": letter of the choice of least
                 loss}, the later ones `question_id`, which are then the leaderboard's lines; or
@@ -17,27 +18,28 @@ choice out of range and losses that are not numbers are answers that name no cho
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_text, write_json, write_jsonl
+from mmqa_jax.core.files import read_json, read_text, write_json, write_jsonl
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.mmbench import (
     BASE,
     L2,
+    NAN,
     PASS_STEP,
     PREDICTION,
     mmbench_rows,
 )
-from mmqa_jax.data.datasets.webqa import read_unique_json
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.table_files import SUFFIXES, write_spreadsheet
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.prediction_lines import OTHERS, Row, answers_of, json_rows
+from mmqa_jax.evaluation.question_ids import id_of
 from mmqa_jax.evaluation.scores import NO_OPTION, predictions_by_question
 
 _HUB_ID = re.compile(r"(train|val|test)-\d+")  # of ScienceQA's questions in the hub's Parquet
@@ -56,7 +58,8 @@ def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> lis
     if _holds_lines(path):
         predictions = read_choice_lines(path, questions)
     else:
-        predictions = _scienceqa_object(path, read_unique_json(path))
+        known = {question.id for question in questions}
+        predictions = _scienceqa_object(path, read_json(path, unique_keys=True), known)
     _check_pids(path, predictions, questions)
     return predictions
 
@@ -67,13 +70,13 @@ def _holds_lines(path: Path) -> bool:
         return True
     first = read_text(path).lstrip().partition("\n")[0]
     try:
-        row = json.loads(first.rstrip().removesuffix(","))
-    except ValueError:
+        row = parse_json(first.rstrip().removesuffix(","), str(path))
+    except UserError:  # an object of many lines, or damage that its reader names
         return False
     return isinstance(row, dict) and "question_id" in row
 
 
-def _scienceqa_object(path: Path, data: Any) -> list[Prediction]:
+def _scienceqa_object(path: Path, data: Any, known: Container[str]) -> list[Prediction]:
     """The predictions of {"results": {pid: index}, "outputs": {pid: text}}."""
     parts = ("results", "outputs")
     if not isinstance(data, dict) or not any(isinstance(data.get(p), dict) for p in parts):
@@ -81,19 +84,31 @@ def _scienceqa_object(path: Path, data: Any) -> list[Prediction]:
             f'{path}: {{"results": {{pid: index}}}} was expected, or "outputs": {{pid: text}}; '
             "give ScienceQA's or LLaVA's results file, or predictions.jsonl."
         )
-    results, outputs = ((data.get(part) or {}) for part in parts)
+    results, outputs = (_by_pid(f"{path}, {part}", data.get(part) or {}, known) for part in parts)
     for pid, value in outputs.items():
         if not isinstance(value, str | None):
             raise UserError(
                 f"{path}, outputs, problem {pid}: {value!r} was found and text expected; correct "
                 "it."
             )
-    check_text(outputs, str(path))
     choices = {pid: _index(f"{path}, results, problem {pid}", x) for pid, x in results.items()}
     return [
         Prediction(pid, outputs.get(pid) or "", choice=choices.get(pid))
         for pid in dict.fromkeys((*results, *outputs))
     ]
+
+
+def _by_pid(where: str, part: Any, known: Container[str]) -> dict[str, Any]:
+    """pid -> value; UserError where `11` and `11.0` name one problem twice."""
+    if not isinstance(part, dict):
+        raise UserError(f"{where}: an object {{pid: ...}} was expected; correct it.")
+    found: dict[str, Any] = {}
+    for written, value in part.items():
+        pid = id_of(written, where, known, "pid")
+        if pid in found:
+            raise UserError(f"{where}: problem {pid} is there twice; keep one.")
+        found[pid] = value
+    return found
 
 
 def _index(where: str, value: Any) -> int | None:
@@ -105,7 +120,7 @@ def _index(where: str, value: Any) -> int | None:
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return int(value)
-        except ValueError:
+        except ValueError:  # no number, or a text of too many digits
             pass
     raise UserError(
         f"{where}: {value!r} was found and a choice's number from 0 expected; correct it."
@@ -149,15 +164,22 @@ def write_scienceqa_submission(
 
 
 def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
-    """Reads a table with a prediction per pass, LLaVA's lines or predictions.jsonl.
+    """Reads a table or JSON rows with a prediction per pass, LLaVA's lines or predictions.jsonl.
+
+    A table's `nan` is an empty answer, unless it is the text of one of the question's choices.
 
     Raises:
       UserError: names the file and the row that is malformed, or a column that is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
         return _choices_of(path, _with_passes(json_rows(path), questions), questions)
-    rows = mmbench_rows(path, ("index", PREDICTION))
-    return [Prediction(str(row.index), row.cells[PREDICTION]) for row in rows]
+    named_nan = {q.id for q in questions if NAN in (choice.lower() for choice in q.choices)}
+    predictions = []
+    for row in mmbench_rows(path, ("index", PREDICTION)):
+        name, said = str(row.index), row.cells[PREDICTION]
+        empty = said == NAN and name not in named_nan
+        predictions.append(Prediction(name, "" if empty else said))
+    return predictions
 
 
 def _with_passes(
@@ -170,8 +192,10 @@ def _with_passes(
         passes.setdefault(question.extra.get(BASE, question.id), []).append(question)
     named = []
     for where, row in rows:
+        if PREDICTION in row and "question_id" not in row:  # VLMEvalKit's
+            row = {**row, "question_id": row.get("index"), PREDICTION: _text_of(row[PREDICTION])}
         turn = row.get("round_id", 0)
-        question = by_id.get(name := str(row.get("question_id")))
+        question = by_id.get(name := _known_id(row, by_id))
         if question is not None and turn != 0:
             count = len(question.choices)
             if type(turn) is not int or not 0 < turn < count:
@@ -183,6 +207,21 @@ def _with_passes(
             row = {**row, "question_id": _pass_of_round(question, turn, alike)}
         named.append((where, row))
     return named
+
+
+def _text_of(value: Any) -> Any:
+    """A cell of VLMEvalKit's rows as text: numbers by `str`, a missing value is NaN there."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return str(value) if type(value) in (int, float) else value
+
+
+def _known_id(row: Row, known: Container[str]) -> str | None:
+    """The row's question_id, where it is one of a question."""
+    try:
+        return id_of(row.get("question_id"), "", known)
+    except UserError:  # named with its line by the reader of all lines
+        return None
 
 
 def _pass_of_round(question: Question, turn: int, passes: Sequence[Question]) -> str:
@@ -276,9 +315,9 @@ def _choices_of(
     """The predictions of a file's rows, which are all of the first one's kind."""
     first = rows[0][1] if rows else {}
     kind = next((key for key in OTHERS if key in first), None)
-    if kind is None:
-        return answers_of(path, rows)
     counts = {question.id: len(question.choices) for question in questions}
+    if kind is None:
+        return answers_of(path, rows, question_ids=counts)
     predictions = []
     for where, row in rows:
         if kind not in row or ("q_id" in row) != ("q_id" in first):
@@ -293,15 +332,11 @@ def _choices_of(
 def _line(where: str, row: Row, kind: str, counts: Mapping[str, int]) -> Prediction:
     """The prediction of a row; `counts` is question id -> number of choices."""
     id_key = "q_id" if "q_id" in row else "question_id"
-    name, value = row.get(id_key), row[kind]
-    if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
-        raise UserError(f"{where}: {id_key} is {name!r}; text or a number was expected.")
-    name = str(name)
+    name, value = id_of(row.get(id_key), where, counts, id_key), row[kind]
     if kind == "losses":
         return Prediction(name, choice=_likeliest(where, value, counts.get(name)))
     if not isinstance(value, str | None):
         raise UserError(f"{where}: {kind} is {value!r:.60}; text was expected.")
-    check_text(value, where)
     if id_key == "q_id" and value:  # the first official eval.py, which ranks by loss
         index = rules.letter_index(value, counts.get(name, 0))
         return Prediction(name, choice=NO_OPTION if index is None else index)

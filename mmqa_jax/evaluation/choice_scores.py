@@ -4,8 +4,10 @@ scienceqa/letter_or_random     `The answer is X.` once, else a random choice (ru
 scienceqa/letter_or_expected   the same, with 1 / (number of choices) in place of the draw
 scienceqa/letter_or_wrong      LLaVA's rule, which also takes a bare letter; else wrong
 scienceqa/recorded_choice      the choices that the file itself gives (tools/evaluate_acc.py)
-mmbench/circular               every circular pass of a question is right (VLMEvalKit)
+mmbench/circular               every circular pass of a question is right (VLMEvalKit, 2025)
 mmbench/vanilla                the first pass is right
+mmbench/circular_2026          the same two by VLMEvalKit's rule since June 2026, which also
+mmbench/vanilla_2026           takes `answer is X` for X
 seed_bench/likelihood          the choice of least loss is right (eval.py)
 seed_bench/letter              the answer is the correct letter and nothing else (LLaVA)
 
@@ -15,6 +17,7 @@ every rule. Predictions that name none of the choices are counted as `unparsed`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -133,21 +136,21 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
         )
     scored = questions_that_count(firsts, has_answer, "a published answer")
     passes = [question for question in questions if has_answer(question)]
-    chosen = _chosen(passes, given, lambda text, q: rules.vlmeval_choice(text, q.choices))
-    hits = _right(passes, chosen)  # [pass]
-    all_right: dict[str, float] = {}
-    for question, hit in zip(passes, hits, strict=True):
-        base = question.extra.get(BASE, question.id)
-        all_right[base] = min(all_right.get(base, 1.0), float(hit))
-    of_pass = dict(zip((question.id for question in passes), hits, strict=True))
-    per_question = {"mmbench/vanilla": np.array([of_pass[q.id] for q in scored])}
-    unparsed = {"mmbench/vanilla": _unparsed(passes, given, chosen, firsts_alone=True)}
+    rotated = any(q.extra.get(PASS, 0) > 0 and q.id in given for q in passes)
+    per_question: dict[str, np.ndarray] = {}
+    unparsed: dict[str, int] = {}
+    for year, answer_is in (("", False), ("_2026", True)):
+        rule = functools.partial(_vlmeval, answer_is=answer_is)
+        chosen = _chosen(passes, given, rule)
+        hits = _right(passes, chosen)  # [pass]
+        if rotated:
+            per_question[f"mmbench/circular{year}"] = _circular(passes, hits, scored)
+            unparsed[f"mmbench/circular{year}"] = _unparsed(passes, given, chosen)
+        of_pass = dict(zip((question.id for question in passes), hits, strict=True))
+        per_question[f"mmbench/vanilla{year}"] = np.array([of_pass[q.id] for q in scored])
+        unparsed[f"mmbench/vanilla{year}"] = _unparsed(passes, given, chosen, firsts_alone=True)
     notes = []
-    if any(q.extra.get(PASS, 0) > 0 and q.id in given for q in passes):
-        circular = np.array([all_right[q.extra.get(BASE, q.id)] for q in scored])
-        per_question = {"mmbench/circular": circular, **per_question}
-        unparsed["mmbench/circular"] = _unparsed(passes, given, chosen)
-    else:
+    if not rotated:
         notes.append("no prediction for any rotated pass, so mmbench/circular is not scored")
     groups = {
         f"{key}: {name}": np.array([_ability(q, key) == name for q in scored])
@@ -156,6 +159,21 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     }
     scores = scores_of(firsts, scored, given, per_question, groups)
     return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
+
+
+def _vlmeval(text: str, question: Question, *, answer_is: bool) -> int | None:
+    return rules.vlmeval_choice(text, question.choices, answer_is=answer_is)
+
+
+def _circular(
+    passes: Sequence[Question], hits: np.ndarray, scored: Sequence[Question]
+) -> np.ndarray:
+    """1.0 for each of `scored` whose passes are all right; `hits` is [pass]."""
+    all_right: dict[str, float] = {}
+    for question, hit in zip(passes, hits, strict=True):
+        base = question.extra.get(BASE, question.id)
+        all_right[base] = min(all_right.get(base, 1.0), float(hit))
+    return np.array([all_right[q.extra.get(BASE, q.id)] for q in scored])
 
 
 def score_seed_bench(

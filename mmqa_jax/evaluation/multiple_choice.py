@@ -17,6 +17,7 @@ import numpy as np
 LETTERS = string.ascii_uppercase
 
 _THE_ANSWER_IS = re.compile(r"The answer is ([A-Z]).")
+_ANSWER_IS = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
 _SCIENCEQA_LETTERS = "ABCDE"
 _PUNCTUATION = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 _API_FAILURE = "Failed to obtain answer via API"
@@ -66,7 +67,7 @@ def llava_choice(text: str, choices: int) -> int | None:
     return letter_index(found[0], choices) if len(found) == 1 else None
 
 
-def vlmeval_choice(text: str, choices: Sequence[str]) -> int | None:
+def vlmeval_choice(text: str, choices: Sequence[str], *, answer_is: bool = False) -> int | None:
     """VLMEvalKit's inference without a judge (vlmeval/utils/matching_util.py, can_infer).
 
     One option letter among the words, in one of the last four; else one choice whose text the
@@ -74,7 +75,12 @@ def vlmeval_choice(text: str, choices: Sequence[str]) -> int | None:
     `Z` without an option letter, names none.
 
     This is the rule of August 2025 (commit c3371551). Before, the letter could stand anywhere and
-    the answer be of any length; since June 2026 (a67ace50) `answer is X` is also taken.
+    the answer be of any length.
+
+    Args:
+      answer_is: the rule since June 2026 (a67ace50): where the letters do not tell, the first
+        `answer is X` does, of whatever case and whatever follows, before the choices' texts. So
+        `The answer is a dog` is A, and `the answer is blue` B.
     """
     if _API_FAILURE not in text:
         if any(refusal in text for refusal in _REFUSALS):
@@ -85,6 +91,10 @@ def vlmeval_choice(text: str, choices: Sequence[str]) -> int | None:
             return None
         if len(named) == 1 and words.index(named[0]) > len(words) - 5:
             return LETTERS.index(named[0])
+        if answer_is and (stated := _ANSWER_IS.search(text)):
+            index = LETTERS.index(stated[1].upper())
+            if index < len(choices):
+                return index
     lowered = text.lower()
     if len(lowered) > 2 * sum(map(len, choices)):
         return None

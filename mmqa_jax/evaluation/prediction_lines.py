@@ -5,16 +5,17 @@ Odd answers are no mistakes of the file: null is an empty answer, and is counted
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.core.files import ONE_A_LINE, read_json, read_text
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction
+from mmqa_jax.evaluation.question_ids import id_of
 
 # Keys by which lines give an answer: ours, of which there may be several, and others'.
 OURS = ("answer", "choice", "sources")
@@ -37,7 +38,8 @@ def json_rows(path: str | os.PathLike) -> Iterator[tuple[str, Row]]:
         rows = ((f"{path}, entry {n}", row) for n, row in enumerate(read_json(path), start=1))
     else:
         lines = enumerate(text.split("\n"), start=1)
-        rows = (_parsed(f"{path}, line {n}", line) for n, line in lines if line.strip())
+        places = ((f"{path}, line {n}", line) for n, line in lines if line.strip())
+        rows = ((place, _parsed(place, line)) for place, line in places)
     for where, row in rows:
         if not isinstance(row, dict):
             raise UserError(f"{where}: expected an object; correct it.")
@@ -45,22 +47,26 @@ def json_rows(path: str | os.PathLike) -> Iterator[tuple[str, Row]]:
 
 
 def read_answers(
-    path: str | os.PathLike, source_ids: Container[str] | None = None
+    path: str | os.PathLike,
+    source_ids: Container[str] | None = None,
+    question_ids: Container[str] = (),
 ) -> list[Prediction]:
     """Reads predictions.jsonl; see `answers_of`."""
-    return answers_of(path, json_rows(path), source_ids)
+    return answers_of(path, json_rows(path), source_ids, question_ids)
 
 
 def answers_of(
     path: str | os.PathLike,
     rows: Iterable[tuple[str, Row]],
     source_ids: Container[str] | None = None,
+    question_ids: Container[str] = (),
 ) -> list[Prediction]:
     """The predictions of predictions.jsonl's rows.
 
     Args:
       rows: of `json_rows`.
       source_ids: the corpus's source ids; None: cited sources are not checked.
+      question_ids: the ids of the questions, where known; see `question_ids.id_of`.
 
     Raises:
       UserError: names the file and line of a malformed row, of one that answers by another key,
@@ -76,6 +82,7 @@ def answers_of(
     predictions = []
     for where, row in rows:
         _check(where, row)
+        row["question_id"] = id_of(row.get("question_id"), where, question_ids)
         for name in row.get("sources", ()):
             if source_ids is not None and name not in source_ids:
                 raise UserError(
@@ -95,8 +102,6 @@ def _check(where: str, row: Row) -> None:
             f"{where}: has `{other[0]}`, but other lines have `answer`, `choice` or `sources`; "
             "write all lines alike."
         )
-    if not isinstance(row.get("question_id"), str):
-        raise UserError(f'{where}: expected an object with a text "question_id"; correct it.')
     if not isinstance(row.get("answer"), str | None):
         raise UserError(f'{where}: "answer" must be text or null; correct it.')
     if row.get("choice") is not None and type(row["choice"]) is not int:
@@ -109,10 +114,5 @@ def _check(where: str, row: Row) -> None:
         raise UserError(f'{where}: "sources" must be a list of id strings; correct it.')
 
 
-def _parsed(where: str, line: str) -> tuple[str, Any]:
-    try:
-        return where, json.loads(line.rstrip().removesuffix(","))
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not valid JSON ({error.msg}); every line must hold one JSON object."
-        ) from error
+def _parsed(where: str, line: str) -> Any:
+    return parse_json(line.rstrip().removesuffix(","), where, remedy=ONE_A_LINE)

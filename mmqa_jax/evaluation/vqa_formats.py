@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json, write_json
-from mmqa_jax.data.datasets.webqa import read_unique_json
+from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.whole_numbers import whole_number
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import NO_OPTION, predictions_by_question
 
@@ -32,7 +32,7 @@ def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> li
       UserError: names the file and the entry that is malformed, or an id that appears twice.
     """
     if path.suffix == ".jsonl":
-        return read_answers(path)
+        return read_answers(path, question_ids={question.id for question in questions})
     rows = read_json(path)
     if not isinstance(rows, list):
         raise UserError(
@@ -49,7 +49,6 @@ def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> li
                 "entry."
             )
         answer = row["answer"] or ""
-        check_text(answer, where)
         if name in found:
             raise UserError(
                 f"{where}: question {name} is answered twice; keep one prediction per question."
@@ -84,8 +83,8 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
         are letters or numbers, and none is the text of an option.
     """
     if path.suffix == ".jsonl":
-        return read_answers(path)
-    rows = read_unique_json(path)
+        return read_answers(path, question_ids={question.id for question in questions})
+    rows = read_json(path, unique_keys=True)
     if not isinstance(rows, dict):
         raise UserError(
             f"{path}: one object of question_id -> {{{DIRECT}, {CHOICE}}} was expected; give "
@@ -125,11 +124,9 @@ def write_aokvqa_submission(
 
 
 def _question_id(row: Any) -> str | None:
-    """The id of an entry, a number or its digits; None where it has none."""
-    value = row.get("question_id") if isinstance(row, dict) else None
-    if type(value) is int or (isinstance(value, str) and value.isdecimal()):
-        return str(int(value))
-    return None
+    """The id of an entry, a whole number in any form; None where it has none."""
+    number = whole_number(row.get("question_id")) if isinstance(row, dict) else None
+    return None if number is None else str(number)
 
 
 def _aokvqa_prediction(
@@ -141,7 +138,6 @@ def _aokvqa_prediction(
         raise UserError(
             f'{where}: {{"{DIRECT}": text, "{CHOICE}": text}} was expected; correct that entry.'
         )
-    check_text(row, where)
     choice = None
     text = row.get(CHOICE)
     if text is not None:

@@ -11,14 +11,14 @@ data.datasets.webqa writes and parses the leaderboard's file.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_text
-from mmqa_jax.data.datasets.webqa import parse_submission, read_unique_json
+from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.data.datasets.webqa import parse_submission
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def read_prediction_json(path: str | os.PathLike, corpus: Corpus | None = None) 
     Raises:
       UserError: names the file and the Guid of a malformed row.
     """
-    data = read_unique_json(path)
+    data = read_json(path, unique_keys=True)
     if isinstance(data, dict) and any(
         isinstance(row, dict) and _ANSWERS in row for row in data.values()
     ):
@@ -145,8 +145,8 @@ def _beams(answers: list[str], confidence: Any) -> tuple[tuple[str, float], ...]
     for _ in range(2):
         if isinstance(confidence, str):
             try:
-                confidence = json.loads(confidence)
-            except ValueError:
+                confidence = parse_json(confidence, _CONFIDENCE)
+            except UserError:
                 return ()
     if not isinstance(confidence, list) or len(confidence) != len(answers):
         return ()
@@ -157,8 +157,8 @@ def _beams(answers: list[str], confidence: Any) -> tuple[tuple[str, float], ...]
 
 def _strings(text: str, column: str, where: str) -> list[str]:
     try:
-        values = json.loads(text)
-    except ValueError:
+        values = parse_json(text, where)
+    except UserError:
         values = None
     if not _is_strings(values):
         raise UserError(

@@ -181,7 +181,7 @@ def test_parquet_that_cannot_be_read(tmp_path):
         ({"correct_choice_idx": 4}, r"correct_choice_idx is 4; expected a number from 0 to 3"),
         ({"correct_choice_idx": True}, r"correct_choice_idx is True; expected a number"),
         ({"image_id": "2"}, r"entry 2: image_id is '2'; expected a whole number"),
-        ({"question": "\ud83d"}, r"entry 2: holds '\\ud83d', half of a character"),
+        ({"question": "\ud83d"}, r"line \d+, column \d+: holds '\\ud83d', half of a"),
     ],
 )
 def test_malformed_questions(change, message, tmp_path):

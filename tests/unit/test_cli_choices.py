@@ -148,13 +148,14 @@ def test_mmbench(inputs, tmp_path):
     traces = rows_of(tmp_path / "likelihood" / "trace.jsonl")
     assert len(traces) == len(MMBENCH)
     hits = {trace["question_id"]: trace["scores"] for trace in traces}
-    assert set(ended.value["scores"]) == {"mmbench/circular", "mmbench/vanilla"}
+    names = {f"mmbench/{kind}{year}" for kind in ("circular", "vanilla") for year in ("", "_2026")}
+    assert set(ended.value["scores"]) == names
     answers = {row["index"]: "ABCD".index(row["answer"]) for row in MMBENCH}
     for trace in traces:
         name = trace["question_id"]
         if int(name) < 1_000_000:
             assert hits[name]["mmbench/vanilla"] == float(trace["choice"] == answers[name])
-    assert ended.value["unparsed"] == {"mmbench/vanilla": 0, "mmbench/circular": 0}
+    assert ended.value["unparsed"] == dict.fromkeys(names, 0)
 
     letters = {"options.chat": False, "options.pictures": False, "options.max_new_tokens": 4}
     ended = run(inputs, "mmbench", "llava_rmr", tmp_path / "letters", **letters)
@@ -185,7 +186,8 @@ def test_a_choice_with_its_own_text_counts_as_chosen(inputs):
         for answer in ("", text, f"{'ABC'[index]}. {text}"):
             chosen = [Prediction("7", answer, choice=index)]
             assert score_mmbench([question], chosen).scored[0].scores == {
-                "mmbench/vanilla": expected
+                "mmbench/vanilla": expected,
+                "mmbench/vanilla_2026": expected,
             }
     seed = Question(
         "1", "test", "?", choices=texts, answer_index=0, category="c",

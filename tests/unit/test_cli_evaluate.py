@@ -96,7 +96,8 @@ def test_only_given_of_a_file_of_other_questions(data, bm25, refused, tmp_path):
     [
         ({"question_id": "other"}, r"no question has the id 'other'"),
         ({"question_id": "test0"}, r"question 'test0' is answered twice"),
-        ({"question_id": 7}, r"bad\.jsonl, line 2: expected an object with a text \"question_id\""),
+        ({"question_id": 7.5}, r"bad\.jsonl, line 2: question_id is 7\.5; text or a whole number"),
+        ({"question_id": None}, r"bad\.jsonl, line 2: question_id is None; text or a whole number"),
         ({"answer": 7}, r"bad\.jsonl, line 2: \"answer\" must be text"),
         ({"sources": "s-Hav"}, r"bad\.jsonl, line 2: \"sources\" must be a list of id strings"),
         ({"sources": [3]}, r"bad\.jsonl, line 2: \"sources\" must be a list of id strings"),

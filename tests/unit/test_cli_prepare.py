@@ -225,7 +225,7 @@ def test_bad_official_files(webqa_raw, refused, tmp_path):
     refused(*flags, message=r"imgs\.tsv, row 0: .*has 0 rows; .*fetch them again")
     write_pictures(webqa_raw, {n: png(color) for n, color in COLORS.items()})
     (webqa_raw / "WebQA_train_val.json").write_text(good.replace("Is it red?", r"\ud83d"))
-    message = r"WebQA_train_val\.json, Guid g1: holds '\\ud83d', half of a character"
+    message = r"WebQA_train_val\.json, line \d+, column \d+: holds '\\ud83d', half of a character"
     refused(*flags, message=message)
     (webqa_raw / "ATTRIBUTION.txt").write_bytes("Pictures: José's.".encode("latin-1"))
     refused(*flags, message=r"ATTRIBUTION\.txt: not UTF-8 text \(byte 13\); save the file as")

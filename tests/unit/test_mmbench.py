@@ -17,6 +17,7 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.mmbench import circular_passes, read_mmbench
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.table_files import read_table, write_spreadsheet
+from mmqa_jax.evaluation.choice_formats import read_mmbench_predictions
 from mmqa_jax.evaluation.choice_scores import score_mmbench
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -48,6 +49,12 @@ ROWS = [
     row(1_000_008, "fox cat dog", "A", "8", category="animal", **{"l2-category": "reasoning"}),
     row(2_000_008, "dog fox cat", "B", "8", category="animal", **{"l2-category": "reasoning"}),
 ]
+
+
+def by_both_rules(circular: float, vanilla: float) -> dict[str, float]:
+    """Scores of answers that VLMEvalKit's two rules read alike."""
+    scores = {"mmbench/circular": circular, "mmbench/vanilla": vanilla}
+    return scores | {f"{name}_2026": value for name, value in scores.items()}
 
 
 def write_tsv(path, rows, columns=COLUMNS):
@@ -216,7 +223,7 @@ def test_scores_by_hand(raw):
     right = {"7": "A", "8": "(C)", "1000007": "B. red", "1000008": "fox", "2000008": "It is B"}
     evaluation = score_mmbench(questions, [Prediction(k, v) for k, v in right.items()])
     (scores,) = evaluation.scored
-    assert scores.scores == {"mmbench/circular": 1.0, "mmbench/vanilla": 1.0}
+    assert scores.scores == by_both_rules(1.0, 1.0)
     assert scores.question_ids == ("7", "8")
     assert list(scores.by_category) == [
         *("l2-category: perception", "l2-category: reasoning"),
@@ -225,18 +232,18 @@ def test_scores_by_hand(raw):
     # One pass wrong, a refusal in another question's later pass: circular falls, vanilla stays.
     wrong = right | {"1000008": "A or B", "1000007": "Cannot determine the answer"}
     evaluation = score_mmbench(questions, [Prediction(k, v) for k, v in wrong.items()])
-    assert evaluation.scored[0].scores == {"mmbench/circular": 0.0, "mmbench/vanilla": 1.0}
-    assert evaluation.unparsed == {"mmbench/circular": 2, "mmbench/vanilla": 0}
+    assert evaluation.scored[0].scores == by_both_rules(0.0, 1.0)
+    assert evaluation.unparsed == by_both_rules(2, 0)
     # A pass without a prediction is wrong.
     fewer = {k: v for k, v in right.items() if k != "2000008"}
     evaluation = score_mmbench(questions, [Prediction(k, v) for k, v in fewer.items()])
     by_category = evaluation.scored[0].by_category
-    assert by_category["category: animal"] == {"mmbench/circular": 0.0, "mmbench/vanilla": 1.0}
-    assert by_category["category: color"] == {"mmbench/circular": 1.0, "mmbench/vanilla": 1.0}
+    assert by_category["category: animal"] == by_both_rules(0.0, 1.0)
+    assert by_category["category: color"] == by_both_rules(1.0, 1.0)
     # First passes alone.
     firsts = [Prediction("7", "A"), Prediction("8", "A")]
     evaluation = score_mmbench(questions, firsts)
-    assert evaluation.scored[0].scores == {"mmbench/vanilla": 0.5}
+    assert evaluation.scored[0].scores == {"mmbench/vanilla": 0.5, "mmbench/vanilla_2026": 0.5}
     assert "mmbench/circular is not scored" in evaluation.notes[0]
 
 
@@ -276,7 +283,7 @@ def test_a_submission_is_a_spreadsheet_that_scores_itself(raw, ours, tmp_path):
     out = tmp_path / "submission.xlsx"
     flags = ("evaluate", "mmbench", f"--references={raw}")
     result = done(*flags, f"--predictions={ours}", f"--submission={out}")
-    assert result["scores"] == {"mmbench/circular": 0.5, "mmbench/vanilla": 1.0}
+    assert result["scores"] == by_both_rules(0.5, 1.0)
     sheet = openpyxl.load_workbook(out).active
     header, *rows = sheet.iter_rows(values_only=True)
     assert header == (
@@ -304,14 +311,17 @@ def test_a_submission_is_a_spreadsheet_that_scores_itself(raw, ours, tmp_path):
         (*COLUMNS, "prediction"),
     )
     result = done("evaluate", "mmbench", f"--predictions={firsts}")
-    assert (result["scores"], result["missing"]) == ({"mmbench/vanilla": 0.5}, 0)
+    assert (result["scores"], result["missing"]) == (
+        {"mmbench/vanilla": 0.5, "mmbench/vanilla_2026": 0.5},
+        0,
+    )
 
 
 def test_llavas_lines(raw, tmp_path):
     rows = [{"question_id": int(r["index"]), "text": r["answer"]} for r in ROWS]
     path = write_rows(tmp_path / "answers.jsonl", rows)
     result = done("evaluate", "mmbench", f"--references={raw}", f"--predictions={path}")
-    assert result["scores"] == {"mmbench/circular": 1.0, "mmbench/vanilla": 1.0}
+    assert result["scores"] == by_both_rules(1.0, 1.0)
 
 
 def test_llavas_rounds_are_the_circular_passes(raw, tmp_path):
@@ -337,7 +347,7 @@ def test_llavas_rounds_are_the_circular_passes(raw, tmp_path):
         flags = (f"--references={references}", f"--predictions={path}")
         result = done("evaluate", "mmbench", *flags)
         assert result["missing"] == 0
-        assert result["scores"] == {"mmbench/circular": 0.5, "mmbench/vanilla": 1.0}
+        assert result["scores"] == by_both_rules(0.5, 1.0)
         assert result["by_category"]["category: animal"]["mmbench/circular"] == 0.0
     # Official passes that rotate to the left are found by what they show.
     left = [*ROWS[:3], {**ROWS[4], "index": "1000008"}, {**ROWS[3], "index": "2000008"}]
@@ -394,7 +404,7 @@ def test_cells_survive_a_spreadsheet(tmp_path):
     path = tmp_path / "cells.xlsx"
     write_spreadsheet(path, ("index", "text"), list(enumerate(texts)))
     found = [cells["text"] for _, cells in read_table(path, ("index", "text"))]
-    assert found == ["=1+1", "None", "NaN", "a\tb\nc", "0012", "é", "bell", "", ""]
+    assert found == ["=1+1", "None", "NaN", "a\tb\nc", "0012", "é", "bell", "nan", ""]
     with pytest.raises(UserError, match="has no column answer"):
         read_table(path, ("answer",))
 
@@ -406,8 +416,84 @@ def test_predictions_of_json_lines_are_checked(raw, tmp_path, refused):
         ({"question_id": 7, "text": 3}, r"line 1: text is 3; text was expected"),
         ({"question_id": 7, "text": "A", "round_id": 2}, r"line 1: round_id is 2; .* 0 to 1 were"),
         ({"question_id": 7, "text": "A", "round_id": "1"}, r"line 1: round_id is '1'; question 7"),
-        ({"text": "A"}, r"line 1: question_id is None; text or a number was expected"),
+        ({"text": "A"}, r"line 1: question_id is None; text or a whole number was expected"),
         ([], r"line 1: expected an object"),
     ):
         path.write_text(json.dumps(line) + "\n")
         refused(*flags, f"--predictions={path}", message=message)
+
+
+def test_vlmevalkits_json_rows_and_ids_as_floats(raw, tmp_path, refused):
+    """PRED_FORMAT=json: records of a DataFrame, whose indices are floats beside a missing value."""
+    flags = ("evaluate", "mmbench", f"--references={raw}")
+    answers = dict(zip([r["index"] for r in ROWS], "ACBAB", strict=True))
+    records = [
+        {"index": float(index), "question": "?", "C": float("nan"), "prediction": letter}
+        for index, letter in answers.items()
+    ]
+    path = tmp_path / "model_MMBench.json"
+    path.write_text(json.dumps(records, indent=4))
+    assert done(*flags, f"--predictions={path}")["scores"] == by_both_rules(1.0, 1.0)
+    records[0]["prediction"], records[1]["prediction"] = float("nan"), 3
+    path.write_text(json.dumps(records))
+    result = done(*flags, f"--predictions={path}")
+    assert (result["empty"], result["unparsed"]["mmbench/vanilla"]) == (1, 2)
+    records[2]["index"] = 11.5
+    path.write_text(json.dumps(records))
+    refused(*flags, f"--predictions={path}", message=r"entry 3: question_id is 11\.5; text or a wh")
+    table = write_tsv(
+        tmp_path / "p.tsv",
+        [{"index": f"{index}.0", "prediction": letter} for index, letter in answers.items()],
+        ("index", "prediction"),
+    )
+    assert done(*flags, f"--predictions={table}")["scores"] == by_both_rules(1.0, 1.0)
+    for bad in ("11.5", "9" * 5000, "", "-1", "1e3"):
+        write_tsv(table, [{"index": bad, "prediction": "A"}], ("index", "prediction"))
+        refused(*flags, f"--predictions={table}", message=r"p\.tsv, row 2: index is '")
+    lines = [{"question_id": float(index), "text": letter} for index, letter in answers.items()]
+    write_rows(tmp_path / "lines.jsonl", lines)
+    found = done(*flags, f"--predictions={tmp_path / 'lines.jsonl'}")["scores"]
+    assert found == by_both_rules(1.0, 1.0)
+
+
+@pytest.mark.parametrize("text", ["nan", "NaN", "None", "NA", "N/A", "null", "<NA>"])
+def test_a_choice_may_read_as_pandas_missing_value(tmp_path, text):
+    """pandas' defaults drop it: VLMEvalKit then shows no such choice, and cannot score its letter."""
+    rows = [
+        row(7, f"red {text}", "B", encoded(7)),
+        row(1_000_007, f"{text} red", "A", "7"),
+        row(8, f"cat dog {text}", "A", encoded(8)),
+    ]
+    benchmark = read_mmbench(write_tsv(tmp_path / "raw" / "t.tsv", rows).parent)
+    assert [q.choices for q in benchmark.questions] == [
+        ("red", text), (text, "red"), ("cat", "dog", text)
+    ]  # fmt: skip
+    given = [Prediction("7", "B"), Prediction("1000007", text), Prediction("8", "A")]
+    assert score_mmbench(benchmark.questions, given).scored[0].scores == by_both_rules(1.0, 1.0)
+
+
+def test_nan_in_every_empty_cell_is_no_choice(tmp_path):
+    """As lmms-lab/MMBench on the hub writes missing hints and choices."""
+    rows = [
+        row(7, "red blue nan nan", "A", encoded(7), hint="nan"),
+        row(8, "cat dog fox nan", "C", encoded(8), hint="a hint"),
+    ]
+    write_tsv(tmp_path / "raw" / "t.tsv", rows)
+    first, second = (q for q in read_mmbench(tmp_path / "raw").questions if q.extra["pass"] == 0)
+    assert (first.choices, second.choices) == (("red", "blue"), ("cat", "dog", "fox"))
+    assert ("hint" in first.extra, second.extra["hint"]) == (False, "a hint")
+    path = write_tsv(
+        tmp_path / "p.tsv", [{"index": "7", "prediction": "nan"}], ("index", "prediction")
+    )
+    assert read_mmbench_predictions(path, [first, second]) == [Prediction("7", "")]
+
+
+def test_the_rule_of_2026_has_scores_of_its_own(tmp_path):
+    rows = [row(7, "red blue", "B", encoded(7)), row(8, "cat dog fox", "A", encoded(8))]
+    write_tsv(tmp_path / "raw" / "t.tsv", rows)
+    questions = read_mmbench(tmp_path / "raw").questions
+    said = "The answer is B because of what the picture shows beside it"
+    given = [Prediction("7", said), Prediction("8", "the answer is apparent, but I do not see it")]
+    evaluation = score_mmbench(questions, given)
+    assert evaluation.scored[0].scores == {"mmbench/vanilla": 0.0, "mmbench/vanilla_2026": 1.0}
+    assert evaluation.unparsed == {"mmbench/vanilla": 2, "mmbench/vanilla_2026": 0}

@@ -71,6 +71,41 @@ def test_the_originals_choices(text, scienceqa, llava, vlmeval):
     assert found == (scienceqa, llava, vlmeval)
 
 
+# Text -> choice by VLMEvalKit's rule of 2025 and by that since June 2026, printed by c3371551 and by
+# e8e78f05 of August 2026; texts of GOLDEN where the two differ, and more.
+GOLDEN_2026 = [
+    ("The answer is A. The answer is A.", None, 0),
+    ("The answer is A. The answer is B.", None, 0),
+    ("B. The answer is C.", None, 2),
+    ("The answer is BC.", None, 1),
+    ("The correct answer is **B**. Here's why: it barks at every cat in the street", None, 1),
+    ("The answer is C because of its red fur and long tail, I believe.", None, 2),
+    ("the ANSWER  is\nd, as none of the others is shown in this picture", None, 3),
+    ("The answer is a dog.", 1, 0),
+    ("The answer is blue and not another color of all", None, 1),
+    ("The answer is E, which is not among what was asked here", None, None),
+    ("Z. The answer is B.", 1, 1),
+    ("A or B? The answer is C", None, 2),
+    ("answer is", None, None),
+    ("the answer is **", None, None),
+    ("Failed to obtain answer via API: the answer is B", None, None),
+    ("The answer is apparent.", None, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "in_2025", "in_2026"), GOLDEN_2026)
+def test_vlmevalkits_rule_of_2026_takes_a_stated_letter(text, in_2025, in_2026):
+    assert rules.vlmeval_choice(text, CHOICES) == in_2025
+    assert rules.vlmeval_choice(text, CHOICES, answer_is=True) == in_2026
+
+
+def test_vlmevalkits_two_rules_agree_where_nothing_is_stated():
+    known = {text for text, _, _ in GOLDEN_2026}
+    for text, _, _, expected in GOLDEN:
+        if text not in known:
+            assert rules.vlmeval_choice(text, CHOICES, answer_is=True) == expected
+
+
 LETTER = st.sampled_from(string.ascii_uppercase)
 
 

@@ -103,7 +103,10 @@ def test_captions_of_prophets_authors_behind_those_of_vinvl(tmp_path):
         ([], r"captions_okvqa\.json: expected an object \{name: caption\}"),
         ({"COCO_1": "a"}, r"captions_okvqa\.json, COCO_1: expected the number of a picture"),
         ({"1": None}, r"captions_okvqa\.json, 1: holds no caption"),
-        ({"1": "\ud83d"}, r"captions_okvqa\.json: holds '\\ud83d', half of a character"),
+        (
+            {"1": "\ud83d"},
+            r"captions_okvqa\.json, line 2, column 8: holds '\\ud83d', half of a character",
+        ),
     ],
 )
 def test_malformed_captions_of_prophets_authors(content, message, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.files import read_json
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.images import PictureError, decode
@@ -193,7 +194,7 @@ def test_submission_names_snippets_as_the_question_lists_them(release, tmp_path)
         "g2": {"sources": ["g2_0", 30000002, "g3_1"], "answer": "Green."},
         "g4": {"sources": [], "answer": "Nothing."},
     }
-    assert webqa.parse_submission(webqa.read_unique_json(path), path, corpus) == predictions
+    assert webqa.parse_submission(read_json(path), path, corpus) == predictions
     with pytest.raises(UserError, match=r"g1.*'nowhere'.*not in the corpus"):
         webqa.write_submission([Prediction("g1", "", ("nowhere",))], corpus, path)
 
@@ -376,4 +377,4 @@ def test_wrong_submission(tmp_path, data):
     path = tmp_path / "submission.json"
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=r"submission\.json"):
-        webqa.parse_submission(webqa.read_unique_json(path), path)
+        webqa.parse_submission(read_json(path), path)

@@ -178,7 +178,6 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
 
 def _question(row: _Row, described: coco.Descriptions, pictures: _Pictures) -> Question:
     where, values = row.where, row.values
-    check_text(dict(values), where)
     for key in ("question_id", "question"):
         if not isinstance(values.get(key), str) or not values[key].strip():
             raise UserError(f"{where}: {key} is {values.get(key)!r}; expected text.")
@@ -229,6 +228,7 @@ def _texts(value: Any, key: str, where: str) -> tuple[str, ...]:
             found = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             found = None
+        check_text(found, where)  # a literal may hold half of a character
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise UserError(f"{where}: {key} is {repr(value)[:60]}; expected a list of texts.")
     return tuple(found)

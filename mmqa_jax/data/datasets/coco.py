@@ -9,15 +9,17 @@ COCO's JSON     {"annotations": [{"image_id", "caption"}]}  five captions by peo
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json, read_text
+from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS, OfficialFiles
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.whole_numbers import whole_number
 
 PEOPLE_CAPTIONS = "coco_captions"  # key of Question.extra: COCO's captions by people
 DESCRIPTIONS = (CAPTION, TAGS, PEOPLE_CAPTIONS)
@@ -154,7 +156,6 @@ def read_named_captions(path: Path) -> dict[str, str]:
             f'{path}: expected an object {{name: caption}} or {{name: {{"pred_captions": [...]}}}};'
             " fetch or write the file again."
         )
-    check_text(data, str(path))
     return {name: _first(value, f"{path}, {name}") for name, value in data.items()}
 
 
@@ -167,13 +168,16 @@ def _first(value: Any, where: str) -> str:
 
 def _by_number(captions: Mapping[str, str], path: Path) -> dict[int, str]:
     """image_id -> caption; UserError for a name that is no picture's number."""
-    for name in captions:
-        if not name.isdecimal():
+    found = {}
+    for name, caption in captions.items():
+        image_id = whole_number(name)
+        if image_id is None:
             raise UserError(
-                f"{path}, {name}: expected the number of a picture (image_id) as the name of a "
+                f"{path}, {name:.60}: expected the number of a picture (image_id) as the name of a "
                 "caption; fetch the file again."
             )
-    return {int(name): caption for name, caption in captions.items()}
+        found[image_id] = caption
+    return found
 
 
 def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
@@ -191,26 +195,21 @@ def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
             continue
         where = f"{path}, line {number}"
         name, _, text = line.partition("\t")
-        try:
-            rows = json.loads(text)
-        except ValueError as error:
-            raise UserError(
-                f"{where}: not a picture's number, a tab and a JSON list ({error}); repair that "
-                "line or fetch the file again."
-            ) from error
+        rows = parse_json(text, f"{where}: expected a picture's number, a tab and a JSON list")
         valid = isinstance(rows, list) and all(
             isinstance(row, dict)
             and isinstance(row.get(key), str)
             and type(row.get("conf", 0.0)) in (int, float)
+            and math.isfinite(row.get("conf", 0.0))
             for row in rows
         )
-        if not name.isdecimal() or not valid:
+        image_id = whole_number(name)
+        if image_id is None or not valid:
             raise UserError(
                 f"{where}: expected a picture's number, a tab and a JSON list of objects with a "
                 f'text "{key}" and a number "conf"; repair that line or fetch the file again.'
             )
-        check_text(rows, where)
-        found.setdefault(int(name), []).extend(rows)
+        found.setdefault(image_id, []).extend(rows)
     return found
 
 

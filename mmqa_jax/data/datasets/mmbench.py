@@ -25,16 +25,17 @@ from typing import NamedTuple
 import pybase64
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text
 from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
 from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import SUFFIXES, read_table
+from mmqa_jax.data.whole_numbers import whole_number
 
 PASS_STEP = 1_000_000
 # Keys of Question.extra: the question's index without the pass, the pass, and the ability.
 BASE, PASS, L2 = "base_index", "pass", "l2-category"
+NAN = "nan"  # pandas' missing value, written as text
 PREDICTION = "prediction"  # a column of tables that hold a system's answers
 
 # The repository's list of downloads; the paper (table 2) counts 2,974 in all.
@@ -139,12 +140,40 @@ def mmbench_rows(path: Path, needed: Sequence[str] = _NEEDED) -> list[_Row]:
     """The rows of a table with their indices as numbers."""
     rows = []
     for where, cells in read_table(path, needed):
-        if not cells["index"].isdecimal():
+        index = whole_number(cells["index"])
+        if index is None:
             raise UserError(
-                f"{where}: index is {cells['index']!r}; a whole number was expected; correct it."
+                f"{where}: index is {cells['index']!r:.60}; a whole number was expected; correct "
+                "it."
             )
-        rows.append(_Row(where, int(cells["index"]), cells))
-    return rows
+        rows.append(_Row(where, index, cells))
+    empty = {"hint", "answer", "category", L2, "split", "image"}
+    if _nan_is_empty([row.cells for row in rows]):
+        empty |= {*_LETTERS}
+    return [
+        row._replace(cells={k: "" if k in empty and v == NAN else v for k, v in row.cells.items()})
+        for row in rows
+    ]
+
+
+def _nan_is_empty(rows: Sequence[Mapping[str, str]]) -> bool:
+    """Whether `nan` in a choice's column stands for no choice, and is not the choice's text.
+
+    Writers that turn pandas' missing values into text (lmms-lab/MMBench on the hub) write it into
+    every empty cell. So it is a text where a cell is truly empty, where it is the choice A or B,
+    the answer, or stands before another choice. VLMEvalKit reads tables with pandas' defaults,
+    which take the texts `nan`, `NA`, `None` for missing: the choice is not shown, and where it is
+    correct the question cannot be answered.
+    """
+    for cells in rows:
+        choices = [cells[letter] for letter in _LETTERS if letter in cells]
+        while choices and choices[-1] == NAN:
+            choices.pop()
+        if NAN in choices or len(choices) < 2 or cells.get(cells.get("answer", "")) == NAN:
+            return False
+        if not all(cells[key] for key in ("hint", *_LETTERS) if key in cells):
+            return False
+    return True
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -175,14 +204,14 @@ def _pictures(rows: Sequence[_Row]) -> tuple[dict[int, str], dict[str, str]]:
     for row in rows:
         index, text = row.index, cells[row.index]
         if text and len(text) <= _LONGEST_REFERENCE:
-            held_by = int(text) if text.isdecimal() else -1
-            text = cells.get(held_by, "")
+            held_by = whole_number(text)
+            index = -1 if held_by is None else held_by
+            text = cells.get(index, "")
             if len(text) <= _LONGEST_REFERENCE:
                 raise UserError(
                     f"{row.where}: image refers to index {cells[row.index]!r}, and no row of that "
                     "index holds a picture; fetch the file again."
                 )
-            index = held_by
         if text:
             shown[row.index] = str(index)
             texts[str(index)] = text
@@ -191,7 +220,6 @@ def _pictures(rows: Sequence[_Row]) -> tuple[dict[int, str], dict[str, str]]:
 
 def _question(row: _Row, picture: str | None) -> Question:
     where, index, cells = row
-    check_text(dict(cells), where)
     if not cells["question"]:
         raise UserError(f"{where}: question is empty; correct that row.")
     choices = [cells.get(letter, "") for letter in _LETTERS]

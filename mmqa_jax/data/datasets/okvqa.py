@@ -30,6 +30,7 @@ from mmqa_jax.data.datasets.vqa_json import (
     text_of,
 )
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.whole_numbers import whole_number
 
 # Key of Question.extra: {answer: weight}, where the ten answers are absent.
 SOFT_LABELS = "soft_labels"
@@ -159,16 +160,16 @@ def _soft_labels(path: Path) -> dict[int, tuple[int, str, Reference]]:
                 f"{where}: `label` must be an object of answer -> weight in 0..1; fetch the file "
                 "again."
             )
-        digits = text_of(row, "img_id", where).rpartition("_")[2]
-        if not digits.isdecimal():
+        image_id = whole_number(text_of(row, "img_id", where).rpartition("_")[2])
+        if image_id is None:
             raise UserError(f"{where}: img_id ends in no number; fetch the file again.")
         kind = row.get("class")
         known = type(kind) is int and 0 <= kind < len(names)
         ordered = sorted(labels, key=lambda answer: -labels[answer])
         reference = Reference(
-            int(digits), tuple(ordered), names[kind] if known else "", {SOFT_LABELS: labels}
+            image_id, tuple(ordered), names[kind] if known else "", {SOFT_LABELS: labels}
         )
-        found[question_id] = (int(digits), text_of(row, "sent", where), reference)
+        found[question_id] = (image_id, text_of(row, "sent", where), reference)
     return found
 
 

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text
+from mmqa_jax.core.files import read_json
 from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows, row_name
 from mmqa_jax.data.datasets.picture_files import PictureFiles
-from mmqa_jax.data.datasets.webqa import read_unique_json
 from mmqa_jax.data.schema import SPLITS, Question
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
@@ -128,7 +127,7 @@ def parse_conversation(text: str) -> tuple[str, tuple[str, ...]]:
 
 def _one_json_file(path: Path) -> list[_Row]:
     """The rows of a problems file or of LLaVA's conversations."""
-    data = read_unique_json(path)
+    data = read_json(path, unique_keys=True)
     if isinstance(data, list):
         return _conversation_rows(data, path)
     return _problem_rows(data, path, None)
@@ -143,7 +142,7 @@ def _folder_rows(files: OfficialFiles) -> list[_Row]:
         splits = files.optional(
             "pid_splits.json", without="the splits are those that the problems name"
         )
-        rows = _problem_rows(read_unique_json(problems), problems, splits)
+        rows = _problem_rows(read_json(problems, unique_keys=True), problems, splits)
     conversations = files.folder / _CONVERSATIONS
     if conversations.is_file():
         files.found.append(conversations)
@@ -278,7 +277,6 @@ def _require_pictures(path: Path) -> None:
 
 def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) -> Question:
     where, pid, split, problem, picture = row
-    check_text(dict(problem), where)
     extra = {k: v for k, v in problem.items() if k not in ("split", "image", *_PROBLEM)}
     for key in ("question", *_GROUPING, *_MORE):
         if not isinstance(problem.get(key) or "", str):
@@ -322,7 +320,7 @@ def _picture_places(picture: str) -> tuple[str, ...]:
 
 
 def _splits(path: Path) -> dict[str, str]:
-    data = read_unique_json(path)
+    data = read_json(path, unique_keys=True)
     if not isinstance(data, dict) or not all(isinstance(data.get(s, []), list) for s in SPLITS):
         raise UserError(f"{path}: {{split: [pid]}} was expected; fetch pid_splits.json again.")
     found: dict[str, str] = {}
@@ -344,13 +342,12 @@ def _captions(files: OfficialFiles) -> dict[str, str]:
     path = files.optional("captions.json", without="no captions, which stand for absent pictures")
     if path is None:
         return {}
-    data = read_unique_json(path)
+    data = read_json(path, unique_keys=True)
     captions = data.get("captions") if isinstance(data, dict) else None
     if not isinstance(captions, dict) or not all(isinstance(x, str) for x in captions.values()):
         raise UserError(
             f'{path}: {{"captions": {{pid: text}}}} was expected; fetch captions.json again.'
         )
-    check_text(captions, str(path))
     return captions
 
 

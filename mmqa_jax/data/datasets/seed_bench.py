@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json
+from mmqa_jax.core.files import read_json
 from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
 from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.datasets.picture_files import PictureFiles
@@ -101,7 +101,6 @@ def read_seed_bench(path: Path) -> Benchmark:
 def _question(where: str, row: Any, dimensions: Mapping[int, str]) -> Question:
     if not isinstance(row, dict):
         raise UserError(f"{where}: an object was expected; fetch the file again.")
-    check_text(row, where)
     for key in ("question", *_CHOICES):
         if not isinstance(row.get(key), str) or not row[key]:
             raise UserError(f"{where}: {key} is {row.get(key)!r}; text was expected; correct it.")

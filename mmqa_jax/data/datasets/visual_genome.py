@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json
+from mmqa_jax.core.files import read_json
 from mmqa_jax.data.datasets.benchmark import OfficialFiles
 from mmqa_jax.data.datasets.vqa_json import (
     check_same,
@@ -106,5 +106,4 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{path}, entry {count}"
         if not isinstance(row, dict):
             raise UserError(f"{where}: an object was expected; fetch the file again.")
-        check_text(row, where)
         yield where, row

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json
+from mmqa_jax.core.files import read_json
+from mmqa_jax.data.whole_numbers import whole_number
 
 
 class Reference(NamedTuple):
@@ -69,7 +70,6 @@ def entries(path: Path, key: str | None) -> Iterator[tuple[str, dict[str, Any], 
         where = f"{path}, entry {count}"
         if not isinstance(row, dict):
             raise UserError(f"{where}: an object was expected; fetch the file again.")
-        check_text(row, where)
         question_id = number(row, "question_id", where)
         if question_id in seen:
             raise UserError(f"{where}: question_id {question_id} appears twice; remove one.")
@@ -98,13 +98,11 @@ def check_same(
 
 
 def number(row: Mapping[str, Any], key: str, where: str) -> int:
-    """A whole number of an entry, which may be written as text; UserError for another value."""
-    value = row.get(key)
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if type(value) is not int:
-        raise UserError(f"{where}: {key} is {value!r}; expected a whole number.")
-    return value
+    """A whole number of an entry, in any of a file's forms; UserError for another value."""
+    found = whole_number(row.get(key))
+    if found is None:
+        raise UserError(f"{where}: {key} is {row.get(key)!r:.60}; expected a whole number.")
+    return found
 
 
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:

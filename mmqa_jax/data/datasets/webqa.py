@@ -9,7 +9,6 @@ import binascii
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,11 +17,12 @@ from typing import Any
 import pybase64
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json, write_json
+from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
 from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Prediction, Question, Source
+from mmqa_jax.data.whole_numbers import whole_number
 
 PathLike = str | os.PathLike
 
@@ -84,7 +84,7 @@ class Release:
 
     def add_file(self, path: PathLike, *, facts_only: bool = False) -> None:
         """Reads one json file; with `facts_only` only its facts, not its questions."""
-        data = read_unique_json(path)
+        data = read_json(path, unique_keys=True)
         if not isinstance(data, dict):
             raise UserError(
                 f"{path}: holds {_kind(data)}; expected one object of Guid -> question data."
@@ -93,7 +93,6 @@ class Release:
             where = f"{path}, Guid {guid}"
             if not isinstance(datum, dict):
                 raise UserError(f"{where}: is {_kind(datum)}; expected an object with Q and facts.")
-            check_text({guid: datum}, where)
             listed = {key: self._add_facts(datum, key, where) for key in _FACT_LISTS}
             if facts_only:
                 continue
@@ -115,11 +114,10 @@ class Release:
         return [add(fact, f"{where}, {key}[{n}]") for n, fact in enumerate(facts)]
 
     def _add_picture(self, fact: dict[str, Any], where: str) -> tuple[str, str]:
-        number = fact.get("image_id")
-        if isinstance(number, str) and number.isdecimal():
-            number = int(number)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise UserError(f"{where}: image_id is {number!r}; expected a whole number.")
+        number = whole_number(fact.get("image_id"))
+        if number is None:
+            found = repr(fact.get("image_id"))
+            raise UserError(f"{where}: image_id is {found:.60}; expected a whole number.")
         name = str(number)
         if name not in self._sources:
             self._sources[name] = Source(
@@ -248,11 +246,12 @@ class ImagesTsv:
             number, *rest = self._tsv.columns(row)
         except CutLine as error:
             raise PictureError(str(error)) from error
-        if not number.isdigit() or int(number) % IMAGE_ROWS != row:
-            found = number[:20].decode("ascii", "replace")
+        name = number.decode("ascii", "replace")
+        image_id = whole_number(name)
+        if image_id is None or image_id % IMAGE_ROWS != row:
             raise UserError(
-                f"{where}: holds {found!r} and not that row's line; TSV and lineidx do not belong "
-                "together, fetch them again."
+                f"{where}: holds {name[:20]!r} and not that row's line; TSV and lineidx do not "
+                "belong together, fetch them again."
             )
         encoded = b"".join(rest)
         try:
@@ -318,24 +317,6 @@ def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) ->
         names = [canonical.get(guid, {}).get(str(name), str(name)) for name in sources]
         predictions.append(Prediction(guid, row["answer"], tuple(names)))
     return predictions
-
-
-def read_unique_json(path: PathLike) -> Any:
-    """Reads JSON; UserError for a key that appears twice in an object, which json.loads ignores."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise UserError(f"{path}: key {twice!r} appears twice in one object; remove one.")
-        return result
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file, object_pairs_hook=unique)
-    except (OSError, ValueError):
-        return read_json(path)  # raises the UserError that names the line
 
 
 def _question(
