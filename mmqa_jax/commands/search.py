@@ -166,7 +166,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         rankings = [ranking_of(row) for row in rows]
         write_rankings(out, rankings)
         job.done()
-    scored = score_retrieval(corpus, questions, rankings)
+    depth = 0 if restricted else min(top_k, len(corpus))
+    scored = score_retrieval(corpus, questions, rankings, depth)
     searched = "own candidates" if restricted else f"modality {spec.modality}"
     show_retrieval(f"{data.name}, {split}: {spec.method}, {searched}", scored)
     print(f"Rankings of {len(questions):,} questions: {out}")

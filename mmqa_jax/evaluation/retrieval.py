@@ -62,8 +62,7 @@ def score_rankings(
             "an empty one if nothing was found."
         )
     if ks is None:
-        longest = max(map(len, rankings), default=0)
-        ks = [k for k in KS if k <= max(longest, 1)]
+        ks = ks_up_to(max(map(len, rankings), default=0))
     if any(k < 1 for k in ks):
         raise UserError(f"recall@k: k must be 1 or more, not {min(ks)}; change the list of ks.")
     rows = tuple(row for row, sources in enumerate(gold) if sources)
@@ -86,6 +85,11 @@ def score_rankings(
         per_question[f"ndcg@{k}"] = gains / ideal
     per_question["mrr"] = np.array([1 / rank[0] if len(rank) else 0.0 for rank in ranks])
     return RetrievalScores(rows, len(gold) - len(rows), per_question)
+
+
+def ks_up_to(depth: int) -> list[int]:
+    """The values of KS that rankings of `depth` sources tell, 1 at least."""
+    return [k for k in KS if k <= max(depth, 1)]
 
 
 def _gold_ranks(gold: set[str], ranking: Sequence[str]) -> np.ndarray:

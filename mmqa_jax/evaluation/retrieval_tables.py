@@ -9,7 +9,7 @@ import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.evaluation.retrieval import ks_up_to, score_rankings
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.evaluation.webqa import source_f1
@@ -17,9 +17,13 @@ from mmqa_jax.retrieval.modality import MODALITIES, gold_modality
 
 
 def score_retrieval(
-    corpus: Corpus, questions: Sequence[Question], rankings: Sequence[Ranking]
+    corpus: Corpus, questions: Sequence[Question], rankings: Sequence[Ranking], top_k: int = 0
 ) -> dict[str, Any]:
     """recall@k and the source F1 of the top two, over all questions and by gold modality.
+
+    Args:
+      top_k: how many sources were looked for, which may be more than were found (BM25); recall@k
+        is given up to it, and up to the longest ranking.
 
     Returns:
       `recall`, empty if no question has gold sources, as in WebQA's test split; otherwise also
@@ -28,11 +32,12 @@ def score_retrieval(
     gold = [gold_modality(question, corpus) for question in questions]
     groups = {"": list(range(len(questions)))}
     groups |= {name: [i for i, kind in enumerate(gold) if kind == name] for name in MODALITIES}
+    ks = ks_up_to(max([top_k, *(len(ranking.sources) for ranking in rankings)]))
     scored = {}
     for name, members in groups.items():
         subset = [questions[i] for i in members]
         if any(question.positives for question in subset):
-            scored[name] = _scores(subset, [rankings[i] for i in members])
+            scored[name] = _scores(subset, [rankings[i] for i in members], ks)
     if not scored:
         return {"recall": {}}
     return {**scored.pop(""), "by_modality": scored}
@@ -76,8 +81,11 @@ def show_retrieval(title: str, scored: Mapping[str, Any], *, markdown: bool = Fa
     show(Table(title, ["", *columns], rows, note), markdown=markdown)
 
 
-def _scores(questions: Sequence[Question], rankings: Sequence[Ranking]) -> dict[str, Any]:
-    scored = score_rankings([set(q.positives) for q in questions], [r.sources for r in rankings])
+def _scores(
+    questions: Sequence[Question], rankings: Sequence[Ranking], ks: Sequence[int]
+) -> dict[str, Any]:
+    gold = [set(question.positives) for question in questions]
+    scored = score_rankings(gold, [ranking.sources for ranking in rankings], ks)
     f1 = [
         source_f1(ranking.sources[:2], question.positives, variant="official")
         for question, ranking in zip(questions, rankings, strict=True)

@@ -2,7 +2,9 @@
 
 bm25s computes the scores (with the chosen method's formula; `lucene`, the default, is Robertson's
 BM25 with the idf ln(1 + (N - n + .5) / (n + .5)), which is positive even for very common words).
-Tokenization, the top k with ties in row order, and the restricted setting are ours.
+Tokenization, the top k with ties in row order, and the restricted setting are ours. So is that a
+source without a word of the query is no result, as in Lucene: bm25s's own `retrieve` fills up its
+top k with such sources, whose scores are 0.
 """
 
 from __future__ import annotations
@@ -108,20 +110,22 @@ class BM25:
 
         Returns:
           (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row
-          order. Rows that share no words with the query score 0 and come last.
+          order. Where fewer rows share a word with the query, -1 and a score of 0 follow them.
 
         Raises:
           UserError: `top_k` out of range.
         """
         check_top_k(top_k, len(self), allowed, "BM25")
-        rows = np.zeros((len(queries), top_k), np.int32)
+        rows = np.full((len(queries), top_k), -1, np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         for number, query in enumerate(queries):
             all_scores = self._scores(query)  # [rows]
             if allowed is not None:
-                all_scores = np.where(allowed, all_scores, np.float32(-np.inf))
-            rows[number] = _top_rows(all_scores, top_k)
-            scores[number] = all_scores[rows[number]]
+                all_scores = np.where(allowed, all_scores, np.float32(0))
+            best = _top_rows(all_scores, top_k)
+            best = best[all_scores[best] > 0]
+            rows[number, : len(best)] = best
+            scores[number, : len(best)] = all_scores[best]
         return rows, scores
 
     def search_within(
@@ -133,8 +137,8 @@ class BM25:
         frequencies and mean length are computed over them, not over the whole corpus.
 
         Returns:
-          (rows int32[m], scores float32[m]) with m = min(top_k, number of rows), best first;
-          equal scores in the order of `rows`.
+          (rows int32[m], scores float32[m]), best first, equal scores in the order of `rows`: at
+          most top_k rows, those that share a word with the query.
         """
         candidates = np.asarray(rows, np.int32)
         if len(candidates) and (candidates.min() < 0 or candidates.max() >= len(self)):
@@ -158,6 +162,7 @@ class BM25:
             )
             scores = index.get_scores_from_ids(query_ids)
         order = np.argsort(-scores, kind="stable")[:top_k]
+        order = order[scores[order] > 0]
         return candidates[order], scores[order]
 
     def scores(self, query: str, rows: Sequence[int]) -> np.ndarray:
@@ -184,7 +189,10 @@ class BM25Retriever:
         self.bm25 = BM25([source_text(source) for source in corpus.sources])
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
-        """The `top_k` sources of the whole collection for every question, best first."""
+        """The `top_k` sources of the whole collection for every question, best first.
+
+        Fewer where fewer share a word with the question; none where it has no word that is known.
+        """
         texts = [question.question for question in questions]
         found = self.bm25.search(texts, min(top_k, len(self.corpus)))
         ids = [source.id for source in self.corpus.sources]
@@ -193,7 +201,10 @@ class BM25Retriever:
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> list[Ranking]:
-        """Each question's own candidates, as a corpus of their own (WebQA 6.1), best first."""
+        """Each question's own candidates, as a corpus of their own (WebQA 6.1), best first.
+
+        Those without a word of the question are left out.
+        """
         rankings = []
         for question, given in zip(questions, candidates, strict=True):
             rows = [self.corpus.row[name] for name in given.sources]

@@ -85,7 +85,11 @@ class HybridSearch:
         """The Pool of every question's own candidates, as both rank them."""
         dense = self.dense.search_within(questions, candidates)
         bm25 = self.bm25.search_within(questions, candidates)
-        return [Pool(d, b, _scores(d), _scores(b)) for d, b in zip(dense, bm25, strict=True)]
+        # BM25 leaves out the candidates without a word of the question, which score 0.
+        return [
+            Pool(d, b, _scores(d), dict.fromkeys(d.sources, 0.0) | _scores(b))
+            for d, b in zip(dense, bm25, strict=True)
+        ]
 
     def _search(self, questions: Sequence[Question], depth: int) -> list[Pool]:
         wanted = depth + any("from_source" in question.extra for question in questions)

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.schema import Source, source_text
-from mmqa_jax.retrieval.bm25 import BM25, words
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question, Ranking, Source, source_text
+from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, words
+from mmqa_jax.retrieval.fusion import RankFusion
+from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.systems.extensions.similarity import interpolate
 
 WORDS = [
     "flag",
@@ -57,9 +62,13 @@ def test_search_equals_the_formula(k1, b):
     rows, scores = BM25(texts, k1, b, stop_words=False).search(queries, 300)
     for query, found, values in zip(queries, rows, scores, strict=True):
         expected = plain_bm25(texts, query, k1, b)
-        assert sorted(found) == list(range(300))
-        np.testing.assert_allclose(values, expected[found], rtol=1e-5, atol=1e-6)
+        matched = np.count_nonzero(expected)
+        assert 0 < matched < 300
+        assert sorted(found[:matched]) == np.flatnonzero(expected).tolist()
+        np.testing.assert_allclose(values[:matched], expected[found[:matched]], rtol=1e-5)
         assert (np.diff(values) <= 0).all()
+        assert (found[matched:] == -1).all()
+        assert (values[matched:] == 0).all()
 
 
 def test_top_k_is_the_head_of_the_full_ranking_with_ties_in_row_order():
@@ -72,8 +81,9 @@ def test_top_k_is_the_head_of_the_full_ranking_with_ties_in_row_order():
         np.testing.assert_array_equal(rows, full_rows[:, :top_k])
         np.testing.assert_array_equal(scores, full_scores[:, :top_k])
     np.testing.assert_array_equal(full_rows[0, :30], np.arange(700, 730))  # thirty equal scores
-    np.testing.assert_array_equal(full_rows[2], np.arange(730))  # all score 0
-    assert (full_scores[2] == 0).all()
+    assert (full_rows[0, 30:] == -1).all()  # the others share no word with the query
+    assert (full_rows[2] == -1).all()
+    assert (full_scores == 0)[full_rows == -1].all()
 
 
 def test_allowed_rows():
@@ -83,9 +93,11 @@ def test_allowed_rows():
     index = BM25(texts)
     rows, scores = index.search(["red star"], 40, allowed)
     full_rows, full_scores = index.search(["red star"], 200)
-    kept = allowed[full_rows[0]]
-    np.testing.assert_array_equal(rows[0], full_rows[0][kept])
-    np.testing.assert_array_equal(scores[0], full_scores[0][kept])
+    kept = allowed[full_rows[0]] & (full_rows[0] >= 0)
+    assert 0 < kept.sum() < 40
+    np.testing.assert_array_equal(rows[0, : kept.sum()], full_rows[0][kept])
+    np.testing.assert_array_equal(scores[0, : kept.sum()], full_scores[0][kept])
+    assert (rows[0, kept.sum() :] == -1).all()
     with pytest.raises(UserError, match="40 sources are available"):
         index.search(["red star"], 41, allowed)
 
@@ -100,8 +112,7 @@ def test_restricted_search_is_a_corpus_of_its_own():
     np.testing.assert_array_equal(rows, np.array(candidates)[order])
     np.testing.assert_allclose(scores, expected[order], rtol=1e-5)
     rows, scores = index.search_within("unheard of", candidates, 10)
-    assert rows.tolist() == candidates
-    assert (scores == 0).all()
+    assert (rows.tolist(), scores.tolist()) == ([], [])
     assert index.search_within("red", [], 5)[0].tolist() == []
     with pytest.raises(UserError, match="another corpus"):
         index.search_within("red", [100], 1)
@@ -128,3 +139,40 @@ def test_bad_input():
             index.search(["red"], top_k)
     with pytest.raises(UserError, match="mask of allowed rows"):
         index.search(["red"], 1, np.ones(2, bool))
+
+
+def test_a_source_without_a_word_of_the_question_is_no_result():
+    """As in Lucene; a hit would be counted that nothing but the order of the rows made."""
+    texts = ["a red star", "the blue sea", "an old king", "red sea"]
+    corpus = Corpus([Source(f"s{i}", "text", text) for i, text in enumerate(texts)])
+    retriever = BM25Retriever(corpus)
+    asked = [Question("q0", "val", "Which star is red?"), Question("q1", "val", "Unheard of?"),
+             Question("q2", "val", "The of and?")]  # fmt: skip
+    found = retriever.search(asked, 3)
+    assert [ranking.sources for ranking in found] == [("s0", "s3"), (), ()]
+    assert all(score > 0 for score in found[0].scores)
+    every = [Ranking(q.id, ("s3", "s2", "s1"), (0.0,) * 3) for q in asked]
+    within = retriever.search_within(asked, every)
+    assert [ranking.sources for ranking in within] == [("s3",), (), ()]
+    # Given sources are scored all the same: others found them.
+    assert retriever.score(asked[1:2], every[1:2]) == [every[1]]
+    assert score_rankings([{"s1"}] * 3, [r.sources for r in found]).scores["recall@2"] == 0.0
+
+
+def test_fused_and_second_hop_rankings_where_bm25_finds_little():
+    texts = ["a red star", "the blue sea", "an old king", "red sea"]
+    corpus = Corpus([Source(f"s{i}", "text", text, f"t{i}") for i, text in enumerate(texts)])
+    asked = [Question("q0", "val", "red?"), Question("q1", "val", "unheard of?")]
+    bm25 = BM25Retriever(corpus)
+    second = SecondHopRetriever(bm25, corpus)
+    assert [r.sources for r in second.search(asked, 4)] == [("s0", "s3"), ()]
+    every = [Ranking(q.id, ("s0", "s1", "s2", "s3"), (0.0,) * 4) for q in asked]
+    hops = second.hops(asked, every)
+    assert [r.sources for r in hops.first] == [("s0", "s3"), ()]
+    assert hops.questions[1] is None
+    relevance = [Ranking(q.id, ("s0", "s1", "s2", "s3"), (0.5,) * 4) for q in asked]
+    combined = interpolate(relevance, hops.first, 2.0)
+    assert combined[0].sources == ("s0", "s3", "s1", "s2")
+    assert combined[1].scores == pytest.approx((0.5,) * 4)
+    fused = RankFusion([bm25, bm25]).search(asked, 4)
+    assert [r.sources for r in fused] == [("s0", "s3"), ()]

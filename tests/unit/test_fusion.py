@@ -102,13 +102,14 @@ def collection(seed=0, count=12, **fields):
 def restated(question, corpus, dense, bm25, weight, depth):
     """The combination in plain numpy, from all scores of the collection: id -> score."""
     cosines = dense.index.embeddings.vectors @ dense.embedder.vectors[question.question]
-    lexical = bm25.bm25.search([question.question], len(corpus))
-    counts = np.zeros(len(corpus))
-    counts[lexical[0][0]] = lexical[1][0]
+    counts = bm25.bm25.scores(question.question, range(len(corpus)))
     own = question.extra.get("from_source")
     kept = [i for i in range(len(corpus)) if corpus.sources[i].id != own]
+    matched = [i for i in kept if counts[i] > 0]  # BM25 finds no others
     best = {
-        i for scores in (cosines, counts) for i in sorted(kept, key=lambda i: -scores[i])[:depth]
+        i
+        for scores, among in ((cosines, kept), (counts, matched))
+        for i in sorted(among, key=lambda i: -scores[i])[:depth]
     }
     dense_most, bm25_most = (max(scores[i] for i in best) for scores in (cosines, counts))
     return {

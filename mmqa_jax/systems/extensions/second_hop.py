@@ -67,7 +67,7 @@ class SecondHopRetriever:
             return Hops(first, second, second_questions)
         rankings = self.retriever.search_within(
             [second_questions[i] for i in two_hop],
-            [dataclasses.replace(first[i], sources=first[i].sources[1:]) for i in two_hop],
+            [_without_best(first[i], candidates[i]) for i in two_hop],
         )
         for i, ranking in zip(two_hop, rankings, strict=True):
             second[i] = ranking
@@ -89,8 +89,8 @@ class Hops(NamedTuple):
     """Candidates ranked for both hops, one entry per question.
 
     Attributes:
-      first: all candidates.
-      second: the candidates without the first hop's best; empty if there is no second hop.
+      first: all candidates; of BM25 those that share a word with the question.
+      second: the same without the first hop's best; empty if there is no second hop.
       questions: the question of the second hop; None if there is no second hop.
     """
 
@@ -142,6 +142,12 @@ def _with_title(question: Question, title: str) -> Question:
     """The question with the title appended and without its picture."""
     text = f"{question.question} {title}" if title else question.question
     return dataclasses.replace(question, question=text, image=None)
+
+
+def _without_best(first: Ranking, candidates: Ranking) -> Ranking:
+    """The candidates but for the first hop's best; those that it did not find come last."""
+    rest = tuple(dict.fromkeys((*first.sources, *candidates.sources)))[1:]
+    return Ranking(first.question_id, rest, (0.0,) * len(rest))
 
 
 def _names(question: Question, title: str) -> bool:

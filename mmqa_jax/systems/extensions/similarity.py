@@ -109,14 +109,15 @@ def interpolate(
 ) -> list[Ranking]:
     """sigmoid(logit(P) + weight * (s - s of the question's most similar source)).
 
-    The most similar source keeps its P; the others' are lowered. Weight 0 is P alone.
+    The most similar source keeps its P; the others' are lowered. Weight 0 is P alone. A source that
+    `similarity` lacks shares no word with the question: BM25's 0.
     """
     combined = []
     for relevant, similar in zip(relevance, similarity, strict=True):
         cosine = dict(zip(similar.sources, similar.scores, strict=True))
         best = max(similar.scores, default=0.0)
         p = np.clip(np.array(relevant.scores, np.float64), 1e-6, 1 - 1e-6)
-        gap = np.array([cosine[name] - best for name in relevant.sources], np.float64)
+        gap = np.array([cosine.get(name, 0.0) - best for name in relevant.sources], np.float64)
         logits = np.log(p) - np.log1p(-p) + weight * gap
         order = np.argsort(-logits, kind="stable")  # probabilities may tie where logits do not
         names = tuple(relevant.sources[i] for i in order)
