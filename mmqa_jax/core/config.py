@@ -39,6 +39,10 @@ _BOOLEANS = {
 }
 
 
+# jax.random.key takes the low 32 bits of a seed, so that 2**32 would be the seed 0.
+_LARGEST = 2**32 - 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Key:
     """What a specification says about one key of a config section.
@@ -93,7 +97,7 @@ def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:
 
     Raises:
       UserError: not a section; a key that is unknown (with the nearest known one) or missing;
-        a value of another type, or below its minimum.
+        a value of another type, below its minimum, or a whole number of more than 32 bits.
     """
     if not _fits(section, dict):
         raise UserError(f"config key {name}={section!r}: a section was expected.")
@@ -118,10 +122,20 @@ def _check_value(value: Any, name: str, key: Key) -> None:
         raise UserError(
             f"config key {name}={value!r}: {_describe(key.kind)} was expected; {remedy}"
         )
+    elif any(abs(number) > _LARGEST for number in _whole_numbers(value)):
+        raise UserError(
+            f"config key {name}={value!r:.60}: at most {_LARGEST:,} was expected, since arrays and "
+            "random keys hold 32 bits; give a smaller number."
+        )
     elif key.minimum is not None and value is not None and value < key.minimum:
         raise UserError(
             f"config key {name}={value}: at least {key.minimum} was expected; give a larger number."
         )
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    items = value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if type(item) is int]
 
 
 def load_config(

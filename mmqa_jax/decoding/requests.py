@@ -10,6 +10,10 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 
+MOST_DRAWS = 10_000  # continuations of one request, each of which has its own row of the cache
+_INT32 = 2**31 - 1  # the engine's arrays hold int32
+_LEAST = 1e-6  # a temperature; logits divided by less exceed float32
+
 
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer; transformers' and ours have it."""
@@ -53,20 +57,24 @@ class Request:
             _refuse(self.id, "stop", "", "strings of at least one character")
         if not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
-        if self.max_new_tokens < 1:
-            _refuse(self.id, "max_new_tokens", self.max_new_tokens, "at least 1")
-        if not 0.0 <= self.temperature < float("inf"):
-            _refuse(self.id, "temperature", self.temperature, "0 (greedy) or a positive number")
-        if self.top_k < 0:
-            _refuse(self.id, "top_k", self.top_k, "0 (all tokens) or more")
+        if not 1 <= self.max_new_tokens <= _INT32:
+            _refuse(self.id, "max_new_tokens", self.max_new_tokens, f"1 to {_INT32:,}")
+        if self.temperature and not _LEAST <= self.temperature <= 1 / _LEAST:
+            expected = f"0 (greedy) or a number from {_LEAST} to {1 / _LEAST:.0f}"
+            _refuse(self.id, "temperature", self.temperature, expected)
+        if not 0 <= self.top_k <= _INT32:
+            _refuse(self.id, "top_k", self.top_k, f"0 (all tokens) to {_INT32:,}")
         if not 0.0 < self.top_p <= 1.0:
             _refuse(self.id, "top_p", self.top_p, "a share above 0, up to 1")
-        if self.n < 1:
-            _refuse(self.id, "n", self.n, "at least 1")
+        if not 1 <= self.n <= MOST_DRAWS:
+            _refuse(self.id, "n", self.n, f"1 to {MOST_DRAWS:,}")
         if not 0 <= self.seed < 2**63:
             _refuse(self.id, "seed", self.seed, "0 to 2^63 - 1")
-        if self.beams < 0 or (self.beams and self.n > self.beams):
-            _refuse(self.id, "beams", self.beams, f"0 (no beam search) or at least n = {self.n}")
+        if self.beams and not self.n <= self.beams <= MOST_DRAWS:
+            expected = f"0 (no beam search), or n = {self.n} to {MOST_DRAWS:,}"
+            _refuse(self.id, "beams", self.beams, expected)
+        if not abs(self.length_penalty) <= 1 / _LEAST:
+            _refuse(self.id, "length_penalty", self.length_penalty, f"up to {1 / _LEAST:.0f}")
         if self.beams and self.temperature:
             _refuse(self.id, "beams", self.beams, "0 where temperature is above 0")
         if self.beams and len(self.images):
@@ -161,4 +169,7 @@ class TooLong(Unanswerable):
 
 
 def _refuse(request_id: Hashable, field: str, value: object, expected: str) -> None:
-    raise UserError(f"request {request_id!r}: {field} is {value!r}, expected {expected}.")
+    shown = (
+        f"{value!r:.60}" if not isinstance(value, int) or abs(value) < 2**99 else "a huge number"
+    )
+    raise UserError(f"request {request_id!r}: {field} is {shown}, expected {expected}.")

@@ -21,7 +21,7 @@ from typing import Any
 
 from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_jsonl, read_text
+from mmqa_jax.core.files import read_jsonl, read_text
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -94,6 +94,8 @@ def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> l
         a value of the wrong type or out of range, a duplicate id, a missing image.
     """
     path, decoding = Path(path), decoding or Decoding()
+    with _errors_at("config section decoding"):
+        decoding.request("the default")  # rejects values out of range, before a model is loaded
     if path.suffix == ".jsonl":
         lines = []
         for number, row in read_jsonl(path):
@@ -139,7 +141,6 @@ def _errors_at(where: str) -> Iterator[None]:
 def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Path) -> Line:
     if not isinstance(row, dict):
         raise UserError("not a JSON object; write {...} with `prompt` or `messages`.")
-    check_text(row, where)
     for key, value in row.items():
         if key not in _KEYS:
             raise UserError(

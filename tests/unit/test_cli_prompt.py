@@ -13,8 +13,10 @@ from cli_runs import ROOT, done, mmqa
 from openai_stub import Stub, error, said
 from tiny_llm import SIZES, text_tokenizer, write_folder
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.prompting.cache import ResponseCache
+from mmqa_jax.prompting.prompts_file import read_prompts
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -211,6 +213,49 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
         (['{"messages": [{"role": "user"}]}'], "line 1: a message has exactly the keys `role`"),
         (['{"prompt": "\\ud83d"}'], "line 1: holds '.ud83d', half of a character"),
         (
+            ['{"prompt": "a", "meta": ' + "9" * 5000 + "}"],
+            "line 1: an integer of more than 4,300 dig",
+        ),
+        (['{"prompt": "a"}', "[" * 100_000], "line 2: lists or objects nested more than 100 deep"),
+        (
+            ['{"prompt": "a", "top_k": 1099511627776}'],
+            r"line 1: request 1: top_k is 1099511627776, exp",
+        ),
+        (
+            ['{"prompt": "a", "top_k": ' + "9" * 400 + "}"],
+            "line 1: request 1: top_k is a huge number,",
+        ),
+        (['{"prompt": "a", "seed": 9223372036854775808}'], "line 1: request 1: seed is 92233"),
+        (
+            ['{"prompt": "a", "max_new_tokens": 2147483648}'],
+            "line 1: .*max_new_tokens is 2147483648",
+        ),
+        (
+            ['{"prompt": "a", "n": 1000000000000, "temperature": 1}'],
+            "line 1: .*n is 10+, expected 1 to",
+        ),
+        (
+            ['{"prompt": "a", "beams": 1000000000000}'],
+            r"line 1: .*beams is 10+, expected 0 \(no beam",
+        ),
+        (
+            ['{"prompt": "a", "temperature": NaN}'],
+            "line 1: request 1: temperature is nan, expected 0",
+        ),
+        (
+            ['{"prompt": "a", "temperature": 1e-320}'],
+            "line 1: request 1: temperature is 1e-320, exp",
+        ),
+        (
+            ['{"prompt": "a", "temperature": ' + "9" * 400 + "}"],
+            "line 1: .*temperature is a huge num",
+        ),
+        (['{"prompt": "a", "top_p": NaN}'], "line 1: request 1: top_p is nan, expected a share"),
+        (
+            ['{"prompt": "a", "length_penalty": Infinity}'],
+            "line 1: .*length_penalty is inf, expected",
+        ),
+        (
             ['{"id": "x", "prompt": "a"}', "", '{"id": "x", "prompt": "b"}'],
             "line 3: the id 'x' repeats that of line 1",
         ),
@@ -229,6 +274,33 @@ def test_a_mistake_in_the_file_is_named_by_its_line(refused, tmp_path, lines, me
         "prompt", f"--prompts={prompts}", "--model=none", f"--out={out}", CONFIG,
         message=rf"mmqa: {prompts}[,:] ?{message}",
     )  # fmt: skip
+
+
+def test_a_config_beyond_32_bits_is_refused_before_a_model_is_loaded(refused, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The capital\n")
+    flags = ("prompt", f"--prompts={prompts}", "--model=none", f"--out={tmp_path / 'out'}", CONFIG)
+    for key, message in (
+        ("top_k=1000000000000", r"config key decoding.top_k=1000000000000: at most 4,294,967"),
+        ("top_k=2147483648", r"config section decoding: .*top_k is 2147483648, expected 0"),
+        ("seed=-1", r"config section decoding: .*seed is -1, expected 0 to"),
+        ("n=20000", r"config section decoding: .*n is 20000, expected 1 to 10,000"),
+    ):
+        refused(*flags, f"--config.decoding.{key}", message=message)
+
+
+def test_a_mark_of_byte_order_is_not_sent_to_the_model(tmp_path):
+    """Notepad writes it; as text it took three tokens of the first prompt and changed its answer."""
+    path = tmp_path / "prompts.txt"
+    for name, text in (("txt", "One\r\nTwo\n"), ("jsonl", '{"prompt": "One"}\n{"prompt": "Two"}')):
+        path = tmp_path / f"prompts.{name}"
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert [line.request.prompt for line in read_prompts(path)] == ["One", "Two"]
+    path.write_bytes('{"prompt": "One"}'.encode("utf-16"))
+    with pytest.raises(
+        UserError, match=r"prompts\.jsonl: is UTF-16 text, UTF-8 was expected; save"
+    ):
+        read_prompts(path)
 
 
 def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_path):

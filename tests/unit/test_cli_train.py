@@ -132,6 +132,7 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         ("del c.model; c.model = 3", r"key model=3: a section was expected"),
         ("c.seed = 'a'", r"own\.py, line 4: .*seed"),
         ("del c.seed; c.seed = True", r"key seed=True: a whole number was expected"),
+        ("c.seed = 2**40", r"key seed=1099511627776: at most 4,294,967,295 was expected"),
         (
             "c.packing.buckets = ((0,),)",
             r"packing\.buckets=\(\(0,\),\): a tuple whose items are each a tuple of a whole number and a",

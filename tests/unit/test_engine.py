@@ -406,7 +406,7 @@ def test_long_prompts_are_shortened_by_the_caller_or_refused(engine):
     [
         ({"prompt": []}, "its prompt is empty"),
         ({"prompt": [3, 61]}, "has token 61, expected 0 to 60"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected 1 to 2,147,483,647"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": -1}, "top_k is -1"),
