@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.files import read_text, write_jsonl
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path, in_store, upload
 from mmqa_jax.core.wandb_log import WandbLog
 
@@ -140,14 +141,14 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     path = as_path(folder) / _FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path).splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            rows.append(
+                parse_json(line, f"{path}, line {number}", remedy="repair or remove that line")
+            )
+        except UserError:
             if number < len(lines):
-                raise UserError(
-                    f"{path}, line {number}: not valid JSON; repair or remove that line."
-                ) from error
+                raise
     return rows

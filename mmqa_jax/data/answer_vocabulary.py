@@ -17,6 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
+from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.evaluation.vqa import official_of_weight
@@ -122,7 +123,7 @@ def read_vocabulary(path: str | os.PathLike) -> AnswerVocabulary:
     data = read_json(file)
     # openvqa: [{answer: number}, {number: answer}].
     if isinstance(data, list) and len(data) == 2 and all(isinstance(x, dict) for x in data):
-        numbered = {number: answer for answer, number in data[0].items()}
+        numbered = {whole_number(number): answer for answer, number in data[0].items()}
         data = [numbered.get(number) for number in range(len(numbered))]
     if not isinstance(data, list) or not data or not all(isinstance(x, str) for x in data):
         raise UserError(

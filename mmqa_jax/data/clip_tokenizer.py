@@ -7,13 +7,14 @@ import hashlib
 import html
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, read_json, read_text
+from mmqa_jax.core.files import atomic_write, decode_text, read_json, read_text
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.question_words import QuestionWords, read_words
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
@@ -116,10 +117,10 @@ def _merges(text: str) -> list[list[str]]:
 def _from_openai(path: Path) -> ClipTokenizer:
     """The tokenizer of openai/CLIP clip/simple_tokenizer.py; its ids follow from the merges."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with gzip.open(path) as file:
             # The first line is a title; the file has more merges than CLIP uses.
-            lines = file.read().split("\n")[1:]
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+            lines = decode_text(file.read(), path).split("\n")[1:]
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as gzip ({error}); fetch it again.") from None
     symbols = _byte_symbols()
     merges = _merges("\n".join(lines[: _OPENAI_TOKENS - 2 * len(symbols) - 2]))
@@ -153,7 +154,8 @@ def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer | Quest
     if path.is_file() and read_text(path).lstrip().startswith("["):
         return read_words(path)
     if path.name == "tokenizer.json" and path.is_file() and '"BPE"' in read_text(path):
-        model = read_json(path).get("model", {})
-        if model.get("type") == "BPE":
+        content = read_json(path)
+        model = content.get("model") if isinstance(content, dict) else None
+        if isinstance(model, dict) and model.get("type") == "BPE":
             return load_clip_tokenizer(path.parent)
     return load_tokenizer(path)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.numbers import whole_number
 
 
 class CutLine(UserError):
@@ -87,8 +88,11 @@ def read_offsets(path: Path) -> np.ndarray:
     lines = path.read_bytes().split()
     try:
         offsets = np.array(lines, dtype=np.int64)
+        if (offsets < 0).any():
+            raise ValueError
     except (ValueError, OverflowError):
-        number = next(n for n, line in enumerate(lines, start=1) if not line.isdigit())
+        numbers = (whole_number(line.decode("ascii", "replace")) for line in lines)
+        number = next((n for n, offset in enumerate(numbers, start=1) if offset is None), 1)
         raise UserError(
             f"{path}, line {number}: not a byte offset; fetch the lineidx again."
         ) from None

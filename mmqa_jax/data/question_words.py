@@ -11,6 +11,7 @@ from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data.numbers import whole_number
 
 PAD, UNKNOWN, CLS = "PAD", "UNK", "CLS"  # the first three of the vocabulary
 
@@ -67,7 +68,7 @@ def read_words(path: str | os.PathLike) -> QuestionWords:
     if isinstance(data, list) and data and isinstance(data[0], dict):
         data = data[0]
     if isinstance(data, dict):
-        numbered = {number: word for word, number in data.items()}
+        numbered = {whole_number(number): word for word, number in data.items()}
         data = [numbered.get(number) for number in range(len(numbered))]
     special = [PAD, UNKNOWN, CLS]
     if (
@@ -92,7 +93,7 @@ def read_glove(path: str | os.PathLike, words: QuestionWords) -> Float32[np.ndar
     found: dict[int, np.ndarray] = {}
     size = None
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for line_number, line in enumerate(file, start=1):
                 word, *values = line.rstrip("\n").split(" ")
                 if word not in wanted:

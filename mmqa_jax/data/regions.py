@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxtyping import Float, Int
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import BrokenPictures
@@ -233,9 +233,9 @@ class VinVLFeatures:
                 "belong together or are those of another data set, fetch them again."
             )
         try:
-            objects = json.loads(columns[-1])["objects"]
+            objects = parse_json(columns[-1], where)["objects"]
             return self.detections(objects, where)
-        except (ValueError, KeyError, TypeError) as error:
+        except (UserError, ValueError, KeyError, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise RegionError(
                 f"{where}: the last column is not a JSON object with a list `objects` of regions "

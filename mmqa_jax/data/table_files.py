@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_text
@@ -92,7 +91,6 @@ def _tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _spreadsheet(path: Path) -> Iterator[tuple[int, list[str]]]:
     import openpyxl
-    from openpyxl.utils.exceptions import InvalidFileException
 
     try:
         with open(path, "rb") as file:
@@ -104,7 +102,7 @@ def _spreadsheet(path: Path) -> Iterator[tuple[int, list[str]]]:
                 yield number, cells
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
-    except (OSError, BadZipFile, InvalidFileException, KeyError, ValueError, SyntaxError) as error:
+    except Exception as error:  # of a broken archive or its XML nearly any
         raise UserError(
             f"{path}: cannot be read as a spreadsheet ({' '.join(str(error).split()):.100}); save "
             "it as .xlsx, or as tab-separated .tsv."

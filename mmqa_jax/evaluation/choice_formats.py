@@ -35,6 +35,7 @@ from mmqa_jax.data.datasets.mmbench import (
     PREDICTION,
     mmbench_rows,
 )
+from mmqa_jax.data.numbers import real_number
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.table_files import SUFFIXES, write_spreadsheet
 from mmqa_jax.evaluation import multiple_choice as rules
@@ -349,7 +350,7 @@ def _likeliest(where: str, losses: Any, count: int | None) -> int | None:
         return None
     if (
         not isinstance(losses, list)
-        or not all(loss is None or type(loss) in (int, float) for loss in losses)
+        or not all(x is None or real_number(x, finite=False) is not None for x in losses)
         or not 0 < len(losses) == (count or len(losses))
     ):
         raise UserError(

@@ -19,6 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.webqa import parse_submission
+from mmqa_jax.data.numbers import real_number
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question
 
 if TYPE_CHECKING:
@@ -150,9 +151,8 @@ def _beams(answers: list[str], confidence: Any) -> tuple[tuple[str, float], ...]
                 return ()
     if not isinstance(confidence, list) or len(confidence) != len(answers):
         return ()
-    if not all(isinstance(value, int | float) for value in confidence):
-        return ()
-    return tuple(zip(answers, map(float, confidence), strict=True))
+    values = [value for x in confidence if (value := real_number(x)) is not None]
+    return tuple(zip(answers, values, strict=True)) if len(values) == len(answers) else ()
 
 
 def _strings(text: str, column: str, where: str) -> list[str]:

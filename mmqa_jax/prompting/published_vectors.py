@@ -138,7 +138,7 @@ def _array(path: Path) -> Float32[np.ndarray, "N D"]:
         raise UserError(
             f"{path}: no such file; fetch the folder coco_clip_new of github.com/microsoft/PICa."
         ) from error
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy parses the header as Python, which can raise nearly any
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(
             f"{path}: cannot be read as an array of numbers ({reason:.150}); fetch it again."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, write_jsonl
+from mmqa_jax.data.numbers import real_number
 from mmqa_jax.data.schema import Question, Ranking
 
 
@@ -114,7 +114,7 @@ def _parse(row: Any, where: str) -> Ranking:
         raise UserError(f"{where}: question_id must be a string, got {question_id!r:.80}.")
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         raise UserError(f"{where}: sources must be a list of id strings, got {sources!r:.80}.")
-    if not isinstance(scores, list) or not all(_finite(score) for score in scores):
+    if not isinstance(scores, list) or not all(real_number(score) is not None for score in scores):
         raise UserError(f"{where}: scores must be a list of finite numbers, got {scores!r:.80}.")
     if len(sources) != len(scores):
         raise UserError(
@@ -125,10 +125,6 @@ def _parse(row: Any, where: str) -> Ranking:
         repeated = next(source for source in sources if sources.count(source) > 1)
         raise UserError(f"{where}: source {repeated!r} is ranked twice; remove one.")
     return Ranking(question_id, tuple(sources), tuple(map(float, scores)))
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def with_mined_negatives(

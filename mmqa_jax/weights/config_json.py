@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.json_text import parse_json
 
 C = TypeVar("C")
 
@@ -49,8 +50,8 @@ def with_changes(config: C, changes: Iterable[str]) -> C:
         if not equals:
             raise UserError(f"--set {change}: write it as FIELD=VALUE, e.g. --set heads=12.")
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
+            value = parse_json(text, name)
+        except UserError:
             value = text
         config = _changed(config, name.split("."), value, f"--set {name}")
     return config

@@ -9,7 +9,6 @@ COCO's JSON     {"annotations": [{"image_id", "caption"}]}  five captions by peo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS, OfficialFiles
+from mmqa_jax.data.numbers import real_number, whole_number
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.whole_numbers import whole_number
 
 PEOPLE_CAPTIONS = "coco_captions"  # key of Question.extra: COCO's captions by people
 DESCRIPTIONS = (CAPTION, TAGS, PEOPLE_CAPTIONS)
@@ -199,8 +198,7 @@ def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
         valid = isinstance(rows, list) and all(
             isinstance(row, dict)
             and isinstance(row.get(key), str)
-            and type(row.get("conf", 0.0)) in (int, float)
-            and math.isfinite(row.get("conf", 0.0))
+            and real_number(row.get("conf", 0.0)) is not None
             for row in rows
         )
         image_id = whole_number(name)

@@ -33,7 +33,7 @@ def parquet_rows(
     columns = [name for name in (*needed, *optional) if name in names]
     number = 0
     for group in range(file.num_row_groups):
-        for row in _read(path, file, group, columns).to_pylist():
+        for row in _values(path, _read(path, file, group, columns)):
             yield number, row
             number += 1
 
@@ -56,7 +56,7 @@ class ParquetPictures:
                 if key is None:
                     ids = _rows_with_picture(path, file, group)
                 else:
-                    ids = dict(enumerate(_read(path, file, group, [key]).column(0).to_pylist()))
+                    ids = dict(enumerate(_values(path, _read(path, file, group, [key]).column(0))))
                 self._rows |= {str(name): (place, group, row) for row, name in ids.items()}
         self._lock = threading.Lock()  # row groups are read by one thread at a time
         self._group = functools.lru_cache(maxsize=_GROUPS)(self._read_group)
@@ -81,7 +81,7 @@ class ParquetPictures:
 
     def _read_group(self, place: int, group: int) -> list[Any]:
         path = self._paths[place]
-        return _read(path, _open(path), group, ["image"]).column(0).to_pylist()
+        return _values(path, _read(path, _open(path), group, ["image"]).column(0))
 
 
 def row_name(path: Path, number: int) -> str:
@@ -99,21 +99,26 @@ def _rows_with_picture(path: Path, file: Any, group: int) -> dict[int, str]:
 
 
 def _open(path: Path) -> Any:
-    import pyarrow
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except Exception as error:  # names of columns that are no UTF-8, beside Arrow's own errors
         raise _damaged(path, error) from error
 
 
 def _read(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any:
-    import pyarrow
-
     try:
         return file.read_row_group(group, columns=list(columns))
-    except (pyarrow.ArrowException, OSError) as error:
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def _values(path: Path, table: Any) -> list[Any]:
+    """A table's rows or a column's values as Python's; text that is no UTF-8 is found here."""
+    try:
+        return table.to_pylist()
+    except Exception as error:
         raise _damaged(path, error) from error
 
 

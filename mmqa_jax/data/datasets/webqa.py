@@ -21,8 +21,8 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
+from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Prediction, Question, Source
-from mmqa_jax.data.whole_numbers import whole_number
 
 PathLike = str | os.PathLike
 

@@ -1,0 +1,462 @@
+"""Every reader of users' files, on damaged files: a result that can be written, or one sentence.
+
+Damage is drawn by a seed: cut and empty files, flipped and missing bytes, other bytes in between,
+and well-formed JSON and tables whose values are of other types.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import random
+import tarfile
+
+import numpy as np
+import pytest
+from cli_runs import png
+from science import problem
+from test_aokvqa_reader import hub_rows, write_parquet
+from test_mmbench import ROWS, write_tsv
+from test_published_vectors import SAMPLES, questions, write_vectors
+from test_regions import ID, detections, write_vinvl, write_x101
+from test_seed_bench import NAMES, QUESTIONS
+from test_webqa_reader import COLORS, hidden_test, train_val, write_images
+from vqa_files import soft_labels, write, write_aokvqa, write_okvqa
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.answer_vocabulary import read_vocabulary
+from mmqa_jax.data.array_pickle import load_arrays
+from mmqa_jax.data.datasets import webqa
+from mmqa_jax.data.datasets.aokvqa import read_aokvqa
+from mmqa_jax.data.datasets.mmbench import read_mmbench
+from mmqa_jax.data.datasets.okvqa import read_okvqa
+from mmqa_jax.data.datasets.scienceqa import read_scienceqa
+from mmqa_jax.data.datasets.seed_bench import read_seed_bench
+from mmqa_jax.data.datasets.vqav2 import read_vqav2
+from mmqa_jax.data.grid_records import FeatureError
+from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.interchange import read_interchange
+from mmqa_jax.data.picture_features import NpzFiles
+from mmqa_jax.data.question_words import read_glove, read_words
+from mmqa_jax.data.regions import RegionError, VinVLFeatures, X101Features
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.table_files import write_spreadsheet
+from mmqa_jax.data.vinvl_rows import VinVLRows, read_sizes
+from mmqa_jax.evaluation import choice_formats, vqa_formats, webqa_formats
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
+from mmqa_jax.prompting.prompts_file import read_prompts
+from mmqa_jax.prompting.published_vectors import PublishedVectors
+from mmqa_jax.retrieval.rankings import read_rankings
+
+TRIALS = 150
+# What a reader may raise; of the last three the caller counts the picture as broken.
+NAMED = (UserError, PictureError, RegionError, FeatureError)
+OTHERS = (
+    *(
+        None,
+        True,
+        -1,
+        0,
+        7,
+        2.5,
+        float("nan"),
+        1e400,
+        10**30,
+        10**400,
+        "",
+        "x",
+        "7",
+        "7.0",
+        "\ud83d",
+    ),
+    *("9" * 5000, [], {}, [[]], [{}], {"a": None}, ["a", 1], [1.5], "٣", "\x00"),
+)
+ASKED = [
+    Question(name, "val", "?", answers=("a",), choices=("a", "b", "nan"), answer_index=0)
+    for name in ("25", "26", "q1", "q2", "7", "1000007")
+]
+
+
+def json_damage(value, rng: random.Random):
+    """The value with one of its parts replaced, taken out or repeated."""
+    parent, places = None, []
+    inner = value
+    while isinstance(inner, dict | list) and inner and (parent is None or rng.random() < 0.75):
+        keys = [*inner] if isinstance(inner, dict) else range(len(inner))
+        parent, key = inner, rng.choice(keys)
+        places.append(key)
+        inner = inner[key]
+    if parent is None or rng.random() < 0.05:
+        return rng.choice(OTHERS)
+    if rng.random() < 0.15:
+        parent.pop(key)
+    elif isinstance(parent, list) and rng.random() < 0.2:
+        parent.append(inner)
+    elif isinstance(parent, dict) and rng.random() < 0.1:
+        parent["7.0"] = parent.pop(key)
+    else:
+        parent[key] = rng.choice(OTHERS)
+    return value
+
+
+def typed_damage(data: bytes, rng: random.Random) -> bytes:
+    """Well-formed text with a value of another kind: of a JSON file, or of one of its lines."""
+    text = data.decode()
+    try:
+        return json.dumps(json_damage(json.loads(text), rng)).encode()
+    except ValueError:
+        lines = text.split("\n")
+    row = rng.randrange(len(lines))
+    cells = lines[row].split("\t")
+    column = rng.randrange(len(cells))
+    try:
+        cells[column] = json.dumps(json_damage(json.loads(cells[column]), rng))
+    except ValueError:
+        cells[column] = str(rng.choice(OTHERS)).encode("utf-8", "replace").decode()
+    lines[row] = "\t".join(cells)
+    return "\n".join(lines).encode()
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """One damage of a file's bytes."""
+    kind = rng.choice(("cut", "flip", "out", "in", "typed", "typed", "typed", "typed", "whole"))
+    at = rng.randrange(len(data) + 1)
+    if kind == "cut":
+        return data[:at]
+    if kind == "flip" and data:
+        at = min(at, len(data) - 1)
+        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+    if kind == "out":
+        return data[:at] + data[at + rng.randrange(1, 40) :]
+    if kind == "in":
+        pieces = (
+            b"\0",
+            b"\xff\xfe",
+            b"[",
+            b'{"',
+            b"\n",
+            b"\t",
+            b"9" * 5000,
+            b"[" * 2000,
+            b'"',
+            b"-",
+        )
+        return data[:at] + rng.choice(pieces) + data[at:]
+    if kind == "whole":
+        pieces = (b"", b"\n", b"null", b"[]", b"{}", b"\xef\xbb\xbf", b"[" * 100_000, b"PK\x03\x04")
+        return rng.choice((*pieces, rng.randbytes(300), data.decode("latin1").encode("utf-16")))
+    try:
+        return typed_damage(data, rng)
+    except UnicodeDecodeError:
+        return data[:at] + rng.randbytes(8) + data[at + 8 :]
+
+
+def lines(*rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def put(path, text: str):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def okvqa(folder):
+    write(folder / "captions_okvqa.json", {"2": "a bike", "3": "a pot"})
+    captions = [{"image_id": 2, "caption": "a bike stands"}]
+    write(folder / "captions_val2014.json", {"annotations": captions})
+    write_okvqa(folder)
+
+
+def okvqa_labels(folder):
+    write(folder / "val_soft_labels.json", soft_labels())
+
+
+def aokvqa_hub(folder):
+    write_parquet(folder / "validation-0.parquet", hub_rows())
+
+
+def science(folder):
+    problems = {str(n): problem(n, "test") for n in range(3)}
+    write(folder / "problems.json", problems)
+    write(folder / "pid_splits.json", {"test": [*problems]})
+    write(folder / "captions.json", {"captions": {"0": "a picture"}})
+    turns = [{"value": "Who?\nA. I\nB. You"}, {"value": "B"}]
+    write(folder / "test_questions_all.json", [{"id": "9", "conversations": turns}])
+
+
+def vqav2(folder):
+    asked = [{"image_id": 1, "question": "What?", "question_id": 10}]
+    known = [
+        {"image_id": 1, "question_id": 10, "answer_type": "other", "answers": [{"answer": "a"}]}
+    ]
+    for name, key, rows in (
+        ("OpenEnded_mscoco", "questions", asked),
+        ("mscoco", "annotations", known),
+    ):
+        write(folder / f"v2_{name}_train2014_{key}.json", {key: rows})
+    qas = [{"qa_id": 1, "question": "What?", "answer": "A."}]
+    write(folder / "question_answers.json", [{"id": 5, "qas": qas}])
+    write(folder / "image_data.json", [{"image_id": 5, "coco_id": 1}])
+
+
+def mmbench(folder):
+    write_tsv(folder / "t.tsv", ROWS)
+    write(folder / "captions.json", {"7": "a red square"})
+
+
+def mmbench_sheet(folder):
+    folder.mkdir(exist_ok=True)
+    columns = [*ROWS[0]]
+    write_spreadsheet(folder / "t.xlsx", columns, [[row[c] for c in columns] for row in ROWS])
+
+
+def seed_bench(folder):
+    write(folder / "SEED-Bench.json", {"questions": QUESTIONS, "question_type": NAMES})
+    write(folder / "captions.json", {"77_88.jpg": "two cups"})
+
+
+def release(folder):
+    write(folder / "WebQA_train_val.json", train_val())
+    write(folder / "WebQA_test.json", hidden_test())
+
+
+def images(folder):
+    write_images(folder, {n: base64.b64encode(png(color)) for n, color in COLORS.items()})
+
+
+def read_images(folder):
+    tsv = webqa.ImagesTsv(folder / "imgs.tsv")
+    tsv.check_ends(["images/30000000", "images/30000002"])
+    return [len(tsv.read(row)) for row in range(3)]
+
+
+def documents(folder):
+    picture = {"id": "p", "modality": "image", "image": "p.png", "text": "a square"}
+    text = {"id": "s", "modality": "text", "text": "A star is red.", "title": "Stars", "own": [1]}
+    asked = {
+        "id": "q", "split": "val", "question": "Red?", "answers": ["yes"], "positives": ["s"],
+        "negatives": ["p"], "choices": ["yes", "no"], "answer_index": 0, "keywords": "yes",
+    }  # fmt: skip
+    put(folder / "sources.jsonl", lines(picture, text))
+    put(folder / "questions.jsonl", lines(asked))
+    put(folder / "p.png", "?")
+    with tarfile.open(folder / "images.tar", "w") as tar:
+        tar.add(folder / "p.png", "p.png")
+    (folder / "p.png").unlink()
+
+
+def read_documents(folder):
+    found = read_interchange(folder)
+    names = [source.image for source in found.sources if source.image]
+    return [*found.sources, *found.questions, [len(found.read_picture(name)) for name in names]]
+
+
+def one(name: str, value):
+    """Writes one file, of JSON or of text."""
+
+    def make(folder):
+        if isinstance(value, str):
+            put(folder / name, value)
+        else:
+            write(folder / name, value)
+
+    return make
+
+
+def tables(folder):
+    for suffix in ("xlsx", "tsv"):
+        rows = [(7, "A"), (1000007, "nan")]
+        if suffix == "xlsx":
+            write_spreadsheet(folder / "p.xlsx", ("index", "prediction"), rows)
+        else:
+            put(folder / "p.tsv", "index\tprediction\n" + "".join(f"{n}\t{a}\n" for n, a in rows))
+
+
+def read_tables(folder):
+    return [
+        choice_formats.read_mmbench_predictions(folder / f"p.{suffix}", ASKED)
+        for suffix in ("xlsx", "tsv")
+    ]
+
+
+def vectors(folder):
+    write_vectors(folder, {split: rows[:9] for split, rows in SAMPLES.items()})
+
+
+def read_vectors(folder):
+    found = PublishedVectors(folder)
+    return [found.of(questions("val")[:2], kind).shape for kind in ("question", "image")]
+
+
+def features(folder):
+    folder.mkdir(exist_ok=True)
+    np.savez_compressed(folder / "COCO_train2014_000000000007.npz", x=np.ones((2, 2, 3), "f4"))
+
+
+def vinvl(folder):
+    folder.mkdir(exist_ok=True)
+    write_vinvl(folder / "t.tsv", {10_000_000: detections(1, 1595)})
+    put(folder / "hw.tsv", '10000000\t[{"height": 4, "width": 5}]\n')
+
+
+def read_vinvl(folder):
+    rows = VinVLRows(folder / "t.tsv")
+    names = [rows[n].name for n in range(len(rows))]
+    return [
+        names,
+        read_sizes(folder / "hw.tsv"),
+        len(VinVLFeatures({1: folder / "t.tsv"}).read(10**7)),
+    ]
+
+
+def pickled(folder):
+    write_x101(folder)
+
+
+OUTPUT_TSV = (
+    "Guid\tQcate\tQ\tA\tKeywords_A\tOutput_conf\tOutput\n"
+    'g1\ttext\tWho?\t["I"]\tI\t[-0.5]\t["He"]\ng2\tcolor\tWhat?\t["red"]\tred\t"[-1]"\t["a"]\n'
+)
+END_TO_END = {
+    "g1": {
+        "predicted sources": [1, "g1_0"],
+        "predicted answers": ["a"],
+        "answer confidence": [-1.0],
+    }
+}
+ANSWER = {"question_id": "7", "answer": "a", "choice": 1, "sources": ["s"], "beams": [["a", -1.0]]}
+PROMPTS = (
+    {
+        "id": "a",
+        "prompt": "Who?",
+        "max_new_tokens": 5,
+        "stop": ["\n"],
+        "temperature": 0.5,
+        "seed": 3,
+    },
+    {"prompt": "Which?", "choices": ["a", "b"], "meta": {"n": 1}},
+    {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}]}],
+        "top_k": 4,
+        "n": 1,
+    },
+)
+READERS = {
+    "okvqa": (okvqa, read_okvqa),
+    "okvqa_labels": (okvqa_labels, read_okvqa),
+    "aokvqa": (write_aokvqa, read_aokvqa),
+    "aokvqa_hub": (aokvqa_hub, read_aokvqa),
+    "scienceqa": (science, read_scienceqa),
+    "vqav2": (vqav2, read_vqav2),
+    "mmbench": (mmbench, read_mmbench),
+    "mmbench_sheet": (mmbench_sheet, read_mmbench),
+    "seed_bench": (seed_bench, read_seed_bench),
+    "webqa": (
+        release,
+        lambda f: webqa.read_release([f / "WebQA_train_val.json"], [f / "WebQA_test.json"]),
+    ),
+    "webqa_pictures": (images, read_images),
+    "documents": (documents, read_documents),
+    "predictions": (one("p.jsonl", lines(ANSWER, ANSWER | {"question_id": 8})),
+                    lambda f: read_answers(f / "p.jsonl")),
+    "okvqa_predictions": (
+        one("p.json", [{"question_id": 25, "answer": "a"}, {"question_id": 26.0, "answer": None}]),
+        lambda f: vqa_formats.read_okvqa_predictions(f / "p.json", ASKED),
+    ),
+    "aokvqa_predictions": (
+        one("p.json", {"q1": {"direct_answer": "a", "multiple_choice": "b"}, "q2": {}}),
+        lambda f: vqa_formats.read_aokvqa_predictions(f / "p.json", ASKED),
+    ),
+    "scienceqa_predictions": (
+        one("p.json", {"results": {"7": 1, "25": "0"}, "outputs": {"7": "A", "26": None}}),
+        lambda f: choice_formats.read_scienceqa_predictions(f / "p.json", ASKED),
+    ),
+    "mmbench_tables": (tables, read_tables),
+    "mmbench_json": (
+        one("p.json", [{"index": 7, "prediction": "A"}, {"index": 1000007.0, "prediction": "B"}]),
+        lambda f: choice_formats.read_mmbench_predictions(f / "p.json", ASKED),
+    ),
+    "llava_lines": (
+        one("p.jsonl", lines({"question_id": "7", "text": "A", "round_id": 1}, {"question_id": 7, "text": "B"})),
+        lambda f: choice_formats.read_mmbench_predictions(f / "p.jsonl", ASKED),
+    ),
+    "seed_bench_losses": (
+        one("p.jsonl", lines({"question_id": "7", "losses": [1, 2, 0.5]})),
+        lambda f: choice_formats.read_seed_bench_predictions(f / "p.jsonl", ASKED),
+    ),
+    "webqa_tsv": (one("p.tsv", OUTPUT_TSV), lambda f: webqa_formats.read_output_tsv(f / "p.tsv")),
+    "webqa_json": (
+        one("p.json", END_TO_END),
+        lambda f: webqa_formats.read_prediction_json(f / "p.json"),
+    ),
+    "rankings": (
+        one("r.jsonl", lines({"question_id": "7", "sources": ["s", "t"], "scores": [2, 1.5]})),
+        lambda f: read_rankings(f / "r.jsonl"),
+    ),
+    "prompts": (one("p.jsonl", lines(*PROMPTS)), lambda f: read_prompts(f / "p.jsonl")),
+    "candidates": (
+        one("c.json", {"7": [{"answer": "a", "confidence": 0.5}]}),
+        lambda f: load_candidates(f / "c.json"),
+    ),
+    "answer_aware": (one("a.json", {"7": ["25", 26]}), lambda f: load_answer_aware(f / "a.json")),
+    "vocabulary": (one("v.json", ["a", "b"]), lambda f: read_vocabulary(f / "v.json").answers),
+    "openvqa_vocabulary": (
+        one("v.json", [{"a": 0, "b": 1}, {"0": "a", "1": "b"}]),
+        lambda f: read_vocabulary(f / "v.json").answers,
+    ),
+    "words": (one("w.json", ["PAD", "UNK", "CLS", "a"]), lambda f: read_words(f / "w.json").words),
+    "glove": (
+        one("g.txt", "a 1 2\nb 0.5 nan\n"),
+        lambda f: read_glove(f / "g.txt", read_words_of(f)).tolist(),
+    ),
+    "vectors": (vectors, read_vectors),
+    "features": (features, lambda f: NpzFiles(f).read(7)[0].shape),
+    "vinvl": (vinvl, read_vinvl),
+    "x101": (pickled, lambda f: len(X101Features(f).read(ID))),
+    "pickle": (pickled, lambda f: sorted(map(str, load_arrays(next(f.rglob("*.pkl")))))),
+}  # fmt: skip
+
+
+def read_words_of(folder):
+    from mmqa_jax.data.question_words import QuestionWords
+
+    return QuestionWords(["PAD", "UNK", "CLS", "a", "b"])
+
+
+def plain(value):
+    """Dataclasses as JSON values."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return repr(value)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_named(name, tmp_path):
+    make, read = READERS[name]
+    folder = tmp_path / "input"
+    folder.mkdir()
+    make(folder)
+    files = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    assert read(folder)
+    rng = random.Random(name)
+    named = 0
+    for trial in range(TRIALS):
+        path = rng.choice([*files])
+        data = damaged(files[path], rng)
+        path.write_bytes(data)
+        try:
+            found = read(folder)
+        except NAMED as error:
+            named += bool(str(error).strip().encode())
+        except BaseException as error:
+            error.add_note(f"{name}, trial {trial}: {path.name} was {data[:300]!r}")
+            raise
+        else:
+            questions_of = getattr(found, "questions", found)
+            if isinstance(questions_of, list):
+                json.dumps(questions_of, default=plain, ensure_ascii=False).encode()
+        path.write_bytes(files[path])
+    assert named > TRIALS / 10
