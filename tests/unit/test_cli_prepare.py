@@ -28,6 +28,8 @@ from cli_runs import (
 from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.webqa import ImagesTsv
+from mmqa_jax.data.schema import Question
+from mmqa_jax.retrieval.bm25 import BM25Retriever
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -196,10 +198,9 @@ def test_a_broken_picture_is_counted_and_named_and_the_run_goes_on(webqa_raw, tm
     assert corpus.picture(corpus.row["30000001"]) is None
     assert corpus.picture(corpus.row["30000002"]) == pictures[30000002]
     # The caption still takes part.
-    path = tmp_path / "bm25.jsonl"
-    flags = (f"--data={tmp_path / 'out'}", "--split=val", f"--out={path}")
-    done("search", *flags, "--method=bm25")
-    assert "30000001" in rows_of(path)[0]["sources"]
+    caption = corpus.sources[corpus.row["30000001"]].text
+    found = BM25Retriever(corpus).search([Question("q", "val", caption)], 1)
+    assert found[0].sources == ("30000001",)
 
 
 def test_bad_official_files(webqa_raw, refused, tmp_path):

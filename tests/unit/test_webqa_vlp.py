@@ -328,7 +328,9 @@ def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
         done(*flags, f"--candidates={found}", f"--out={plain}")
         ranked = rows_of(plain)
         rows = [
-            {**row, "sources": row["sources"][::-1], "scores": [5, 4, 3, 2, 1]} for row in ranked
+            {**row, "sources": names[::-1], "scores": [*range(len(names), 0, -1)]}
+            for row in ranked
+            for names in [row["sources"]]
         ]
         turned.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         for weight, wanted in ((0, ranked), (1e6, rows)):
