@@ -21,7 +21,7 @@ _CHUNK = 1024
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
-        "\n\nprompts: plain text, one per line, or .jsonl with, on each line,\n"
+        "\n\nprompts: UTF-8, plain text with one per line, or .jsonl with, on each line,\n"
         "  prompt or messages [{role, content}], and optionally id, images, choices (to be\n"
         "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs\n"
         "backend openai: any server with OpenAI's API, at the address in the environment\n"

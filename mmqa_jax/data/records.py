@@ -186,7 +186,10 @@ class RecordPictures:
 
     def __init__(self, records: Path):
         self._folder = records / "pictures"
-        names = read_json(records / "pictures.json")
+        path = records / "pictures.json"
+        names = read_json(path)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{path}: a list of names was expected; prepare the corpus again.")
         self._numbers = {name: number for number, name in enumerate(names)}
         self._source: Any = None
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
+from mmqa_jax.data.numbers import real_number
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import (
     Interval,
@@ -90,17 +91,25 @@ def read_run(folder: Path) -> ScoredRun:
                 f"--workdir={folder}` to its end."
             )
     scores = read_json(folder / "scores.json")
-    if not isinstance(scores, dict) or not isinstance(scores.get("scores"), dict):
+    if not isinstance(scores, dict) or not (
+        isinstance(scores.get("scores"), dict) and isinstance(scores.get("llm", {}), dict | None)
+    ):
         raise UserError(f"{folder / 'scores.json'}: was not written by `mmqa run`; run it again.")
     rows = {}
     for number, row in read_jsonl(folder / "per_question.jsonl"):
-        if not isinstance(row, dict) or not {"question_id", "scores"} <= row.keys():
+        if not isinstance(row, dict) or not (
+            isinstance(row.get("question_id"), str) and _are_scores(row.get("scores"))
+        ):
             raise UserError(
-                f"{folder / 'per_question.jsonl'}, line {number}: expected an object with "
-                '"question_id" and "scores"; run `mmqa run` again.'
+                f"{folder / 'per_question.jsonl'}, line {number}: expected an object with a text "
+                '"question_id" and numbers by scorer as "scores"; run `mmqa run` again.'
             )
         rows[row["question_id"]] = row["scores"]
     return ScoredRun(str(folder), scores, rows)
+
+
+def _are_scores(value: Any) -> bool:
+    return isinstance(value, dict) and all(real_number(x) is not None for x in value.values())
 
 
 def compare_runs(

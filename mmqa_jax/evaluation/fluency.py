@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_text
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.scores import (
@@ -205,7 +206,7 @@ def load_bart_tokenizer(folder: Path) -> Tokenizer:
     combined, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if combined.exists():
-            tokenizer = Tokenizer.from_file(str(combined))
+            tokenizer = Tokenizer.from_str(read_text(combined))
         elif vocab.exists() and merges.exists():
             tokenizer = _byte_level(vocab, merges)
         else:

@@ -10,7 +10,6 @@ import base64
 import dataclasses
 import io
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
+from mmqa_jax.data.numbers import real_number
 from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Table, format_bounds, format_cell
@@ -201,19 +201,15 @@ def read_curves(
         return {}
     values: dict[str, dict[float, float]] = {}
     for number, row in read_jsonl(path):
-        if not isinstance(row, dict) or not _is_number(row.get("step")):
+        if not isinstance(row, dict) or real_number(row.get("step")) is None:
             raise UserError(
                 f'{path}, line {number}: expected an object with a number "step"; remove that line.'
             )
         for name, value in row.items():
             wanted = name != "step" and (metrics is None or name in metrics)
-            if wanted and _is_number(value):
+            if wanted and real_number(value) is not None:
                 values.setdefault(name, {})[row["step"]] = float(value)
     return {name: sorted(points.items()) for name, points in values.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _minutes(seconds: float) -> str:

@@ -3,8 +3,9 @@
 The baseline passes gensim 3.8's `summarization.bm25.BM25` not lists of words but `doc2bow` lists,
 whose entries are (word id, count) pairs. BM25 takes each pair for a word: it occurs once in its
 document, a document's length is its number of distinct words, and a query word matches only
-documents in which it occurs exactly as often as in the query. Kept to reproduce table 7; `bm25.py`
-is the correct one. (WebQA_Baseline vlp/BM25_retrieval/*.py)
+documents in which it occurs exactly as often as in the query. Documents that match nothing are
+ranked too, since the baseline always takes two. Kept to reproduce table 7; `bm25.py` is the correct
+one. (WebQA_Baseline vlp/BM25_retrieval/*.py)
 """
 
 from __future__ import annotations

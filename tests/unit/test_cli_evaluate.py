@@ -106,6 +106,9 @@ def test_only_given_of_a_file_of_other_questions(data, bm25, refused, tmp_path):
             r"bad\.jsonl, line 2: source 's-Nowhere' is not in the corpus",
         ),
         ("{oops", r"bad\.jsonl, line 2: not valid JSON"),
+        ('{"n": ' + "9" * 5000 + "}", r"bad\.jsonl, line 2: an integer of more than 4,300 digits"),
+        ("[" * 100_000, r"bad\.jsonl, line 2: lists or objects nested more than 100 deep"),
+        ('"\\ud83d"', r"bad\.jsonl, line 2: holds '.ud83d', half of a character; write it whole"),
         ("[]", r"bad\.jsonl, line 2: expected an object"),
     ],
 )

@@ -44,7 +44,9 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import write_spreadsheet
 from mmqa_jax.data.vinvl_rows import VinVLRows, read_sizes
 from mmqa_jax.evaluation import choice_formats, vqa_formats, webqa_formats
+from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.report import read_curves
 from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
 from mmqa_jax.prompting.prompts_file import read_prompts
 from mmqa_jax.prompting.published_vectors import PublishedVectors
@@ -312,6 +314,21 @@ def read_vinvl(folder):
     ]
 
 
+def runs(folder):
+    for name, score in (("a", 1.0), ("b", 0.0)):
+        about = {"dataset": "corpus", "split": "test", "limit": None, "scores": {"s": score}}
+        (folder / name).mkdir()
+        write(folder / name / "scores.json", about | {"llm": {"requests": 2.0}})
+        rows = ({"question_id": str(n), "scores": {"s": score}} for n in range(3))
+        put(folder / name / "per_question.jsonl", lines(*rows))
+    put(folder / "metrics.jsonl", lines({"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}))
+
+
+def read_runs(folder):
+    compared = compare_runs([read_run(folder / name) for name in "ab"])
+    return [len(compare_tables(compared)), read_curves(folder / "metrics.jsonl")]
+
+
 def pickled(folder):
     write_x101(folder)
 
@@ -415,6 +432,7 @@ READERS = {
     "vectors": (vectors, read_vectors),
     "features": (features, lambda f: NpzFiles(f).read(7)[0].shape),
     "vinvl": (vinvl, read_vinvl),
+    "runs": (runs, read_runs),
     "x101": (pickled, lambda f: len(X101Features(f).read(ID))),
     "pickle": (pickled, lambda f: sorted(map(str, load_arrays(next(f.rglob("*.pkl")))))),
 }  # fmt: skip

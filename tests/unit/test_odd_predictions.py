@@ -13,6 +13,9 @@ from test_scienceqa import PROBLEMS
 from test_seed_bench import NAMES, QUESTIONS
 from vqa_files import soft_labels, write, write_aokvqa, write_okvqa
 
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.evaluation.question_ids import id_of
+
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
@@ -215,3 +218,53 @@ def test_a_reader_that_has_gone_is_no_error(flag, science, tmp_path):
     ended = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, check=False)
     os.close(written)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# Ids as numbers
+
+
+def test_ids_that_pandas_wrote_as_floats(science, seed, tmp_path, refused):
+    """11.0 is 11, as in the official vqa.py, which compares sets; 11.5 is named with its place."""
+    okvqa = ("evaluate", "okvqa", f"--references={write_okvqa(tmp_path / 'okvqa')}")
+    rows = [{"question_id": n, "answer": "two"} for n in (25.0, "26.0", 35)]
+    path = write(tmp_path / "okvqa.json", rows)
+    whole = done(*okvqa, f"--predictions={path}")
+    assert (whole["n"], whole["missing"]) == (3, 0)
+    assert done(*okvqa, f"--predictions={write_rows(tmp_path / 'o.jsonl', rows)}") == whole
+    write(path, [*rows[:2], {"question_id": 35.5, "answer": "two"}])
+    refused(*okvqa, f"--predictions={path}", message=r"okvqa\.json, entry 3: ")
+    write_rows(tmp_path / "o.jsonl", [{"question_id": 1e300, "answer": "two"}])
+    message = r"o\.jsonl, line 1: question_id is 1e\+300; text or a whole number was expected"
+    refused(*okvqa, f"--predictions={tmp_path / 'o.jsonl'}", message=message)
+
+    choices = dict(zip("3456", (0, 1, 0, 0), strict=True))
+    results = {"results": {f"{q}.0": x for q, x in choices.items()}, "outputs": {"3.00": "A"}}
+    given = write(tmp_path / "s.json", results)
+    found = done(*science, f"--predictions={given}")
+    assert found["scores"]["scienceqa/recorded_choice"] == 1.0
+    write(given, {"results": {"3": 0, "3.0": 1}})
+    refused(
+        *science, f"--predictions={given}", message=r"s\.json, results: problem 3 is there twice"
+    )
+    texts = [{"question_id": float(q), "text": "ABCD"[x]} for q, x in choices.items()]
+    found = done(*science, f"--predictions={write_rows(tmp_path / 's.jsonl', texts)}")
+    assert found["scores"]["scienceqa/letter_or_wrong"] == 1.0
+
+    letters = {101.0: "A", "102.0": "B", 103: "C", "v9": "D"}
+    rows = [{"question_id": q, "prediction": x} for q, x in letters.items()]
+    found = done(*seed, f"--predictions={write_rows(tmp_path / 'b.jsonl', rows)}")
+    assert found["scores"] == {"seed_bench/letter": 1.0}
+    rows[1]["question_id"] = 102.5
+    path = write_rows(tmp_path / "b.jsonl", rows)
+    refused(
+        *seed, f"--predictions={path}", message=r"b\.jsonl, line 2: question_id is 102\.5; text"
+    )
+
+
+def test_a_corpus_of_ones_own_may_have_an_id_that_looks_like_a_float():
+    assert id_of("1.0", "here", {"1.0", "1"}) == "1.0"
+    assert id_of("1.0", "here", {"2"}) == "1.0"
+    assert id_of("1.0", "here", {"1"}) == id_of(1.0, "here") == id_of(1, "here") == "1"
+    for value in (True, None, -1, "", 2.0**60, [1]):
+        with pytest.raises(UserError, match=r"here: question_id is .* a whole number was expected"):
+            id_of(value, "here")
