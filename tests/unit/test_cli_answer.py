@@ -91,6 +91,24 @@ def test_questions_without_sources_are_ranked_answered_and_scored(data, models, 
     assert result["scores"]["source_f1/official"] == 0.0
 
 
+def test_rankings_without_any_source_are_reranked_answered_and_scored(data, models, tmp_path):
+    """As BM25 gives them where no question shares a word with the corpus."""
+    none = write_rows(
+        tmp_path / "none.jsonl",
+        [{"question_id": row["id"], "sources": [], "scores": []} for row in TEST],
+    )
+    reranked, answers = tmp_path / "reranked.jsonl", tmp_path / "predictions.jsonl"
+    flags = (f"--data={data}", f"--model={models / 'rerank'}", f"--candidates={none}")
+    result = done("rerank", *flags, f"--out={reranked}")
+    assert (result["questions"], result["source_f1"]) == (5, 0.0)
+    assert [row["sources"] for row in rows_of(reranked)] == [[]] * 5
+    model = f"--model={models / 'answer'}"
+    done("answer", f"--data={data}", model, f"--sources={reranked}", f"--out={answers}")
+    assert [row["sources"] for row in rows_of(answers)] == [[]] * 5
+    scored = done("evaluate", "corpus", f"--references={data}", f"--predictions={none}")
+    assert scored["scores"]["recall@1"] == scored["scores"]["mrr"] == 0.0
+
+
 def test_hidden_gold_sources_stop_neither_search_nor_evaluate(data, models, tmp_path):
     flags = (f"--data={data}", "--split=val")
     found, restricted = tmp_path / "found.jsonl", tmp_path / "restricted.jsonl"
