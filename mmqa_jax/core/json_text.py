@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
@@ -100,19 +99,17 @@ def _first_group(match: re.Match) -> str | None:
 
 def _is_deep(value: Any) -> bool:
     """Whether a parsed value has more than DEEPEST levels; level by level, without recursion."""
-    level: list[Any] = [value]
+    level = [value]
     for _ in range(DEEPEST):
-        inner = (one for outer in level for one in _inside(outer))
-        level = [one for one in inner if isinstance(one, dict | list)]
+        level = [
+            one
+            for outer in level
+            for one in (outer.values() if type(outer) is dict else outer)
+            if type(one) is dict or type(one) is list
+        ]
         if not level:
             return False
     return True
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _deep_position(text: str) -> int:

@@ -70,7 +70,13 @@ def test_damage_is_refused_with_its_line(tmp_path, damaged, message):
 
 
 def test_what_is_no_damage_is_read():
-    for text in (nested(DEEPEST), "9" * 4300, "[" + "[1]," * 500 + "[]]", '"\\ud83d\\ude00"'):
+    for text in (
+        nested(DEEPEST),
+        "9" * 4300,
+        "[" + "[1]," * 500 + "[]]",
+        f'"{"[" * 200}"',
+        '"\\ud83d\\ude00"',
+    ):
         assert parse_json(text, "reply") == json.loads(text)
     assert parse_json(r'"a \\ud83d is named"', "reply") == r"a \ud83d is named"
     assert parse_json(MARK.encode() + b" 1e400", "reply") == float("inf")

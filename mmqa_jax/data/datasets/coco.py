@@ -228,10 +228,9 @@ def read_caption_annotations(path: Path) -> dict[int, list[str]]:
         raise UserError(f'{path}: holds no list "annotations"; fetch COCO\'s captions again.')
     found: dict[int, list[str]] = {}
     for number, row in enumerate(rows, start=1):
-        image_id, caption = (
-            (row.get("image_id"), row.get("caption")) if isinstance(row, dict) else (None, None)
-        )
-        if type(image_id) is not int or not isinstance(caption, str):
+        fields = row if isinstance(row, dict) else {}
+        image_id, caption = whole_number(fields.get("image_id")), fields.get("caption")
+        if image_id is None or not isinstance(caption, str):
             raise UserError(
                 f"{path}, annotation {number}: expected a number image_id and a text caption; "
                 "fetch COCO's captions again."
