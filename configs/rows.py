@@ -1,6 +1,6 @@
 """What the rows of every paper's table have in common. Not an experiment itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.text", "options": "text",
         "score": "sum", "calibrated": False,
     },
+    "llava": {"template": "llava.letter", "read": "text", "max_new_tokens": 1024},
     "prophet": {
         **_HEURISTICS, "shots": 20, "candidates": 10, "ensemble": 5, "max_new_tokens": 8,
     },
@@ -64,6 +65,49 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "temperature": 0.7, "max_new_tokens": 10,
     },
 }  # fmt: skip
+
+
+# LLaVA-1.5's checkpoints, converted -> where they come from.
+LLAVA15 = {
+    name: (
+        f"weights/{folder}",
+        f"mmqa convert --model=llava --source=downloads/llava-v1.5-{size} --out=weights/{folder}",
+    )
+    for name, folder, size in (
+        ("llava15_7b", "llava7b", "7b"),
+        ("llava15_13b", "llava", "13b"),
+    )
+}
+
+
+def llava15(
+    name: str, cells: Sequence[tuple[str, str, float]], scorer: str, **options: Any
+) -> dict:
+    """A row of LLaVA-1.5 with its own prompt.
+
+    Args:
+      name: of LLAVA15.
+      cells: column, group and published figure (percent) of each.
+    """
+    return {
+        "paper": "llava",
+        "system": "llava",
+        "setting": "llava",
+        "parts": {"llm": language_model(LLAVA15[name][0], slots=16, length=4096)},
+        "options": options,
+        "published": tuple(
+            {
+                "table": "docs/MODEL_ZOO.md",
+                "row": f"LLaVA-1.5 {name.removeprefix('llava15_').upper()}",
+                "column": column,
+                "published": round(value / 100, 4),
+                "tolerance": 0.01,
+                "scorer": scorer,
+                "group": group,
+            }
+            for column, group, value in cells
+        ),
+    }
 
 
 def language_model(

@@ -33,6 +33,7 @@ COLUMNS = {
 }
 
 _rows = config_beside(__file__, "../rows.py")
+MADE_BY |= dict(_rows.LLAVA15.values())
 _GEMINI = _rows.language_model("gemini-pro-vision", "openai")
 _LLAVA = _rows.language_model(LLAVA, slots=16, length=4096)
 _SMOLLM2 = _rows.language_model("smollm2", length=2048)
@@ -79,7 +80,7 @@ def _ours(**options) -> dict:
 _DEV = (70.96, 76.01, 72.70, 65.03, 75.38, 55.93, 68.70)
 _TEST = (67.26, 69.16, 69.10, 61.54, 77.43, 53.18, 63.98)
 
-# Row -> setting of systems/rmr.py, parts, options, published figures.
+# Row -> setting of systems/rmr.py or llava.py, parts, options, published figures.
 ROWS = {
     "gemini": _letter(_GEMINI, 0, _cells("dev", "Gemini", 57.9)),
     "gemini_rmr": _letter(_GEMINI, 3, _cells("dev", "Gemini+RMR", *_DEV)),
@@ -87,6 +88,10 @@ ROWS = {
     "gemini_rmr_test": _letter(_GEMINI, 3, _cells("test", "Gemini+RMR", *_TEST), "test"),
     "llava": _letter(_LLAVA, 0),
     "llava_rmr": _letter(_LLAVA, 3),
+    **{
+        name: _rows.llava15(name, [("MM-Bench", "", value)], "mmbench/circular")
+        for name, value in (("llava15_7b", 64.3), ("llava15_13b", 67.7))
+    },
     "smollm2_k0": _ours(shots=0),
     "smollm2_k3": _ours(shots=3),
 }

@@ -1,8 +1,8 @@
 """The rows on ScienceQA: RMR's tables 1, 3 and 4, and the same system with a small model.
 
 The library is ScienceQA's train split. `gemini_*`, `qwen_vl*` and `internlm*` need a server with
-OpenAI's API that serves the model; `llava*` runs LLaVA-1.5-13B here; `smollm2_*` are ours, with a
-text model that anybody can run, on captions.
+OpenAI's API that serves the model; `llava*` runs LLaVA-1.5-13B here, and `llava15_*` both sizes
+with its authors' prompt; `smollm2_*` are ours, with a text model that anybody can run, on captions.
 """
 
 from ml_collections import ConfigDict
@@ -30,6 +30,7 @@ COLUMNS = ("NAT", "SOC", "LAN", "TXT", "IMG", "NO", "G1-6", "G7-12", "AVG")
 _SCORER = "scienceqa/letter_or_wrong"
 
 _rows = config_beside(__file__, "../rows.py")
+MADE_BY |= dict(_rows.LLAVA15.values())
 _MODELS = {
     "llava": _rows.language_model(LLAVA, slots=16, length=4096),
     "qwen_vl": _rows.language_model("qwen-vl", "openai"),
@@ -188,9 +189,15 @@ def _knowing(shots: int, **knowledge) -> dict:
     return row
 
 
-# Row -> setting of systems/rmr.py, parts, options, published figures.
+# Row -> setting of systems/rmr.py or llava.py, parts, options, published figures.
 ROWS = {
     **_paper_rows(),
+    **{
+        name: _rows.llava15(
+            name, [("SQA-IMG", "IMG", value)], _SCORER, template="llava.scienceqa", read="choice"
+        )
+        for name, value in (("llava15_7b", 66.8), ("llava15_13b", 71.6))
+    },
     **{f"smollm2_k{k}": _ours(shots=k, calibrated=True) for k in range(6)},
     "smollm2_k3_uncalibrated": _ours(shots=3),
     "smollm2_k3_letter": _ours(shots=3, template="rmr.answer", options="letter"),

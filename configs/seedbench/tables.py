@@ -23,6 +23,7 @@ MADE_BY = {
 TOLERANCE = 0.02
 
 _rows = config_beside(__file__, "../rows.py")
+MADE_BY |= dict(_rows.LLAVA15.values())
 _GEMINI = _rows.language_model("gemini-pro-vision", "openai")
 _LLAVA = _rows.language_model(LLAVA, slots=16, length=4096)
 _SMOLLM2 = _rows.language_model("smollm2", length=2048)
@@ -66,12 +67,16 @@ def _likelihood(model: dict, library: dict, **options) -> dict:
     }
 
 
-# Row -> setting of systems/rmr.py, parts, options, published figures.
+# Row -> setting of systems/rmr.py or llava.py, parts, options, published figures.
 ROWS = {
     "gemini_letter": _letter(_GEMINI, 0, _cell("Gemini", 56.53)),
     "gemini_rmr_letter": _letter(_GEMINI, 3, _cell("Gemini+RMR", 64.72)),
     "llava_letter": _letter(_LLAVA, 0),
     "llava_rmr_letter": _letter(_LLAVA, 3),
+    **{
+        name: _rows.llava15(name, [("SEED", "", value)], "seed_bench/letter", max_new_tokens=128)
+        for name, value in (("llava15_7b", 58.6), ("llava15_13b", 61.6))
+    },
     "smollm2_k0": _likelihood(_SMOLLM2, _MINILM, shots=0),
     "smollm2_k3": _likelihood(_SMOLLM2, _MINILM, shots=3),
     "smollm2_k3_calibrated": _likelihood(_SMOLLM2, _MINILM, shots=3, calibrated=True),

@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paper",
         nargs="?",
-        choices=("webqa", "pica", "rmr", "mavl", "atlas"),
+        choices=("webqa", "pica", "rmr", "mavl", "llava", "atlas"),
         help="a paper, or atlas for our own benchmark (all)",
     )
     parser.add_argument(

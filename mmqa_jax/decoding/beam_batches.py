@@ -96,6 +96,6 @@ class BeamBatches:
                 tokens = found.tokens[row, n, : found.lengths[row, n]].tolist()
                 finish = "end" if tokens[-1] == end_id else "length"
                 score = float(found.scores[row, n])
-                candidates.append(request.candidate(tokens, score, None, finish))
+                candidates.append(request.beam(tokens, score, finish))
             results.append(Result(request.original.id, tuple(candidates), len(request.prompt), 0))
         return results

@@ -91,9 +91,10 @@ class Candidate:
 
     text: str | None  # without stop string and end token; None without a tokenizer
     tokens: tuple[int, ...]  # as generated: an end token or a stop string's tokens included
-    total: float  # summed log-probability of `tokens` under the model itself (temperature 1);
-    # of a beam, its score, length penalty included
-    logprobs: tuple[float, ...] | None  # of each token, if requested
+    total: float  # summed log-probability of the text's tokens, those before end token and stop
+    # string, under the model itself (temperature 1); of a beam, its score, length penalty and end
+    # token included
+    logprobs: tuple[float, ...] | None  # of each of `tokens`, if requested
     finish: str  # "end" (end token), "stop" (stop string) or "length" (max_new_tokens)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from mmqa_jax.decoding.requests import (
     Tokenizer,
     TooLong,
 )
-from mmqa_jax.decoding.stop_strings import StopDetector, truncate
+from mmqa_jax.decoding.stop_strings import StopDetector, tokens_of_text, truncate
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchEncoder
 
@@ -99,30 +100,33 @@ class TokenizedRequest:
         draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
         self.sequences = [GeneratedSequence(self, draw, chunks, pictures) for draw in range(draws)]
 
-    def candidate(
-        self, tokens: Sequence[int], total: float, logprobs: tuple[float, ...] | None, finish: str
-    ) -> Candidate:
-        """A Candidate with its text, without end token and stop string."""
-        text = None
-        if self.tokenizer is not None:
-            shown = tokens[:-1] if finish == "end" else tokens
-            text = truncate(self.tokenizer.decode(list(shown)), self.original.stop)
-        return Candidate(text, tuple(tokens), total, logprobs, finish)
+    def beam(self, tokens: Sequence[int], score: float, finish: str) -> Candidate:
+        """A beam as a Candidate, with its text."""
+        text, _ = self._text(tokens, finish)
+        return Candidate(text, tuple(tokens), score, None, finish)
+
+    def _drawn(self, one: GeneratedSequence) -> Candidate:
+        text, count = self._text(one.tokens, one.finish)
+        logprobs = tuple(one.logprobs) if self.original.logprobs else None
+        total = math.fsum(one.logprobs[:count])
+        return Candidate(text, tuple(one.tokens), total, logprobs, one.finish)
+
+    def _text(self, tokens: Sequence[int], finish: str) -> tuple[str | None, int]:
+        """The text without end token and stop string, and how many tokens make it."""
+        shown = list(tokens[:-1] if finish == "end" else tokens)
+        if self.tokenizer is None:
+            return None, len(shown)
+        whole = self.tokenizer.decode(shown)
+        text = truncate(whole, self.original.stop)
+        if text == whole:
+            return text, len(shown)
+        return text, tokens_of_text(shown, text, self.tokenizer)
 
     def result(self) -> Result | None:
         """The result once all sequences are finished."""
         if not all(one.finish for one in self.sequences):
             return None
-        candidates = [
-            self.candidate(
-                one.tokens,
-                float(np.sum(one.logprobs)),
-                tuple(one.logprobs) if self.original.logprobs else None,
-                one.finish,
-            )
-            for one in self.sequences
-        ]
-        candidates.sort(key=lambda candidate: -candidate.total)
+        candidates = sorted(map(self._drawn, self.sequences), key=lambda drawn: -drawn.total)
         reused = min(one.chunks[one.reused - 1].end if one.reused else 0 for one in self.sequences)
         return Result(self.original.id, tuple(candidates), len(self.prompt), reused)
 

@@ -40,3 +40,18 @@ def truncate(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string, or all of it."""
     ends = [text.find(stop) for stop in stops]
     return text[: min((end for end in ends if end >= 0), default=len(text))]
+
+
+def tokens_of_text(tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> int:
+    r"""How many tokens, from the first, make a text that was cut at a stop string.
+
+    A token counts if some of the text is in it: `.\n` counts where `\n` is the stop string.
+
+    Args:
+      tokens: the text and what follows it begin with the same tokens.
+      text: as `truncate` gave it.
+    """
+    count = len(tokens)
+    while count and tokenizer.decode(list(tokens[: count - 1])).startswith(text):
+        count -= 1
+    return count

@@ -2,6 +2,7 @@
 
 vqa_accuracy/official   leave-one-out over the annotators (GT-Vision-Lab/VQA, vqaEval.py)
 vqa_accuracy/paper      min(1, n / 3), n annotators of the same answer (VQA, section 5)
+vqa_accuracy/prophet    as official by the older script that Prophet's authors score with
 vqa_accuracy/soft_labels                the weights of published soft labels
 vqa_accuracy/official_from_soft_labels  official accuracy of a weight, where counts are even
 a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
@@ -19,7 +20,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.aokvqa import DIFFICULT
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.answer_text import normalize_answer, strip_whitespace
+from mmqa_jax.evaluation.answer_text import (
+    normalize_answer,
+    process_punctuation,
+    strip_whitespace,
+)
 from mmqa_jax.evaluation.scores import (
     Scores,
     predictions_by_question,
@@ -47,15 +52,24 @@ def official_accuracy(answer: str, references: Sequence[str]) -> float:
     Args:
       references: one answer per annotator, ten in VQA and OK-VQA.
     """
-    same, total = _matches(answer, references)
-    left_out_same = min(1.0, (same - 1) / 3) if same else 0.0
-    return (same * left_out_same + (total - same) * min(1.0, same / 3)) / total
+    return _leaving_one_out(*_matches(answer, references))
 
 
 def paper_accuracy(answer: str, references: Sequence[str]) -> float:
     """min(1, n / 3) for n annotators with the same answer, normalized as in the official one."""
     same, _ = _matches(answer, references)
     return min(1.0, same / 3)
+
+
+def prophet_accuracy(answer: str, references: Sequence[str]) -> float:
+    """The official accuracy by Prophet's copy of an older script (evaluation/vqa_utils/vqaEval.py).
+
+    The answer is always normalized; the annotators' only lose their punctuation, and keep case,
+    articles and number words.
+    """
+    if len(set(references)) > 1:
+        references = [process_punctuation(reference) for reference in references]
+    return _leaving_one_out(references.count(normalize_answer(answer)), len(references))
 
 
 def soft_label_accuracy(answer: str, labels: Mapping[str, float]) -> float:
@@ -98,6 +112,7 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
         scorers: dict[str, Callable[[str, Question], float]] = {
             "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
             "vqa_accuracy/paper": lambda said, q: paper_accuracy(said, q.answers),
+            "vqa_accuracy/prophet": lambda said, q: prophet_accuracy(said, q.answers),
         }
         return Evaluation([_scores(questions, scored, given, scorers)], has_modalities=False)
 
@@ -200,6 +215,12 @@ def _is_right(question: Question, prediction: Prediction) -> float:
     return float(
         question.choices[prediction.choice] == question.choices[question.answer_index or 0]
     )
+
+
+def _leaving_one_out(same: int, total: int) -> float:
+    """The mean over `total` annotators of min(1, n / 3), n of the others with the same answer."""
+    left_out_same = min(1.0, (same - 1) / 3) if same else 0.0
+    return (same * left_out_same + (total - same) * min(1.0, same / 3)) / total
 
 
 def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:

@@ -252,7 +252,9 @@ class OpenAIBackend:
         if decoding.n > 1:
             body["n"] = decoding.n
         found, usage = await server.post(
-            path, body, lambda answer: openai_format.read_candidates(answer, decoding.logprobs)
+            path,
+            body,
+            lambda answer: openai_format.read_candidates(answer, decoding.logprobs, decoding.stop),
         )
         found = sorted(found, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
         return Result(request.id, tuple(found), usage.prompt, 0)

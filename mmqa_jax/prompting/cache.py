@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import sqlite3
 import time
@@ -242,6 +243,9 @@ class Cached:
     def find(self, request: Query) -> Result | Scores | None:
         """The cached answer to a query, or None."""
         answer = self._cache.get(request_key(self.fingerprint, request))
+        if answer is None and not isinstance(request, Choices):
+            kept = self._cache.get(request_key(self.fingerprint, request, of_text=False))
+            answer = kept if _is_of_text(kept) else None
         if answer is None:
             return None
         self.usage.cached += 1
@@ -272,8 +276,13 @@ class Cached:
                 yield result
 
 
-def request_key(fingerprint: str, request: Query) -> str:
-    """SHA-256 of all that an answer depends on."""
+def request_key(fingerprint: str, request: Query, *, of_text: bool = True) -> str:
+    """SHA-256 of all that an answer depends on.
+
+    Args:
+      of_text: a candidate's total is of its text's tokens. Without it: the key of older caches,
+        whose totals hold an end token's or a stop string's log-probability as well.
+    """
     parts: dict[str, Any] = {"kind": type(request).__name__}
     if isinstance(request, Chat):
         parts["messages"] = _messages(request.messages)
@@ -290,8 +299,21 @@ def request_key(fingerprint: str, request: Query) -> str:
             for name in ("top_k", "top_p", "seed"):
                 del decoding[name]
         parts["decoding"] = decoding
+        if of_text:
+            parts["total"] = "text"
     text = json.dumps([fingerprint, parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_of_text(kept: Any) -> bool:
+    """Whether an older cache's answer would be the same today: no total, or no token to cut."""
+    candidates = kept.get("candidates") if isinstance(kept, dict) else None
+    return isinstance(candidates, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("total"), float)
+        and (math.isnan(one["total"]) or one.get("finish") == "length")
+        for one in candidates
+    )
 
 
 def _messages(messages: Iterable[Message]) -> list[Any]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.data.datasets.benchmark import CAPTION
+from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
@@ -129,17 +130,21 @@ def _with_passages(fields: Mapping[str, str], passages: Sequence[Passage]) -> Ma
     return {**fields, "context": " ".join(filter(None, (own, *(p.text for p in passages))))}
 
 
-def majority_answer(question: Question) -> str:
-    """The answer that most annotators gave; of equally frequent ones the first.
+def majority_answer(question: Question, *, last: bool = False) -> str:
+    """The answer that most annotators gave; of equally frequent ones the first, or the last.
 
-    Answers from soft labels are listed by falling weight. Of a question without answers the
-    correct option; where answers are sentences (WebQA, Atlas) their keywords.
+    Of soft labels the heaviest. Of a question without answers the correct option; where answers
+    are sentences (WebQA, Atlas) their keywords.
     """
     if has_keywords(question):
         return question.keywords
     counts = collections.Counter(answer for answer in question.answers if answer)
     if counts:
-        return counts.most_common(1)[0][0]
+        known = question.extra.get(SOFT_LABELS, counts)
+        weights = {answer: known.get(answer, 0) for answer in counts}
+        most = max(weights.values())
+        tied = [answer for answer, weight in weights.items() if weight == most]
+        return tied[-1 if last else 0]
     return "" if question.answer_index is None else question.choices[question.answer_index]
 
 

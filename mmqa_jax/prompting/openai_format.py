@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mmqa_jax.decoding.requests import Candidate, Score
+from mmqa_jax.decoding.stop_strings import truncate
+from mmqa_jax.prompting.answer_tokens import token_bytes, tokens_of_text
 
 
 class Malformed(Exception):
@@ -53,12 +55,16 @@ def read_usage(answer: Any) -> Tokens:
     return Tokens(*counts, system if isinstance(system, str) else None)
 
 
-def read_candidates(answer: Any, logprobs: bool) -> list[Candidate]:
+def read_candidates(answer: Any, logprobs: bool, stops: Sequence[str] = ()) -> list[Candidate]:
     """The candidates of a completion or chat.
+
+    Their totals are of the text alone, also where a server reports an end token or a stop string's
+    tokens. One that names no tokens with its log-probabilities is taken to report the text's.
 
     Args:
       answer: the JSON of a server.
       logprobs: whether they were requested.
+      stops: the stop strings that were.
 
     Raises:
       Malformed: no candidates, or one without text.
@@ -73,11 +79,15 @@ def read_candidates(answer: Any, logprobs: bool) -> list[Candidate]:
                 text = choice["message"].get("refusal")
         if not isinstance(text, str):
             raise Malformed("a choice has no text")
-        finish = choice.get("finish_reason")
-        found = _of_new_tokens(choice.get("logprobs")) if logprobs else None
-        total = math.nan if found is None else math.fsum(found)
+        text = truncate(text, stops)
         # "stop" is an end token or a stop string: the API does not say which.
-        candidates.append(Candidate(text, (), total, found, str(finish or "stop")))
+        finish = str(choice.get("finish_reason") or "stop")
+        found, total = None, math.nan
+        if logprobs:
+            found, tokens = _of_new_tokens(choice.get("logprobs"))
+            count = tokens_of_text(tokens, text, stops, finish) if tokens else len(found)
+            total = math.fsum(found[:count])
+        candidates.append(Candidate(text, (), total, found, finish))
     return candidates
 
 
@@ -135,13 +145,28 @@ def _choices(answer: Any) -> list[dict[str, Any]]:
     return choices
 
 
-def _of_new_tokens(found: Any) -> tuple[float, ...]:
-    """Log-probabilities of a candidate's tokens in either form."""
-    values = None
+def _of_new_tokens(found: Any) -> tuple[tuple[float, ...], list[bytes]]:
+    """Log-probabilities of a candidate's tokens in either form, and their texts; [] if unknown."""
+    values, texts = None, None
     if isinstance(found, dict):
-        values = found.get("token_logprobs")
+        values, texts = found.get("token_logprobs"), found.get("tokens")
         if isinstance(found.get("content"), list):
-            values = [one.get("logprob") for one in found["content"] if isinstance(one, dict)]
+            content = [one for one in found["content"] if isinstance(one, dict)]
+            values = [one.get("logprob") for one in content]
+            texts = [_text_of(one) for one in content]
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
         raise NoLogprobs("it lacks the requested log-probabilities")
-    return tuple(map(float, values))
+    tokens = [
+        token_bytes(text) if isinstance(text, str) else text
+        for text in (texts if isinstance(texts, list) else ())
+    ]
+    known = len(tokens) == len(values) and all(isinstance(token, bytes) for token in tokens)
+    return tuple(map(float, values)), tokens if known else []
+
+
+def _text_of(entry: Mapping[str, Any]) -> Any:
+    """The text of an entry of `content`: its bytes, where a token is part of a character."""
+    given = entry.get("bytes")
+    if isinstance(given, list) and all(type(b) is int and 0 <= b < 256 for b in given):
+        return bytes(given)
+    return entry.get("token")

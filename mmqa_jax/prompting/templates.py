@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import string
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,8 @@ class PromptTemplate:
       head: in front of everything; without `$` fields.
       shot: of one solved example, with fields such as `$question` and `$answer`.
       query: of the open question; the model continues it.
-      single_spaces: whether spaces that follow each other become one: in the template's text where
-        a field is empty, and in the fields.
+      single_spaces: whether two spaces that follow each other become one, once: in the template's
+        text where a field is empty, and in the fields.
     """
 
     head: str
@@ -62,7 +61,7 @@ class PromptTemplate:
 
     def spaced(self, text: str) -> str:
         """A text with its spaces as this template's prompts have them."""
-        return re.sub(" {2,}", " ", text) if self.single_spaces else text
+        return text.replace("  ", " ") if self.single_spaces else text
 
     def _filled(self, text: str, fields: Mapping[str, str]) -> str:
         return self.spaced(string.Template(text).substitute(fields))

@@ -85,7 +85,8 @@ def training_examples(
     """
     templates = [load_template(name) for name in options.templates]
     for name, template in zip(options.templates, templates, strict=True):
-        if "$rationale" in template.shot and not any(q.rationale for q in questions):
+        written = "$rationale" in template.shot or "$solution" in template.shot
+        if written and not any(q.rationale for q in questions):
             raise UserError(
                 f"config key examples.templates: {name} writes a rationale, but no training "
                 "question has one; use rmr.answer, or prepare data with rationales."

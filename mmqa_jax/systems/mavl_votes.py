@@ -24,6 +24,8 @@ from mmqa_jax.prompting.voting import fit_weights, vote
 from mmqa_jax.systems.mavl_checks import check_revote
 
 Weighting = Literal["level", "probability"]
+# Older records hold the probability of an answer with the end token or line break after it.
+_PROBABILITY_OF = "text"
 _OF_AN_AGENT = ("agent", "answer", "probability")  # what another vote needs of it
 # Keys of trace.jsonl that belong to the finished run, not to its agents.
 _OF_THE_RUN = ("question_id", "question", "answer", "choice", "references", "scores")
@@ -94,6 +96,7 @@ class Asked(NamedTuple):
         failed = [self.answers.failed[name] for name in ids if name in self.answers.failed]
         return {
             **self.steps.record(),
+            "probability_of": _PROBABILITY_OF,
             **prompts_record(list(self.prompts.values()), [*self.steps.failed, *failed]),
             "outputs": [
                 {"text": r.text, "logprob": r.candidates[0].total} for r in results if r is not None
@@ -151,6 +154,8 @@ def revote(
     """
     check_revote(votes, weighting, folds)
     teams = _teams(questions, finished, len(votes))
+    if weighting == "probability":
+        _check_probabilities(questions, finished)
     weights = dict.fromkeys(range(folds), votes)
     if weighting == "fitted":
         _check_scored(questions)
@@ -291,6 +296,19 @@ def _teams(
         ]
         for question in questions
     }
+
+
+def _check_probabilities(
+    questions: Sequence[Question], finished: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raises UserError if a finished run's probabilities are not of the answers' texts alone."""
+    for question in questions:
+        if finished[question.id].get("probability_of") != _PROBABILITY_OF:
+            raise UserError(
+                "config key options.weighting=probability: the finished run's probabilities hold "
+                f"the end of each answer as well ({question.id} in its trace.jsonl); run that row "
+                "again, or set it to level or fitted."
+            )
 
 
 def _check_scored(questions: Sequence[Question]) -> None:

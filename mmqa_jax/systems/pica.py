@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -47,6 +48,10 @@ from mmqa_jax.systems.webqa import check_gold
 
 ShotAnswer = Literal["first", "majority"]
 ShotCaptions = Literal["own", "people"]
+# Answers that PromptCap's code writes as OK-VQA's annotators do.
+_PROMPTCAP_ANSWERS = {
+    "one world": "1 world", "takeoff": "take off", "virgin australia": "virgin"
+}  # fmt: skip
 
 
 def answer_pica(
@@ -72,14 +77,16 @@ def answer_pica(
       shots: examples in a prompt, fewer where the context is short.
       ensemble: prompts per question; the r-th shows the examples r * shots to (r + 1) * shots.
       tags: the picture's tags follow its caption (C+T).
-      shot_answer: the first annotator's answer, or the one that most gave (PromptCap).
+      shot_answer: the first annotator's answer, or the one that most gave, of ties the first.
       shot_captions: a shot's caption is a model's as the query's (`own`), or one of COCO's by
-        people, without tags (`people`, PICa's; by `seed` and the shot).
+        people, without tags (`people`, PICa's; by `seed` and the shot); the query's is then
+        written as in the released file, which PICa's code cuts without reading its JSON.
     """
     decoding, fields = _decoding(max_new_tokens), _fields_of(tags, shot_answer)
     chosen = library.select(questions, shots * ensemble, similarity, seed=seed)
     if shot_captions == "people":
         chosen = [[_captioned_by_people(shot, seed) for shot in found] for found in chosen]
+        questions = [_as_released(question) for question in questions]
     groups = [[found[r * shots : (r + 1) * shots] for r in range(ensemble)] for found in chosen]
     return _answer(
         questions, groups, passages_of(knowledge, questions), llm,
@@ -101,18 +108,21 @@ def answer_promptcap(
 ) -> list[Prediction]:
     """PromptCap (Hu et al., ICCV 2023; GPT3-inference/gpt3_direct_answer.py): its captions in PICa.
 
-    The context is `caption tag, tag`, a shot's answer the majority's, the most similar shot last.
+    The context is `caption tag, tag`, a shot's answer the majority's (of ties the last), the most
+    similar shot last.
 
     Args:
       captions: PromptCap's, one per question; None, or where it has none: the questions' own.
     """
 
     def fields(question: Question) -> Mapping[str, str]:
-        names = _tag_names(question) if tags else ()
+        caption = str(question.extra.get(CAPTION, ""))
         return {
-            "context": f"{question.extra.get('caption', '')} {', '.join(names)}".strip(),
+            "context": f"{caption} {_tags(question)}"
+            if tags and TAGS in question.extra
+            else caption,
             "question": question.question,
-            "answer": majority_answer(question),
+            "answer": majority_answer(question, last=True),
         }
 
     chosen = library.select(questions, shots, similarity, seed=seed)
@@ -120,6 +130,7 @@ def answer_promptcap(
     predictions = _answer(
         shown, [[found] for found in chosen], [None] * len(questions), llm,
         load_template("pica.okvqa"), fields, _decoding(max_new_tokens), "most_similar_last",
+        read=_promptcap_answer,
     )  # fmt: skip
     return traced(predictions, questions, captions)
 
@@ -229,10 +240,19 @@ def check_inputs(
 
 
 def context(question: Question, tags: bool) -> str:
-    """A picture in words: `caption`, or `caption. tag, tag` (gpt3_api_okvqa.py l.184-201)."""
-    caption = str(question.extra.get("caption", ""))
-    names = _tag_names(question) if tags else ()
-    return f"{caption.rstrip('.')}. {', '.join(names)}" if names else caption
+    """A picture in words: `caption`, or `caption. tag, tag` (gpt3_api_okvqa.py l.184-201).
+
+    VinVL's captions end in a period of their own, which stays, as there: `a cat.. cat, mat`.
+    """
+    caption = str(question.extra.get(CAPTION, ""))
+    return f"{caption}. {_tags(question)}" if tags and TAGS in question.extra else caption
+
+
+def _as_released(question: Question) -> Question:
+    """The question with its caption's quotes as JSON writes them (`load_cachetext`)."""
+    caption = str(question.extra.get(CAPTION, ""))
+    extra = {**question.extra, CAPTION: json.dumps(caption)[1:-1]} if caption else question.extra
+    return dataclasses.replace(question, extra=extra)
 
 
 def _captioned_by_people(shot: Shot, seed: int) -> Shot:
@@ -247,9 +267,14 @@ def _captioned_by_people(shot: Shot, seed: int) -> Shot:
     return shot._replace(question=dataclasses.replace(shot.question, extra=extra))
 
 
-def _tag_names(question: Question) -> list[str]:
+def _tags(question: Question) -> str:
     """The picture's tags in the order of their file (data/datasets/okvqa.py)."""
-    return [tag["class"] for tag in question.extra.get("tags", ())]
+    return ", ".join(tag["class"] for tag in question.extra[TAGS])
+
+
+def _promptcap_answer(text: str) -> str:
+    """PromptCap's post-processing (`process_answer`): PICa's, after three whole answers."""
+    return pica_answer(_PROMPTCAP_ANSWERS.get(text.lower(), text))
 
 
 def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Callable[[Question], Mapping[str, str]]:
@@ -274,8 +299,9 @@ def _answer(
     fields: Callable[[Question], Mapping[str, str]],
     decoding: Decoding,
     order: Order,
+    read: Callable[[str], str] = pica_answer,
 ) -> list[Prediction]:
-    """One prompt for each group of shots of a question; the most probable answer wins."""
+    """One prompt for each group of shots of a question; the most probable answer, `read`, wins."""
     prompts: list[dict[tuple[str, int], FewShot]] = []  # of every question
     for question, own, passages in zip(questions, groups, knowledge, strict=True):
         prompts.append({})
@@ -288,7 +314,7 @@ def _answer(
     queries = [p.query for own in prompts for p in own.values() if p.query is not None]
     answers = answer_all(llm, queries)
     return [
-        _most_probable(question, own, answers)
+        _most_probable(question, own, answers, read)
         for question, own in zip(questions, prompts, strict=True)
     ]
 
@@ -306,7 +332,10 @@ def _scoring(key: Any, options: tuple[str, ...]) -> Callable[[str], Choices]:
 
 
 def _most_probable(
-    question: Question, prompts: Mapping[tuple[str, int], FewShot], answers: Answers
+    question: Question,
+    prompts: Mapping[tuple[str, int], FewShot],
+    answers: Answers,
+    read: Callable[[str], str],
 ) -> Prediction:
     """Of a question's prompts the answer with the largest summed log-probability."""
     found = [answers.by_id[key].candidates[0] for key in prompts if key in answers.by_id]
@@ -316,4 +345,4 @@ def _most_probable(
     if not found:
         return Prediction(question.id, trace=trace)
     best = max(found, key=lambda candidate: candidate.total)
-    return Prediction(question.id, pica_answer(best.text or ""), trace=trace)
+    return Prediction(question.id, read(best.text or ""), trace=trace)

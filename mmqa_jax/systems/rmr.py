@@ -197,17 +197,19 @@ def check_questions(setting: str, questions: Sequence[Question]) -> None:
 
 
 def fields(question: Question) -> Mapping[str, str]:
-    """The fields of RMR's templates; the context is the hint, then the picture's caption.
+    r"""The fields of RMR's templates; the context is the hint, then the picture's caption.
 
-    The answer of a question without options is its short one.
+    A rationale's line breaks are the two characters `\n` in `solution`, as in ScienceQA's prompts,
+    and blanks in `rationale`. The answer of a question without options is its short one.
     """
-    hint, caption = (str(question.extra.get(key, "")).strip() for key in ("hint", "caption"))
+    hint, caption = (str(question.extra.get(key, "")) for key in ("hint", "caption"))
     listed = (f"({LETTERS[i]}) {choice}" for i, choice in enumerate(question.choices))
     known = question.answer_index is not None
     return {
         "question": question.question.strip(),
-        "context": " ".join(part for part in (hint, caption) if part) or NO_CONTEXT,
+        "context": f"{hint} {caption}".strip() or NO_CONTEXT,
         "options": " ".join(listed),
+        "solution": question.rationale.replace("\n", "\\n"),
         "rationale": " ".join(question.rationale.split()),
         "answer": question.choices[question.answer_index] if known else majority_answer(question),
         "letter": LETTERS[question.answer_index] if known else "",

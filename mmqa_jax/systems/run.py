@@ -91,6 +91,7 @@ _ANSWERING = ("reader", "llm", "heuristics", "finished")  # parts that answer in
 # How a server is asked changes no answer, and may be corrected in a workdir.
 _SERVER = "parts.llm.server"
 _FREE = (_SERVER, *(f"{_SERVER}.{field.name}" for field in dataclasses.fields(ServerConfig)))
+_ANSWERS = 2  # raised where the same row answers otherwise than before: its parts are made again
 _MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
@@ -229,6 +230,7 @@ def _what(config: ConfigDict, corpus: Corpus, questions: Sequence[Question]) -> 
     return {
         "verb": "run",
         "row": config.row,
+        "answers": _ANSWERS,
         "corpus": corpus.fingerprint,
         "questions": identity.of_questions(questions),
         "config": config_fingerprint(ConfigDict(affecting)),

@@ -15,7 +15,7 @@ from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.systems import mavl, pica, prophet, rmr, webqa
+from mmqa_jax.systems import llava, mavl, pica, prophet, rmr, webqa
 
 SYSTEMS: dict[str, ModuleType] = {
     "webqa": webqa,
@@ -23,6 +23,7 @@ SYSTEMS: dict[str, ModuleType] = {
     "rmr": rmr,
     "prophet": prophet,
     "mavl": mavl,
+    "llava": llava,
 }
 
 

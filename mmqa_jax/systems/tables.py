@@ -22,6 +22,7 @@ PAPERS = {
     "pica": ("okvqa", "aokvqa"),
     "rmr": ("scienceqa", "aokvqa", "mmbench", "seedbench", "openstax"),
     "mavl": ("okvqa", "aokvqa"),
+    "llava": ("scienceqa", "mmbench", "seedbench"),
     "atlas": ("atlas",),
 }
 

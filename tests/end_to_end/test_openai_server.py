@@ -125,6 +125,7 @@ def test_answers_and_log_probabilities_are_the_engines(remote):
             np.testing.assert_allclose(  # the end token's too, which no text shows
                 theirs.logprobs, ours.logprobs, rtol=0, atol=5e-4, err_msg=request.id
             )
+            assert theirs.total == pytest.approx(ours.total, abs=2e-3), request.id
     assert want["text 0"].text.startswith(" Paris")
     assert want["stop"].text == " Wednesday, Thursday, "
     assert (remote.usage.requests, remote.usage.retries) == (len(REQUESTS), 0)

@@ -163,6 +163,27 @@ def test_mmbench(inputs, tmp_path):
     assert all(trace["choice"] is None for trace in rows_of(tmp_path / "letters" / "trace.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("name", "scorer"),
+    [
+        ("scienceqa", "scienceqa/letter_or_wrong"),
+        ("seedbench", "seed_bench/letter"),
+    ],
+)
+def test_llavas_own_rows(inputs, tmp_path, name, scorer):
+    """Without a library; here on questions without pictures, which the tiny model cannot see."""
+    values = {"data.dir": inputs / name, "parts.llm.model": inputs / "llm"}
+    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    config = f"--config={ROOT}/configs/{name}/tables.py:llava15_7b"
+    new = "--config.options.max_new_tokens=4"
+    ended = mmqa("run", config, f"--workdir={tmp_path / 'run'}", *flags, new, "--json")
+    assert ended.code == 0, ended.err
+    assert scorer in ended.value["scores"]
+    for trace in rows_of(tmp_path / "run" / "trace.jsonl"):
+        assert trace["prompts"][0].endswith("from the given choices directly.")
+
+
 def test_seed_bench_without_videos(inputs, tmp_path):
     ended = run(inputs, "seedbench", "smollm2_k3", tmp_path / "run")
     assert ended.code == 0, ended.err

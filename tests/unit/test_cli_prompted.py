@@ -41,7 +41,9 @@ def test_a_prompted_row(inputs, tmp_path):
     run = flags(inputs, "smollm2_random", tmp_path / "run", shots=2, max_new_tokens=3)
     result = done(*run)
     assert (result["dataset"], result["row"], result["questions"]) == ("okvqa", "smollm2_random", 3)
-    assert set(result["scores"]) == {"vqa_accuracy/official", "vqa_accuracy/paper"}
+    assert set(result["scores"]) == {
+        f"vqa_accuracy/{name}" for name in ("official", "paper", "prophet")
+    }
     traces = rows_of(tmp_path / "run" / "trace.jsonl")
     predictions = rows_of(tmp_path / "run" / "predictions.jsonl")
     assert [t["question_id"] for t in traces] == [p["question_id"] for p in predictions]

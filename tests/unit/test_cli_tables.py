@@ -414,7 +414,7 @@ def test_what_the_language_model_was_asked_stands_beside_the_scores(elsewhere):
 
 def test_tables_fit_a_terminal_of_120_characters(elsewhere):
     write_scores(elsewhere / "vlp", "vlp")
-    for paper in ("webqa", "pica", "rmr", "atlas"):
+    for paper in ("webqa", "pica", "rmr", "llava", "atlas"):
         lines = mmqa("tables", paper, f"--workdir={elsewhere}").out.splitlines()
         assert max(map(len, lines)) <= 120
         assert not any("…" in line for line in lines)
@@ -422,7 +422,7 @@ def test_tables_fit_a_terminal_of_120_characters(elsewhere):
 
 def test_all_papers(elsewhere):
     rows = done("tables")["rows"]
-    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "mavl", "atlas"}
+    assert {row["paper"] for row in rows} == {"webqa", "pica", "rmr", "mavl", "llava", "atlas"}
     assert [row for row in rows if row["paper"] == "atlas"] == done("tables", "atlas")["rows"]
 
 
@@ -441,7 +441,7 @@ def test_rows_of_the_benchmarks(dataset):
     tables = load_module(ROOT / f"configs/{dataset}/tables.py")
     listed = {
         (row["config_row"], row["command"])
-        for paper in ("pica", "rmr", "mavl")
+        for paper in ("pica", "rmr", "mavl", "llava")
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]
     }

@@ -85,6 +85,15 @@ def test_a_damaged_finished_run(lost):
         revote(QUESTIONS, rows)
 
 
+def test_probabilities_that_hold_the_end_of_an_answer():
+    rows = finished()
+    revote(QUESTIONS, rows, weighting="probability")
+    del rows["q1"]["probability_of"]  # as older runs
+    revote(QUESTIONS, rows, weighting="level")
+    with pytest.raises(UserError, match=r"weighting=probability: .* \(q1 in its trace\.jsonl\)"):
+        revote(QUESTIONS, rows, weighting="probability")
+
+
 def test_a_finished_run_without_scores_is_scored_again():
     rows = finished()
     for trace in rows.values():

@@ -131,7 +131,7 @@ def test_the_answer_of_a_shot(library, shot_answer, expected):
 
 def test_tags_follow_the_caption():
     assert context(EXAMPLES[0], False) == "picture 0."
-    assert context(EXAMPLES[0], True) == "picture 0. cat, mat"
+    assert context(EXAMPLES[0], True) == "picture 0.. cat, mat"  # its own period stays
     assert context(QUERIES[0], True) == "scene 0"
     assert context(Question("x", "val", "?"), True) == ""
 

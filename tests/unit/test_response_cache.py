@@ -27,7 +27,7 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Usage,
 )
-from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
+from mmqa_jax.prompting.cache import Cached, ResponseCache, _plain, request_key
 
 numbers = st.floats(allow_nan=False)
 candidates = st.builds(
@@ -109,6 +109,26 @@ def test_what_answers_cost_does_not_depend_on_the_cache():
         assert vars(served.work) == {
             "calls": 4, "prompt_tokens": 2 * 7 + 2 * 10, "completion_tokens": 2 + 3 + 2 + 1
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("total", "finish", "kept"),
+    [(-1.0, "stop", False), (-1.0, "end", False), (-1.0, "length", True), (math.nan, "stop", True)],
+)
+def test_older_answers_are_kept_where_they_are_the_same_today(total, finish, kept):
+    """Their totals held the log-probability of an end token or a stop string."""
+    cache = ResponseCache(":memory:")
+    old = Result(1, (Candidate("old", (1, 2), total, None, finish),), 3, 0)
+    question, new = Completion(1, "a"), Candidate("new", (1, 2), -0.5, None, "stop")
+    cache.put(request_key("echo", question, of_text=False), _plain(old))
+    backend = Echoing({1: Result(1, (new,), 3, 0)})
+    for _ in range(2):
+        (found,) = Cached(backend, cache).answer([question])
+        assert found.text == ("old" if kept else "new")
+    assert backend.asked == ([] if kept else [1])
+    # Continuations' scores have no end: their keys are the same.
+    choices = Choices(1, "a", ("b",))
+    assert request_key("m", choices) == request_key("m", choices, of_text=False)
 
 
 def test_the_key_holds_all_that_an_answer_depends_on():

@@ -55,7 +55,7 @@ def test_the_prompt(library):
             n = int(shot.question.id[1:])
             expected += (
                 f"Question: triplet {n} ?\nContext: A hint. A map.\nOptions: (A) no (B) yes\n"
-                f"Answer: Reason {n} holds. The answer is {'AB'[n % 2]}.\n\n"
+                f"Answer: Reason {n}\\nholds. The answer is {'AB'[n % 2]}.\n\n"
             )
         expected += (
             f"Question: {query.question}\nContext: N/A\nOptions: (A) one (B) two (C) three\nAnswer:"
@@ -98,7 +98,7 @@ def test_a_triplet_without_a_rationale(tmp_path):
     assert "  " not in text
     template = load_template("rmr.rationale")
     assert template.solve(fields(bare[1])) == " The answer is B."
-    assert template.solve(fields(TRIPLETS[1])) == " Reason 1 holds. The answer is B."
+    assert template.solve(fields(TRIPLETS[1])) == r" Reason 1\nholds. The answer is B."
     shown = template.render([fields(bare[1])], fields(QUERIES[0]))
     asked = template.render([], fields(dataclasses.replace(bare[1], answer_index=None)))
     assert shown.startswith(asked + template.solve(fields(bare[1])) + "\n\n")

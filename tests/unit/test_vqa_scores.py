@@ -57,6 +57,25 @@ def test_accuracy_by_number_of_annotators(same, official, paper):
         assert vqa.official_of_weight(weight) == pytest.approx(official)
 
 
+@pytest.mark.parametrize(
+    ("said", "references", "prophet", "official"),
+    [
+        ("cat", ["cat."] * 4 + ["dog"] * 6, 1.0, 1.0),  # punctuation goes on both sides
+        ("The Cat", ["the cat"] * 4 + ["dog"] * 6, 0.0, 1.0),  # articles on one alone
+        ("cat", ["Cat"] * 4 + ["dog"] * 6, 0.0, 1.0),
+        ("two", ["two"] * 4 + ["dog"] * 6, 0.0, 1.0),
+        ("two", ["2"] * 3 + ["two"] * 7, 0.9, 1.0),
+        ("Cat.", ["cat"] * 10, 1.0, 0.0),  # the answer is normalized also where all agree
+        ("x-y", ["x-y"] * 10, 0.0, 1.0),
+        ("cat", [" cat"] * 4 + ["dog"] * 6, 0.0, 1.0),  # the annotators' spaces stay
+    ],
+)
+def test_prophets_older_script(said, references, prophet, official):
+    """What evaluation/vqa_utils/vqaEval.py of MILVLG/prophet printed for these ten answers."""
+    assert vqa.prophet_accuracy(said, references) == pytest.approx(prophet)
+    assert vqa.official_accuracy(said, references) == pytest.approx(official)
+
+
 def test_nothing_is_normalized_where_all_annotators_agree():
     assert vqa.official_accuracy("the cat", ["cat"] * 10) == 0.0
     assert vqa.official_accuracy(" cat\n", ["cat"] * 10) == 1.0  # but whitespace is
