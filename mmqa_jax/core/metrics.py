@@ -140,14 +140,18 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     path = as_path(folder) / _FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            row = json.loads(line)
+            if type(row["step"]) is not int:
+                raise ValueError("no step")
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             if number < len(lines):
                 raise UserError(
-                    f"{path}, line {number}: not valid JSON; repair or remove that line."
+                    f"{path}, line {number}: not a row of metrics; repair or remove that line."
                 ) from error
+        else:
+            rows.append(row)
     return rows
