@@ -60,9 +60,12 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     try:
         joining.initialize(arguments, os.environ)
     except ValueError as error:
-        if arguments or "coordinator_address should be defined" not in str(error):
-            raise
         # A TPU outside any cluster that JAX knows: this host is all there is.
+        if arguments or "coordinator_address should be defined" not in str(error):
+            raise UserError(
+                f"environment: the variables of this launch cannot be read ({error}); see "
+                "mmqa_jax/training/README.md for those that are."
+            ) from error
     except (RuntimeError, OSError) as error:
         first_line = str(error).partition("\n")[0]
         raise RunError(
@@ -116,7 +119,7 @@ def _given(values: Mapping[str, str]) -> dict[str, Any]:
             "three on every host, or none."
         )
     for name in _NAMES[1:]:
-        if not values[name].isdigit():
+        if not values[name].isdecimal() or len(values[name]) > 9:
             raise UserError(f"environment: {name}={values[name]}: a whole number was expected.")
     count, index = int(values[_NAMES[1]]), int(values[_NAMES[2]])
     if index >= count:
@@ -125,7 +128,8 @@ def _given(values: Mapping[str, str]) -> dict[str, Any]:
             f"0 to {count - 1}."
         )
     address = values[_NAMES[0]]
-    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         raise UserError(f"environment: {_NAMES[0]}={address}: host:port was expected.")
     return {"coordinator_address": address, "num_processes": count, "process_id": index}
 

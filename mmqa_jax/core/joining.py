@@ -83,6 +83,10 @@ def bound(address: str, environment: Mapping[str, str]) -> str:
     """HOST:PORT to listen at: JAX's choice, with the host of MMQA_COORDINATOR_BIND if given."""
     host = environment.get(_BIND, "")
     if not host:
+        if not address.rpartition(":")[2].isdecimal():
+            raise UserError(
+                f"environment: JAX_COORDINATOR_BIND_ADDRESS={address}: host:port was expected."
+            )
         return address
     if "/" in host or (":" in host and not host.startswith("[") and host.count(":") == 1):
         raise UserError(

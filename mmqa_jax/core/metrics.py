@@ -140,17 +140,21 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     path = as_path(folder) / _FILE
     if not path.exists():
         return []
-    lines = path.read_bytes().splitlines()
+    try:
+        lines = path.read_bytes().splitlines()
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder, a file was expected; move it away.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if type(row["step"]) is not int:
-                raise ValueError("no step")
+                raise TypeError("no step")
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             if number < len(lines):
+                what = "not valid JSON" if isinstance(error, ValueError) else "not a row of metrics"
                 raise UserError(
-                    f"{path}, line {number}: not a row of metrics; repair or remove that line."
+                    f"{path}, line {number}: {what}; repair or remove that line."
                 ) from error
         else:
             rows.append(row)

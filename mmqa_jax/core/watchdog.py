@@ -101,7 +101,7 @@ class Watchdog:
 
     def _tell(self) -> None:
         distributed.publish("watchdog", [socket.gethostname(), self._at])
-        if self._idle > min(30.0, self._limit / 2):
+        if self._idle > min(10.0, self._limit / 2):
             try:
                 distributed.raise_others_failure()
             except (UserError, RunError) as error:

@@ -187,6 +187,11 @@ class RecordPictures:
     def __init__(self, records: Path):
         self._folder = records / "pictures"
         names = read_json(records / "pictures.json")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(
+                f"{records / 'pictures.json'}: a list of names was expected; run `mmqa prepare` "
+                "again."
+            )
         self._numbers = {name: number for number, name in enumerate(names)}
         self._source: Any = None
 

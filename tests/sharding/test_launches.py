@@ -112,6 +112,19 @@ def test_a_lost_host_is_named_by_all_others(tmp_path, monkeypatch, count, lost, 
         assert resumes in last
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_with_a_bug_is_named_by_the_other(tmp_path, process):
+    happen = {"what": "bug", "process": process, "batch": 9}
+    found = outcomes(tiny(2, tmp_path, mesh={"data": 2}, happen=happen), timeout=200)
+    assert [code for code, _ in found] == [1, 1], found
+    assert "KeyError: 'no such entry'" in found[process][1]
+    other = found[1 - process][1]
+    assert re.search(
+        rf"process {process} on \S+: KeyError: 'no such entry'", other.splitlines()[-1]
+    )
+    assert "Traceback" not in other
+
+
 def test_rows_that_spoil_a_step_are_named_by_the_process_that_has_them(tmp_path):
     happen = {"what": "nan", "process": 1, "batch": 9}
     found = outcomes(tiny(2, tmp_path, **TWO, happen=happen))
