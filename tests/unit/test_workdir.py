@@ -191,7 +191,7 @@ def test_multi_host_launches_are_told_from_single_ones():
         with pytest.raises(UserError, match=r"host:port was expected"):
             multi_host_arguments({**full, "JAX_COORDINATOR_ADDRESS": bad})
     for bad in ("²", "9" * 5000, "-1"):
-        with pytest.raises(UserError, match="JAX_NUM_PROCESSES=.*: a whole number"):
+        with pytest.raises(UserError, match=r"JAX_NUM_PROCESSES=.*: a whole number"):
             multi_host_arguments({**full, "JAX_NUM_PROCESSES": bad})
 
 
