@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
 # Runs a command, and runs it again until it ends with 0 (done) or 2 (the user's input is wrong).
-#   launch/babysit.sh [--max_restarts=20] [--backoff=10] [--dry_run] COMMAND...
+#   launch/babysit.sh [--max_restarts=20] [--backoff=10] [--state=FILE] [--dry_run] COMMAND...
 # Between attempts it waits --backoff seconds (or MMQA_BACKOFF), twice as long after every failure,
 # at most 10 minutes. An attempt of at least 10 minutes was a start that worked: waiting and counting
-# begin anew after it. TERM and Ctrl-C reach the command as TERM, and nothing is started again. The
-# exit code is the last attempt's. Every verb of mmqa continues where it stopped, so the command is
-# always the same. Tried without hardware: all of it.
+# begin anew after it. Two attempts in a row that fail at the same step with the same sentence end it
+# with exit code 2: a third would too. --state keeps the last failure for the babysit.sh of the next
+# pod, where something else restarts. TERM and Ctrl-C reach the command as TERM, and nothing is
+# started again. Else the exit code is the last attempt's. Every verb of mmqa continues where it
+# stopped, so the command is always the same. Tried without hardware: all of it.
 set -euo pipefail
 # shellcheck source=common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-max_restarts=20 backoff="${MMQA_BACKOFF:-10}" dry_run=0
+max_restarts=20 backoff="${MMQA_BACKOFF:-10}" state="" dry_run=0
 longest=600 # seconds: the longest wait, and how long an attempt lasts that counts as a good start
 while [ $# -gt 0 ]; do
   case "$1" in
     --max_restarts=*) max_restarts="$(value_of "$1")" ;;
     --backoff=*) backoff="$(value_of "$1")" ;;
+    --state=*) state="$(value_of "$1")" ;;
     --dry_run) dry_run=1 ;;
     --*) die "unknown flag '$1'; see the head of this file." ;;
     *) break ;;
@@ -27,7 +30,7 @@ for number in "$max_restarts" "$backoff"; do
   [[ "$number" =~ ^[0-9]+$ ]] || die "'$number' is not a whole number; give one."
 done
 if [ "$dry_run" = 1 ]; then
-  echo "until it exits with 0 or 2, at most $max_restarts restarts, first after $backoff s:"
+  echo "until it exits with 0 or 2 or fails twice alike, at most $max_restarts restarts, first after $backoff s:"
   run "$@"
   exit 0
 fi
@@ -39,16 +42,52 @@ stop() {
 }
 trap stop TERM INT
 
+folder="$(mktemp -d)"
+trap 'rm -rf "$folder"' EXIT
+said="$folder/said"
+[ -n "$state" ] || state="$folder/failure"
+
+# What the attempt failed with: the lines of mmqa, or else the last one, without what differs from
+# one start to the next: times, and the labels of processes.
+sentence() {
+  local lines
+  lines="$(grep -aoE 'mmqa: .*' "$said" | grep -avE 'has waited [0-9]+ s .*: check that' | sort -u)" ||
+    lines="$(grep -av '^[[:space:]]*$' "$said" | tail -n 1)" || true
+  sed -E 's/[0-9.]+ s([^[:alnum:]]|$)/N s\1/g; s/0x[0-9a-f]+/0xN/g' <<<"$lines"
+}
+
+# How far the command's work is: the step of a training run, the items of a job that are done.
+progress_of() {
+  local place
+  place="$(preflight_flags "$@" | sed -n 's/^--workdir=//p' | tail -n 1)"
+  [ -n "$place" ] && command -v mmqa >/dev/null || return 0
+  mmqa status "$place" --json 2>/dev/null | tail -n 1 |
+    grep -oE '"(step|saved|items_done)": ?(\[[^]]*\]|[0-9]+)' | tr '\n' ' ' || true
+}
+
 restarts=0 pause="$backoff"
 while :; do
   began=$SECONDS
-  "$@" &
+  : >"$said"
+  # A copy of what it says; the copying goes on while the command ends by a signal.
+  "$@" 2> >(trap '' INT TERM && exec tee "$said" >&2) &
   job=$!
   wait_for "$job"
   lasted=$((SECONDS - began))
   if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$stopped" = 1 ]; then
+    rm -f "$state"
     exit "$code"
   fi
+  sleep 0.2 # for the last line that it said
+  why="$(sentence)" at="$(progress_of "$@")"
+  if [ -n "$why" ] && [ "$code $at $why" = "$(cat "$state" 2>/dev/null)" ]; then
+    rm -f "$state"
+    echo "babysit: two starts in a row ended with $code${at:+ at ${at% }} and the same sentence:" \
+      "mend its cause, then start the same command again." >&2
+    tail -n 1 <<<"$why" >&2
+    exit 2
+  fi
+  mkdir -p "$(dirname "$state")" && printf '%s\n' "$code $at $why" >"$state"
   if [ "$lasted" -ge "$longest" ]; then
     restarts=0 pause="$backoff"
   fi

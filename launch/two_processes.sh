@@ -29,8 +29,8 @@ fi
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 jobs=()
 for ((process = 0; process < processes; process++)); do
-  member=(env "JAX_COORDINATOR_ADDRESS=127.0.0.1:$port" "JAX_NUM_PROCESSES=$processes"
-    "JAX_PROCESS_ID=$process" "$@")
+  member=(env "JAX_COORDINATOR_ADDRESS=127.0.0.1:$port" MMQA_COORDINATOR_BIND=127.0.0.1
+    "JAX_NUM_PROCESSES=$processes" "JAX_PROCESS_ID=$process" "$@")
   if [ "$dry_run" = 1 ]; then
     run "${member[@]}"
   else

@@ -85,6 +85,10 @@ class Checkpoints:
         """Step of the newest complete checkpoint, None if there is none."""
         return self._manager.latest_step()
 
+    def committed_step(self) -> int | None:
+        """The newest step that is complete in the folder now, whatever is being saved."""
+        return max(self._ocp.utils.checkpoint_steps(self._manager.directory), default=None)
+
     def best(self) -> Best | None:
         """The best checkpoint of those with a score, None if there is none.
 

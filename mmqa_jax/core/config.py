@@ -251,10 +251,10 @@ def _mistakes_named(file: Path) -> Iterator[None]:
         raise
     except SyntaxError as error:
         raise UserError(
-            f"{error.filename}, line {error.lineno}: not valid python ({error.msg}); "
+            f"{error.filename or file}, line {error.lineno or 1}: not valid python ({error.msg}); "
             "repair the config file."
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The innermost line of this config or of one beside it that it calls.
         folder = file.resolve().parent
         frames = traceback.extract_tb(error.__traceback__)

@@ -13,17 +13,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core import joining
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.peers import may_be_a_loss
 
-_INITIALIZATION_TIMEOUT_SECONDS = 1800  # hosts of a pod come up minutes apart
-# A thread outside Python sends the heartbeats: loading weights or compiling does not delay them.
-# So long do the others wait for a host that is lost.
-_HEARTBEAT_TIMEOUT_SECONDS = 100
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _FAILED = "mmqa/failed"
 
@@ -45,8 +43,7 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     Raises:
       UserError: an incomplete multi-host environment, or a given cache folder that cannot be
         written.
-      RunError: the cluster does not say where process 0 is. (Where the others do not come up, JAX
-        ends this process.)
+      RunError: the cluster does not say where process 0 is, or others have not come in time.
     """
     import jax
 
@@ -61,15 +58,14 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     if arguments is None:
         return
     try:
-        jax.distributed.initialize(
-            **arguments,
-            initialization_timeout=_INITIALIZATION_TIMEOUT_SECONDS,
-            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
-        )
+        joining.initialize(arguments, os.environ)
     except ValueError as error:
-        if arguments or "coordinator_address should be defined" not in str(error):
-            raise
         # A TPU outside any cluster that JAX knows: this host is all there is.
+        if arguments or "coordinator_address should be defined" not in str(error):
+            raise UserError(
+                f"environment: the variables of this launch cannot be read ({error}); see "
+                "mmqa_jax/training/README.md for those that are."
+            ) from error
     except (RuntimeError, OSError) as error:
         first_line = str(error).partition("\n")[0]
         raise RunError(
@@ -123,7 +119,7 @@ def _given(values: Mapping[str, str]) -> dict[str, Any]:
             "three on every host, or none."
         )
     for name in _NAMES[1:]:
-        if not values[name].isdigit():
+        if not values[name].isdecimal() or len(values[name]) > 9:
             raise UserError(f"environment: {name}={values[name]}: a whole number was expected.")
     count, index = int(values[_NAMES[1]]), int(values[_NAMES[2]])
     if index >= count:
@@ -132,7 +128,8 @@ def _given(values: Mapping[str, str]) -> dict[str, Any]:
             f"0 to {count - 1}."
         )
     address = values[_NAMES[0]]
-    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         raise UserError(f"environment: {_NAMES[0]}={address}: host:port was expected.")
     return {"coordinator_address": address, "num_processes": count, "process_id": index}
 
@@ -169,10 +166,11 @@ def gather(name: str, value: Any) -> list[Any]:
     place = f"mmqa/values/{name}/{turn}"
     client.key_value_set(f"{place}/{me}", json.dumps(value))
     pause = 0.02
-    while len(found := client.key_value_dir_get(place)) < count:
-        raise_others_failure()
-        time.sleep(pause)
-        pause = min(1.5 * pause, 1.0)
+    with _naming_the_lost():
+        while len(found := client.key_value_dir_get(place)) < count:
+            raise_others_failure()
+            time.sleep(pause)
+            pause = min(1.5 * pause, 1.0)
     values = {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
     if me == 0 and turn > 1:  # all have read the values of the turn before
         client.key_value_delete(f"mmqa/values/{name}/{turn - 1}/")
@@ -198,20 +196,59 @@ def connect_devices() -> None:
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """A UserError or RunError of one process in the block becomes that of all.
+    """What one process fails with in the block becomes the failure of all.
 
     The others raise it in their next `gather` or `barrier`, at the latest at the end of the block,
-    and so all of them end with one exit code, instead of waiting for the one that is gone.
+    and so all of them end with one exit code, instead of waiting for the one that is gone: a
+    UserError as such, everything else as a RunError. Where it is a lost process that makes this
+    one fail, it ends with that one's name.
     """
     try:
-        yield
-        barrier("end of the block")
-    except (UserError, RunError) as error:
-        service = _service()
-        if service is not None and not service.client.key_value_dir_get(_FAILED):
-            report = [type(error).__name__, socket.gethostname(), str(error)]
-            service.client.key_value_set(f"{_FAILED}/{service.process_id}", json.dumps(report))
+        with _naming_the_lost():
+            yield
+            barrier("end of the block")
+    except Exception as error:
+        _tell_failure(error)
         raise
+
+
+def _tell_failure(error: Exception) -> None:
+    if (service := _service()) is None:
+        return
+    others = joining.peers()
+    if others is not None:
+        others.fails(2 if isinstance(error, UserError) else 1)
+    if isinstance(error, UserError | RunError):
+        report = [type(error).__name__, socket.gethostname(), str(error)]
+    else:
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        report = [RunError.__name__, socket.gethostname(), what]
+    with contextlib.suppress(Exception):  # process 0 may be gone
+        if not service.client.key_value_dir_get(_FAILED):
+            service.client.key_value_set(f"{_FAILED}/{service.process_id}", json.dumps(report))
+
+
+@contextlib.contextmanager
+def _naming_the_lost() -> Iterator[None]:
+    """A collective, or an exchange, that fails because a process is lost ends this one."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        if (others := joining.peers()) is not None and may_be_a_loss(error):
+            others.settle(raise_others_failure)
+        raise
+
+
+def at(step: int, doing: str, resumes: Callable[[], int | None] | None = None) -> None:
+    """What this process does now, told of it if it is lost.
+
+    Args:
+      resumes: the step that a restart continues from, None if there is none.
+    """
+    if (others := joining.peers()) is not None:
+        others.at(step, doing, resumes)
 
 
 def raise_others_failure() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_text, write_jsonl
+from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path, in_store, upload
 from mmqa_jax.core.wandb_log import WandbLog
@@ -141,14 +141,20 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     path = as_path(folder) / _FILE
     if not path.exists():
         return []
-    lines = read_text(path).splitlines()
+    try:
+        lines = path.read_bytes().splitlines()
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder, a file was expected; move it away.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
+        where, remedy = f"{path}, line {number}", "repair or remove that line"
         try:
-            rows.append(
-                parse_json(line, f"{path}, line {number}", remedy="repair or remove that line")
-            )
+            row = parse_json(line, where, remedy=remedy)
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise UserError(f"{where}: not a row of metrics; {remedy}.")
         except UserError:
-            if number < len(lines):
+            if number < len(lines):  # the last may be cut by a kill
                 raise
+        else:
+            rows.append(row)
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -36,11 +37,18 @@ class Watchdog:
 
     Args:
       limit: in seconds, longer than the longest compilation and evaluation; 0: never.
+      resumes: the step that a restart continues from, which is told if another process is lost.
       end: ends the process with an exit code (for tests).
     """
 
-    def __init__(self, limit: float, *, end: Callable[[int], Any] = os._exit):
-        self._limit, self._end = limit, end
+    def __init__(
+        self,
+        limit: float,
+        *,
+        resumes: Callable[[], int | None] | None = None,
+        end: Callable[[int], Any] = os._exit,
+    ):
+        self._limit, self._resumes, self._end = limit, resumes, end
         self._tick = min(5.0, limit / 10) if limit else 5.0
         self._at: dict[str, Any] = {"beat": 0, "step": 0, "doing": "starting"}
         self._idle = 0.0
@@ -64,6 +72,7 @@ class Watchdog:
         """The run moves: all processes make the same beats in the same order."""
         self._at = {"beat": self._at["beat"] + 1, "step": step, "doing": doing}
         self._idle = 0.0
+        distributed.at(step, doing, self._resumes)
 
     def rest(self) -> None:
         """There is no limit until the next beat."""
@@ -86,17 +95,21 @@ class Watchdog:
     def _exchange(self) -> None:
         """In a thread of its own: it blocks while process 0 does not answer."""
         while not self._stop.is_set():
-            distributed.publish("watchdog", [socket.gethostname(), self._at])
-            if self._idle > min(30.0, self._limit / 2):
-                try:
-                    distributed.raise_others_failure()
-                except (UserError, RunError) as error:
-                    print(f"mmqa: {error}", file=sys.stderr, flush=True)
-                    self._end(2 if isinstance(error, UserError) else 1)
-            if self._asked.is_set():
-                self._others = distributed.published("watchdog")
-                self._answered.set()
+            with contextlib.suppress(RuntimeError):  # JAX's: process 0 is lost, which is told
+                self._tell()
             self._stop.wait(self._tick)
+
+    def _tell(self) -> None:
+        distributed.publish("watchdog", [socket.gethostname(), self._at])
+        if self._idle > min(10.0, self._limit / 2):
+            try:
+                distributed.raise_others_failure()
+            except (UserError, RunError) as error:
+                print(f"mmqa: {error}", file=sys.stderr, flush=True)
+                self._end(2 if isinstance(error, UserError) else 1)
+        if self._asked.is_set():
+            self._others = distributed.published("watchdog")
+            self._answered.set()
 
     def _report(self) -> None:
         import jax

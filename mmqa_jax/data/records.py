@@ -189,7 +189,7 @@ class RecordPictures:
         path = records / "pictures.json"
         names = read_json(path)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise UserError(f"{path}: a list of names was expected; prepare the corpus again.")
+            raise UserError(f"{path}: a list of names was expected; run `mmqa prepare` again.")
         self._numbers = {name: number for number, name in enumerate(names)}
         self._source: Any = None
 

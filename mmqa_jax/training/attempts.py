@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,14 +22,14 @@ from typing import Any
 
 import jax
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.progress import duration
 from mmqa_jax.training.time_split import PHASES
 
 FILE = "attempts.jsonl"
 _SECONDS_BETWEEN_ROWS = 30.0
-_FIELDS = {"event", "time", "step", "elapsed", "seconds"}
+_MOST_STEPS = 2**53
+_LONGEST_SECONDS = 1e12
 
 
 class Attempts:
@@ -87,8 +88,10 @@ class Attempts:
                 "seconds": {name: round(value, 3) for name, value in seconds.items()},
             }
         )
-        # Whole: the folder may be in a store that cannot append.
-        write_jsonl(self._folder / FILE, self._rows)
+        try:  # whole: the folder may be in a store that cannot append
+            write_jsonl(self._folder / FILE, self._rows)
+        except (IsADirectoryError, PermissionError) as error:
+            _warn(self._folder / FILE, f"cannot be written ({error.strerror})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,18 +173,52 @@ def goodput(rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's attempts.jsonl; none if there is no file.
+    """The rows of a run's attempts.jsonl that can be read; none if there is no file.
 
-    Raises:
-      UserError: the file is damaged.
+    What a crash, a full disk or an edit has damaged is left out with a warning: goodput is not
+    worth a training run.
     """
     path = folder / FILE
-    if not path.exists():
-        return []
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if not all(row.keys() >= _FIELDS for row in rows) or rows[0]["event"] != "start":
-            raise ValueError
-    except (ValueError, AttributeError, LookupError) as error:
-        raise UserError(f"{path}: is damaged; delete it, and goodput is counted anew.") from error
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        _warn(path, f"cannot be read ({error.strerror})")
+        return []
+    rows: list[dict[str, Any]] = []
+    damaged = []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        # What comes before the first start belongs to no attempt.
+        if row is None or (not rows and row["event"] != "start"):
+            damaged.append(number)
+        else:
+            rows.append(row)
+    if damaged:
+        which = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines"
+        _warn(path, f"{which} of {len(lines)} cannot be read")
     return rows
+
+
+def _warn(path: Path, what: str) -> None:
+    logging.getLogger(__name__).warning("%s: %s; goodput is counted from the rest.", path, what)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row of the file; None if it is not one."""
+    try:
+        row = json.loads(line)
+        sound = (
+            isinstance(row["event"], str)
+            and type(row["step"]) is int
+            and 0 <= row["step"] < _MOST_STEPS
+            and all(map(_is_time, (row["time"], row["elapsed"], *row["seconds"].values())))
+        )
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return None
+    return row if sound else None
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _LONGEST_SECONDS

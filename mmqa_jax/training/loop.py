@@ -187,7 +187,7 @@ def train(
             MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
             _StopSignals() as stop,
-            Watchdog(hang_limit(os.environ)) as watchdog,
+            Watchdog(hang_limit(os.environ), resumes=checkpoints.committed_step) as watchdog,
             Profile(observed.profile, folder) as profile,
         ):
             if not only_start:

@@ -56,6 +56,7 @@ def launch(count: int, *command: str, devices: int = 1, differing: tuple = ()) -
             *(differing if process == count - 1 else ()),
             devices=devices,
             JAX_COORDINATOR_ADDRESS=address,
+            MMQA_COORDINATOR_BIND="127.0.0.1",
             JAX_NUM_PROCESSES=str(count),
             JAX_PROCESS_ID=str(process),
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from processes import curve, finish, launch, outcomes, tiny
+from processes import TRAIN, curve, finish, launch, outcomes, tiny
 
 from mmqa_jax.core.watchdog import EXIT_HANGING
 
@@ -70,6 +71,58 @@ def test_a_host_that_hangs_is_named_and_the_others_end(tmp_path, monkeypatch):
     named = next(line for line in out.splitlines() if line.startswith("process 1 on "))
     assert named.endswith("behind the others")
     assert "training/loop.py" in out  # the stack of the one that waits
+
+
+@pytest.mark.parametrize(
+    ("count", "lost", "how", "batch"),
+    [
+        (2, 0, "SIGKILL", 9),  # in a collective
+        (2, 1, "SIGKILL", 1),  # the others compile
+        (3, 1, "SIGKILL", 6),  # step 5 is being saved
+        (3, 0, "SIGSTOP", 9),
+        (3, 2, "SIGSTOP", 9),
+    ],
+)
+def test_a_lost_host_is_named_by_all_others(tmp_path, monkeypatch, count, lost, how, batch):
+    """In their last line, with exit code 1, and with the step that the same command resumes."""
+    monkeypatch.setenv("MMQA_HEARTBEAT_SECONDS", "8")
+    happen = {"what": how, "process": lost, "batch": batch}
+    train = {**TRAIN, "steps": 400, "checkpoint_every": 5, "evaluate_every": 0}
+    processes = tiny(count, tmp_path, mesh={"data": count}, train=train, happen=happen)
+    others = [process for process in processes if process is not processes[lost]]
+    printed = []
+    try:
+        for process in others:
+            printed.append(process.communicate(timeout=200)[0])
+    finally:
+        for process in processes:
+            process.kill()
+        processes[lost].communicate()
+    assert [process.returncode for process in others] == [1] * len(others), printed
+    for out in printed:
+        assert "Traceback" not in out
+        assert "stack trace" not in out
+        last = out.splitlines()[-1]
+        assert re.match(
+            rf"mmqa: process {lost} on \S+ \(last seen at step \d+, .+\) is lost: ", last
+        )
+        assert re.search(r"this process \d was at step \d+, ", last)
+        steps = saved(tmp_path) if (tmp_path / "checkpoints").exists() else []
+        resumes = f"it resumes from step {steps[-1]}." if steps else "start the launch again"
+        assert resumes in last
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_with_a_bug_is_named_by_the_other(tmp_path, process):
+    happen = {"what": "bug", "process": process, "batch": 9}
+    found = outcomes(tiny(2, tmp_path, mesh={"data": 2}, happen=happen), timeout=200)
+    assert [code for code, _ in found] == [1, 1], found
+    assert "KeyError: 'no such entry'" in found[process][1]
+    other = found[1 - process][1]
+    assert re.search(
+        rf"process {process} on \S+: KeyError: 'no such entry'", other.splitlines()[-1]
+    )
+    assert "Traceback" not in other
 
 
 def test_rows_that_spoil_a_step_are_named_by_the_process_that_has_them(tmp_path):

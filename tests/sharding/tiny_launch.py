@@ -6,7 +6,7 @@ OPTIONS is JSON:
   train   changes to config.train
   start   the workdir of a run whose weights this one starts from
   happen  {"what", "process", "batch"}: at that batch of that process of this attempt it gets the
-          signal of that name, or `nan` spoils its rows
+          signal of that name, or `nan` spoils its rows, or `bug` is an exception
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def batches(rows):
 
 def happening(what):
     """Something to happen at a batch."""
+    if what == "bug":
+        return lambda batch: batch["no such entry"]
     if what == "nan":
         return lambda batch: {**batch, "y": batch["y"] * np.float32("nan")}
 

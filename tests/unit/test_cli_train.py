@@ -175,6 +175,23 @@ def test_no_steps_are_traced_where_none_are_taken(data, refused, tmp_path):
     refused("train", *flags, "--only_start", "--profile=1:2", message=r"--profile: --only_start")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys; sys.exit(3)\n", r"own\.py, line 1: the config file fails \(SystemExit: 3\)"),
+        (
+            "x = '\0'\n",
+            r"own\.py, line 1: not valid python \(source code string cannot contain null",
+        ),
+        ("def get_config():\n  x = 1\n    y = 2\n", r"own\.py, line 3: not valid python"),
+    ],
+)
+def test_a_config_file_that_is_none(text, message, refused, tmp_path):
+    (tmp_path / "own.py").write_text(text)
+    flags = (f"--config={tmp_path / 'own.py'}", f"--workdir={tmp_path / 'run'}")
+    refused("train", *flags, message=message)
+
+
 def test_a_config_whose_import_fails(refused, tmp_path):
     (tmp_path / "own.py").write_text("import json\njson.loads('{')\n")
     flags = (f"--config={tmp_path / 'own.py'}", f"--workdir={tmp_path / 'run'}")

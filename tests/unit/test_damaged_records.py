@@ -46,3 +46,42 @@ def test_embedding_names_the_pictures(share, data, models, tmp_path):
     assert ended.code == 2
     assert "/pictures: its corpus records cannot be read (" in ended.err
     assert not (tmp_path / "index" / "embeddings" / "embeddings.npy").exists()
+
+
+DAMAGE = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "junk": lambda path: path.write_bytes(b"\x93\x00\xff{" * 80),
+    "empty": lambda path: path.write_bytes(b""),
+    "number": lambda path: path.write_text("5"),
+    "list": lambda path: path.write_text("[1, {}]"),
+    "gone": Path.unlink,
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_training_refuses_every_damaged_file_of_a_corpus(damage, data, tmp_path, capfd):
+    """With one sentence that names the file, or the records that it belongs to, and the remedy."""
+    files = sorted(path.relative_to(data) for path in data.rglob("*") if path.is_file())
+    files = [file for file in files if "pictures" not in file.parts]  # read when one is needed
+    assert len(files) > 5
+    for number, file in enumerate(files):
+        copy = tmp_path / f"data{number}"
+        shutil.copytree(data, copy)
+        DAMAGE[damage](copy / file)
+        ended = mmqa("train", *train_flags("contrastive", copy, tmp_path / "run"))
+        assert ended.code == 2, (file, ended.err)
+        assert re.fullmatch(r"mmqa: .+[.]\n", ended.err, re.DOTALL), (file, ended.err)
+        assert str(copy) in ended.err
+        assert re.search(r"mmqa prepare|fetch the file again|check the path|UTF-8", ended.err), file
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "junk", "number", "list", "gone", "folder"])
+def test_a_finished_run_with_a_damaged_tokenizer_is_not_called_done(damage, data, models, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(models / "contrastive", run)
+    DAMAGE[damage](run / "tokenizer.json")
+    ended = mmqa("train", *train_flags("contrastive", data, run))
+    assert ended.code == 2, ended.err
+    assert re.fullmatch(r"mmqa: \S+/tokenizer\.json: .+[.]\n", ended.err), ended.err

@@ -226,6 +226,61 @@ def test_babysit_restarts_unless_done_or_wrong(tmp_path, script, code, times):
     assert (ended.returncode, attempts(tmp_path)) == (code, times), ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "code", "times"),
+    [
+        ("echo 'mmqa: step 9: loss is nan' >&2; exit 1", 2, 2),
+        ("echo '1: mmqa: step 9: nan, after '$n' s; go on' >&2; echo srun: $n >&2; exit 1", 2, 2),
+        ("echo 'ValueError: a bug' >&2; exit 1", 2, 2),
+        ("echo mmqa: step $n: loss is nan >&2; exit 1", 1, 4),  # it advances
+        ("echo 'mmqa: lost' >&2; exit $((n % 2 + 3))", 3, 4),  # by another exit code each time
+        ("echo 'mmqa: lost' >&2; [ $n = 2 ]", 0, 2),
+        ("echo 'mmqa: p.jpg is missing' >&2; exit 2", 2, 1),
+    ],
+)
+def test_babysit_gives_up_where_nothing_advances(tmp_path, script, code, times):
+    ended = launch("babysit.sh", "--backoff=0", "--max_restarts=3", *counting(tmp_path, script))
+    assert (ended.returncode, attempts(tmp_path)) == (code, times), ended.stderr
+    gave_up = "two starts in a row" in ended.stderr
+    assert gave_up == (code == 2 and times == 2)
+    if gave_up:
+        assert "the same sentence: mend its cause" in ended.stderr
+        assert re.search(r"nan|a bug", ended.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("steps", "times"), [("7 7", 2), ("7 8", 3)])
+def test_babysit_asks_how_far_the_run_is(tmp_path, steps, times):
+    """The same sentence at a later step is another failure."""
+    (tmp_path / "status").write_text(steps.replace(" ", "\n"))
+    fake = tmp_path / "mmqa"
+    fake.write_text(
+        "#!/bin/bash\n"
+        f"count={tmp_path}/attempts; n=$(wc -l < $count)\n"
+        f'if [ "$1" = status ]; then [ "$2" = /runs/a ] || exit 2; echo text\n'
+        f"""  echo '{{"step": '$(sed -n "${{n}}p;\\$p" {tmp_path}/status | head -n 1)'}}'\n"""
+        "else echo x >> $count; echo 'mmqa: the disk is full' >&2; exit 1; fi\n"
+    )
+    fake.chmod(0o755)
+    (tmp_path / "attempts").touch()
+    command = ("mmqa", "train", "--workdir=/runs/a")
+    ended = launch("babysit.sh", "--backoff=0", *command, PATH=str(tmp_path))
+    assert (ended.returncode, attempts(tmp_path)) == (2, times), ended.stderr
+    assert f'at "step": {steps[-1]} and the same sentence' in ended.stderr
+
+
+def test_babysit_remembers_a_failure_from_pod_to_pod(tmp_path):
+    state = tmp_path / "state" / "host-0"
+    flags = ("--max_restarts=0", f"--state={state}")
+    failing = counting(tmp_path, "echo 'mmqa: lost' >&2; exit 1")
+    codes = [launch("babysit.sh", *flags, *failing).returncode for _ in range(2)]
+    assert codes == [1, 2]
+    assert not state.exists()
+    codes = [launch("babysit.sh", *flags, *failing).returncode]
+    codes += [launch("babysit.sh", *flags, "true").returncode]
+    codes += [launch("babysit.sh", *flags, *failing).returncode]
+    assert codes == [1, 0, 1]
+
+
 def test_babysit_waits_twice_as_long_each_time(tmp_path):
     ended = launch("babysit.sh", "--backoff=1", "--max_restarts=2", "false")
     assert re.findall(r"in (\d+) s", ended.stderr) == ["1", "2"]

@@ -293,9 +293,67 @@ def test_attempts_are_kept_through_a_kill(tmp_path):
         ("start", 10, 0.0), ("save", 6, 45.0), ("step", 9, 125.0),
     ]  # fmt: skip
     assert read_attempts(tmp_path / "nowhere") == []
-    (tmp_path / FILE).write_text('{"event": "start"}\n')
-    with pytest.raises(UserError, match="is damaged; delete it"):
-        read_attempts(tmp_path)
+
+
+_GOOD = {"event": "start", "time": 5.0, "step": 3, "elapsed": 1, "seconds": {"compute": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"event": "save", "time": 5.0, "st',  # cut short by a crash
+        b"\x00\xff\xfe" * 40,
+        b"",
+        b"5",
+        b"[" * 100_000,
+        json.dumps({"event": "start"}).encode(),
+        *(
+            json.dumps(_GOOD | changed).encode()
+            for changed in (
+                {"step": "3"}, {"step": True}, {"step": -1}, {"step": 10**400}, {"time": None},
+                {"event": 1}, {"elapsed": float("nan")}, {"seconds": [1]},
+                {"seconds": {"compute": "1"}},
+            )
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["first", "last", "alone"])
+def test_a_damaged_record_of_attempts_stops_no_training(tmp_path, caplog, damage, where):
+    good = [json.dumps(_GOOD).encode(), json.dumps(_GOOD | {"event": "save", "step": 5}).encode()]
+    kept = {"first": [damage, *good], "last": [*good, damage], "alone": [damage]}[where]
+    (tmp_path / FILE).write_bytes(b"\n".join(kept))
+    rows = read_attempts(tmp_path)
+    assert [row["step"] for row in rows] == ([] if where == "alone" else [3, 5])
+    if damage:
+        assert f"{tmp_path / FILE}: line" in caplog.text
+        assert "goodput is counted from the rest" in caplog.text
+    attempts = Attempts(tmp_path)
+    attempts.start(5)
+    attempts.note("save", 7, {"compute": 1.0})
+    again = read_attempts(tmp_path)
+    assert [row["step"] for row in again] == [row["step"] for row in rows] + [5, 7]
+    assert goodput(again) is not None
+
+
+def test_a_record_of_attempts_that_cannot_be_read_stops_no_training(tmp_path, caplog):
+    (tmp_path / FILE).mkdir()
+    assert read_attempts(tmp_path) == []
+    assert "cannot be read (Is a directory)" in caplog.text
+    attempts = Attempts(tmp_path)
+    attempts.start(0)
+    attempts.note("end", 5, {"compute": 1.0})
+    assert "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["\x00\x01", "5", '{"loss": 1}', '{"step": "3"}', '{"step": 1'])
+def test_a_damaged_curve_is_refused_with_its_line(tmp_path, damage):
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"step": 1, "time": 2.0}}\n{damage}\n{{"step": 2}}\n'
+    )
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: "):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "time": 2.0}\n{"step": 2, "lo\xff')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]  # cut short by a kill
 
 
 @pytest.mark.parametrize(

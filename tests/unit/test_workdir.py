@@ -187,6 +187,12 @@ def test_multi_host_launches_are_told_from_single_ones():
         multi_host_arguments({**full, "JAX_PROCESS_ID": "2"})
     with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS=a: host:port"):
         multi_host_arguments({**full, "JAX_COORDINATOR_ADDRESS": "a"})
+    for bad in ("a:0", "a:99999", "a:²", f"a:{'9' * 5000}", ":1234"):
+        with pytest.raises(UserError, match=r"host:port was expected"):
+            multi_host_arguments({**full, "JAX_COORDINATOR_ADDRESS": bad})
+    for bad in ("²", "9" * 5000, "-1"):
+        with pytest.raises(UserError, match=r"JAX_NUM_PROCESSES=.*: a whole number"):
+            multi_host_arguments({**full, "JAX_NUM_PROCESSES": bad})
 
 
 def test_pods_are_left_to_jax_to_detect():

@@ -1,0 +1,288 @@
+"""A process of a launch that is lost is named by all others, which then end with exit code 1.
+
+JAX's coordination service finds out: its heartbeats come from threads outside Python, so that
+neither compiling nor loading delays them, and a closed connection to process 0 is seen at once. It
+would then end this process by abort(), with a stack trace and a core. A callback that it calls
+instead exists, but what it is called with cannot be passed to Python (jaxlib 0.10), which ends in
+C++'s std::terminate: that is taken over here, for this one cause.
+
+Who is lost is known from beats in the key-value store, which also say what each was doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError, first_names
+
+DEFAULT_HEARTBEAT_SECONDS = 30
+_VARIABLE = "MMQA_HEARTBEAT_SECONDS"
+_LEAST_SECONDS = 4
+_KEY = "mmqa/alive"
+_SILENT_BEATS = 2.5  # a process without so many beats is silent
+_ENDED = "ended"
+
+
+def heartbeat_seconds(environment: Mapping[str, str]) -> int:
+    """After how many seconds a silent process is lost: MMQA_HEARTBEAT_SECONDS, or else 30."""
+    given = environment.get(_VARIABLE, "")
+    if not given:
+        return DEFAULT_HEARTBEAT_SECONDS
+    if not given.isdecimal() or int(given) < _LEAST_SECONDS:
+        raise UserError(
+            f"environment: {_VARIABLE}={given}: whole seconds were expected, at least "
+            f"{_LEAST_SECONDS}."
+        )
+    return int(given)
+
+
+class Peers:
+    """What this process knows of the others of its launch, and says when one is lost.
+
+    Args:
+      me, count: this process's number, and how many there are.
+      address: HOST:PORT of process 0.
+      heartbeat: seconds after which a process counts as lost.
+      end: ends the process with an exit code (for tests).
+    """
+
+    def __init__(
+        self,
+        me: int,
+        count: int,
+        address: str,
+        heartbeat: float,
+        *,
+        end: Callable[[int], Any] = os._exit,
+    ):
+        self.me, self.count, self._address, self._end = me, count, address, end
+        self._beat_seconds = min(5.0, heartbeat / 4)
+        self.patience = heartbeat + 2 * self._beat_seconds
+        self._fails: int | None = None
+        self._step, self._doing = 0, "starting"
+        self._resumes: Callable[[], int | None] | None = None
+        self._beat = 0
+        self._answered = time.monotonic()
+        self._heard: dict[int, float] = {}  # when a beat of a process came
+        self._last: dict[int, list[Any]] = {}  # host, beat, step, doing
+        self._stop, self._once = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, client: Any) -> None:
+        """Starts the beats, over JAX's connected client."""
+        self._heard = dict.fromkeys(range(self.count), time.monotonic())
+        self._exchange(client)
+        self._thread = threading.Thread(target=self._run, args=(client,), daemon=True)
+        self._thread.start()
+
+    def at(self, step: int, doing: str, resumes: Callable[[], int | None] | None) -> None:
+        """What this process does now.
+
+        Args:
+          resumes: the step that a restart continues from, None if there is none.
+        """
+        self._step, self._doing, self._resumes = step, doing, resumes
+
+    def fails(self, exit_code: int) -> None:
+        """This process has failed, and said so: it ends with that code, whatever JAX finds."""
+        self._fails = exit_code
+
+    def leave(self, client: Any) -> None:
+        """This process ends by itself: what JAX finds out from now on is not told."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(self._beat_seconds)
+        self._doing = _ENDED
+        with contextlib.suppress(Exception):
+            self._publish(client)
+
+    def lost(self) -> str | None:
+        """Who is lost and how that is known, as far as can be seen from here."""
+        now, silent_after = time.monotonic(), _SILENT_BEATS * self._beat_seconds
+        if self.me and now - self._answered > silent_after:
+            return f"{self._name(0)} is lost: it has not answered for {now - self._answered:.0f} s"
+        silent = [
+            process
+            for process in range(self.count)
+            if process != self.me
+            and now - self._heard.get(process, now) > silent_after
+            and self._last.get(process, [_ENDED, 0, 0, ""])[3] != _ENDED
+        ]
+        if silent:
+            names = first_names(map(self._name, silent))
+            seconds = max(now - self._heard[process] for process in silent)
+            are = "is" if len(silent) == 1 else "are"
+            return f"{names} {are} lost: no sign of life for {seconds:.0f} s"
+        if self.me and not self._reached():
+            return f"{self._name(0)} is lost: nothing listens at {self._address} any more"
+        return None
+
+    def report(self) -> None:
+        """JAX has found that a process is lost: says which, and ends this one."""
+        if not self._once.acquire(blocking=False):
+            time.sleep(self.patience)  # another thread is saying it
+            return
+        if self._fails is not None:
+            self._end(self._fails)
+            return
+        if self._stop.is_set():
+            self._say_and_end("another process of the launch was lost while all were ending")
+            return
+        # The beats may be a moment behind JAX's heartbeats.
+        deadline = time.monotonic() + 2 * self._beat_seconds
+        while (lost := self.lost()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self._say_and_end(lost or "another process of the launch is lost, not known which")
+
+    def settle(self, raise_failure: Callable[[], None]) -> None:
+        """A collective has failed: if a process is lost, ends this one with its name.
+
+        Args:
+          raise_failure: raises what another process has failed with by itself, if one has.
+        """
+        deadline = time.monotonic() + self.patience
+        while time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):  # JAX's, if process 0 is gone
+                raise_failure()
+            if (lost := self.lost()) is not None and self._once.acquire(blocking=False):
+                self._say_and_end(lost)
+                return
+            time.sleep(0.1)
+
+    def hold_errors_of_threads(self) -> None:
+        """A save or prefetch that fails because a process is lost waits until that is said."""
+
+        def settled(record: logging.LogRecord) -> bool:
+            if record.exc_info and may_be_a_loss(record.exc_info[1]):
+                self.settle(lambda: None)
+            return True
+
+        def hook(failed: Any) -> None:
+            if may_be_a_loss(failed.exc_value):
+                self.settle(lambda: None)
+            before(failed)
+
+        logging.getLogger("absl").addFilter(settled)  # Orbax's
+        before, threading.excepthook = threading.excepthook, hook
+
+    def _say_and_end(self, lost: str) -> None:
+        # The main thread may hold the lock of a stream that nobody reads.
+        flush = threading.Thread(target=_flush, daemon=True)
+        flush.start()
+        flush.join(2)
+        here = f"this process {self.me} was at step {self._step}, {self._doing}"
+        line = f"mmqa: {lost}; {here}; {self._remedy()}.\n"
+        os.write(2, line.encode(errors="replace"))
+        if self.me == 0:  # the others need its store to know what it knows
+            time.sleep(1)
+        self._end(1)
+
+    def _remedy(self) -> str:
+        if self._resumes is None:
+            return "start the launch again"
+        found: list[int | None] = []
+        ask = threading.Thread(target=lambda: found.append(self._resumes()), daemon=True)
+        ask.start()
+        ask.join(5)  # the file system may be what is lost
+        if not found:
+            return "start the launch again, and it resumes from its last checkpoint"
+        if found[0] is None:
+            return "start the launch again; no checkpoint was saved yet"
+        return f"start the launch again, and it resumes from step {found[0]}"
+
+    def _name(self, process: int) -> str:
+        known = self._last.get(process)
+        if known is None:
+            return f"process {process}"
+        host, _, step, doing = known
+        return f"process {process} on {host} (last seen at step {step}, {doing})"
+
+    def _reached(self) -> bool:
+        host, _, port = self._address.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+                return True
+        except OSError:
+            return False
+
+    def _run(self, client: Any) -> None:
+        while not self._stop.wait(self._beat_seconds):
+            # If process 0 does not answer, JAX finds that out too.
+            with contextlib.suppress(Exception):
+                self._exchange(client)
+
+    def _publish(self, client: Any) -> None:
+        self._beat += 1
+        value = [socket.gethostname(), self._beat, self._step, self._doing]
+        client.key_value_set(f"{_KEY}/{self.me}", json.dumps(value), allow_overwrite=True)
+
+    def _exchange(self, client: Any) -> None:
+        self._publish(client)
+        for key, text in client.key_value_dir_get(_KEY):
+            process, value = int(key.rpartition("/")[2]), json.loads(text)
+            if self._last.get(process, [None, None])[1] != value[1]:
+                self._heard[process] = time.monotonic()
+                self._last[process] = value
+        self._answered = time.monotonic()
+
+
+def may_be_a_loss(error: BaseException | None) -> bool:
+    """Whether an error comes from jaxlib, other than that memory is full."""
+    while error is not None and type(error).__name__ != "JaxRuntimeError":
+        error = error.__cause__ or error.__context__
+    return error is not None and "RESOURCE_EXHAUSTED" not in str(error)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def callback(*_: Any) -> None:
+    """What JAX's client is given to call; see `on_failed_callback`."""
+
+
+def on_failed_callback(report: Callable[[], None]) -> Any:
+    """Calls `report` instead of abort() when JAX's client could not call `callback`.
+
+    Returns:
+      What has to be kept as long as the process lives; None where C++'s runtime is another one
+      than jaxlib's for Linux: JAX ends the process there as it always does.
+    """
+    try:
+        library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        set_handler = library["_ZSt13set_terminatePFvvE"]  # std::set_terminate(void (*)())
+        current = library["__cxa_current_exception_type"]
+    except (OSError, AttributeError):
+        return None
+    handler_type = ctypes.CFUNCTYPE(None)
+    set_handler.argtypes, set_handler.restype = [handler_type], ctypes.c_void_p
+    current.argtypes, current.restype = [], ctypes.c_void_p
+
+    def handle() -> None:
+        if _type_name(current()) == b"St8bad_cast":
+            report()
+        before()
+
+    kept = handler_type(handle)
+    before = handler_type(set_handler(kept))
+    return kept
+
+
+def _type_name(type_info: int | None) -> bytes | None:
+    """The mangled name in a std::type_info: the pointer behind that of its virtual table."""
+    if not type_info:
+        return None
+    place = type_info + ctypes.sizeof(ctypes.c_void_p)
+    return ctypes.cast(ctypes.c_void_p.from_address(place).value, ctypes.c_char_p).value

@@ -1,0 +1,130 @@
+"""The processes of a launch meet: who is absent is named, and a wrong number is refused."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from mmqa_jax.core import rendezvous
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.joining import bound, join_seconds
+from mmqa_jax.core.rendezvous import Meeting, join
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def in_thread(work):
+    """Runs work; its result, or what it raised, is put into the list that is returned."""
+    ended = []
+
+    def run():
+        try:
+            ended.append(work())
+        except (RunError, UserError) as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, ended
+
+
+def test_all_are_told_who_is_awaited_until_the_last_one_comes(address):
+    said, told = [], []
+    meeting = Meeting(address, 3, 60, every=0.3, say=said.append)
+    host = in_thread(meeting.wait)
+    early = in_thread(lambda: join(address, 1, 3, 60, every=0.3, say=told.append))
+    deadline = time.monotonic() + 30
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    late = in_thread(lambda: join(address, 2, 3, 60))
+    host[0].join(30)
+    assert host[1] == [None]
+    meeting.release()
+    for thread, ended in (early, late):
+        thread.join(30)
+        assert ended == [None]
+    name = socket.gethostname()
+    assert any(f"for process 2 of 3; there are 0 ({name}), 1 ({name})" in line for line in said)
+    assert all("s for process 2, as process 0 at 127.0.0.1" in line for line in told)
+
+
+def test_who_does_not_come_is_named(address):
+    meeting = Meeting(address, 4, 0.5)
+    with socket.create_connection(address.rsplit(":", 1)) as scan:
+        scan.sendall(b"GET / HTTP/1.1\r\n\r\n")  # none of ours
+        with pytest.raises(RunError, match=r"for processes 1, 2, 3 of 4: gave up; start every"):
+            meeting.wait()
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [(None, "connection refused"), ("no.host.invalid:1234", "its name is not known here")],
+)
+def test_a_coordinator_that_is_not_there_is_named_with_the_reason(address, place, why):
+    said = []
+    with pytest.raises(RunError, match=why):
+        join(place or address, 1, 2, 1.2, every=0.2, say=said.append)
+    assert said
+    assert f"for process 0 at {place or address} ({why}" in said[0]
+    assert "check that it was started with this address" in said[0]
+
+
+def test_a_wrong_number_is_refused(address):
+    meeting = Meeting(address, 2, 60)
+    host = in_thread(meeting.wait)
+    with pytest.raises(UserError, match="started as one of 3 processes, process 0 as one of 2"):
+        join(address, 1, 3, 30)
+    with pytest.raises(UserError, match="there is a process 0 already"):
+        join(address, 0, 2, 30)
+    first = in_thread(lambda: join(address, 1, 2, 30))
+    host[0].join(30)
+    meeting.release()
+    first[0].join(30)
+    assert first[1] == [None]
+
+
+def test_a_port_that_is_taken_is_named(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_PORT_SECONDS", 0.1)
+    name, _, port = address.rpartition(":")
+    with socket.create_server((name, int(port))), pytest.raises(UserError, match=address):
+        Meeting(address, 2, 1)
+    with pytest.raises(UserError, match="MMQA_COORDINATOR_BIND"):
+        Meeting("192.0.2.1:1234", 2, 1)
+
+
+def test_jaxs_own_service_decides_where_it_listens_already(address):
+    name, _, port = address.rpartition(":")
+    with socket.create_server((name, int(port))) as server:
+        joined = in_thread(lambda: join(address, 1, 2, 30))
+        connection, _ = server.accept()
+        connection.sendall(b"\x00\x00\x18\x04\x00\x00")  # SETTINGS of HTTP/2
+        joined[0].join(30)
+        connection.close()
+    assert joined[1] == [None]
+
+
+def test_where_process_0_listens_comes_from_the_environment():
+    assert bound("[::]:8476", {}) == "[::]:8476"
+    assert bound("[::]:8476", {"MMQA_COORDINATOR_BIND": "10.0.0.1"}) == "10.0.0.1:8476"
+    assert bound("[::]:8476", {"MMQA_COORDINATOR_BIND": "fd00::1"}) == "[fd00::1]:8476"
+    with pytest.raises(UserError, match=r"BIND_ADDRESS=10\.0\.0\.1: host:port"):
+        bound("10.0.0.1", {})
+    for bad in ("10.0.0.1:8476", "tcp://10.0.0.1"):
+        with pytest.raises(UserError, match="MMQA_COORDINATOR_BIND"):
+            bound("[::]:8476", {"MMQA_COORDINATOR_BIND": bad})
+
+
+def test_how_long_is_waited_comes_from_the_environment():
+    assert join_seconds({}) == 1800
+    assert join_seconds({"MMQA_JOIN_SECONDS": "60"}) == 60
+    for bad in ("soon", "0", "-1"):
+        with pytest.raises(UserError, match="MMQA_JOIN_SECONDS"):
+            join_seconds({"MMQA_JOIN_SECONDS": bad})
