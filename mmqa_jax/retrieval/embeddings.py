@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from mmqa_jax.core.chunks import named
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, write_json
+from mmqa_jax.core.job_files import named
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
