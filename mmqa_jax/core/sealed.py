@@ -18,7 +18,7 @@ from mmqa_jax.core.files import read_json, write_json
 _KEY = "sha256"
 _OF_LINE = re.compile(rb'(.*), "sha256": "([0-9a-f]{16})"\}', re.DOTALL)
 _LAST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})"\}\n')
-_LENGTH = len(json.dumps({_KEY: "0" * 64})) + 1
+SEAL_LENGTH = len(json.dumps({_KEY: "0" * 64})) + 1  # bytes of `seal_bytes`
 
 
 class Damaged(ValueError):
@@ -92,8 +92,8 @@ def open_bytes(data: bytes, *, sealed: bool = False) -> bytes:
     Raises:
       Damaged: the content is another.
     """
-    match = _LAST_LINE.fullmatch(data[-_LENGTH:])
-    content = data[:-_LENGTH] if match else data
+    match = _LAST_LINE.fullmatch(data[-SEAL_LENGTH:])
+    content = data[:-SEAL_LENGTH] if match else data
     if match is None and not sealed:
         return content
     if match is None or hashlib.sha256(content).hexdigest() != match[1].decode():
