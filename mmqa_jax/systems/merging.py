@@ -30,7 +30,8 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.predictions import prediction_of, prediction_row
 from mmqa_jax.data.question_pictures import with_gold_sources
-from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
+from mmqa_jax.data.schema import Prediction
+from mmqa_jax.retrieval.rankings import check_scores, ranking_of, ranking_row
 from mmqa_jax.systems import identity
 from mmqa_jax.systems.answered import Answered
 from mmqa_jax.systems.extensions import similarity
@@ -54,6 +55,7 @@ def merge_parts(folder: Path) -> RowRun | dict[str, Any]:
         the folder is not named as the job of such a verb is.
     """
     folder = folder if in_store(folder) else folder.absolute()
+    check_no_link(folder)
     record = read_job(folder)
     verb = record.job.get("verb")
     is_row = folder.name == PARTS
@@ -80,6 +82,8 @@ def merge_parts(folder: Path) -> RowRun | dict[str, Any]:
         parts = read_parts(folder, record)
         try:
             answered = Answered.of(parts) if is_row else None
+            for prediction in answered.predictions if answered else ():
+                _check(prediction)
             rows = [] if is_row else _ROWS[verb](record, [r for part in parts for r in part.rows])
         except _SHAPE as error:
             raise UserError(
@@ -107,7 +111,10 @@ def _relevance(record: JobRecord, rows: Sequence[Any]) -> list[Any]:
 
 
 def _predictions(record: JobRecord, rows: Sequence[Any]) -> list[Any]:
-    return [prediction_row(prediction_of(row)) for row in rows]
+    predictions = [prediction_of(row) for row in rows]
+    for prediction in predictions:
+        _check(prediction)
+    return list(map(prediction_row, predictions))
 
 
 def _answers(record: JobRecord, rows: Sequence[Any]) -> list[Any]:
@@ -123,6 +130,17 @@ _ROWS: Mapping[str, Callable[[JobRecord, Sequence[Any]], list[Any]]] = {
     "answer": _predictions,
     "prompt": _answers,
 }
+
+
+def _check(prediction: Prediction) -> None:
+    """ValueError for a prediction of other types than those that are scored and shown."""
+    texts = (prediction.question_id, prediction.answer, *prediction.sources)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a prediction holds {prediction.answer!r:.40} as its answer")
+    check_scores(
+        prediction.question_id,
+        dict(zip(prediction.sources, prediction.source_scores, strict=False)),
+    )
 
 
 def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 from cli_runs import done, mmqa, rows_of
 from row_runs import row_flags
@@ -20,6 +21,7 @@ from mmqa_jax.core.job_files import (
     write_job,
     write_part,
 )
+from mmqa_jax.retrieval.embeddings import write_embeddings
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -102,6 +104,42 @@ def test_links_out_of_a_folder_are_not_followed(name, parts, tmp_path, refused):
     refused("merge", parts, message=f"{parts / name}: is a symbolic link, which a job's folder")
 
 
+def test_a_folder_of_parts_is_no_link(parts, tmp_path, refused):
+    moved = tmp_path / "theirs.parts"
+    os.replace(parts, moved)
+    parts.symlink_to(moved)
+    refused("merge", tmp_path / "found.jsonl", message="found.jsonl.parts: is a symbolic link")
+
+
+def test_embeddings_are_not_joined_through_links(tmp_path, refused):
+    """Neither the folder, nor its shards', nor a shard leads to others' files."""
+
+    def job(folder) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            write_embeddings(
+                folder, embed, rows=4, dim=2, shard_rows=2, model_fingerprint="m",
+                corpus_fingerprint="c",
+            )  # fmt: skip
+
+    def embed(rows: range) -> np.ndarray:
+        if rows.start:
+            raise KeyboardInterrupt
+        return np.ones((len(rows), 2), np.float32)
+
+    (tmp_path / "out").mkdir()
+    job(tmp_path / "theirs")
+    (tmp_path / "out" / "embeddings").symlink_to(tmp_path / "theirs")
+    refused("merge", tmp_path / "out", message="out/embeddings: is a symbolic link")
+    (tmp_path / "out" / "embeddings").unlink()
+    job(tmp_path / "out" / "embeddings")
+    (shards,) = (tmp_path / "out" / "embeddings").glob("shards-*")
+    (shards / "00001.npy").symlink_to(shards / "00000.npy")
+    refused("merge", tmp_path / "out", message="00001.npy: is a symbolic link")
+    os.replace(shards, tmp_path / "away")
+    shards.symlink_to(tmp_path / "away")
+    refused("merge", tmp_path / "out", message="shards-.*: is a symbolic link")
+
+
 @pytest.mark.parametrize("name", [".lock", ".claim"])
 def test_locks_write_into_no_other_file(name, parts, tmp_path):
     theirs = tmp_path / "theirs"
@@ -147,6 +185,15 @@ def test_jobs_that_there_are_not(changed, message, parts, refused):
 def test_rows_of_another_kind(parts, refused):
     rewrite(parts, 1, lambda line: [line])
     refused("merge", parts, message="its parts do not hold what `mmqa search` writes .TypeError")
+
+
+def test_answers_of_another_kind(row, refused):
+    def numbered(line):
+        return {**line, "prediction": {**line["prediction"], "answer": 5}}
+
+    for number in range(3):
+        rewrite(row / "parts", number, numbered)
+    refused("merge", row, message="a prediction holds 5 as its answer")
 
 
 def test_scores_of_other_data_are_refused(row, refused):
