@@ -52,8 +52,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     shard = flags.start(arguments)
     arguments = flags.fetched(arguments, STORE_INPUTS)
-    from mmqa_jax.core.chunks import Job, Part
+    from mmqa_jax.core.chunks import Job
     from mmqa_jax.core.files import check_out, write_jsonl
+    from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.predictions import prediction_row
     from mmqa_jax.data.splits import split_questions
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with Job(
         flags.job_folder(out), what, len(questions), chunk=arguments.chunk, shard=shard,
-        command=flags.recorded(arguments), engine=flags.engine(arguments),
+        engine=flags.engine(arguments),
     ) as job:  # fmt: skip
         job.run(open_answering)
         rows = job.rows()

@@ -11,8 +11,6 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
-# The value of --shard with which `mmqa merge` starts a recorded command.
-MERGE = "merge"
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
 BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench")
@@ -76,8 +74,8 @@ def add_shard(
         "--shard",
         metavar="I/N",
         help="this process's share of a job that N share, from 0/N; the last to finish, or `mmqa "
-        "merge`, puts the parts together. auto: I and N of a Slurm job array or a Kubernetes "
-        "Indexed Job (default: JAX's processes, or the whole)",
+        "merge`, puts the parts together; N may change between starts. auto: I and N of a Slurm "
+        "job array or a Kubernetes Indexed Job (default: JAX's processes, or the whole)",
     )
     parser.add_argument(
         "--engine",
@@ -104,8 +102,8 @@ def add_shard(
         )
 
 
-def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard | None:
-    """Prepares JAX; returns this process's share of the job, None if it only merges the parts.
+def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
+    """Prepares JAX; returns this process's share of the job.
 
     A shard is a program of its own: only without `--shard` the processes of a launch are joined,
     and then share the job.
@@ -113,21 +111,18 @@ def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard | None:
     Args:
       jax: whether the verb computes with it.
     """
-    merges = arguments.shard == MERGE
-    given = None if merges or arguments.shard is None else parse_shard(arguments.shard, os.environ)
+    given = None if arguments.shard is None else parse_shard(arguments.shard, os.environ)
     if jax:
         from mmqa_jax.core import distributed
 
         distributed.start(join=arguments.shard is None)
-    if merges:
-        return None
     return given or launched_shard()
 
 
 def fetched(arguments: argparse.Namespace, inputs: Sequence[str]) -> argparse.Namespace:
     """The arguments, with a copy on this host in place of each input that is in an object store.
 
-    `recorded` still gives them as they were.
+    `engine` still gives its workers what they were.
 
     Args:
       inputs: names of flags, the verb's STORE_INPUTS.
@@ -144,34 +139,27 @@ def fetched(arguments: argparse.Namespace, inputs: Sequence[str]) -> argparse.Na
     return argparse.Namespace(**{**given, **copies, _GIVEN: given})
 
 
-def is_alone(arguments: argparse.Namespace, shard: Shard | None) -> bool:
+def is_alone(arguments: argparse.Namespace, shard: Shard) -> bool:
     """Whether this process does all of a job."""
-    return shard is not None and shard.count == 1 and arguments.engine == "process"
+    return shard.count == 1 and arguments.engine == "process"
 
 
 def engine(arguments: argparse.Namespace) -> Any:
     """What computes the chunks of a job (core.chunks.Engine); None: this process."""
     if arguments.engine != "ray":
         return None if arguments.engine == "process" else arguments.engine
-    if arguments.shard == MERGE:
-        return None
     if arguments.shard is not None:
         raise UserError("--engine=ray and --shard: each shares the job its own way; give one.")
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers={arguments.workers}: at least 1 was expected.")
     from mmqa_jax.commands.ray_engine import RayEngine
 
-    return RayEngine(recorded(arguments), arguments.workers)
+    return RayEngine(vars(arguments).get(_GIVEN, vars(arguments)), arguments.workers)
 
 
 def job_folder(out: Path) -> Path:
     """Where the parts of a file are kept while it is made."""
     return out.with_name(f"{out.name}.parts")
-
-
-def recorded(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A command's arguments, as `mmqa merge` starts it."""
-    return {**vars(arguments).get(_GIVEN, vars(arguments)), "shard": MERGE}
 
 
 def check_top_k(top_k: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 
 SUMMARY = "put the parts of a job together that shards computed (--shard=I/N)."
@@ -17,24 +16,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
         "\n\nThe last shard to finish does this itself. Refused while parts are missing (they\n"
-        "are named) or where one is of another run. Start it in the folder of the shards' job,\n"
-        "whose last step it is: nothing is computed again."
+        "are named), damaged or of another run. The folder is data: no config file is read, no\n"
+        "model opened, nothing computed again. The scores of a row of `mmqa run` need its\n"
+        "questions, which are read where its config.json says; those of other verbs are shown\n"
+        "by any of their shards that is started again."
     )
     parser.add_argument("path", help="the shards' --out or --workdir")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Puts the parts together, and prints what the command prints at its end."""
-    from mmqa_jax.commands import answer, prompt, rerank, run, search
-    from mmqa_jax.core.chunks import read_job
+    """Puts the parts together, and says where the results are."""
+    from mmqa_jax.commands.run import show_results
+    from mmqa_jax.core.job_files import check_no_link
     from mmqa_jax.systems.indexing import merge_embeddings
     from mmqa_jax.systems.jobs import find_job
+    from mmqa_jax.systems.merging import merge_parts
 
     place = find_job(as_path(arguments.path))
     if place.embeddings:
+        check_no_link(place.folder)
         return merge_embeddings(place.folder.parent)
-    command = read_job(place.folder).get("command")
-    verbs = {"search": search, "rerank": rerank, "answer": answer, "prompt": prompt, "run": run}
-    if not isinstance(command, dict) or command.get("verb") not in verbs:
-        raise UserError(f"{place.folder}: names no command; start one of its shards again.")
-    return verbs[command["verb"]].run(argparse.Namespace(**command))
+    result = merge_parts(place.folder)
+    if not isinstance(result, dict):
+        return show_results(result, place.folder.parent)
+    print(f"{result['rows']:,} rows: {result['out']}")
+    return result

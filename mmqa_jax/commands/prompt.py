@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     parts = flags.job_folder(out)
     if arguments.cache:
         cache = Path(arguments.cache)
-    elif shard is not None and shard.count > 1 and not in_store(out):
+    elif shard.count > 1 and not in_store(out):
         # SQLite needs a file of its own on every host.
-        cache = parts / f"responses-{shard.index}.sqlite"
+        cache = parts / f"responses-{shard.index}-of-{shard.count}.sqlite"
     else:
         cache = cache_dir() / "responses.sqlite"
     return run_prompts(
@@ -90,6 +90,5 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         parts=parts,
         shard=shard,
         chunk=arguments.chunk,
-        command=flags.recorded(arguments),
         engine=flags.engine(arguments),
     )

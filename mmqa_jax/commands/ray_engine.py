@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.core.chunks import named
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.job_files import named
 from mmqa_jax.core.progress import Progress
 
 _RETRIES = 3  # of a chunk whose worker was lost

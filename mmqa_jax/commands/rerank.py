@@ -79,8 +79,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _check(arguments)
     shard = flags.start(arguments)
     arguments = flags.fetched(arguments, STORE_INPUTS)
-    from mmqa_jax.core.chunks import Job, Part
+    from mmqa_jax.core.chunks import Job
     from mmqa_jax.core.files import check_out
+    from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     chunk = chunk if arguments.chunk is None else arguments.chunk
     with Job(
         flags.job_folder(out), what, len(questions), chunk=chunk, shard=shard,
-        command=flags.recorded(arguments), engine=flags.engine(arguments),
+        engine=flags.engine(arguments),
     ) as job:  # fmt: skip
         job.run(open_reading)
         rows = job.rows()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.paths import as_path
+
+if TYPE_CHECKING:
+    from mmqa_jax.systems.run import RowRun
 
 SUMMARY = "run one row of a paper's table end to end; continues where it was interrupted."
 EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"
@@ -39,10 +43,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the row and prints its scores."""
     shard = flags.start(arguments)
     from mmqa_jax.core.config import load_config
-    from mmqa_jax.evaluation.tables import show
     from mmqa_jax.systems.run import check_row, run_row
-    from mmqa_jax.systems.run_report import row_title
-    from mmqa_jax.systems.traces import counts_table
     from mmqa_jax.weights.hub import download_model
 
     config = load_config(arguments.config, arguments.overrides)
@@ -59,11 +60,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         limit=arguments.limit,
         shard=shard,
         chunk=arguments.chunk,
-        command=flags.recorded(arguments),
         engine=flags.engine(arguments),
     )
     if result is None:
         return {"row": config.row, "waiting_for_other_shards": True}
+    return show_results(result, folder)
+
+
+def show_results(result: RowRun, folder: Path) -> dict[str, Any]:
+    """Prints what a row's run came to; returns scores.json."""
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.systems.run_report import row_title
+    from mmqa_jax.systems.traces import counts_table
+
     for note in result.scores["notes"]:
         print(note, file=sys.stderr)
     tables = result.evaluation.tables(row_title(result.scores))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sealed import open_line, seal_line
 
 
 class Journal:
-    """A growing file of `{"key": ..., "value": ...}` lines, read back by a restart.
+    """A growing file of `{"key": ..., "value": ..., "sha256": ...}` lines, read back by a restart.
 
-    A last line cut short by a kill is dropped. Results of other inputs (another model or corpus,
-    told by the fingerprint in the first line) are discarded.
+    A last line cut short by a kill is dropped; any other damage is refused. Results of other inputs
+    (another model or corpus, told by the fingerprint in the first line) are discarded.
 
     Args:
       path: the file; made by the first `add`.
@@ -44,7 +44,7 @@ class Journal:
         """Keeps the results of one batch; they are on disk when this returns."""
         if self._file is None:
             self._open()
-        lines = (json.dumps({"key": k, "value": v}, ensure_ascii=False) for k, v in values.items())
+        lines = (seal_line({"key": key, "value": value}) for key, value in values.items())
         self._file.write("".join(f"{line}\n" for line in lines))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -64,10 +64,11 @@ class Journal:
         if not newline:
             return
         try:
-            head, *rows = map(json.loads, whole.decode("utf-8").split("\n"))
-            if head.get("fingerprint") == self._fingerprint:
-                self._values = {row["key"]: row["value"] for row in rows}
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            head, *rows = whole.split(b"\n")
+            if open_line(head, {"fingerprint"})["fingerprint"] == self._fingerprint:
+                kept = (open_line(row, {"key", "value"}) for row in rows)
+                self._values = {row["key"]: row["value"] for row in kept}
+        except (ValueError, TypeError) as error:
             raise UserError(
                 f"{self.path}: is damaged ({error}); remove it, and its work is done again."
             ) from error
@@ -77,7 +78,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self._values:
             self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
-            self._file.write(json.dumps({"fingerprint": self._fingerprint}) + "\n")
+            self._file.write(seal_line({"fingerprint": self._fingerprint}) + "\n")
             return
         with open(self.path, "rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)

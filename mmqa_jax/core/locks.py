@@ -40,7 +40,7 @@ def hold(path: Path, *, shared: bool = False) -> IO | StoreLock:
         if owner := lock.take():
             raise Busy(owner)
         return lock
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    file = _open(path)
     try:
         fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -75,8 +75,9 @@ def alone(path: Path) -> Iterator[None]:
             lock.wait()
             yield
         return
-    with open(path, "a", encoding="utf-8") as file:
+    with contextlib.ExitStack() as closing:
         try:
+            file = closing.enter_context(_open(path))
             fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError as error:
             raise UserError(
@@ -84,3 +85,9 @@ def alone(path: Path) -> Iterator[None]:
                 "locks."
             ) from error
         yield
+
+
+def _open(path: Path) -> IO:
+    """The file, made if missing; OSError for a link, which would have another file overwritten."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")

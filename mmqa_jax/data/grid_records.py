@@ -18,15 +18,23 @@ import numpy as np
 from jaxtyping import Float
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import read_json
+from mmqa_jax.core.sealed import read_sealed, write_sealed
 from mmqa_jax.data.images import BrokenPictures, PictureError
-from mmqa_jax.data.picture_records import finish_folder, inputs_signature, unfinished_folder
+from mmqa_jax.data.picture_records import (
+    finish_folder,
+    inputs_signature,
+    read_note,
+    unfinished_folder,
+    write_note,
+)
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "manifest.json"
 
 _WHAT = "grid features of pictures"
 _SPLIT = "pictures"
+_AGAIN = "delete the folder and run `mmqa embed` again"
 
 
 class FeatureError(UserError):
@@ -51,7 +59,7 @@ class GridRecords:
 
     def __init__(self, folder: str | os.PathLike):
         self._folder = Path(folder)
-        manifest = read_json(self._folder / MANIFEST)
+        manifest = read_sealed(self._folder / MANIFEST, _AGAIN)
         self._shape = tuple(manifest["shape"])
         self._number = {image_id: number for number, image_id in enumerate(manifest["pictures"])}
         self._source: Any = None
@@ -75,12 +83,19 @@ class GridRecords:
 
                 builder = tfds.builder_from_directory(self._folder / "grids")
                 self._source = builder.as_data_source(split=_SPLIT)
-            grid = np.frombuffer(self._source[number]["grid"], "<f2").reshape(self._shape)
+            record = self._source[number]
+            grid = np.frombuffer(record["grid"], "<f2").reshape(self._shape)
+            found = record["id"].decode()
         except Exception as error:  # TFDS and ArrayRecord have no common error
             raise UserError(
                 f"{self._folder}: its grid features cannot be read "
                 f"({' '.join(str(error).split())}); run `mmqa embed` again."
             ) from error
+        if found != str(image_id):
+            raise UserError(
+                f"{self._folder}: holds picture {found} in place of {image_id}: its files "
+                f"are damaged; {_AGAIN}."
+            )
         return grid, str(self._folder)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def write_grids(
     """
     ids = list(pictures)
     signature = inputs_signature([str(i) for i in ids], model, shape, shard)
-    if is_grid_records(folder) and read_json(folder / MANIFEST)["inputs"] == signature:
+    if is_grid_records(folder) and read_sealed(folder / MANIFEST, _AGAIN)["inputs"] == signature:
         advance(len(ids))
         return
     with unfinished_folder(folder, signature):
@@ -124,9 +139,11 @@ def write_grids(
         for number, start in enumerate(range(0, len(ids), shard)):
             part = ids[start : start + shard]
             file = folder / "shards" / f"{number:05}.json"
-            if not (file.exists() and files.path(_SPLIT, number).exists()):
-                write_json(file, _write_shard(files, number, part, pictures, encode, shape))
-            note = read_json(file)
+            path = files.path(_SPLIT, number)
+            note = read_note(file, path)
+            if note is None:
+                note = _write_shard(files, number, part, pictures, encode, shape)
+                write_note(file, path, note)
             for name, reason in note["broken"].items():
                 broken.add(name, reason)
             notes.append(note)
@@ -140,7 +157,7 @@ def write_grids(
             "broken": broken.reasons,
             "pictures": [image_id for note in notes for image_id in note["pictures"]],
         }
-        write_json(folder / MANIFEST, manifest)
+        write_sealed(folder / MANIFEST, manifest)
         finish_folder(folder)
 
 

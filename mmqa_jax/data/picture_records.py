@@ -20,13 +20,15 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmqa_jax.core.checksums import digest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.sealed import read_sealed, write_sealed
 from mmqa_jax.data.images import BrokenPictures, PictureError, verify
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
@@ -84,6 +86,25 @@ def unfinished_folder(folder: Path, inputs: str | None) -> Iterator[None]:
             raise
     finally:
         lock.close()
+
+
+def write_note(file: Path, shard: Path, note: Mapping[str, Any]) -> None:
+    """Records a shard that is complete, with its checksum."""
+    write_sealed(file, {**note, "shard_sha256": digest(shard)})
+
+
+def read_note(file: Path, shard: Path) -> dict[str, Any] | None:
+    """The record of a complete shard; None where it or the shard is missing or damaged.
+
+    Such a shard is written again, and so are those of versions that recorded no checksum.
+    """
+    if not file.exists() or not shard.exists():
+        return None
+    try:
+        note = read_sealed(file, "delete it, and the next start writes it again")
+    except UserError:
+        return None
+    return note if note.get("shard_sha256") == digest(shard) else None
 
 
 def finish_folder(folder: Path) -> None:
@@ -157,11 +178,7 @@ class PictureWriter:
 
     def _finished(self, number: int) -> dict[str, Any] | None:
         """The record of a shard that an earlier attempt finished, or None."""
-        file, path = self._note(number), self._files.path(_SPLIT, number)
-        if not file.exists() or not path.exists():
-            return None
-        note = read_json(file)
-        return note if path.stat().st_size == note["file_bytes"] else None
+        return read_note(self._note(number), self._files.path(_SPLIT, number))
 
     def _write_shard(self, number: int, names: Sequence[str]) -> dict[str, Any]:
         kept, digests, broken = [], [], {}
@@ -186,14 +203,9 @@ class PictureWriter:
         except BaseException:
             self._failed.set()
             raise
-        note = {
-            "names": kept,
-            "sha256": digests,
-            "broken": broken,
-            "bytes": shard.size.bytes,
-            "file_bytes": self._files.path(_SPLIT, number).stat().st_size,
-        }
-        write_json(self._note(number), note)
+        note = {"names": kept, "pictures_sha256": digests, "broken": broken}
+        note["bytes"] = shard.size.bytes
+        write_note(self._note(number), self._files.path(_SPLIT, number), note)
         return note
 
     def _finish(self, notes: Sequence[dict[str, Any]]) -> Written:
@@ -207,7 +219,7 @@ class PictureWriter:
                 ordered.add(name, reason)
         return Written(
             [name for note in notes for name in note["names"]],
-            [bytes.fromhex(digest) for note in notes for digest in note["sha256"]],
+            [bytes.fromhex(digest) for note in notes for digest in note["pictures_sha256"]],
             ordered,
         )
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import Engine, Job, Part
+from mmqa_jax.core.chunks import Engine, Job
 from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.job_files import Part
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.decoding.requests import Candidate, Scores
 from mmqa_jax.prompting.backends import Backend, Choices, Decoding
@@ -33,9 +34,8 @@ def run_prompts(
     tokenizer: str | None = None,
     cache: Path | None = None,
     parts: Path,
-    shard: Shard | None = WHOLE,
+    shard: Shard = WHOLE,
     chunk: int = 1024,
-    command: Mapping[str, Any] | None = None,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Answers a file of prompts, and writes the answers in the file's order, all or none.
@@ -49,7 +49,7 @@ def run_prompts(
       tokenizer: for the engine, if the model's folder has none.
       cache: file of the response cache; None disables it.
       parts: where finished chunks are kept until all are there.
-      shard, chunk, command, engine: see core.chunks.Job.
+      shard, chunk, engine: see core.chunks.Job.
 
     Returns:
       What the verb prints as JSON: counts, seconds and rates of this process.
@@ -70,11 +70,9 @@ def run_prompts(
         "model": served.fingerprint,
         "prompts": _identity(served.fingerprint, lines),
     }
-    with Job(
-        parts, what, len(lines), chunk=chunk, shard=shard, command=command, engine=engine
-    ) as job:
+    with Job(parts, what, len(lines), chunk=chunk, shard=shard, engine=engine) as job:
         stored = None
-        if cache is not None and shard is not None:
+        if cache is not None:
             stored = ResponseCache(cache)
             served = Cached(served, stored)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32, Int
 
-from mmqa_jax.core.files import atomic_write
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.retrieval.embeddings import BROKEN
+from mmqa_jax.retrieval.vectors import check_finite, read_vectors, write_vectors
 
 _MANY = 2_000  # contents, from which on their progress is shown
 
@@ -37,6 +38,9 @@ def cached_vectors(
       embed: computes the vectors of the contents with these indices.
       unit: what is embedded, for the progress.
       block: contents of a block; fewer than an embedder shows the progress of.
+
+    Raises:
+      UserError: `embed` returned what is not finite; nothing of it is kept.
     """
     path = folder / f"{_digest(fingerprint, contents)}.npy"
     kept = _read(path, len(contents))
@@ -52,11 +56,12 @@ def cached_vectors(
         for number, rows in enumerate(blocks):
             if found[number] is None:
                 found[number] = embed(rows)
+                check_finite(found[number], f"embed: the vectors of {unit}", BROKEN)
                 if len(blocks) > 1:
-                    _write(parts[number], found[number])
+                    write_vectors(parts[number], found[number])
                 advance(len(rows))
     vectors = np.concatenate(found)[np.argsort(order)]
-    _write(path, vectors)
+    write_vectors(path, vectors)
     for part in parts:
         part.unlink(missing_ok=True)
     return vectors
@@ -72,16 +77,8 @@ def _digest(fingerprint: str, contents: Sequence[str | bytes]) -> str:
 
 def _read(path: Path, rows: int) -> np.ndarray | None:
     """The vectors in a file; None where there are not so many, or the file is damaged."""
-    try:
-        kept = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError):
-        return None
-    return kept if len(kept) == rows else None
-
-
-def _write(path: Path, vectors: np.ndarray) -> None:
-    with atomic_write(path, "wb") as file:
-        np.save(file, vectors, allow_pickle=False)
+    kept = read_vectors(path)
+    return kept if kept is not None and len(kept) == rows else None
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.tokenizers import WordPiece
-from mmqa_jax.retrieval.embeddings import Embeddings, write_embeddings
+from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, write_embeddings
+from mmqa_jax.retrieval.vectors import check_finite, not_finite
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
 _MANY = 2_000  # texts or pictures, from which on their progress is shown
@@ -128,6 +129,7 @@ class Embedder:
             for indices, ids, mask in self._text_batches(texts)
         )
         self._collect(encoded, vectors, "texts")
+        check_finite(vectors, "embedder: the texts", BROKEN)
         if pictures is None:
             return vectors
         if len(pictures) != len(texts):
@@ -143,6 +145,7 @@ class Embedder:
         """Unit vectors of pictures, uint8[S, S, 3] each."""
         vectors = np.zeros((len(pictures), self.dim), np.float32)
         self._collect(self._picture_batches(pictures), vectors, "pictures")
+        check_finite(vectors, "embedder: the pictures", BROKEN)
         return vectors
 
     def embed_sources(
@@ -222,6 +225,11 @@ class Embedder:
                 yield captions[indices], self._encode_source(self._state, *batch)
 
         self._collect(encoded(), vectors)
+        if len(bad := not_finite(vectors)):
+            raise UserError(
+                f"embed: the vectors of {len(bad)} of {len(vectors)} sources are not finite, the "
+                f"first is that of source {sources[bad[0]].id!r} (row {rows[bad[0]]}); {BROKEN}."
+            )
         return vectors
 
     def _text_batches(

@@ -4,7 +4,8 @@ While the job runs, `folder` contains `manifest.json` and `shards-JOB/00000.npy`
 whole or not at all; a job killed at any point resumes with the missing shards. Several processes,
 on several hosts with a shared disk, may share a job: each writes every n-th shard, and the last to
 finish joins them into one `embeddings.npy` (ScaNN needs a single array). JOB is a hash of the
-job's manifest, so shards of another model or corpus are never used by mistake.
+job's manifest, so shards of another model or corpus are never used by mistake. Shards end in a
+checksum, and SHA256SUMS has those of the finished files, which whoever opens them checks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -22,16 +22,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from mmqa_jax.core.chunks import named
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.checksums import check_sums, digest, read_sums, write_sums
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
+from mmqa_jax.core.job_files import MOST_PARTS, check_no_link, named
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
-from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
+from mmqa_jax.core.sealed import SEAL_LENGTH
+from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
+from mmqa_jax.retrieval.vectors import not_finite, read_vectors, write_vectors
 
+_ARRAY = "embeddings.npy"
 _WHAT = "embeddings of a corpus"
 _VERB = "mmqa embed"
+BROKEN = "the checkpoint is broken: train again or use another one"
+_REMEDY = f"delete the folder and run `{_VERB}` again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +73,15 @@ def open_embeddings(
     check_manifest(folder, manifest, fingerprints, _VERB)
     if not manifest.get("complete"):
         raise UserError(f"{folder}: the embedding job did not finish; run `{_VERB}` again.")
-    file = local_copy(as_path(folder) / "embeddings.npy")
+    _check_sizes(folder, manifest)
+    file = local_copy(as_path(folder) / _ARRAY)
     vectors = _load(file, (manifest["rows"], manifest["dim"]))
     if vectors is None:
         raise UserError(
-            f"{folder}/embeddings.npy: missing or damaged, float32 "
-            f"[{manifest['rows']}, {manifest['dim']}] was expected; delete the folder and run "
-            f"`{_VERB}` again."
+            f"{folder}/{_ARRAY}: missing or damaged, float32 "
+            f"[{manifest['rows']}, {manifest['dim']}] was expected; {_REMEDY}."
         )
+    _check_files(as_path(folder), file)
     return Embeddings(vectors, manifest["model_fingerprint"], manifest["corpus_fingerprint"])
 
 
@@ -106,8 +113,8 @@ def write_embeddings(
 
     Raises:
       UserError: no rows; a part that does not exist; without `overwrite`, embeddings of another
-        model or corpus, or a shared job with a different shard size or number of parts.
-      RunError: `embed_rows` returned values that are not finite.
+        model or corpus, or a shared job with a different shard size; or `embed_rows` returned
+        values that are not finite.
     """
     if rows < 1:
         raise UserError("embed: the corpus is empty, at least one source was expected.")
@@ -137,8 +144,7 @@ def write_embeddings(
         if not _is_whole(path, (len(span), dim)):
             vectors = np.asarray(embed_rows(span), np.float32)
             _check_finite(vectors, span)
-            with atomic_write(path, "wb") as file:
-                np.save(file, vectors)
+            write_vectors(path, vectors)
         done += len(span)
         if on_progress is not None:
             on_progress(done, total)
@@ -176,6 +182,7 @@ def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
     manifest = read_manifest(folder, _WHAT, _VERB)
     if manifest.get("complete"):
         return None
+    _check_sizes(folder, manifest)
     job, parts = _job_of(manifest)
     ranges, paths = _shards_of(folder, job)
     written = [modified(path) if path.exists() else None for path in paths]
@@ -190,7 +197,10 @@ def join_embeddings(folder: str | os.PathLike) -> Embeddings:
         that write them.
     """
     folder = as_path(folder)
-    job, parts = _job_of(read_manifest(folder, _WHAT, _VERB))
+    manifest = read_manifest(folder, _WHAT, _VERB)
+    _check_sizes(folder, manifest)
+    job, parts = _job_of(manifest)
+    check_no_link(_shards(folder, job))
     with _locked(folder):
         if not _is_complete(folder, job):
             if missing := _missing(folder, job):
@@ -225,13 +235,21 @@ def _missing(folder: Path, job: dict[str, Any]) -> list[int]:
 
 def _join(folder: Path, job: dict[str, Any]) -> None:
     """Concatenates the shards into one array, with one shard in memory at a time."""
-    with atomic_write(folder / "embeddings.npy", "wb") as file:
+    with atomic_write(folder / _ARRAY, "wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (job["rows"], job["dim"])}
         np.lib.format.write_array_header_1_0(file, header)
         for path in _shards_of(folder, job)[1]:
-            rows = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+            rows = read_vectors(path)
+            if rows is None:
+                raise UserError(
+                    f"{path}: is damaged; delete it, and the next start of `{_VERB}` computes it "
+                    "again."
+                )
             file.write(np.ascontiguousarray(rows).data)
-    write_json(folder / MANIFEST, {**job, "complete": True})
+    manifest = manifest_bytes({**job, "complete": True})
+    write_sums(folder, [_ARRAY], coming={MANIFEST: manifest})
+    with atomic_write(folder / MANIFEST, "wb") as file:
+        file.write(manifest)
 
 
 def _finish(folder: Path) -> Embeddings:
@@ -244,8 +262,11 @@ def _finish(folder: Path) -> Embeddings:
 
 def _is_complete(folder: Path, job: dict[str, Any]) -> bool:
     found = _readable_manifest(folder)
+    if found != {**job, "complete": True}:
+        return False
     shape = (job["rows"], job["dim"])
-    return found == {**job, "complete": True} and _is_whole(folder / "embeddings.npy", shape)
+    file = folder / _ARRAY
+    return _has_size(file, shape) if in_store(file) else _load(file, shape) is not None
 
 
 def _shards(folder: Path, job: dict[str, Any]) -> Path:
@@ -270,10 +291,10 @@ def _readable_manifest(folder: Path) -> dict[str, Any] | None:
 
 def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any], parts: int) -> None:
     shared = parts > 1 or found.get("parts", 1) > 1
-    own = job if found.get("complete") else {**job, "parts": parts}
-    for key, value in own.items():
-        # Another shard size gives the same result, but processes must agree on the shards.
-        if found.get(key, 1) != value and (shared or key != "shard_rows"):
+    for key, value in job.items():
+        # Another shard size gives the same result, but processes must agree on the shards; how many
+        # they are does not matter.
+        if found.get(key) != value and (shared or key != "shard_rows"):
             raise UserError(
                 f"{folder / MANIFEST}: holds embeddings with {key} {found.get(key)!r}, this job's "
                 f"is {value!r}; name another --out or give --overwrite."
@@ -281,9 +302,16 @@ def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any], 
 
 
 def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
-    """Whether the array at `path` has this shape, and all its rows are there."""
-    if not in_store(path):
-        return _load(path, shape) is not None
+    """Whether a shard has this shape, and is not damaged; in a store that is seen later."""
+    if in_store(path):
+        return _has_size(path, shape)
+    check_no_link(path)
+    vectors = read_vectors(path)
+    return vectors is not None and vectors.shape == shape and vectors.dtype == np.float32
+
+
+def _has_size(path: Path, shape: tuple[int, int]) -> bool:
+    """Whether the file at `path` is as long as an array of this shape, with or without checksum."""
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)
@@ -292,7 +320,8 @@ def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
     except (OSError, ValueError, EOFError):
         return False
     size = start + 4 * shape[0] * shape[1]
-    return found == shape and dtype == np.float32 and path.stat().length == size
+    is_long = path.stat().length in (size, size + SEAL_LENGTH)
+    return found == shape and dtype == np.float32 and is_long
 
 
 def _load(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
@@ -304,10 +333,29 @@ def _load(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
     return array if array.shape == shape and array.dtype == np.float32 else None
 
 
+def _check_files(folder: Path, array: Path) -> None:
+    """UserError if a file is not the one that was written; `array` may be a copy on this host."""
+    check_sums(folder, {MANIFEST, *([] if in_store(folder) else [_ARRAY])}, remedy=_REMEDY)
+    if in_store(folder):
+        expected = (read_sums(folder) or {}).get(_ARRAY)
+        if expected is not None and digest(array) != expected:
+            raise UserError(f"{folder}/{_ARRAY}: is damaged; {_REMEDY}.")
+
+
+def _check_sizes(folder: str | os.PathLike, manifest: dict[str, Any]) -> None:
+    """UserError if a manifest does not say how many rows there are, of a size that can be."""
+    sizes = [manifest.get(name) for name in ("rows", "dim", "shard_rows")]
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+    if not whole or -(-sizes[0] // sizes[2]) > MOST_PARTS or sizes[0] * sizes[1] > 1 << 60:
+        raise UserError(
+            f"{folder}/{MANIFEST}: rows, dim and shard_rows are {sizes}, sizes of embeddings were "
+            f"expected; {_REMEDY}."
+        )
+
+
 def _check_finite(vectors: np.ndarray, span: range) -> None:
-    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if len(bad):
-        raise RunError(
+    if len(bad := not_finite(vectors)):
+        raise UserError(
             f"embed: the vectors of {len(bad)} sources are not finite, the first is row "
-            f"{span.start + int(bad[0])}; the checkpoint is broken: train again or use another one."
+            f"{span.start + int(bad[0])}; {BROKEN}."
         )

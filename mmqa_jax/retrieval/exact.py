@@ -13,8 +13,9 @@ from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval.bm25 import check_top_k
-from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings
 from mmqa_jax.retrieval.manifest import replace_folder
+from mmqa_jax.retrieval.vectors import check_finite
 
 INDEX_WHAT = "a dense index"  # in the manifest of every kind of index
 
@@ -159,7 +160,10 @@ def search_within(
                 f"index: candidate rows must be in 0..{size - 1}, got {candidates.min()}.."
                 f"{candidates.max()}; the index belongs to another corpus."
             )
-        similarity = embeddings.vectors[candidates] @ query  # [candidates]
+        vectors = embeddings.vectors[candidates]
+        similarity = vectors @ query  # [candidates]
+        if not np.isfinite(similarity).all():
+            check_finite(vectors, "index: the embeddings of the candidates", BROKEN)
         order = np.argsort(-similarity, kind="stable")[:top_k]
         found[number, : len(order)] = candidates[order]
         scores[number, : len(order)] = similarity[order]
@@ -183,8 +187,11 @@ def index_manifest(
 
 
 def check_embeddings(embeddings: Embeddings) -> None:
+    """UserError unless there are vectors, all of them finite: a NaN would be every query's best."""
     if embeddings.vectors.ndim != 2 or not len(embeddings.vectors):
         raise UserError("index: the corpus is empty, at least one embedded source was expected.")
+    remedy = "run `mmqa embed` again, with another checkpoint if it says so"
+    check_finite(embeddings.vectors, "index: the embeddings", remedy)
 
 
 def check_queries(queries: np.ndarray, embeddings: Embeddings) -> Float32[np.ndarray, "n D"]:
@@ -195,4 +202,5 @@ def check_queries(queries: np.ndarray, embeddings: Embeddings) -> Float32[np.nda
             f"index: queries of shape {queries.shape} do not fit the index's dimension {dim}; "
             "embed them with the encoder that made the index."
         )
+    check_finite(queries, "index: the queries", BROKEN)
     return np.ascontiguousarray(queries)

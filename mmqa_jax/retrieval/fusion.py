@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.retrieval.rankings import without_own_source
+from mmqa_jax.retrieval.rankings import check_scores, without_own_source
 from mmqa_jax.retrieval.retriever import Retriever
 
 DEPTH = 100  # sources that each retriever finds, at least
@@ -180,7 +180,12 @@ def convex_combination(pool: Pool, weight: float, top_k: int | None = None) -> R
 
     Returns:
       Ties go to the source with the better best rank, then to the smaller id.
+
+    Raises:
+      UserError: a score is not finite.
     """
+    for scores in (pool.cosines, pool.bm25_scores):
+        check_scores(pool.dense.question_id, scores)
     parts = (
         (weight, pool.dense, _normalized(pool.cosines, _LEAST_COSINE)),
         (1.0 - weight, pool.bm25, _normalized(pool.bm25_scores, _LEAST_BM25)),

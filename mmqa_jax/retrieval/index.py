@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from mmqa_jax.core.checksums import check_sums, find_damage
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval.bm25 import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
@@ -235,9 +236,10 @@ def is_current(
     built = "scann" if scann else "exact" if kind == "auto" else kind
     expected = index_manifest(embeddings, built, recorded)
     try:
-        return read_manifest(folder, INDEX_WHAT, _VERB) == expected
+        same = read_manifest(folder, INDEX_WHAT, _VERB) == expected
     except UserError:
         return False
+    return same and find_damage(folder) is None
 
 
 def load_index(
@@ -249,10 +251,11 @@ def load_index(
       model_fingerprint: of the encoder that will embed the queries.
 
     Raises:
-      UserError: not an index, or one of another model, corpus or size.
+      UserError: not an index, a damaged one, or one of another model, corpus or size.
     """
     folder = Path(folder)
     manifest = read_manifest(folder, INDEX_WHAT, _VERB)
+    check_sums(folder, remedy=f"delete the folder and run `{_VERB}` again")
     check_manifest(folder, manifest, {"model_fingerprint": model_fingerprint}, _VERB)
     expected = index_manifest(embeddings, manifest.get("kind", ""))
     expected.pop("parameters")
@@ -264,12 +267,13 @@ def load_index(
     if (folder / "scann_docids.pkl").exists():  # ScaNN would unpickle it; we never write one
         raise UserError(f"{folder / 'scann_docids.pkl'}: pickles are not loaded; remove it.")
     try:
+        parameters = ScannParameters(**manifest["parameters"])
         searcher = _scann().load_searcher(str(folder))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (TypeError, OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{folder}: ScaNN cannot open this index ({error}); run `{_VERB}` again."
         ) from error
-    return ScannIndex(embeddings, searcher, ScannParameters(**manifest["parameters"]))
+    return ScannIndex(embeddings, searcher, parameters)
 
 
 def scann_available() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -10,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core.checksums import write_sums
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import atomic_write, read_json
 from mmqa_jax.core.paths import as_path, in_store, remove_tree, upload
 
 MANIFEST = "manifest.json"
@@ -19,7 +21,7 @@ MANIFEST = "manifest.json"
 
 @contextlib.contextmanager
 def replace_folder(folder: str | os.PathLike, manifest: Mapping[str, Any]) -> Iterator[Path]:
-    """Yields an empty folder to fill; on success it replaces `folder`, with the manifest in it.
+    """Yields an empty folder to fill; on success it replaces `folder`, with manifest and checksums.
 
     One writer at a time: the next writer removes what a killed one left behind. Of a folder in an
     object store the manifest is removed first and put last.
@@ -28,23 +30,34 @@ def replace_folder(folder: str | os.PathLike, manifest: Mapping[str, Any]) -> It
     if in_store(folder):
         with tempfile.TemporaryDirectory(prefix="mmqa-") as filled:
             yield Path(filled)
+            _seal(Path(filled), manifest)
             (folder / MANIFEST).unlink(missing_ok=True)
             remove_tree(folder)
-            for file in Path(filled).iterdir():
+            for file in sorted(Path(filled).iterdir(), key=lambda file: file.name == MANIFEST):
                 upload(file, folder / file.name)
-        write_json(folder / MANIFEST, dict(manifest))
         return
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        write_json(temporary / MANIFEST, dict(manifest))
+        _seal(temporary, manifest)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
+    """The content of a manifest's file."""
+    return (json.dumps(dict(manifest), indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _seal(folder: Path, manifest: Mapping[str, Any]) -> None:
+    with atomic_write(folder / MANIFEST, "wb") as file:
+        file.write(manifest_bytes(manifest))
+    write_sums(folder)
 
 
 def read_manifest(folder: str | os.PathLike, what: str, verb: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -23,19 +24,17 @@ def to_rankings(
     Args:
       rows, scores: [n, k] as a search returns them; rows of -1 (padding) are left out.
       source_ids: id of every row of the corpus.
+
+    Raises:
+      UserError: a score is not finite.
     """
     rankings = []
     for question_id, found, values in zip(question_ids, rows, scores, strict=True):
         kept = [
             (int(row), float(value)) for row, value in zip(found, values, strict=True) if row >= 0
         ]
-        rankings.append(
-            Ranking(
-                question_id,
-                tuple(source_ids[row] for row, _ in kept),
-                tuple(value for _, value in kept),
-            )
-        )
+        names = tuple(source_ids[row] for row, _ in kept)
+        rankings.append(_checked(Ranking(question_id, names, tuple(value for _, value in kept))))
     return rankings
 
 
@@ -54,8 +53,8 @@ def ranking_row(ranking: Ranking) -> dict[str, Any]:
 
 
 def ranking_of(row: Mapping[str, Any]) -> Ranking:
-    """The ranking of which `ranking_row` made a line."""
-    return Ranking(row["question_id"], tuple(row["sources"]), tuple(row["scores"]))
+    """The ranking of which `ranking_row` made a line; UserError for a score that is not finite."""
+    return _checked(Ranking(row["question_id"], tuple(row["sources"]), tuple(row["scores"])))
 
 
 def read_rankings(
@@ -125,6 +124,21 @@ def _parse(row: Any, where: str) -> Ranking:
         repeated = next(source for source in sources if sources.count(source) > 1)
         raise UserError(f"{where}: source {repeated!r} is ranked twice; remove one.")
     return Ranking(question_id, tuple(sources), tuple(map(float, scores)))
+
+
+def check_scores(question_id: str, scores: Mapping[str, float]) -> None:
+    """UserError if a score of a question's sources is no finite number: a NaN has no rank."""
+    for name, score in scores.items():
+        if not math.isfinite(score):
+            raise UserError(
+                f"question {question_id!r}: the score of source {name!r} is {float(score)}; the "
+                "checkpoint that gave it is broken: train again or use another one."
+            )
+
+
+def _checked(ranking: Ranking) -> Ranking:
+    check_scores(ranking.question_id, dict(zip(ranking.sources, ranking.scores, strict=True)))
+    return ranking
 
 
 def with_mined_negatives(
@@ -200,6 +214,7 @@ def best_of(first: Sequence[Ranking], second: Sequence[Ranking]) -> list[Ranking
 
 
 def by_score(question_id: str, scores: Mapping[str, float]) -> Ranking:
-    """A question's sources, best first; ties keep their order."""
+    """A question's sources, best first; ties keep their order. UserError as of `check_scores`."""
+    check_scores(question_id, scores)
     order = sorted(scores, key=lambda name: -scores[name])
     return Ranking(question_id, tuple(order), tuple(float(scores[name]) for name in order))

@@ -9,7 +9,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import Compute, Part
+from mmqa_jax.core.chunks import Compute
+from mmqa_jax.core.job_files import Part
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -83,6 +84,8 @@ class Answered:
     def of(cls, parts: Sequence[Part]) -> Answered:
         """Of the parts of `answering`, in order."""
         rows = [row for part in parts for row in part.rows]
+        if rows and not set(rows[0]["rankings"]) <= set(_RANKED.values()):
+            raise ValueError("rankings of unknown names")  # which would become names of files
         predictions = [prediction_of(row["prediction"]) for row in rows]
         rankings = {
             name: [ranking_of(row["rankings"][name]) for row in rows]

@@ -20,7 +20,7 @@ from mmqa_jax.retrieval.embeddings import (
     open_embeddings,
     read_unfinished,
 )
-from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.exact import ExactIndex, check_embeddings
 from mmqa_jax.retrieval.index import build_index, is_current, load_index
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
@@ -96,7 +96,7 @@ def _missing(folder: Path, count: int) -> list[int]:
     unfinished = read_unfinished(folder)
     if unfinished is None:
         return [0]
-    return unfinished.missing if unfinished.parts == count else list(range(count))
+    return unfinished.missing if len(unfinished.shards) == count else list(range(count))
 
 
 def merge_embeddings(out: Path) -> dict[str, Any]:
@@ -115,6 +115,7 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
     """
     check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)
+    check_embeddings(embeddings)  # also where the index is up to date
     if place:
         return _fill(place, embeddings)
     import jax

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmqa_jax.core.chunks import JOB_FILE, PARTS, part_files, read_about, read_job
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.job_files import JOB_FILE, PARTS, part_files, read_about, read_job
 from mmqa_jax.core.paths import check_store
 from mmqa_jax.retrieval.embeddings import read_unfinished
 from mmqa_jax.retrieval.manifest import MANIFEST
@@ -99,20 +99,20 @@ def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
 
 def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:
     record = read_job(folder)
-    job = record["job"]
+    job, count = record.job, record.shards
     found = {about["chunk"]: about for about in map(read_about, part_files(folder))}
     starts = range(0, job["items"], job["chunk"])
     sizes = [min(job["chunk"], job["items"] - start) for start in starts]
-    shards = _dealt(sizes, found, job["shards"])
+    shards = _dealt(sizes, found, count)
     for index, shard in enumerate(shards):
-        own = [about for number, about in found.items() if number % job["shards"] == index]
+        own = [about for number, about in found.items() if number % count == index]
         if own:
             seconds = _covered([(about["began"], about["ended"]) for about in own])
             shard.rate = shard.items_done / seconds if seconds > 0 else None
             newest = max(own, key=lambda about: about["ended"])
             shard.last, shard.host = max(now - newest["ended"], 0.0), newest["host"]
     missing = [number for number in range(len(sizes)) if number not in found]
-    return shards, missing, bool(record["complete"])
+    return shards, missing, record.complete
 
 
 def _of_embeddings(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:

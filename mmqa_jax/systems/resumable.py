@@ -19,7 +19,7 @@ import numpy as np
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.retrieval.rankings import rescored
+from mmqa_jax.retrieval.rankings import check_scores, rescored
 from mmqa_jax.retrieval.retriever import Retriever
 
 _QUESTIONS_PER_BATCH = 256  # per search
@@ -107,13 +107,17 @@ class ResumableReranker:
             )
             for given, own in zip(candidates, keys, strict=True)
         ]
-        todo = [_key(q, name) for q, given in zip(questions, missing, strict=True)
-                for name in given.sources]  # fmt: skip
+        asked = [(q, name) for q, given in zip(questions, missing, strict=True)
+                 for name in given.sources]  # fmt: skip
+        todo = [_key(question, name) for question, name in asked]
         if todo:
             for batch, seconds in _timed(
                 self.reranker.score_batches(questions, missing), lambda b: len(b.indices)
             ):
-                pairs = zip(batch.indices.tolist(), batch.scores.tolist(), strict=True)
+                pairs = list(zip(batch.indices.tolist(), batch.scores.tolist(), strict=True))
+                # What is kept would be refused by every restart.
+                for i, score in pairs:
+                    check_scores(asked[i][0].id, {asked[i][1]: score})
                 self.journal.add({todo[i]: [score, seconds] for i, score in pairs})
         kept = [self.journal[key] for own in keys for key in own]
         for question, own in zip(questions, keys, strict=True):

@@ -18,11 +18,12 @@ from typing import Any, Literal, get_args
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import PARTS, Engine, Job
+from mmqa_jax.core.chunks import Engine, Job
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.job_files import PARTS
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
 from mmqa_jax.core.paths import as_path, in_store, key_of
 from mmqa_jax.core.shards import WHOLE, Shard
@@ -118,9 +119,8 @@ def run_row(
     *,
     limit: int | None = None,
     opened: OpenedParts | None = None,
-    shard: Shard | None = WHOLE,
+    shard: Shard = WHOLE,
     chunk: int = CHUNK,
-    command: Mapping[str, Any] | None = None,
     engine: Engine | None = None,
 ) -> RowRun | None:
     """Runs a row in `folder`, or continues it there.
@@ -129,7 +129,7 @@ def run_row(
       config: a row's config (configs/*/tables.py).
       limit: only the first `limit` questions of the split; recorded in every output.
       opened: parts that several rows share; their journals are used instead of the folder's own.
-      shard, chunk, command, engine: see core.chunks.Job.
+      shard, chunk, engine: see core.chunks.Job.
 
     Returns:
       The results; None while other shards have not finished theirs.
@@ -151,7 +151,7 @@ def run_row(
     listed_only = ("published", "made_by")  # these do not affect the results
     recorded = {k: v for k, v in config.to_dict().items() if k not in listed_only}
     recorded = ConfigDict({**recorded, "limit": limit})
-    shared = shard is None or shard.count > 1
+    shared = shard.count > 1
     worker = engine is not None and engine.is_worker
     claimed = contextlib.nullcontext()
     if not worker:
@@ -178,11 +178,11 @@ def run_row(
             chunk = len(questions)
         with Job(
             folder / PARTS, _what(given, corpus, questions), len(questions), chunk=chunk,
-            shard=shard, command=command, engine=engine,
+            shard=shard, engine=engine,
         ) as job:  # fmt: skip
             here = cache_dir() / "journals" / key_of(str(folder)) if in_store(folder) else folder
             journals = here / "journals"
-            if shared and shard is not None:
+            if shared:
                 journals /= f"{shard.index}-of-{shard.count}"
             if worker:
                 journals /= f"worker-{socket.gethostname()}-{os.getpid()}"
@@ -195,20 +195,22 @@ def run_row(
             if committed is None:
                 job.waiting()
                 return None
-            answered = Answered.of(committed)
-            row_run = _results(config, corpus, questions, answered, limit)
-            _write(folder, row_run, answered.seconds, limit)
+            row_run = write_results(
+                folder, config, corpus, questions, Answered.of(committed), limit
+            )
             job.done()
     return row_run
 
 
-def _results(
+def write_results(
+    folder: Path,
     config: ConfigDict,
     corpus: Corpus,
     questions: Sequence[Question],
     answered: Answered,
     limit: int | None,
 ) -> RowRun:
+    """Scores a row's answers to the questions, and writes all that it writes to its workdir."""
     predictions, rankings = answered.predictions, answered.rankings
     evaluation = _evaluate(config, corpus, questions, predictions, rankings)
     system = SYSTEMS[config.system]
@@ -216,7 +218,9 @@ def _results(
     if _answers(config):
         evaluation.notes += notes_of_counts(evaluation, predictions)
     scores = _scores(config, questions, predictions, evaluation, limit, answered.llm)
-    return RowRun(questions, corpus, rankings, predictions, evaluation, scores)
+    row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
+    _write(folder, row_run, answered.seconds, limit)
+    return row_run
 
 
 def _answers(config: ConfigDict) -> bool:

@@ -142,6 +142,7 @@ def test_an_index_of_another_model_is_refused(part, wrong, index, refused, tmp_p
     shutil.copytree(index, tmp_path / "other")
     path = tmp_path / "other" / part / "manifest.json"
     write_json(path, {**read_json(path), "model_fingerprint": "0123"})
+    (path.parent / "SHA256SUMS").unlink()
     message = rf"{part}/manifest\.json: model_fingerprint is '0123' but '\w+' was expected"
     refused(*wrong["search"], f"--index={tmp_path / 'other'}", message=message)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.bert import BertConfig
@@ -168,7 +168,7 @@ def test_sources_equal_one_at_a_time(tmp_path, shard_rows, batch_size):
     np.testing.assert_allclose(embeddings.vectors, plain_sources(model, corpus), atol=2e-6)
     assert isinstance(embeddings.vectors, np.memmap)
     assert seen[-1] == (70, 70)
-    assert files(tmp_path / "e") == ["embeddings.npy", "manifest.json"]
+    assert files(tmp_path / "e") == ["SHA256SUMS", "embeddings.npy", "manifest.json"]
 
 
 def test_the_real_dual_encoder(tmp_path):
@@ -240,7 +240,7 @@ def test_resumed_file_is_identical(tmp_path, damage, first_row):
     pictures = FakePictures()
     shared().embed_sources(FakeCorpus(), pictures, folder, shard_rows=20)
     assert (folder / "embeddings.npy").read_bytes() == whole(tmp_path)
-    assert files(folder) == ["embeddings.npy", "manifest.json"]
+    assert files(folder) == ["SHA256SUMS", "embeddings.npy", "manifest.json"]
     assert min(pictures.asked) == first_row
     assert not any(20 <= row < 40 for row in pictures.asked)
     again = FakePictures()
@@ -304,7 +304,7 @@ def test_processes_share_a_job(tmp_path):
         open_embeddings(folder)
     assert end_job(start_job(folder, part=1, parts=3)) == (0, ["40", "70"], "complete")
     np.testing.assert_array_equal(open_embeddings(folder).vectors[:, 2], np.arange(95))
-    assert files(folder) == ["embeddings.npy", "manifest.json"]
+    assert files(folder) == ["SHA256SUMS", "embeddings.npy", "manifest.json"]
     # Whoever comes late, or twice, finds it done.
     assert end_job(start_job(folder, part=2, parts=3)) == (0, [], "complete")
 
@@ -334,6 +334,22 @@ def test_shared_jobs_must_agree(tmp_path):
         with pytest.raises(UserError, match=f"part {part[0]} of {part[1]} does not exist"):
             share(10, part)
     assert share(10, (1, 2)).vectors.shape == (40, 2)
+
+
+def test_another_number_of_processes_goes_on(tmp_path):
+    """Of three, one is killed and one never starts; two others, or one, do what they left."""
+    for later in ([(1, 2), (0, 2)], [(0, 1)]):
+        folder = tmp_path / str(len(later))
+        assert end_job(start_job(folder, part=0, parts=3)) == (0, ["0", "30", "60", "90"], "waits")
+        assert end_job(start_job(folder, kill_at=40, part=1, parts=3))[0] == -signal.SIGKILL
+        computed = []
+        for part, parts in later:
+            code, rows, how = end_job(start_job(folder, part=part, parts=parts))
+            assert code == 0
+            computed += rows
+        assert how == "complete"
+        assert sorted(computed, key=int) == ["20", "40", "50", "70", "80"]
+        np.testing.assert_array_equal(open_embeddings(folder).vectors[:, 2], np.arange(95))
 
 
 def test_embeddings_of_another_model_or_corpus_are_refused(tmp_path):
@@ -390,7 +406,7 @@ def test_values_that_are_not_finite_stop_the_job(tmp_path):
             vectors[13 - rows.start] = np.nan
         return vectors
 
-    with pytest.raises(RunError, match="1 sources are not finite, the first is row 13"):
+    with pytest.raises(UserError, match="1 sources are not finite, the first is row 13"):
         write_embeddings(
             tmp_path / "e",
             broken,
@@ -402,3 +418,14 @@ def test_values_that_are_not_finite_stop_the_job(tmp_path):
         )
     assert read_json(tmp_path / "e" / "manifest.json")["complete"] is False
     assert files(shards(tmp_path / "e")) == ["00000.npy"]
+
+
+def test_a_source_whose_vector_is_not_finite_is_named(tmp_path):
+    model = FakeDual()
+    broken = embedder(model)
+    broken._encode_text = lambda state, ids, mask: jnp.full((len(ids), DIM), jnp.nan)
+    name = FakeCorpus().sources[1].id
+    with pytest.raises(UserError, match=rf"source '{name}' \(row 1\); the checkpoint is broken"):
+        broken.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "e")
+    with pytest.raises(UserError, match=r"embedder: the texts: row 0 of 1 is not finite"):
+        broken.embed_questions(["a"])

@@ -115,6 +115,34 @@ def test_a_damaged_line_in_the_middle(path, line):
     assert path.read_bytes() == before
 
 
+def test_no_flipped_bit_is_read(path):
+    """Every bit of the file: refused, or what is read is what was added."""
+    whole = path.read_bytes()
+    added = {"q0": {"answer": "Zürich"}, "q1": [0.25, 1.5], "q2": None}
+    refused = 0
+    for at in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[at // 8] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        try:
+            journal = Journal(path, "model 1")
+        except UserError:
+            refused += 1
+        else:
+            found = {key: journal[key] for key in added if key in journal}
+            assert found == {key: added[key] for key in found}, at
+    assert refused > 0.9 * 8 * (len(whole) - whole.index(b"\n"))
+
+
+def test_journals_of_older_versions_are_read(path):
+    rows = ({"fingerprint": "model 1"}, {"key": "q0", "value": 3})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with Journal(path, "model 1") as journal:
+        assert journal["q0"] == 3
+        journal.add({"q1": 4})
+    assert [Journal(path, "model 1")[key] for key in ("q0", "q1")] == [3, 4]
+
+
 def test_a_file_that_is_no_journal(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("these are notes\n")

@@ -208,7 +208,7 @@ def test_embeddings_are_made_in_parts(store):
     assert write((1, 2)) is None
     assert write((0, 2)) is not None
     np.testing.assert_array_equal(open_embeddings(f"{GS}/index", "m", "c").vectors, rows)
-    assert store.names() == ["index/embeddings.npy", "index/manifest.json"]
+    assert store.names() == ["index/SHA256SUMS", "index/embeddings.npy", "index/manifest.json"]
 
 
 def test_a_folder_is_replaced_with_its_manifest_last(store):
@@ -221,9 +221,9 @@ def test_a_folder_is_replaced_with_its_manifest_last(store):
     fill("first")
     with pytest.raises(ZeroDivisionError):
         fill("bad")
-    assert store.names() == ["index/first", "index/manifest.json"]
+    assert store.names() == ["index/SHA256SUMS", "index/first", "index/manifest.json"]
     fill("second")
-    assert store.names() == ["index/manifest.json", "index/second"]
+    assert store.names() == ["index/SHA256SUMS", "index/manifest.json", "index/second"]
     assert read_manifest(f"{GS}/index", "a thing", "mmqa x") == {"what": "a thing"}
 
 

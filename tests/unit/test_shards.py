@@ -14,8 +14,18 @@ from pathlib import Path
 import pytest
 
 from mmqa_jax.core import chunks
-from mmqa_jax.core.chunks import JOB_FILE, Job, Part, part_files, read_about
+from mmqa_jax.core.chunks import Job
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.job_files import (
+    JOB_FILE,
+    JobRecord,
+    Part,
+    part_files,
+    read_about,
+    read_job,
+    read_parts,
+    write_job,
+)
 from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
 from mmqa_jax.systems.jobs import find_job, job_status
 
@@ -39,14 +49,14 @@ def square(chunk: range) -> Part:
 ROWS = square(range(23)).rows
 
 
-def job(folder: Path, shard: Shard | None = WHOLE, **changes) -> Job:
+def job(folder: Path, shard: Shard = WHOLE, **changes) -> Job:
     values = {"chunk": 5, "items": 23} | {
         k: changes.pop(k) for k in ("chunk", "items") if k in changes
     }
     return Job(folder, {**WHAT, **changes}, values["items"], chunk=values["chunk"], shard=shard)
 
 
-def run(folder: Path, shard: Shard | None = WHOLE, compute=square, **changes):
+def run(folder: Path, shard: Shard = WHOLE, compute=square, **changes):
     """The rows, or None; the job is marked as done."""
     with job(folder, shard, **changes) as one:
         one.run(lambda: compute)
@@ -54,6 +64,11 @@ def run(folder: Path, shard: Shard | None = WHOLE, compute=square, **changes):
         if rows is not None:
             one.done()
         return rows
+
+
+def merge(folder: Path) -> list:
+    """The rows that are put together from the files alone."""
+    return [row for part in read_parts(folder, read_job(folder)) for row in part.rows]
 
 
 class Counting:
@@ -111,13 +126,13 @@ def test_another_job_of_one_process_replaces_what_was_left(folder):
     ("shard", "changes", "message"),
     [
         (Shard(1, 2), {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
-        (Shard(1, 3), {}, r"shards is 2 there and 3 here"),
-        (WHOLE, {}, r"shards is 2 there and 1 here"),
+        (Shard(1, 3), {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
+        (WHOLE, {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
         (Shard(1, 2), {"chunk": 4}, r"chunk is 5 there and 4 here"),
         (Shard(1, 2), {"items": 22}, r"items is 23 there and 22 here"),
     ],
 )
-def test_parts_of_another_job_or_number_of_shards_are_refused(folder, shard, changes, message):
+def test_parts_of_another_job_are_refused(folder, shard, changes, message):
     assert run(folder, Shard(0, 2)) is None
     before = [path.read_bytes() for path in part_files(folder)]
     with pytest.raises(UserError, match=rf"holds unfinished parts of another job: {message}"):
@@ -149,10 +164,10 @@ def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
     with pytest.raises(
         UserError, match=r"3 of 5 parts are missing: 1, 2, 4; start --shard=1, 2 of 3 again"
     ):
-        run(folder, None)
+        merge(folder)
     run(folder, Shard(1, 3))
     run(folder, Shard(2, 3))
-    assert run(folder, None, Counting(fail_at=0)) == ROWS
+    assert merge(folder) == ROWS
     third = folder / "00003.jsonl"
     kept = third.read_bytes()
     # A part of another run.
@@ -160,32 +175,108 @@ def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
         run(tmp_path / "other", Shard(index, 3), model="m2")
     third.write_bytes((tmp_path / "other" / third.name).read_bytes())
     with pytest.raises(UserError, match=r"00003\.jsonl: is a part of another run"):
-        run(folder, None)
+        merge(folder)
     # A part of another chunk of this run, and one that lost a row.
     third.write_bytes((folder / "00000.jsonl").read_bytes())
     with pytest.raises(UserError, match=r"00003\.jsonl: is a part of another run, or of another"):
-        run(folder, None)
+        merge(folder)
     third.write_bytes(kept.rpartition(b'{"item"')[0])
-    with pytest.raises(UserError, match=r"00003\.jsonl: has 4 of 5 rows; delete it and start --sh"):
-        run(folder, None)
+    again = r"delete it and start --shard=0 of 3 again, which computes it again\."
+    with pytest.raises(UserError, match=rf"00003\.jsonl: is damaged \(its SHA-256.*; {again}"):
+        merge(folder)
     third.write_bytes(b"\x00" * 9)
-    with pytest.raises(UserError, match=r"00003\.jsonl"):
-        run(folder, None)
+    with pytest.raises(UserError, match=rf"00003\.jsonl: is damaged; {again}"):
+        merge(folder)
     third.unlink()
-    again = Counting()
-    assert run(folder, Shard(0, 3), again) == ROWS
-    assert again.chunks == [3]
+    rest = Counting()
+    assert run(folder, Shard(0, 3), rest) == ROWS
+    assert rest.chunks == [3]
 
 
-def test_merging_what_has_changed_is_refused(folder, tmp_path):
-    assert run(folder, Shard(0, 1 + 1)) is None
-    with pytest.raises(UserError, match="model is 'm1' there and 'm2' here"):
-        run(folder, None, model="m2")
-    run(folder, Shard(1, 2))
-    with pytest.raises(UserError, match="has changed since these parts were made"):
-        run(folder, None, model="m2")
-    with pytest.raises(UserError, match="holds no parts of a job"):
-        run(tmp_path / "nowhere", None)
+def test_a_damaged_part_is_named_before_work_begins(folder):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, compute=Counting(fail_at=3))
+    part = folder / "00001.jsonl"
+    part.write_bytes(part.read_bytes().replace(b'"square": 36', b'"square": 37'))
+    rest = Counting()
+    with pytest.raises(
+        UserError, match=r"00001\.jsonl: is damaged \(its SHA-256 is another\); delete it and start "
+        r"the command again, which computes it again\."
+    ):  # fmt: skip
+        run(folder, compute=rest)
+    assert rest.chunks == []
+    part.unlink()
+    assert run(folder, compute=rest) == ROWS
+    assert rest.chunks == [1, 3, 4]
+
+
+def test_a_deleted_job_file_loses_no_part(folder):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, compute=Counting(fail_at=3))
+    (folder / JOB_FILE).write_bytes((folder / JOB_FILE).read_bytes()[:-9])
+    with pytest.raises(
+        UserError,
+        match=r"job\.json: is damaged; delete it, and the next start of the job writes it",
+    ):
+        run(folder)
+    (folder / JOB_FILE).unlink()
+    rest = Counting()
+    assert run(folder, compute=rest) == ROWS
+    assert rest.chunks == [3, 4]
+
+
+@pytest.mark.parametrize("later", [[(0, 2), (1, 2)], [(0, 1)], [(4, 5), (2, 3), (0, 2), (1, 2)]])
+def test_another_number_of_shards_goes_on_from_the_finished_chunks(folder, later):
+    assert run(folder, Shard(0, 3)) is None  # chunks 0 and 3
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, Shard(1, 3), Counting(fail_at=1))  # chunk 1, of 1 and 4
+    computed = []
+    for index, count in later:
+        compute = Counting()
+        rows = run(folder, Shard(index, count), compute)
+        computed += compute.chunks
+    assert sorted(computed) == [2, 4]
+    assert rows == ROWS
+    assert folder.exists() == (later != [(0, 1)])
+
+
+def test_one_process_is_continued_by_shards(folder):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, compute=Counting(fail_at=3))
+    assert run(folder, Shard(1, 2)) is None
+    rest = Counting()
+    assert run(folder, Shard(0, 2), rest) == ROWS
+    assert rest.chunks == [4]
+
+
+def test_shards_by_two_counts_at_once(folder):
+    """Shard 0 of 2 is at work when shards of 3 do its chunks too: each file stays whole."""
+    at_work = start(folder, 0, 2, kill_at=-2)
+    assert at_work.stdout.readline() == "0\n"
+    for index in range(3):
+        rows = run(folder, Shard(index, 3))
+    assert rows == ROWS
+    assert at_work.communicate("go" * 3)[0].split()[-1] == "done"
+    assert merge(folder) == ROWS
+    assert run(folder, Shard(1, 2), Counting(fail_at=0)) == ROWS
+
+
+def test_jobs_of_older_versions_go_on(folder):
+    """Whose name counted the shards, and whose parts had no checksums."""
+    assert run(folder, Shard(0, 2)) is None
+    record = read_job(folder)
+    older = JobRecord({"shards": 2, **record.job, "code": record.code})
+    for path in part_files(folder):
+        first, *rows = path.read_text().splitlines()[:-1]
+        about = {**json.loads(first), "job": older.digest}
+        del about["sealed"], about["code"]
+        path.write_text("\n".join([json.dumps(about), *rows, ""]))
+    content = {"job": older.job, "command": {"verb": "test"}, "complete": False}
+    (folder / JOB_FILE).write_text(json.dumps(content))
+    assert read_job(folder) == JobRecord(older.job, 2, record.code, False)
+    rest = Counting()
+    assert run(folder, compute=rest) == ROWS
+    assert rest.chunks == [1, 3]
 
 
 # A process of its own: arguments folder, I, N, at which chunk it kills itself (-1: never).
@@ -225,7 +316,7 @@ def test_processes_at_once_and_kill_9(folder):
     assert killed.communicate()[0].split() == ["1", "3"]
     assert killed.returncode == -signal.SIGKILL
     assert start(folder, 1, 2).communicate()[0].split() == ["3", "done"]
-    assert run(folder, None) == ROWS
+    assert merge(folder) == ROWS
 
 
 def test_a_job_of_one_process_is_alone(folder):
@@ -282,8 +373,7 @@ def test_how_far_a_job_is(folder, tmp_path):
     run(folder, Shard(0, 2), items=25)  # chunks 0, 2, 4: 15 of 25 items
     run(folder, Shard(1, 2), Counting(), items=25)
     (folder / "00003.jsonl").unlink()
-    record = json.loads((folder / JOB_FILE).read_text())
-    (folder / JOB_FILE).write_text(json.dumps({**record, "complete": False}))
+    write_job(folder, read_job(folder)._replace(complete=False))
     for number, (began, ended) in {0: (0, 10), 2: (10, 15), 4: (100, 105), 1: (0, 2)}.items():
         path = folder / f"{number:05d}.jsonl"
         head, rest = path.read_text().split("\n", 1)

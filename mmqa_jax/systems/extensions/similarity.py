@@ -12,7 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.evaluation.source_selection import Selection, tune_threshold
-from mmqa_jax.retrieval.rankings import best_of, ranking_of, ranking_row
+from mmqa_jax.retrieval.rankings import best_of, check_scores, ranking_of, ranking_row
 from mmqa_jax.systems import webqa
 
 # Weights of the similarity tried on val; 0 is the paper's VLP alone. While the largest is the best
@@ -115,7 +115,11 @@ def interpolate(
     combined = []
     for relevant, similar in zip(relevance, similarity, strict=True):
         cosine = dict(zip(similar.sources, similar.scores, strict=True))
+        check_scores(similar.question_id, cosine)
         best = max(similar.scores, default=0.0)
+        check_scores(
+            relevant.question_id, dict(zip(relevant.sources, relevant.scores, strict=True))
+        )
         p = np.clip(np.array(relevant.scores, np.float64), 1e-6, 1 - 1e-6)
         gap = np.array([cosine.get(name, 0.0) - best for name in relevant.sources], np.float64)
         logits = np.log(p) - np.log1p(-p) + weight * gap
