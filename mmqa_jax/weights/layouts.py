@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,13 +28,17 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       config: of the model. Where the layout has a config file, it decides; where it has none
-        (research code saves only tensors), the shapes determine the sizes, and what no shape
-        shows (the number of heads) is taken from the published models.
+        (research code saves only tensors), the shapes determine the sizes. What no shape shows
+        (the number of heads) is known where the sizes are a published model's, and is in
+        `unknown` otherwise.
       key_map: config -> the key map of the layout.
       source: the tensors.
       layout: what was recognized, for the record.
       check: (source, config) -> None, raises UserError where tensors that are not parameters
         contradict the config.
+      unknown: fields of the config (`vision.heads`) that nothing at the path shows, each with a
+        value that is usual; their values in `config` stand for nothing. See `require_given`.
+      remedy: what else than `--set` gives them, for a message: `put its config beside it`.
     """
 
     config: Any
@@ -41,6 +46,29 @@ class Checkpoint(NamedTuple):
     source: TensorSource
     layout: str
     check: Callable[[TensorSource, Any], None] | None = None
+    unknown: Mapping[str, Any] = types.MappingProxyType({})
+    remedy: str = ""
+
+
+def require_given(checkpoint: Checkpoint, given: Iterable[str]) -> None:
+    """Raises UserError unless all `unknown` fields of a checkpoint are among those `given`.
+
+    A field is given by its whole name, or by its last part for all configs within.
+    """
+    given = set(given)
+    missing = {
+        field: usual
+        for field, usual in checkpoint.unknown.items()
+        if not given & {field, field.rpartition(".")[2]}
+    }
+    if missing:
+        flags = " ".join(f"--set {field}={usual}" for field, usual in missing.items())
+        other = f"{checkpoint.remedy}, or " if checkpoint.remedy else ""
+        raise UserError(
+            f"{checkpoint.source.name}: nothing in it or beside it says what {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'}; {other}add `{flags}` with this model's own "
+            f"value{'s' * (len(missing) > 1)} (those here are only usual)."
+        )
 
 
 class Published(NamedTuple):
@@ -89,7 +117,7 @@ def own_config(name: str, config: Any) -> dict[str, Any]:
 def read_own_config(kind: type, path: Path) -> Any:
     """The config that an export wrote beside tensors of research code; None if there is none."""
     file = config_file(path)
-    if not path.is_dir() or not file.exists():
+    if not file.exists():
         return None
     content = read_json(file)
     own = content.get(OWN_CONFIG) if isinstance(content, dict) else None

@@ -34,6 +34,16 @@ from mmqa_jax.weights.sources import open_source
 _VECTORS = ("faster_r-cnn", "frcnn")
 
 
+_READ = ("img_feature_type", "img_feature_dim", "use_img_layernorm", "img_layer_norm_eps")
+# Of training, of other heads, and of regions as codes; that the head is the embedding table is
+# checked by its tensors.
+_HARMLESS = (
+    *("tie_weights", "freeze_embedding", "label_smoothing", "drop_worst_ratio", "loss_type"),
+    *("drop_worst_after", "code_voc", "classifier", "cls_hidden_scale", "num_contrast_classes"),
+    *("training_head_type", "max_text_seq_length", "num_choice", "use_b", "visual_embedding_dim"),
+)
+
+
 def oscar_key_map(config: OscarConfig) -> KeyMap:
     """Key map of BertForImageCaptioning and BertImgForPreTraining.
 
@@ -70,7 +80,7 @@ def oscar_config(published: Mapping[str, Any], where: str = "config.json") -> Os
             f"{', '.join(_VECTORS)}, a checkpoint whose regions are vectors."
         )
     return OscarConfig(
-        bert_config(published, where),
+        bert_config(published, where, read=_READ, harmless=_HARMLESS),
         region_features=published.get("img_feature_dim", 2054),
         region_norm=bool(published.get("use_img_layernorm")),
         region_eps=published.get("img_layer_norm_eps", 1e-12),
