@@ -24,6 +24,7 @@ from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.models.bert import bert_config, read_bert_config, unknown_heads
 from mmqa_jax.weights.models.clip import clip_config
+from mmqa_jax.weights.models.clip_processor import check_processor
 from mmqa_jax.weights.models.llama_gguf import gguf_config
 from mmqa_jax.weights.models.llama_meta import meta_config, read_meta, unknown_scaling
 from mmqa_jax.weights.models.llava import llava_config, original_config
@@ -314,3 +315,40 @@ def test_gguf_metadata(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             config(**metadata)
+
+
+# transformers' image processor beside a CLIP
+
+
+@pytest.mark.parametrize(
+    ("name", "processor", "message"),
+    [
+        ("preprocessor_config.json", {}, None),
+        ("preprocessor_config.json", {"size": 16, "crop_size": 16, "resample": 3}, None),
+        ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, r"image_mean is \[0\.5"),
+        ("preprocessor_config.json", {"image_std": 0.5}, r"image_std is 0\.5"),
+        ("preprocessor_config.json", {"resample": 2}, "resample is 2, but pictures are prepared"),
+        ("preprocessor_config.json", {"do_center_crop": False}, "do_center_crop is False"),
+        ("preprocessor_config.json", {"crop_size": {"height": 32, "width": 32}}, "crop_size is"),
+        ("processor_config.json", {"image_processor": {"size": {"shortest_edge": 8}}}, "size is"),
+    ],
+)
+def test_pictures_are_prepared_as_the_file_says(name, processor, message, tmp_path):
+    folder = make_source("clip", tmp_path / "clip").path  # of 16 pixels
+    (folder / name).write_text(json.dumps(processor))
+    if message is None:
+        architecture("clip").open(folder)
+        return
+    with pytest.raises(UserError, match=message):
+        architecture("clip").open(folder)
+
+
+def test_transformers_own_processors_pass(tmp_path):
+    import transformers
+
+    for kind in (transformers.CLIPImageProcessor, transformers.CLIPImageProcessorPil):
+        sizes = {"size": {"shortest_edge": 16}, "crop_size": 16}
+        kind(**sizes).save_pretrained(tmp_path)
+        check_processor(tmp_path, 16)
+        with pytest.raises(UserError, match="size is"):
+            check_processor(tmp_path, 32)

@@ -34,6 +34,7 @@ from mmqa_jax.weights.models.clip_openai import (
     split_attention,
     usual_constants,
 )
+from mmqa_jax.weights.models.clip_processor import check_processor
 from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {
@@ -197,7 +198,9 @@ def open_clip(path: Path) -> Checkpoint:
         path = open_clip_file(path) or path
     if path.is_file() and is_openai_clip((source := open_source(path)).specs()):
         return _open_openai_layout(source, path.parent)
-    config = clip_config(read_hf_config(path, "clip"), str(config_file(path)))
+    file = config_file(path)
+    config = clip_config(read_hf_config(path, "clip"), str(file))
+    check_processor(file.parent, config.vision.image_size)
     return Checkpoint(config, clip_key_map, open_source(path), "transformers")
 
 

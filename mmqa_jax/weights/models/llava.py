@@ -35,6 +35,7 @@ from mmqa_jax.weights.layouts import (
     with_prefixes,
 )
 from mmqa_jax.weights.models.clip import clip_config, clip_key_map, vision_to_hf
+from mmqa_jax.weights.models.clip_processor import check_processor
 from mmqa_jax.weights.models.llama import llama_rules
 from mmqa_jax.weights.sources import open_source
 
@@ -149,6 +150,7 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
     published = read_json(file)
     if "text_config" in published:
         config = llava_config(published, str(file))
+        check_processor(file.parent)
     elif "mm_vision_tower" in published:
         named = Path(str(published["mm_vision_tower"]))
         clip = named if clip is None and named.is_dir() else clip
