@@ -50,10 +50,15 @@ class Checkpoint(NamedTuple):
     remedy: str = ""
 
 
-def require_given(checkpoint: Checkpoint, given: Iterable[str]) -> None:
+def require_given(
+    checkpoint: Checkpoint, given: Iterable[str], remedy: str = "add `{flags}`"
+) -> None:
     """Raises UserError unless all `unknown` fields of a checkpoint are among those `given`.
 
-    A field is given by its whole name, or by its last part for all configs within.
+    Args:
+      checkpoint: as it was opened.
+      given: names of fields, whole, or their last parts for all configs within.
+      remedy: what gives the fields, with `{flags}` for those of `mmqa convert`.
     """
     given = set(given)
     missing = {
@@ -63,11 +68,12 @@ def require_given(checkpoint: Checkpoint, given: Iterable[str]) -> None:
     }
     if missing:
         flags = " ".join(f"--set {field}={usual}" for field, usual in missing.items())
+        given_by = remedy.replace("{flags}", flags)
         other = f"{checkpoint.remedy}, or " if checkpoint.remedy else ""
         raise UserError(
             f"{checkpoint.source.name}: nothing in it or beside it says what {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'}; {other}add `{flags}` with this model's own "
-            f"value{'s' * (len(missing) > 1)} (those here are only usual)."
+            f"{'is' if len(missing) == 1 else 'are'}; {other}{given_by} with "
+            f"this model's own value{'s' * (len(missing) > 1)} (those here are only usual)."
         )
 
 

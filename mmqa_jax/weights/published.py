@@ -49,7 +49,8 @@ def load_published(
     """
     entry = architecture(model)
     checkpoint = entry.open(Path(path), None if clip is None else Path(clip))
-    require_given(checkpoint, changes)
+    convert = f"open what `mmqa convert --model={model} --source={path} --out=DIR {{flags}}` makes"
+    require_given(checkpoint, changes, convert)
     config = replace_fields(checkpoint.config, **changes)
     return load_checkpoint(entry.model_class, checkpoint, config, mesh, param_dtype)
 

@@ -177,7 +177,7 @@ def test_without_a_config_nothing_is_guessed(folder, capsys, tmp_path):
     eps = ["vision.eps=0.01", "text.eps=0.001"]
     assert main([*command, *(f"--set={flag}" for flag in (*flags, *eps))]) == 0
     assert read_record(tmp_path / "out").config == CONFIG
-    with pytest.raises(UserError, match=r"says what vision\.heads"):
+    with pytest.raises(UserError, match=r"or open what `mmqa convert --model=clip .* --set vision"):
         load_published("clip", source)
     # OpenAI's own archives hold three integers; its constants are then known.
     own = torch.load(source) | {
