@@ -9,13 +9,15 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
-from mmqa_jax.models.published_keys import check_keys
+from mmqa_jax.models.published_keys import check_keys, kinds
 
-_READ = (
-    *("vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_attention_heads"),
-    *("decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"),
-    *("activation_function", "scale_embedding", "dropout", "attention_dropout"),
-    "activation_dropout",
+_READ = kinds(
+    size="vocab_size d_model encoder_layers decoder_layers encoder_attention_heads "
+    "decoder_attention_heads encoder_ffn_dim decoder_ffn_dim max_position_embeddings",
+    integer="pad_token_id decoder_start_token_id",
+    number="dropout attention_dropout activation_dropout init_std",
+    flag="scale_embedding",
+    name="activation_function",
 )
 _HARMLESS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads"),  # transformers' other names

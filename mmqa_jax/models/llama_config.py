@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
-from mmqa_jax.models.published_keys import check_keys
+from mmqa_jax.models.published_keys import check_keys, kinds
 
 SCALINGS = ("linear", "llama3")
 # Our fields that are plain values in transformers' config.json, with transformers' defaults.
@@ -27,10 +27,15 @@ _HF_KEYS = {
     "activation": ("hidden_act", "silu"),
     "attention_dropout": ("attention_dropout", 0.0),
 }
-_READ = (
-    *(key for key, _ in _HF_KEYS.values()),
-    *("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"),
-    *("partial_rotary_factor", "original_max_position_embeddings"),
+_READ = kinds(
+    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings",
+    size_or_null="num_key_value_heads head_dim original_max_position_embeddings",
+    number="rms_norm_eps",
+    number_or_null="attention_dropout rope_theta partial_rotary_factor",
+    flag="tie_word_embeddings attention_bias mlp_bias",
+    name="hidden_act",
+    object_or_null="rope_scaling rope_parameters",
 )
 # pretraining_tp splits products (the same but for rounding); a LLaMA is a decoder in any case.
 _HARMLESS = ("pretraining_tp", "max_sequence_length", "is_llama_config")
@@ -39,9 +44,11 @@ _FIXED = {
     "rope_interleaved": (False,),  # SmolLM's
     "is_decoder": (True, False),
 }
-_ROPE_READ = (
-    *("rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor"),
-    *("original_max_position_embeddings", "partial_rotary_factor"),
+_ROPE_READ = kinds(
+    size_or_null="original_max_position_embeddings",
+    number="factor low_freq_factor high_freq_factor",
+    number_or_null="rope_theta partial_rotary_factor",
+    name="rope_type type",
 )
 
 

@@ -6,7 +6,7 @@ over. The lists of what is read, and of what is harmless in one model alone, are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
@@ -109,7 +109,7 @@ def check_keys(
     published: Mapping[str, Any],
     where: str,
     *,
-    read: Collection[str],
+    read: Collection[str] | Mapping[str, str],
     harmless: Collection[str] = (),
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> None:
@@ -118,14 +118,17 @@ def check_keys(
     Args:
       published: the config; values that are null count as absent.
       where: what messages call it.
-      read: keys that the reader uses.
+      read: keys that the reader uses; a mapping says of what kind their values are (`KINDS`; with a
+        question mark behind it, null too).
       harmless: further keys that change nothing in inference.
       fixed: keys that change it and have only these values here; they take precedence over what
         holds for every model.
 
     Raises:
-      UserError: a key with another value, or one that is not known.
+      UserError: a key with another value or one of another kind, or a key that is not known.
     """
+    if isinstance(read, Mapping):
+        _check_kinds(published, where, read)
     allowed = {**_SWITCHED_OFF, **(fixed or {})}
     for key, value in published.items():
         if value is None or key in read:
@@ -149,6 +152,44 @@ def check_keys(
                 "what the model computes; take it out of the file if it does not, or use another "
                 "checkpoint."
             )
+
+
+def _check_kinds(published: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> None:
+    for key, kind in kinds.items():
+        if key not in published:
+            continue
+        value, (fits, meaning) = published[key], KINDS[kind.removesuffix("?")]
+        if not fits(value) and not (value is None and kind.endswith("?")):
+            raise UserError(
+                f"{where}: {key} is {_shown(value)}, expected {meaning}; repair the file or fetch "
+                "it again."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Kind of a value -> whether it is one, and what a message calls it.
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "size": (
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+        "a whole number of at least 1",
+    ),
+    "integer": (lambda value: isinstance(value, int) and _is_number(value), "a whole number"),
+    "number": (lambda value: _is_number(value) and 0 <= value < float("inf"), "a number from 0 on"),
+    "flag": (lambda value: isinstance(value, bool), "true or false"),
+    "name": (lambda value: isinstance(value, str), "a name"),
+    "object": (lambda value: isinstance(value, Mapping), "an object"),
+    "any": (lambda value: True, "anything"),
+}
+
+
+def kinds(**keys: str) -> dict[str, str]:
+    """A mapping for `check_keys`: kind -> its keys, with spaces between; `or_null` ends a kind."""
+    return {
+        key: kind.replace("_or_null", "?") for kind, names in keys.items() for key in names.split()
+    }
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,9 @@ from mmqa_jax.weights.keymap import KeyMap
 
 # Key in the config.json of an exported model that transformers does not have.
 OWN_CONFIG = "mmqa_jax"
+# A folder of open_clip on the hub: the config, and the tensors in the first of these that is there.
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -105,6 +105,33 @@ def test_keys_that_change_numbers_are_refused(reader, change, message):
         reader(change)
 
 
+WRONG_KINDS = [
+    (clip_config, {"vision_config": {"num_attention_heads": "12"}}, "vision_config: num_attention"),
+    (clip_config, {"vision_config": [1]}, r"vision_config is \[1\], expected an object"),
+    (clip_config, {"vision_config": {"hidden_size": 0}}, "hidden_size is 0, expected a whole num"),
+    (clip_config, {"text_config": {"layer_norm_eps": "a"}}, "layer_norm_eps is 'a', expected a nu"),
+    (bert_config, {"hidden_size": None}, "hidden_size is None, expected a whole number of at leas"),
+    (bert_config, {"vocab_size": 2.5}, r"vocab_size is 2\.5, expected a whole number"),
+    (bert_config, {"layer_norm_eps": float("nan")}, "layer_norm_eps is nan, expected a number"),
+    (bert_config, {"hidden_act": {}}, "hidden_act is {}, expected a name"),
+    (bart, {"encoder_layers": None}, "encoder_layers is None, expected a whole number"),
+    (bart, {"scale_embedding": "yes"}, "scale_embedding is 'yes', expected true or false"),
+    (llama, {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or"),
+    (llama, {"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number"),
+    (llama, {"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
+    (llama, {"rope_scaling": {"type": "linear", "factor": "x"}}, "factor is 'x', expected a numb"),
+    (llama, {"rope_theta": "a"}, "rope_theta is 'a', expected a number"),
+    (llava, {"text_config": 3}, "text_config is 3, expected an object"),
+    (llava, {"image_token_index": "a"}, "image_token_index is 'a', expected a whole number"),
+]
+
+
+@pytest.mark.parametrize(("reader", "change", "message"), WRONG_KINDS)
+def test_values_of_another_kind_are_refused(reader, change, message):
+    with pytest.raises(UserError, match=message):
+        reader(change)
+
+
 def test_keys_beside_the_rope_are_read():
     scaling = {
         "rope_type": "llama3",

@@ -13,7 +13,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.published_keys import check_keys
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
@@ -43,11 +43,11 @@ _LINEARS = {
 }
 _NORMS = {"attention.output.LayerNorm": "attention_norm", "output.LayerNorm": "mlp_norm"}
 
-_READ = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "max_position_embeddings", "type_vocab_size", "layer_norm_eps"),
-    *("hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "position_embedding_type",
+_READ = kinds(
+    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings type_vocab_size",
+    number="layer_norm_eps hidden_dropout_prob attention_probs_dropout_prob",
+    name="hidden_act position_embedding_type",
 )
 # Of Google's releases, which nothing reads, and of the head, which is the embedding table here.
 _HARMLESS = (
@@ -110,7 +110,7 @@ def bert_config(
     published: Mapping[str, Any],
     where: str = "config.json",
     *,
-    read: Collection[str] = (),
+    read: Mapping[str, str] | None = None,
     harmless: Collection[str] = (),
 ) -> BertConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults.
@@ -124,7 +124,11 @@ def bert_config(
       UserError: an option that our BERT does not have (causal attention, relative positions).
     """
     check_keys(
-        published, where, read=(*_READ, *read), harmless=(*_HARMLESS, *harmless), fixed=_FIXED
+        published,
+        where,
+        read={**_READ, **(read or {})},
+        harmless=(*_HARMLESS, *harmless),
+        fixed=_FIXED,
     )
     positions = published.get("position_embedding_type", "absolute")
     if positions != "absolute":

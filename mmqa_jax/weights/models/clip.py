@@ -12,7 +12,7 @@ from typing import Any
 from flax import nnx
 
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
-from mmqa_jax.models.published_keys import check_keys
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
     TRANSPOSE,
@@ -23,8 +23,13 @@ from mmqa_jax.weights.keymap import (
     transformer_rules,
     untied_source,
 )
-from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.models.clip_open_clip import CONFIG as OPEN_CLIP_CONFIG
+from mmqa_jax.weights.layouts import (
+    OPEN_CLIP_CONFIG,
+    Checkpoint,
+    Published,
+    config_file,
+    read_hf_config,
+)
 from mmqa_jax.weights.models.clip_open_clip import open_clip_config, open_clip_file
 from mmqa_jax.weights.models.clip_openai import (
     clip_openai_config,
@@ -47,19 +52,24 @@ _LINEARS = {
 }
 _NORMS = {"layer_norm1": "ln_1", "layer_norm2": "ln_2"}
 
-_KEYS = (
-    "projection_dim",
-    *(f"{kind}_config{end}" for kind in ("vision", "text") for end in ("", "_dict")),
+_KEYS = kinds(
+    size="projection_dim",
+    object_or_null="vision_config text_config vision_config_dict text_config_dict",
 )
 _FIXED = {"tie_word_embeddings": (True, False)}  # CLIP predicts no words
-# Of each tower: further keys that are read, and keys that have only these values here.
-_TOWER_KEYS: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[Any, ...]]]] = {
+_TOWER = kinds(
+    size="hidden_size num_hidden_layers num_attention_heads intermediate_size",
+    number="layer_norm_eps",
+    name="hidden_act",
+)
+# Of each tower: the keys that are read, and those that have only these values here.
+_TOWER_KEYS: Mapping[str, tuple[Mapping[str, str], Mapping[str, tuple[Any, ...]]]] = {
     "vision": (
-        ("image_size", "patch_size"),
+        _TOWER | kinds(size="image_size patch_size"),
         _FIXED | {"num_channels": (3,), "is_causal": (False,)},
     ),
     "text": (
-        ("vocab_size", "max_position_embeddings", "eos_token_id"),
+        _TOWER | kinds(size="vocab_size max_position_embeddings", integer_or_null="eos_token_id"),
         _FIXED | {"is_causal": (True,)},
     ),
 }
@@ -140,9 +150,7 @@ def _tower(published: Mapping[str, Any], kind: str, where: str) -> Mapping[str, 
     if published.get(key) is None:
         key = f"{kind}_config"
     tower = published.get(key) or {}
-    own, fixed = _TOWER_KEYS[kind]
-    read = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    read = (*read, "hidden_act", "layer_norm_eps", *own)
+    read, fixed = _TOWER_KEYS[kind]
     check_keys(tower, f"{where}, {key}", read=read, harmless=_TRAINING, fixed=fixed)
     return tower
 

@@ -15,10 +15,8 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.clip import PIXEL_MEAN, PIXEL_STD, CLIPConfig, TextConfig, VisionConfig
-from mmqa_jax.models.published_keys import check_keys
-
-CONFIG = "open_clip_config.json"
-_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+from mmqa_jax.models.published_keys import check_keys, kinds
+from mmqa_jax.weights.layouts import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS
 
 # What a text or image tower may do otherwise, and how CLIP does it.
 _BLOCKS: Mapping[str, tuple[Any, ...]] = {
@@ -66,9 +64,9 @@ _PREPROCESSING: Mapping[str, tuple[Any, ...]] = {
 
 def open_clip_file(path: Path) -> Path | None:
     """The tensors of a folder as open_clip publishes it; None where it is none of these."""
-    if not (path / CONFIG).is_file():
+    if not (path / OPEN_CLIP_CONFIG).is_file():
         return None
-    return next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
+    return next((path / name for name in OPEN_CLIP_WEIGHTS if (path / name).is_file()), None)
 
 
 def open_clip_config(folder: Path) -> CLIPConfig | None:
@@ -77,7 +75,7 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
     Raises:
       UserError: it is broken, or of a model that is not CLIP's architecture.
     """
-    file = folder / CONFIG
+    file = folder / OPEN_CLIP_CONFIG
     if not file.is_file():
         return None
     content = read_json(file)
@@ -92,7 +90,7 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
     check_keys(
         model,
         f"{file}, model_cfg",
-        read=("embed_dim", "vision_cfg", "text_cfg", "quick_gelu"),
+        read=kinds(size="embed_dim", object="vision_cfg text_cfg", flag="quick_gelu"),
         harmless=("init_logit_scale", "cast_dtype", "output_dict"),
         fixed={
             "custom_text": (False,),
@@ -101,15 +99,16 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
             "nonscalar_logit_scale": (False,),
         },
     )
-    sizes = ("layers", "width", "mlp_ratio", "norm_kwargs")
-    of_pictures, of_texts = ("patch_size", "image_size"), ("context_length", "vocab_size")
-    _check_tower(vision, f"{file}, vision_cfg", (*sizes, *of_pictures, "head_width"), _VISION)
-    _check_tower(text, f"{file}, text_cfg", (*sizes, *of_texts, "heads"), _TEXT)
     if isinstance(vision.get("layers"), list):
         raise UserError(
             f"{file}, vision_cfg: the image tower is a ResNet; only that tower can be converted, "
             "with --model=modified_resnet."
         )
+    both = kinds(size="layers width", number="mlp_ratio", object_or_null="norm_kwargs")
+    of_pictures = kinds(size="patch_size head_width", any="image_size")
+    of_texts = kinds(size="context_length vocab_size heads")
+    _check_tower(vision, f"{file}, vision_cfg", both | of_pictures, _VISION)
+    _check_tower(text, f"{file}, text_cfg", both | of_texts, _TEXT)
     image_size = _side(vision.get("image_size", 224), file)
     check_keys(
         content.get("preprocess_cfg") or {},
@@ -158,7 +157,7 @@ def head_width(folder: Path) -> int:
     Raises:
       UserError: the config is broken.
     """
-    file = folder / CONFIG
+    file = folder / OPEN_CLIP_CONFIG
     content = read_json(file) if file.is_file() else {}
     tower: Any = content
     for key in ("model_cfg", "vision_cfg"):
@@ -167,7 +166,7 @@ def head_width(folder: Path) -> int:
 
 
 def _check_tower(
-    tower: Mapping[str, Any], where: str, read: tuple[str, ...], fixed: Mapping[str, Any]
+    tower: Mapping[str, Any], where: str, read: Mapping[str, str], fixed: Mapping[str, Any]
 ) -> None:
     unused = [key for key in tower if key.startswith(_UNUSED_ENDS) and key not in fixed]
     check_keys(tower, where, read=read, harmless=(*_HARMLESS, *unused, "pad_id"), fixed=fixed)
@@ -175,7 +174,7 @@ def _check_tower(
 
 def _eps(tower: Mapping[str, Any], where: str) -> float:
     norm = tower.get("norm_kwargs") or {}
-    check_keys(norm, f"{where}, norm_kwargs", read=("eps",))
+    check_keys(norm, f"{where}, norm_kwargs", read=kinds(number="eps"))
     return norm.get("eps", 1e-5)
 
 

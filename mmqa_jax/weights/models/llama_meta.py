@@ -13,13 +13,16 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
-from mmqa_jax.models.published_keys import check_keys
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.formats.torch import TorchFile
 
-_READ = (
-    *("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "ffn_dim_multiplier"),
-    *("multiple_of", "rope_theta", "use_scaled_rope"),
+_READ = kinds(
+    size="dim n_layers n_heads multiple_of",
+    size_or_null="n_kv_heads",
+    number="norm_eps",
+    number_or_null="ffn_dim_multiplier rope_theta",
+    flag="use_scaled_rope",
 )
 _HARMLESS = ("vocab_size", "max_seq_len", "max_batch_size")
 # (dim, n_layers) of the models with scaled positions -> by how much: 3.1 and 3.3 as in Meta's

@@ -23,7 +23,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig, vit_l_14_336
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
-from mmqa_jax.models.published_keys import check_keys
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (
@@ -81,10 +81,13 @@ _ORIGINAL_HARMLESS = (
     *("tokenizer_model_max_length", "tokenizer_padding_side", "image_grid_pinpoints"),
     *("image_crop_resolution", "image_split_resolution", "vision_config"),
 )
-_READ = (
-    *("text_config", "vision_config", "vision_feature_layer", "vision_feature_select_strategy"),
-    *("tie_word_embeddings", "projector_hidden_act", "multimodal_projector_bias"),
-    *("image_token_index", "image_token_id"),
+_READ = kinds(
+    object="text_config",
+    object_or_null="vision_config",
+    integer="image_token_index image_token_id",
+    flag="tie_word_embeddings multimodal_projector_bias",
+    name="projector_hidden_act",
+    any="vision_feature_layer vision_feature_select_strategy",
 )
 # Copies of what text_config or vision_config say, and of training.
 _HARMLESS = ("ignore_index", "vocab_size", "image_seq_length", "hidden_size")

@@ -12,6 +12,7 @@ from mmqa_jax.models.modified_resnet import STRIDE, ModifiedResNetConfig
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (
+    OPEN_CLIP_CONFIG,
     Checkpoint,
     Published,
     own_config,
@@ -20,7 +21,6 @@ from mmqa_jax.weights.layouts import (
     shapes_of,
     with_prefixes,
 )
-from mmqa_jax.weights.models.clip_open_clip import CONFIG as OPEN_CLIP_CONFIG
 from mmqa_jax.weights.models.clip_open_clip import head_width, open_clip_file
 from mmqa_jax.weights.sources import open_source
 

@@ -17,6 +17,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.oscar import OscarConfig
+from mmqa_jax.models.published_keys import kinds
 from mmqa_jax.weights.keymap import KeyMap, linear_rules, norm_rules, untied_source
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, require_keys
 from mmqa_jax.weights.models.bert import (
@@ -34,7 +35,12 @@ from mmqa_jax.weights.sources import open_source
 _VECTORS = ("faster_r-cnn", "frcnn")
 
 
-_READ = ("img_feature_type", "img_feature_dim", "use_img_layernorm", "img_layer_norm_eps")
+_READ = kinds(
+    size="img_feature_dim",
+    number="img_layer_norm_eps",
+    name="img_feature_type",
+    any="use_img_layernorm",  # 0, 1 or null
+)
 # Of training, of other heads, and of regions as codes; that the head is the embedding table is
 # checked by its tensors.
 _HARMLESS = (
