@@ -53,6 +53,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="llava: its CLIP, if the checkpoint has no vision tower",
     )
     parser.add_argument(
+        "--preprocessing",
+        choices=("openai", "transformers"),
+        help="clip: whose code prepares texts and pictures (default: whose layout the source has)",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace an earlier conversion in --out"
     )
 
@@ -77,4 +82,5 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         overwrite=arguments.overwrite,
         changes=arguments.set,
         clip=Path(arguments.clip) if arguments.clip else None,
+        preprocessing=arguments.preprocessing,
     )

@@ -8,14 +8,18 @@ this file; any other is refused by name. Plain containers, numbers and strings n
 from __future__ import annotations
 
 import collections
+import functools
 import io
+import math
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from mmqa_jax.core.claims import SHARED, check_claim
 from mmqa_jax.core.errors import UserError
 
 # A storage inside a pickle is a stream of torch.save's format before 1.6: four pickles (this
@@ -35,6 +39,11 @@ _STORAGES = {
 }
 
 
+# Stands for numpy.ndarray, which would make an array of any size if it could be called.
+_NDARRAY = object()
+Copy = Callable[[int], None]  # is told the bytes of a copy before it is made
+
+
 class ForeignObject(UserError):
     """The pickle contains something other than arrays; it may be an attack."""
 
@@ -46,12 +55,13 @@ def load_arrays(path: str | os.PathLike) -> Any:
 
     Raises:
       ForeignObject: it names any other class or function.
-      UserError: no such file, or not a complete pickle.
+      UserError: no such file, not a complete pickle, or one whose arrays repeat what it holds to
+        more than `claims.SHARED` times its size.
     """
     path = Path(path)
     try:
         with open(path, "rb") as file:
-            return _Unpickler(file).load()
+            return _Unpickler(file, path).load()
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
     except _Refused as error:
@@ -59,6 +69,8 @@ def load_arrays(path: str | os.PathLike) -> Any:
             f"{path}: contains {error}, which is not an array; only arrays, numbers, strings and "
             "plain containers of them are read, write the file again with only these."
         ) from error
+    except UserError:
+        raise
     # A broken pickle can raise nearly any error.
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -72,11 +84,23 @@ class _Refused(pickle.UnpicklingError):
 
 
 class _Unpickler(pickle.Unpickler):
+    """Knows what arrays consist of, and counts the bytes of all that it copies."""
+
+    def __init__(self, file: BinaryIO, path: Path):
+        super().__init__(file)
+        self._path, self._held, self._copied = path, path.stat().st_size, 0
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _COPYING:  # from what the pickle may name again and again
+            return functools.partial(_COPYING[module, name], self._copy)
         try:
             return _ALLOWED[module, name]
         except KeyError:
             raise _Refused(f"{module}.{name}") from None
+
+    def _copy(self, size: int) -> None:
+        self._copied += size
+        check_claim(f"{self._path}, its arrays", self._copied, self._held, times=SHARED)
 
 
 class _StorageUnpickler(pickle.Unpickler):
@@ -94,8 +118,9 @@ class _StorageUnpickler(pickle.Unpickler):
         return np.dtype(dtype), key, count
 
 
-def _storage(data: bytes) -> np.ndarray:
+def _storage(copy: Copy, data: bytes) -> np.ndarray:
     """torch.storage._load_from_bytes: the values of a storage, one-dimensional."""
+    copy(len(data))
     file = io.BytesIO(data)
     magic, _version, _machine = (_StorageUnpickler(file).load() for _ in range(3))
     if magic != _LEGACY_MAGIC:
@@ -109,24 +134,26 @@ def _storage(data: bytes) -> np.ndarray:
     return np.frombuffer(values, dtype)
 
 
-def _tensor(storage: np.ndarray, offset: int, size: tuple, stride: tuple, *_: Any) -> np.ndarray:
+def _tensor(
+    copy: Copy, storage: np.ndarray, offset: int, size: tuple, stride: tuple, *_: Any
+) -> np.ndarray:
     """torch._utils._rebuild_tensor_v2: a copy of a strided view of its storage."""
-    sizes, strides = np.array(size, np.int64), np.array(stride, np.int64)
-    last = offset + int(((sizes - 1) * strides).sum())
-    valid = sizes.shape == strides.shape and (strides >= 0).all() and (sizes >= 0).all()
-    if not valid or offset < 0 or (sizes.all() and last >= len(storage)):
-        raise pickle.UnpicklingError(f"a tensor of size {tuple(size)} overlaps its storage")
-    if not sizes.all():
-        return np.zeros(tuple(size), storage.dtype)
+    sizes, strides = tuple(map(int, size)), tuple(map(int, stride))
+    valid = len(sizes) == len(strides) and min((0, offset, *sizes, *strides)) == 0
+    last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=False))
+    if not valid or (all(sizes) and last >= len(storage)):
+        raise pickle.UnpicklingError(f"a tensor of size {sizes} overlaps its storage")
+    if not all(sizes):
+        return np.zeros(sizes, storage.dtype)
+    copy(math.prod(sizes) * storage.itemsize)
     start = storage[offset:]
-    bytes_ = tuple(int(step) * storage.itemsize for step in strides)
-    view = np.lib.stride_tricks.as_strided(start, tuple(map(int, sizes)), bytes_, writeable=False)
-    return view.copy()
+    steps = tuple(step * storage.itemsize for step in strides)
+    return np.lib.stride_tricks.as_strided(start, sizes, steps, writeable=False).copy()
 
 
-def _empty_array(kind: type, shape: tuple, _dtype: Any) -> np.ndarray:
+def _empty_array(kind: object, shape: tuple, _dtype: Any) -> np.ndarray:
     """numpy's _reconstruct: an array whose contents follow in the pickle."""
-    if kind is not np.ndarray or tuple(shape) != (0,):
+    if kind is not _NDARRAY or tuple(shape) != (0,):
         raise pickle.UnpicklingError("an array is not in numpy's format")
     return np.ndarray((0,), "b")
 
@@ -140,21 +167,24 @@ def _scalar(dtype: np.dtype, data: bytes) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-def _bytes(text: str, encoding: str) -> bytes:
+def _bytes(copy: Copy, text: str, encoding: str) -> bytes:
     """_codecs.encode, by which pickles of protocol 2 write bytes."""
+    copy(len(text))
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes are written as {encoding}")
     return text.encode("latin1")
 
 
-_ALLOWED = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
+_COPYING = {
     ("_codecs", "encode"): _bytes,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch.storage", "_load_from_bytes"): _storage,
+}
+_ALLOWED = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy", "dtype"): np.dtype,
+    ("torch", "Size"): tuple,
 }
 for _core in ("numpy.core", "numpy._core"):  # before numpy 2, and since
     _ALLOWED[f"{_core}.multiarray", "_reconstruct"] = _empty_array

@@ -14,7 +14,7 @@ from PIL import Image, ImageFile
 
 from mmqa_jax.core.errors import RunError, UserError, first_names
 
-Resize = Literal["squash", "crop", "sample"]
+Resize = Literal["squash", "crop", "crop_openai", "sample"]
 Alpha = Literal["white", "dropped"]
 
 
@@ -168,7 +168,9 @@ def to_pixels(
       image: an RGB picture.
       size: S, side of the result in pixels.
       resize: `squash` scales both sides to S (Prophet); `crop` scales the short side to S
-        and crops the center (CLIP's preprocessing, equal to CLIPImageProcessor); `sample`
+        and crops the center as transformers' CLIPImageProcessor does, whose half pixel goes to
+        the right and below; `crop_openai` as OpenAI's code (torchvision's CenterCrop), which
+        rounds it to the even; `sample`
         scales as `squash` but takes the nearest pixels, so that no colors are mixed: for
         flat drawings, in questions on colors.
     """
@@ -180,16 +182,20 @@ def _square(image: Image.Image, size: int, resize: Resize) -> Image.Image:
         return image.resize((size, size), Image.Resampling.BICUBIC)
     if resize == "sample":
         return image.resize((size, size), Image.Resampling.NEAREST)
-    if resize != "crop":
+    if resize not in ("crop", "crop_openai"):
         raise UserError(
-            f"resize is {resize!r}: expected `squash`, `crop` or `sample`; change the config."
+            f"resize is {resize!r}: expected `squash`, `crop`, `crop_openai` or `sample`; change "
+            "the config."
         )
     width, height = image.size
     short = min(width, height)
     scaled = image.resize(
         (int(size * width / short), int(size * height / short)), Image.Resampling.BICUBIC
     )
-    left, top = (scaled.width - size) // 2, (scaled.height - size) // 2
+    margins = (scaled.width - size, scaled.height - size)
+    left, top = (
+        round(margin / 2) if resize == "crop_openai" else margin // 2 for margin in margins
+    )
     return scaled.crop((left, top, left + size, top + size))
 
 

@@ -26,6 +26,7 @@ from jaxtyping import Float32
 from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.data.grid_records import FeatureError, GridRecords, is_grid_records
 from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.npz import read_npz
 
 _ID = re.compile(r"(\d+)(\.jpg)?\.npz$")
 
@@ -64,8 +65,9 @@ class NpzFiles:
         if path is None:
             raise FeatureError(f"picture {image_id}: no features; extract them.")
         try:
-            with np.load(path, allow_pickle=False) as file:
-                array = file["x"]
+            array = read_npz(Path(path), "x")
+        except UserError as error:  # which names the file
+            raise FeatureError(str(error)) from error
         except Exception as error:  # a broken archive or header can raise nearly any
             raise FeatureError(f"{path}, key x: cannot be read ({error}).") from error
         return array, str(path)

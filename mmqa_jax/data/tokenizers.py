@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_text
+from mmqa_jax.core.paths import as_path
+from mmqa_jax.data.added_tokens import add_published_tokens
 from mmqa_jax.data.truncation import Tokens, cut
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -176,6 +178,8 @@ def text_inputs(
 def load_tokenizer(path: str | os.PathLike) -> WordPiece:
     """Reads a tokenizer.json (Hugging Face's format); padding and truncation are turned off.
 
+    Tokens that a tokenizer_config.json beside it adds are added.
+
     Raises:
       UserError: no such file, not a tokenizer, not WordPiece, or lacks a special token.
     """
@@ -186,6 +190,7 @@ def load_tokenizer(path: str | os.PathLike) -> WordPiece:
         raise UserError(
             f"{path}: not a tokenizer ({error}); give a tokenizer.json in Hugging Face's format."
         ) from error
+    add_published_tokens(tokenizer, as_path(path).parent)
     if not isinstance(tokenizer.model, models.WordPiece):
         kind = type(tokenizer.model).__name__
         raise UserError(f"{path}: holds a {kind} tokenizer; give a WordPiece one (BERT's kind).")

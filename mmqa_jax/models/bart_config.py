@@ -9,7 +9,21 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
+from mmqa_jax.models.published_keys import check_keys, kinds
 
+_READ = kinds(
+    size="vocab_size d_model encoder_layers decoder_layers encoder_attention_heads "
+    "decoder_attention_heads encoder_ffn_dim decoder_ffn_dim max_position_embeddings",
+    integer="pad_token_id decoder_start_token_id",
+    number="dropout attention_dropout activation_dropout init_std",
+    flag="scale_embedding",
+    name="activation_function",
+)
+_HARMLESS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads"),  # transformers' other names
+    *("force_bos_token_to_be_generated", "save_step", "replacing_rate"),
+    *("student_encoder_layers", "student_decoder_layers"),
+)
 # Entries of config.json that our BART does not support, with the only value it accepts.
 _FIXED = {
     "normalize_before": False,
@@ -19,6 +33,9 @@ _FIXED = {
     "tie_word_embeddings": True,
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
+    "add_bias_logits": False,
+    "extra_pos_embeddings": 2,
+    "is_causal": True,
 }
 
 
@@ -86,6 +103,8 @@ class BartConfig:
                     f"{where}: {option} {published[option]!r} is not supported; use a checkpoint "
                     f"with {fixed!r}, or set it so if you know that the weights allow it."
                 )
+        fixed = {key: (value,) for key, value in (_FIXED | {"is_encoder_decoder": True}).items()}
+        check_keys(published, where, read=_READ, harmless=_HARMLESS, fixed=fixed)
         activation = published.get("activation_function", "gelu")
         check_known(f"{where}: activation_function", activation, ACTIVATIONS)
         return cls(

@@ -9,6 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
+from mmqa_jax.models.published_keys import check_keys, kinds
 
 SCALINGS = ("linear", "llama3")
 # Our fields that are plain values in transformers' config.json, with transformers' defaults.
@@ -26,6 +27,29 @@ _HF_KEYS = {
     "activation": ("hidden_act", "silu"),
     "attention_dropout": ("attention_dropout", 0.0),
 }
+_READ = kinds(
+    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings",
+    size_or_null="num_key_value_heads head_dim original_max_position_embeddings",
+    number="rms_norm_eps",
+    number_or_null="attention_dropout rope_theta partial_rotary_factor",
+    flag="tie_word_embeddings attention_bias mlp_bias",
+    name="hidden_act",
+    object_or_null="rope_scaling rope_parameters",
+)
+# pretraining_tp splits products (the same but for rounding); a LLaMA is a decoder in any case.
+_HARMLESS = ("pretraining_tp", "max_sequence_length", "is_llama_config")
+_FIXED = {
+    "is_causal": (True,),
+    "rope_interleaved": (False,),  # SmolLM's
+    "is_decoder": (True, False),
+}
+_ROPE_READ = kinds(
+    size_or_null="original_max_position_embeddings",
+    number="factor low_freq_factor high_freq_factor",
+    number_or_null="rope_theta partial_rotary_factor",
+    name="rope_type type",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +145,7 @@ class LlamaConfig:
             raise UserError(
                 f"{where}: model_type is {model_type!r}, expected 'llama'; give a LLaMA checkpoint."
             )
+        check_keys(published, where, read=_READ, harmless=_HARMLESS, fixed=_FIXED)
         rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
         partial = rope.get("partial_rotary_factor", published.get("partial_rotary_factor", 1.0))
         if partial not in (None, 1.0):
@@ -136,7 +161,12 @@ class LlamaConfig:
             kv_heads=published.get("num_key_value_heads") or heads,
             head_dim=None if head_dim == fields["hidden"] // heads else head_dim,
             rope_theta=rope.get("rope_theta") or published.get("rope_theta") or 10000.0,
-            rope_scaling=_rope_scaling(rope, fields["positions"], where),
+            rope_scaling=_rope_scaling(
+                rope,
+                published.get("original_max_position_embeddings"),
+                fields["positions"],
+                where,
+            ),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -163,7 +193,10 @@ class LlamaConfig:
         }
 
 
-def _rope_scaling(rope: Mapping[str, Any], positions: int, where: str) -> RopeScaling | None:
+def _rope_scaling(
+    rope: Mapping[str, Any], original: int | None, positions: int, where: str
+) -> RopeScaling | None:
+    """The scaling; `original` positions beside it take precedence over those in it."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -172,6 +205,7 @@ def _rope_scaling(rope: Mapping[str, Any], positions: int, where: str) -> RopeSc
             f"{where}: rope scaling {kind!r} is not supported; use a checkpoint without scaling, "
             "or with linear or llama3."
         )
+    check_keys(rope, f"{where}, rope scaling", read=_ROPE_READ)
     if "factor" not in rope:
         raise UserError(f"{where}: rope scaling {kind!r} lacks its `factor`; add it.")
     if kind == "linear":
@@ -181,7 +215,7 @@ def _rope_scaling(rope: Mapping[str, Any], positions: int, where: str) -> RopeSc
         float(rope["factor"]),
         float(rope.get("low_freq_factor", 1.0)),
         float(rope.get("high_freq_factor", 4.0)),
-        rope.get("original_max_position_embeddings", positions),
+        original or rope.get("original_max_position_embeddings", positions),
     )
 
 

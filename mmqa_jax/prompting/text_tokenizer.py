@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
+from mmqa_jax.data.added_tokens import add_published_tokens
 from mmqa_jax.prompting.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     settings = _optional(folder / "tokenizer_config.json")
     if file.is_file():
         tokenizer = _read_tokenizer(file)
+        add_published_tokens(tokenizer, folder)
         special = {
             key: _spelling(value) for key, value in settings.items() if key.endswith("_token")
         }

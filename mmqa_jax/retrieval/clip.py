@@ -24,7 +24,9 @@ _BUCKETS = (16, 32, 48, 77)
 def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Embedder:
     """The embedder of a CLIP converted by `mmqa convert --model=clip`.
 
-    Pictures must be resized as CLIP does (`PictureStore(..., resize="crop", alpha="dropped")`).
+    Pictures must be resized as CLIP does: `PictureStore(..., embedder.resize, alpha="dropped")`.
+    Texts and pictures are prepared as by the code that the checkpoint was published with, or by the
+    one that `mmqa convert --preprocessing` named.
 
     Raises:
       UserError: a folder of another model, or no tokenizer beside the weights.
@@ -59,4 +61,5 @@ def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Em
         buckets=tuple(sorted({min(size, context) for size in _BUCKETS})),
         batch_size=batch_size,
         text_of=lambda source: source.text,
+        resize="crop_openai" if tokenizer.preprocessing == "openai" else "crop",
     )

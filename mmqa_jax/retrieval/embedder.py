@@ -20,6 +20,7 @@ from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.images import Resize
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.tokenizers import WordPiece
@@ -63,6 +64,7 @@ class Embedder:
       batch_size: texts or pictures per call.
       text_of: the text of a source, as the encoder was trained on it.
       fingerprint: of the encoder; None: computed from all of the above when it is asked for.
+      resize: how pictures are to be made square for it, see data/images.py.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class Embedder:
         batch_size: int = 64,
         text_of: Callable[[Source], str] = source_text,
         fingerprint: str | None = None,
+        resize: Resize = "crop",
     ):
         if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
             raise UserError(
                 f"embedder: buckets={tuple(buckets)} must increase and start at 3 or more."
             )
         self.tokenizer = tokenizer
-        self.image_size = image_size
+        self.image_size, self.resize = image_size, resize
         self.buckets = tuple(buckets)
         self.batch_size = batch_size
         self.text_of = text_of

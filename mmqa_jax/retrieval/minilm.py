@@ -34,6 +34,8 @@ class SentenceEncoder(nnx.Module):
 def load_minilm_embedder(batch_size: int = 64) -> Embedder:
     """The embedder of the installed package; it takes texts alone.
 
+    `fill_bert` checks that its sentences are means of their tokens (1_Pooling).
+
     Raises:
       UserError: the package is not installed.
     """

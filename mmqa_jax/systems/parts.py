@@ -190,7 +190,7 @@ def open_embedder(
 
     if is_converted(model):
         embedder = load_clip_embedder(model)
-        return embedder, PictureStore(corpus, embedder.image_size, "crop", alpha="dropped")
+        return embedder, PictureStore(corpus, embedder.image_size, embedder.resize, alpha="dropped")
     embedder, config = load_embedder(model, one_shape=one_shape)
     return embedder, make_pictures(config, corpus)
 

@@ -39,6 +39,7 @@ from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
+from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.output_folder import (
     WRITTEN_BY,
     check_paths,
@@ -51,6 +52,7 @@ from mmqa_jax.weights.registry import Architecture, architecture
 
 DTYPES = ("bfloat16", "float32")
 EXPORTS = ("hf",)
+PREPROCESSING = ("openai", "transformers")
 _PACKAGES = ("mmqa-jax", "jax", "flax", "orbax-checkpoint", "safetensors", "numpy")
 
 
@@ -64,6 +66,7 @@ def convert(
     overwrite: bool = False,
     changes: Sequence[str] = (),
     clip: Path | None = None,
+    preprocessing: str | None = None,
 ) -> dict[str, Any]:
     """Converts a checkpoint.
 
@@ -78,6 +81,8 @@ def convert(
       overwrite: replace what an earlier conversion wrote to `out`.
       changes: `FIELD=VALUE` of the config, where the checkpoint does not decide.
       clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
+      preprocessing: of a CLIP, whose code prepares texts and pictures (`PREPROCESSING`); None
+        leaves it to the source's layout, see data/clip_tokenizer.py.
 
     Returns:
       What the command prints as JSON.
@@ -94,12 +99,22 @@ def convert(
         raise UserError(f"--export={export}: unknown; use {' or '.join(EXPORTS)}.")
     if clip is not None and not entry.takes_clip:
         raise UserError(f"--clip={clip}: a {entry.name} takes no CLIP; leave it out.")
+    if preprocessing not in (None, *PREPROCESSING):
+        raise UserError(
+            f"--preprocessing={preprocessing}: unknown; use one of {', '.join(PREPROCESSING)}."
+        )
+    if preprocessing is not None and (entry.name != "clip" or export is not None):
+        raise UserError(
+            "--preprocessing: is kept with a CLIP's converted weights alone; leave it out."
+        )
     with name_paths(source), jax.default_device(jax.devices("cpu")[0]):
         check_paths(source, out, overwrite)
         if is_weights_folder(source):
             made = _export_converted(entry, source, out, dtype, export, changes)
         else:
-            made = _convert_published(entry, source, out, dtype, export, changes, clip)
+            made = _convert_published(
+                entry, source, out, dtype, export, changes, clip, preprocessing
+            )
     return {
         "model": entry.name,
         "out": str(out),
@@ -118,8 +133,10 @@ def _convert_published(
     export: str | None,
     changes: Sequence[str],
     clip: Path | None,
+    preprocessing: str | None,
 ) -> dict[str, Any]:
     checkpoint = entry.open(path, clip)
+    require_given(checkpoint, [change.partition("=")[0] for change in changes])
     config = with_changes(checkpoint.config, changes)
     if checkpoint.check is not None:
         checkpoint.check(checkpoint.source, config)
@@ -157,6 +174,8 @@ def _convert_published(
         if export is None:
             versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
             more = {**facts, "token_ids": tokens, WRITTEN_BY: _writer(), "versions": versions}
+            if preprocessing is not None:
+                more["preprocessing"] = preprocessing
             write_json(folder / RECORD, {**describe_model(entry, config, dtype), **more})
         else:
             _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)

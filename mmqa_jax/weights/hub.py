@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mmqa_jax.core.errors import RunError, UserError, first_names
 from mmqa_jax.weights.formats.safetensors import SAFETENSORS, files_in
+from mmqa_jax.weights.layouts import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS
 from mmqa_jax.weights.output_folder import COMPANIONS
 from mmqa_jax.weights.sources import TORCH
 
@@ -23,6 +24,10 @@ _WEIGHTS = tuple(
     re.compile(rf"{stem}(-\d+-of-\d+)?\.{suffix}(\.index\.json)?")
     for stem, suffix in (name.rsplit(".", 1) for name in (SAFETENSORS, TORCH))
 )
+
+
+# Of sentence-transformers: how one vector is made of a text (see sentence_pooling.py).
+_POOLING = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
 
 
 def is_hub_name(text: str | os.PathLike) -> bool:
@@ -125,7 +130,10 @@ def _wanted(files: Sequence[str], where: str) -> list[str]:
     for kind in _WEIGHTS:
         weights = [file for file in files if kind.fullmatch(file)]
         if weights and _CONFIG in files:
-            return [_CONFIG, *weights, *(file for file in COMPANIONS if file in files)]
+            return [_CONFIG, *weights, *(one for one in (*COMPANIONS, *_POOLING) if one in files)]
+    weights = [file for file in OPEN_CLIP_WEIGHTS if file in files]
+    if weights and OPEN_CLIP_CONFIG in files:
+        return [OPEN_CLIP_CONFIG, weights[0], *(file for file in COMPANIONS if file in files)]
     gguf = [file for file in files if file.endswith(".gguf")]
     if len(gguf) == 1:
         return gguf
@@ -142,6 +150,9 @@ def _wanted(files: Sequence[str], where: str) -> list[str]:
 
 def _missing(folder: Path) -> list[str]:
     """Files that a model in transformers' format lacks; companions are not known to exist."""
+    open_clip = [name for name in OPEN_CLIP_WEIGHTS if (folder / name).exists()]
+    if open_clip and (folder / OPEN_CLIP_CONFIG).exists() and not (folder / _CONFIG).exists():
+        return []
     missing = [] if (folder / _CONFIG).exists() else [_CONFIG]
     files = files_in(folder, SAFETENSORS) or files_in(folder, TORCH)
     if not files:

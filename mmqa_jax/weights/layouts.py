@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from mmqa_jax.weights.keymap import KeyMap
 
 # Key in the config.json of an exported model that transformers does not have.
 OWN_CONFIG = "mmqa_jax"
+# A folder of open_clip on the hub: the config, and the tensors in the first of these that is there.
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,13 +31,17 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       config: of the model. Where the layout has a config file, it decides; where it has none
-        (research code saves only tensors), the shapes determine the sizes, and what no shape
-        shows (the number of heads) is taken from the published models.
+        (research code saves only tensors), the shapes determine the sizes. What no shape shows
+        (the number of heads) is known where the sizes are a published model's, and is in
+        `unknown` otherwise.
       key_map: config -> the key map of the layout.
       source: the tensors.
       layout: what was recognized, for the record.
       check: (source, config) -> None, raises UserError where tensors that are not parameters
         contradict the config.
+      unknown: fields of the config (`vision.heads`) that nothing at the path shows, each with a
+        value that is usual; their values in `config` stand for nothing. See `require_given`.
+      remedy: what else than `--set` gives them, for a message: `put its config beside it`.
     """
 
     config: Any
@@ -41,6 +49,35 @@ class Checkpoint(NamedTuple):
     source: TensorSource
     layout: str
     check: Callable[[TensorSource, Any], None] | None = None
+    unknown: Mapping[str, Any] = types.MappingProxyType({})
+    remedy: str = ""
+
+
+def require_given(
+    checkpoint: Checkpoint, given: Iterable[str], remedy: str = "add `{flags}`"
+) -> None:
+    """Raises UserError unless all `unknown` fields of a checkpoint are among those `given`.
+
+    Args:
+      checkpoint: as it was opened.
+      given: names of fields, whole, or their last parts for all configs within.
+      remedy: what gives the fields, with `{flags}` for those of `mmqa convert`.
+    """
+    given = set(given)
+    missing = {
+        field: usual
+        for field, usual in checkpoint.unknown.items()
+        if not given & {field, field.rpartition(".")[2]}
+    }
+    if missing:
+        flags = " ".join(f"--set {field}={usual}" for field, usual in missing.items())
+        given_by = remedy.replace("{flags}", flags)
+        other = f"{checkpoint.remedy}, or " if checkpoint.remedy else ""
+        raise UserError(
+            f"{checkpoint.source.name}: nothing in it or beside it says what {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'}; {other}{given_by} with "
+            f"this model's own value{'s' * (len(missing) > 1)} (those here are only usual)."
+        )
 
 
 class Published(NamedTuple):
@@ -89,7 +126,7 @@ def own_config(name: str, config: Any) -> dict[str, Any]:
 def read_own_config(kind: type, path: Path) -> Any:
     """The config that an export wrote beside tensors of research code; None if there is none."""
     file = config_file(path)
-    if not path.is_dir() or not file.exists():
+    if not file.exists():
         return None
     content = read_json(file)
     own = content.get(OWN_CONFIG) if isinstance(content, dict) else None

@@ -18,15 +18,15 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bert import Bert, BertConfig
 from mmqa_jax.models.vlp import VLP
 from mmqa_jax.weights.keymap import KeyMap, Transform, load_model
-from mmqa_jax.weights.layouts import Shapes, config_file, read_hf_config, shapes_of
+from mmqa_jax.weights.layouts import Shapes, shapes_of
 from mmqa_jax.weights.models.bert import (
     BUFFERS,
     OLD_NAMES,
-    bert_config,
     bert_key_map,
     bert_rules,
     mlm_rules,
     mlm_tied,
+    read_bert_config,
 )
 from mmqa_jax.weights.models.vlp import SOURCE_HEAD, TYPE_TABLE, fit_types, vlp_key_map
 from mmqa_jax.weights.sources import open_source
@@ -56,7 +56,7 @@ def fill_bert(
     Raises:
       UserError: config or tensors do not fit.
     """
-    published = _read_config(folder)
+    published = read_bert_config(Path(folder))
     constants = ("heads", "activation", "eps")
     key_map = bert_key_map(model.config)
     key_map = _fit_trunk(key_map, model.config, published, folder, num_layers, rows, constants)
@@ -88,7 +88,7 @@ def init_vlp_from_bert(
     Raises:
       UserError: no such token types, or the trunk's constants or sizes are not the checkpoint's.
     """
-    published = _read_config(folder)
+    published = read_bert_config(Path(folder))
     trunk = model.config.bert
     if not all(0 <= number < trunk.types for number in new_types):
         raise UserError(
@@ -141,11 +141,6 @@ def start_vlp(path: str | os.PathLike, model: VLP) -> None:
     if TYPE_TABLE in shapes:
         key_map = fit_types(key_map, shapes[TYPE_TABLE][0], config.bert.types)
     load_model(model, _fit_regions(key_map, shapes, model), source)
-
-
-def _read_config(folder: str | os.PathLike) -> BertConfig:
-    path = Path(folder)
-    return bert_config(read_hf_config(path, "bert"), str(config_file(path)))
 
 
 def _fit_regions(key_map: KeyMap, theirs: Shapes, model: VLP) -> KeyMap:

@@ -18,7 +18,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, write_sharded
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
-from mmqa_jax.weights.layouts import Checkpoint, Published
+from mmqa_jax.weights.layouts import Checkpoint, Published, require_given
 from mmqa_jax.weights.registry import architecture
 
 
@@ -44,10 +44,13 @@ def load_published(
         (dtype, attention, remat, unroll, dropouts).
 
     Raises:
-      UserError: a missing or broken file, another model's config, tensors that do not fit.
+      UserError: a missing or broken file, another model's config, tensors that do not fit, or a
+        value that nothing at the path shows and `changes` do not give.
     """
     entry = architecture(model)
     checkpoint = entry.open(Path(path), None if clip is None else Path(clip))
+    convert = f"open what `mmqa convert --model={model} --source={path} --out=DIR {{flags}}` makes"
+    require_given(checkpoint, changes, convert)
     config = replace_fields(checkpoint.config, **changes)
     return load_checkpoint(entry.model_class, checkpoint, config, mesh, param_dtype)
 

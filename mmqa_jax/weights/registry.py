@@ -91,7 +91,11 @@ ARCHITECTURES = (
         title="CLIP with vision transformers",
         model="clip.CLIP",
         config="clip.CLIPConfig",
-        layouts=(HF_FOLDER, "OpenAI's TorchScript archive (ViT-B-32.pt), or its state dict"),
+        layouts=(
+            HF_FOLDER,
+            "OpenAI's TorchScript archive (ViT-B-32.pt), or its state dict",
+            "open_clip's folder, or its file beside open_clip_config.json",
+        ),
         exports="CLIPModel",
     ),
     Architecture(

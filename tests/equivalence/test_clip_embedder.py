@@ -15,6 +15,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.images import to_pixels
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.inference.loading import load_embedder
 from mmqa_jax.retrieval.clip import load_clip_embedder
@@ -32,6 +33,13 @@ TEXTS = [
     "",
     "a long question about the flag that goes on and on until CLIP has no more room for it " * 3,
 ]
+# Texts of which OpenAI's code makes others first (ftfy, HTML entities), and these.
+BROKEN = [
+    "“the ﬂag” &lt;red&gt; in theâ€™s sun",
+    "It&amp;#39;s  a ﬁne\u00a0flag… ",
+    "Ａ ｒｅｄ flag \u2028 e\u0301t &eacute;t",
+]
+REPAIRED = ['"the flag" <red> in the\'s sun', "it's a fine flag…", "a red flag ét ét"]
 MERGES = [
     "a g</w>",
     "t h",
@@ -111,11 +119,10 @@ def unit(x):
 
 
 def test_tokens(published, converted, tmp_path):
-    clean = [text.replace("&amp;amp;", "&") for text in TEXTS]
-    expected = [ids[1:-1] for ids in peer_ids(published, clean)]
     ours = load_clip_tokenizer(converted)
-    cut = [ids[: CONTEXT - 2] for ids in ours.encode_batch(TEXTS)]
-    assert cut == expected
+    for texts in (TEXTS, BROKEN):
+        cut = [ids[: CONTEXT - 2] for ids in ours.encode_batch(texts)]
+        assert cut == [ids[1:-1] for ids in peer_ids(published, texts)]
     # The other file that CLIP is published with.
     transformers.CLIPTokenizer.from_pretrained(published).save_pretrained(tmp_path)
     (tmp_path / "vocab.json").unlink(missing_ok=True)
@@ -124,6 +131,32 @@ def test_tokens(published, converted, tmp_path):
     assert again.fingerprint == ours.fingerprint
     # A text cannot forge the end of the sequence.
     assert ours.sep_id not in ours.encode_batch([f"flag {END} red"])[0]
+
+
+def test_texts_are_prepared_as_by_openai(published, converted, tmp_path):
+    """openai/CLIP clip/simple_tokenizer.py: ftfy.fix_text, html.unescape twice, strip."""
+    ours = load_clip_tokenizer(converted, "openai")
+    plain = load_clip_tokenizer(converted)
+    assert ours.encode_batch(BROKEN) == plain.encode_batch(REPAIRED)
+    assert ours.encode_batch(BROKEN) != plain.encode_batch(BROKEN)
+    assert ours.fingerprint != plain.fingerprint
+    # What training saves stays what it is.
+    for tokenizer in (ours, plain):
+        tokenizer.save(tmp_path / "tokenizer.json")
+        again = load_clip_tokenizer(tmp_path)
+        assert again.preprocessing == tokenizer.preprocessing
+        assert again.encode_batch(BROKEN) == tokenizer.encode_batch(BROKEN)
+    # The option of a conversion.
+    convert("clip", published, tmp_path / "as_openai", preprocessing="openai")
+    assert load_clip_tokenizer(tmp_path / "as_openai").preprocessing == "openai"
+    assert load_clip_embedder(tmp_path / "as_openai").resize == "crop_openai"
+    assert load_clip_embedder(converted).resize == "crop"
+    record = json.loads((converted / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps(record | {"layout": "openai"}))
+    assert load_clip_tokenizer(tmp_path).preprocessing == "openai"
+    (tmp_path / "model.json").write_text(json.dumps(record | {"preprocessing": "other"}))
+    with pytest.raises(UserError, match="preprocessing is 'other': expected one of openai, tr"):
+        load_clip_tokenizer(tmp_path)
 
 
 def picture(seed):
@@ -157,6 +190,25 @@ def test_vectors(peer, published, converted, tmp_path):
         states = peer.vision_model(pixel_values=pixels).pooler_output
         shown = unit(peer.visual_projection(states).numpy())
     np.testing.assert_allclose(made[len(plain) :], shown, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(640, 427), (427, 640), (500, 375), (333, 500), (301, 300)])
+def test_the_crop_of_each_code(size):
+    """torchvision's CenterCrop: int(round((side - crop) / 2)); CLIPImageProcessor: (...) // 2."""
+    drawn = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    image = Image.fromarray(drawn)
+    short = min(size)
+    scaled = image.resize([int(224 * side / short) for side in size], Image.Resampling.BICUBIC)
+    left, top = (int(round((side - 224) / 2.0)) for side in scaled.size)  # noqa: RUF046
+    wanted = np.asarray(scaled.crop((left, top, left + 224, top + 224)))
+    np.testing.assert_array_equal(to_pixels(image, 224, "crop_openai"), wanted)
+    processor = transformers.CLIPImageProcessorPil(
+        do_normalize=False, do_rescale=False, do_resize=False
+    )
+    theirs = processor(np.asarray(scaled), return_tensors="np")["pixel_values"][0]
+    np.testing.assert_array_equal(to_pixels(image, 224, "crop"), theirs.transpose(1, 2, 0))
+    odd = (max(scaled.size) - 224) % 4 == 3  # the half pixel is rounded up
+    assert (to_pixels(image, 224, "crop") != wanted).any() == odd
 
 
 class Seen:

@@ -100,10 +100,19 @@ def convert(monkeypatch, capsys):
     return run
 
 
+# OpenAI's constants, which a state dict without the archive's sizes does not show.
+CONSTANTS = [
+    "--set=vision.heads=2", "--set=text.heads=1",
+    "--set=vision.activation=quick_gelu", "--set=text.activation=quick_gelu",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["float32.pt", "float16.pt", "ViT-tiny.pt"])
 def test_features_equal(name, made, convert, tmp_path):
-    result = convert(made.folder / name, f"--out={tmp_path / 'out'}")
-    assert (result["layout"], result["dtype"]) == ("openai", "float32")
+    bare = name == "float32.pt"
+    result = convert(made.folder / name, f"--out={tmp_path / 'out'}", *(CONSTANTS if bare else []))
+    layout = "open_clip" if bare else "openai"
+    assert (result["layout"], result["dtype"]) == (layout, "float32")
     assert result["parameters"] == sum(p.numel() for p in made.theirs.parameters())
     ours = load_converted(tmp_path / "out")
     assert ours.config == CONFIG
@@ -151,7 +160,7 @@ def test_what_does_not_fit_is_refused(made, convert, tmp_path):
     whole = torch.load(made.folder / "float32.pt")
 
     def refused(tensors, *parts: str) -> None:
-        torch.save(tensors, tmp_path / "odd.pt")
+        torch.save(tensors | SIZES, tmp_path / "odd.pt")
         message = convert(tmp_path / "odd.pt", f"--out={tmp_path / 'out'}")
         assert message.startswith(f"mmqa: {tmp_path / 'odd.pt'}: ")
         assert message.count("\n") == 1

@@ -319,6 +319,6 @@ def test_bad_checkpoints_and_sizes_are_named(other, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"tensors that should be equal: cls\.predictions\.decoder"):
         load_published("oscar", tmp_path)
-    (tmp_path / "config.json").write_text(text.replace('"use_img_layernorm": 1', '"other": 1'))
+    (tmp_path / "config.json").write_text(text.replace('"use_img_layernorm": 1', '"_other": 1'))
     with pytest.raises(UserError, match=r"keys without a rule: bert\.LayerNorm\.weight"):
         load_published("oscar", tmp_path)

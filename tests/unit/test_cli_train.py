@@ -137,7 +137,10 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
             "c.packing.buckets = ((0,),)",
             r"packing\.buckets=\(\(0,\),\): a tuple whose items are each a tuple of a whole number and a",
         ),
-        ("c.pictures.resize = 'squish'", r"pictures\.resize='squish': one of squash, crop, sample"),
+        (
+            "c.pictures.resize = 'squish'",
+            r"pictures\.resize='squish': one of squash, crop, crop_openai, sample",
+        ),
         ("c.model.changes.heads = 0", r"model\.changes\.heads=0: at least 1 was expected"),
         ("c.model.frontend = 'x101'", r"key features\.root is missing; add it"),
         (

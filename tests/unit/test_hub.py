@@ -254,6 +254,29 @@ def test_a_download_fetches_what_is_read_and_no_more(cache, model, monkeypatch):
     assert {token for _, _, token in asked} == {"Bearer hf_secret"}
 
 
+@pytest.mark.parametrize(
+    ("files", "left_out"),
+    [
+        # How sentence-transformers makes a vector, without which it would be a mean in any case.
+        (
+            ("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"),
+            ("2_Dense/model.safetensors",),
+        ),
+        # open_clip's own layout.
+        (
+            ("open_clip_config.json", "open_clip_model.safetensors", "vocab.json", "merges.txt"),
+            ("open_clip_pytorch_model.bin",),
+        ),
+    ],
+)
+def test_a_download_fetches_what_says_how_it_is_read(files, left_out, cache):
+    with hub(dict.fromkeys((*files, *left_out), b"{}")):
+        download_model(NAME)
+    snapshot = find_model(NAME)
+    found = {str(file.relative_to(snapshot)) for file in snapshot.rglob("*.*")}
+    assert found == set(files)
+
+
 @pytest.fixture
 def waits(monkeypatch):
     """The seconds that huggingface_hub would wait before it tries again; it does not wait here."""

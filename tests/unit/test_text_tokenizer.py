@@ -325,3 +325,75 @@ def test_broken_templates_and_such_as_leave_the_sandbox_are_refused(tmp_path, te
     chat_folder(tmp_path, template)
     with pytest.raises(UserError, match=message):
         open_tokenizer(tmp_path).template.render("q", TURNS)
+
+
+# Tokens that stand beside tokenizer.json alone
+
+_TURN = {"special": True, "normalized": False}
+_IMAGE = {"content": "<img>", "special": False, "lstrip": True, "rstrip": True}
+_DECODER = {"257": {"content": "<|im_start|>", **_TURN}, "258": {"content": "<|im_end|>", **_TURN}}
+
+
+WHOLE = ("<|im_start|>", "<|im_end|>", "<|end|>", "<img>")
+
+
+def bytes_alone(folder, settings, files=()):
+    """A tokenizer.json of single bytes, and `<|end|>` that is a plain entry of its vocabulary."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*letters, "<|end|>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    for name, content in {"tokenizer_config.json": settings, **dict(files)}.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "tokens"),
+    [
+        ({"added_tokens_decoder": _DECODER, "eos_token": "<|im_end|>"}, {}, 2),
+        ({"added_tokens_decoder": _DECODER | {"259": _IMAGE}, "eos_token": "<|end|>"}, {}, 4),
+        ({"extra_special_tokens": ["<|end|>"]}, {}, 1),
+        # As transformers 2 to 4.33 wrote them.
+        (
+            {},
+            {
+                "added_tokens.json": {"<img>": 257},
+                "special_tokens_map.json": {"eos_token": {"content": "<|end|>"}},
+            },
+            2,
+        ),
+    ],
+)
+def test_tokens_beside_the_tokenizer_are_read(settings, files, tokens, tmp_path):
+    import transformers
+
+    folder = bytes_alone(tmp_path, settings, files)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = open_tokenizer(folder)
+    texts = ["<|im_start|>user hi<|im_end|> x<|end|>y", "a <img> b<img>c", "none"]
+    for text in texts:
+        assert ours.encode_plain(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    whole = {token for token in WHOLE if len(ours.encode_plain(token)) == 1}
+    assert len(whole) == tokens
+    if ours.end_ids:
+        assert ours.decode(ours.end_ids) == settings["eos_token"]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ({"300": {"content": "<x>"}}, "'<x>' is number 300 there, and 257 in tokenizer.json"),
+        ({"257": "<x>"}, "added_tokens_decoder 257: is '<x>', not a token"),
+        ({"257": {"content": "<x>", "special": 1}}, "not a token"),
+        ({"a": {"content": "<x>"}}, "'a' is no token's number"),
+        (["<x>"], "added_tokens_decoder: is not an object"),
+    ],
+)
+def test_tokens_beside_the_tokenizer_that_do_not_fit(decoder, message, tmp_path):
+    folder = bytes_alone(tmp_path, {"added_tokens_decoder": decoder})
+    with pytest.raises(UserError, match=message):
+        open_tokenizer(folder)

@@ -209,3 +209,17 @@ def test_tokens_on_demand_equal_the_table():
     for i in range(len(texts)):
         assert lazy[i].tolist() == table[i].tolist()
     assert lazy.lengths_of(np.zeros((0, 2), int)).shape == (0, 2)
+
+
+def test_tokens_beside_the_tokenizer_are_added(tmp_path):
+    train_wordpiece(["a red bus"], 60).save(tmp_path / "tokenizer.json")
+    plain = load_tokenizer(tmp_path / "tokenizer.json")
+    decoder = {str(plain.vocab_size): {"content": "[REGION]", "special": False}}
+    settings = json.dumps({"added_tokens_decoder": decoder, "mask_token": "[MASK]"})
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.vocab_size == plain.vocab_size + 1
+    assert tokenizer.encode("a [REGION]") == [*plain.encode("a"), plain.vocab_size]
+    assert tokenizer.fingerprint != plain.fingerprint
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]"}))
+    assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint == plain.fingerprint

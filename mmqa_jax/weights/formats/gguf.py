@@ -23,6 +23,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.weights.formats.gguf_header import check_gguf_header
 
 _ROW_VALUES = 16_384  # of a row that is dequantized, at most
 
@@ -63,6 +64,10 @@ class GGUFSource:
         if default is None:
             raise UserError(f"{self.name}: lacks the metadata {key!r}; convert the model again.")
         return default
+
+    def metadata_keys(self) -> list[str]:
+        """Names of the metadata."""
+        return list(self._fields)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer of the metadata.
@@ -136,6 +141,7 @@ def _index(path: Path) -> dict[str, Any]:
             return read_json(kept)
         except UserError:  # damaged: written again
             kept.unlink(missing_ok=True)
+    check_gguf_header(path)
     reader = _open(path)
     index = {
         "fields": {name: field.contents() for name, field in reader.fields.items()},
@@ -173,11 +179,6 @@ def _open(path: Path):
         raise UserError(
             f"{path}: not a whole GGUF file ({error}); fetch or convert it again."
         ) from error
-    if reader.byte_order == "S":
-        raise UserError(
-            f"{path}: written in the other byte order; convert it with gguf's "
-            "`gguf-convert-endian`."
-        )
     return reader
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from mmqa_jax.core.claims import check_claim
 from mmqa_jax.core.errors import UserError
 
 _MAGIC = 0x616B3432  # "ak42", versions from 1 on
@@ -70,6 +71,9 @@ class Llama2cSource:
         if min(sizes) < 1 or dim % heads or heads % kv_heads or dim // heads % 2:
             raise UserError(f"{path}: not a llama2.c file (header {numbers}); check the path.")
         self.header = Header(*sizes, tied)
+        # One layer's bytes for each of as many as the header says, before any is listed.
+        one, two = (_total(_order(self.header._replace(layers=n), legacy)) for n in (1, 2))
+        check_claim(str(path), one + (two - one) * (layers - 1), size)
         self._tensors: dict[str, tuple[int, tuple[int, ...]]] = {}  # key -> offset, shape
         offset = _HEADER.size if legacy else _V1_BYTES
         for key, shape in _order(self.header, legacy):
@@ -89,10 +93,19 @@ class Llama2cSource:
             if not key.startswith("freqs_")
         }
 
+    def cosines(self) -> np.ndarray | None:
+        """float32 [context, head_dim / 2] of the rotary angles; None in a file without them."""
+        return self.read("freqs_cos") if "freqs_cos" in self._tensors else None
+
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor from the file."""
         offset, shape = self._tensors[key]
         return np.fromfile(self.name, "<f4", math.prod(shape), offset=offset).reshape(shape)
+
+
+def _total(tensors: list[tuple[str, tuple[int, ...]]]) -> int:
+    """Bytes of float32 tensors."""
+    return sum(4 * math.prod(shape) for _, shape in tensors)
 
 
 def _order(header: Header, legacy: bool) -> list[tuple[str, tuple[int, ...]]]:

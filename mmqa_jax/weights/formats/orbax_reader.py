@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import tensorstore
 
+from mmqa_jax.core.claims import COMPRESSION, check_claim
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.host_memory import aligned_empty
 
@@ -31,13 +32,23 @@ def stored_specs(folder: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of the arrays of a checkpoint, by name (`layers/query/kernel`).
 
     Raises:
-      UserError: it is not a checkpoint, or its description is damaged.
+      UserError: it is not a checkpoint, its description is damaged, or describes more than there
+        is.
     """
     with _damage_named(Path(folder)):
-        return {
+        stores = _open(folder)
+        found = {
             name: jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
-            for name, store in _open(folder).items()
+            for name, store in stores.items()
         }
+        chunks = {name: store.chunk_layout.read_chunk.shape for name, store in stores.items()}
+    held = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    for name, spec in found.items():
+        # A chunk is decoded whole, even where it is larger than the array.
+        values = max(math.prod(spec.shape), math.prod(chunks[name] or ()))
+        size = values * np.dtype(spec.dtype).itemsize
+        check_claim(f"{folder}, array {name!r}", size, held, times=COMPRESSION)
+    return found
 
 
 def read_weights(

@@ -13,6 +13,7 @@ import jax
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
 import numpy as np
 
+from mmqa_jax.core.claims import SHARED, check_claim
 from mmqa_jax.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 TORCH_SUFFIXES = (".bin", ".pkl", ".pt", ".pth")
 
+_TENSORS = re.compile(r"(^|/)data(\.pkl$|/)")  # of an archive
 _MAPPED_BYTES = 1 << 28  # read from a mapping before it is mapped again
 
 
@@ -50,6 +52,16 @@ class TorchFile:
                     f"{path}, tensor {key!r}: type {tensor.dtype}, {tensor.layout} is not "
                     "supported; convert it to a plain float32, float16 or bfloat16 tensor."
                 )
+        self._check_claims()
+
+    def _check_claims(self) -> None:
+        """Refuses tensors that repeat their values (strides of 0) to more than the file holds."""
+        held, total = self.path.stat().st_size, 0
+        for key, tensor in self._tensors.items():
+            size = tensor.numel() * tensor.element_size()
+            check_claim(f"{self.path}, tensor {key!r}", size, held)
+            total += size
+        check_claim(f"{self.path}, all of its tensors", total, held, times=SHARED)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor, by key, without reading any."""
@@ -107,6 +119,7 @@ class TorchSource:
 def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
     """The named tensors of a file, and whether they are a mapping of it."""
     torch = _torch(path)
+    _check_archive(path)
     from mmqa_jax.weights.formats.torchscript import is_torchscript, torchscript_tensors
 
     try:
@@ -130,6 +143,27 @@ def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
             "as `state_dict`; give only the weights."
         )
     return content, mapped
+
+
+def _check_archive(path: Path) -> None:
+    """Refuses a zip archive whose tensors claim more than it holds; torch stores them as they are.
+
+    (It compresses the code of a TorchScript archive, which is not read.)
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            parts = [part for part in archive.infolist() if _TENSORS.search(part.filename)]
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return  # torch says what is wrong with it
+    for part in parts:
+        if part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size:
+            raise UserError(
+                f"{path}, {part.filename}: is compressed, which torch never does; save the tensors "
+                "with torch.save, or fetch the file again."
+            )
+    check_claim(str(path), sum(part.file_size for part in parts), path.stat().st_size)
 
 
 def _torch(path: Path | None = None):

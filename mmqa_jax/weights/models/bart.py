@@ -7,8 +7,10 @@ from pathlib import Path
 
 from flax import nnx
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.bart_config import BartConfig
+from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
@@ -17,7 +19,7 @@ from mmqa_jax.weights.keymap import (
     transformer_rules,
     untied_source,
 )
-from mmqa_jax.weights.layouts import Checkpoint, Published, config_file
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, shapes_of
 from mmqa_jax.weights.sources import open_source
 
 _ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
@@ -72,8 +74,12 @@ def bart_key_map() -> KeyMap:
 def open_bart(path: Path) -> Checkpoint:
     """A BART of transformers, or a state dict by itself (BARTScore's `bart.pth`).
 
-    A state dict is read with the config.json beside it, or with bart-large-cnn's sizes if there
-    is none. A `final_logits_bias` that a folder or a BartModel lacks is zeros, as in transformers.
+    A state dict is read with the config.json beside it; if there is none, it must have
+    bart-large-cnn's sizes, of which alone the heads are known. A `final_logits_bias` that a folder
+    or a BartModel lacks is zeros, as in transformers.
+
+    Raises:
+      UserError: a missing or broken file, another model's config, or other sizes without one.
     """
     file = config_file(path)
     config, layout = BartConfig(), "state dict"
@@ -81,10 +87,28 @@ def open_bart(path: Path) -> Checkpoint:
         config, layout = BartConfig.from_hf(read_json(file), str(file)), "transformers"
     source, key_map = open_source(path), bart_key_map()
     keys = source.specs()
+    if layout == "state dict":
+        _check_large_cnn(source, config, file)
     is_base = not any(key.startswith("model.") for key in keys)
     if _BIAS not in keys and (path.is_dir() or is_base):
         key_map = dataclasses.replace(key_map, fresh=(rf"^{_BIAS}$",))
     return Checkpoint(config, lambda _: key_map, source, layout)
+
+
+def _check_large_cnn(source: TensorSource, config: BartConfig, file: Path) -> None:
+    """Refuses other sizes than bart-large-cnn's, whose heads no tensor shows."""
+    shapes = shapes_of(source, [(r"^model\.", "")])
+    sizes = {
+        "shared.weight": (config.vocab_size, config.hidden),
+        "encoder.layers.0.fc1.weight": (config.encoder_mlp, config.hidden),
+    }
+    other = [key for key, size in sizes.items() if shapes.get(key, size) != size]
+    if other:
+        raise UserError(
+            f"{source.name}: {other[0]} is {list(shapes[other[0]])}, bart-large-cnn's is "
+            f"{list(sizes[other[0]])}; of another BART, put its config.json beside the weights "
+            f"({file})."
+        )
 
 
 def publish_bart(config: BartConfig, state: nnx.State) -> Published:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
@@ -29,6 +30,7 @@ from mmqa_jax.weights.layouts import (
     numbered_keys,
     read_hf_config,
 )
+from mmqa_jax.weights.sentence_pooling import check_mean_pooling
 from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {
@@ -40,6 +42,21 @@ _LINEARS = {
     "output.dense": "down",
 }
 _NORMS = {"attention.output.LayerNorm": "attention_norm", "output.LayerNorm": "mlp_norm"}
+
+_READ = kinds(
+    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings type_vocab_size",
+    number="layer_norm_eps hidden_dropout_prob attention_probs_dropout_prob",
+    name="hidden_act position_embedding_type",
+)
+# Of Google's releases, which nothing reads, and of the head, which is the embedding table here.
+_HARMLESS = (
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type", "tie_word_embeddings"),
+)
+_FIXED = {"is_causal": (False,)}
+# Hidden units of the encoders that Google published, whose heads have 64 units.
+_PUBLISHED_WIDTHS = (128, 256, 512, 768, 1024)
 
 # Names of the first BERT release (TensorFlow's), still in many files.
 OLD_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -89,12 +106,30 @@ def bert_key_map(config: BertConfig) -> KeyMap:
     )
 
 
-def bert_config(published: Mapping[str, Any], where: str = "config.json") -> BertConfig:
+def bert_config(
+    published: Mapping[str, Any],
+    where: str = "config.json",
+    *,
+    read: Mapping[str, str] | None = None,
+    harmless: Collection[str] = (),
+) -> BertConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults.
 
+    Args:
+      published: the file's content.
+      where: its name, for messages.
+      read, harmless: keys of a model around the encoder, see `check_keys`.
+
     Raises:
-      UserError: an option that our BERT does not have (relative positions, another activation).
+      UserError: an option that our BERT does not have (causal attention, relative positions).
     """
+    check_keys(
+        published,
+        where,
+        read={**_READ, **(read or {})},
+        harmless=(*_HARMLESS, *harmless),
+        fixed=_FIXED,
+    )
     positions = published.get("position_embedding_type", "absolute")
     if positions != "absolute":
         raise UserError(
@@ -122,6 +157,18 @@ def bert_config(published: Mapping[str, Any], where: str = "config.json") -> Ber
     )
 
 
+def read_bert_config(path: Path) -> BertConfig:
+    """The config in a folder or beside a file, of BERT or of a sentence encoder that is one.
+
+    Raises:
+      UserError: none there, or one that says what our BERT does not do.
+    """
+    file = config_file(path)
+    config = bert_config(read_hf_config(path, "bert"), str(file))
+    check_mean_pooling(file.parent)
+    return config
+
+
 def bert_to_hf(config: BertConfig) -> dict[str, Any]:
     """transformers' config.json of a BertModel."""
     return {
@@ -145,7 +192,7 @@ def bert_to_hf(config: BertConfig) -> dict[str, Any]:
 
 def open_bert(path: Path) -> Checkpoint:
     """A BERT of transformers, with its pooler if it has one."""
-    config = bert_config(read_hf_config(path, "bert"), str(config_file(path)))
+    config = read_bert_config(path)
     source = open_source(path)
     pooler = any(re.search(r"(^|\.)pooler\.dense\.weight$", key) for key in source.specs())
     config = dataclasses.replace(config, pooler=pooler)
@@ -165,8 +212,18 @@ def bert_size_keys(prefix: str) -> tuple[str, ...]:
     return (*tables, f"{prefix}encoder.layer.0.intermediate.dense.weight")
 
 
+def unknown_heads(hidden: int, field: str) -> dict[str, int]:
+    """`Checkpoint.unknown` of an encoder that is in a file of tensors alone.
+
+    Args:
+      hidden: its width; of what Google published, the heads have 64 units.
+      field: the heads' name in the config.
+    """
+    return {} if hidden in _PUBLISHED_WIDTHS else {field: max(hidden // 64, 1)}
+
+
 def bert_sizes(shapes: Shapes, prefix: str) -> BertConfig:
-    """A BERT's sizes; its heads have 64 units, as in all that Google published."""
+    """A BERT's sizes; of heads of 64 units, see `unknown_heads`."""
     word, position, types, inner = (shapes[key] for key in bert_size_keys(prefix))
     layer = rf"{re.escape(prefix)}encoder\.layer\.(\d+)\.output\.dense\.weight"
     return BertConfig(

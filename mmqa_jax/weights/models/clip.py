@@ -1,6 +1,6 @@
 """CLIP checkpoints: transformers' layout (`CLIPModel.save_pretrained`), in and out.
 
-OpenAI's own layout is in clip_openai.py.
+OpenAI's own layout is in clip_openai.py, open_clip's config in clip_open_clip.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 from flax import nnx
 
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.published_keys import check_keys, kinds
+from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
     TRANSPOSE,
     KeyMap,
@@ -21,13 +23,23 @@ from mmqa_jax.weights.keymap import (
     transformer_rules,
     untied_source,
 )
-from mmqa_jax.weights.layouts import Checkpoint, Published, read_hf_config
+from mmqa_jax.weights.layouts import (
+    OPEN_CLIP_CONFIG,
+    Checkpoint,
+    Published,
+    config_file,
+    read_hf_config,
+)
+from mmqa_jax.weights.models.clip_open_clip import open_clip_config, open_clip_file
 from mmqa_jax.weights.models.clip_openai import (
     clip_openai_config,
     clip_openai_key_map,
     is_openai_clip,
+    is_openais_own,
     split_attention,
+    usual_constants,
 )
+from mmqa_jax.weights.models.clip_processor import check_processor
 from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {
@@ -39,6 +51,30 @@ _LINEARS = {
     "mlp.fc2": "mlp_out",
 }
 _NORMS = {"layer_norm1": "ln_1", "layer_norm2": "ln_2"}
+
+_KEYS = kinds(
+    size="projection_dim",
+    object_or_null="vision_config text_config vision_config_dict text_config_dict",
+)
+_FIXED = {"tie_word_embeddings": (True, False)}  # CLIP predicts no words
+_TOWER = kinds(
+    size="hidden_size num_hidden_layers num_attention_heads intermediate_size",
+    number="layer_norm_eps",
+    name="hidden_act",
+)
+# Of each tower: the keys that are read, and those that have only these values here.
+_TOWER_KEYS: Mapping[str, tuple[Mapping[str, str], Mapping[str, tuple[Any, ...]]]] = {
+    "vision": (
+        _TOWER | kinds(size="image_size patch_size"),
+        _FIXED | {"num_channels": (3,), "is_causal": (False,)},
+    ),
+    "text": (
+        _TOWER | kinds(size="vocab_size max_position_embeddings", integer_or_null="eos_token_id"),
+        _FIXED | {"is_causal": (True,)},
+    ),
+}
+# Dropout is of training, projection_dim of a tower by itself; old vision configs have a vocab_size.
+_TRAINING = ("attention_dropout", "dropout", "projection_dim", "vocab_size")
 
 
 def clip_key_map(config: CLIPConfig) -> KeyMap:
@@ -67,9 +103,14 @@ def clip_key_map(config: CLIPConfig) -> KeyMap:
     )
 
 
-def clip_config(published: Mapping[str, Any]) -> CLIPConfig:
-    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
-    vision, text = published.get("vision_config") or {}, published.get("text_config") or {}
+def clip_config(published: Mapping[str, Any], where: str = "config.json") -> CLIPConfig:
+    """Our config from transformers' `config.json`; absent values are transformers' defaults.
+
+    Raises:
+      UserError: a key that changes what is computed, which our CLIP does not have.
+    """
+    check_keys(published, where, read=_KEYS, fixed=_FIXED)
+    vision, text = (_tower(published, kind, where) for kind in ("vision", "text"))
     embed_dim = published.get("projection_dim", 512)
     # Transformers pools at the largest id when an old config says 2 (a wrong value, kept).
     eos = text.get("eos_token_id", 49407)
@@ -98,6 +139,20 @@ def clip_config(published: Mapping[str, Any]) -> CLIPConfig:
             eps=text.get("layer_norm_eps", 1e-5),
         ),
     )
+
+
+def _tower(published: Mapping[str, Any], kind: str, where: str) -> Mapping[str, Any]:
+    """`vision_config` or `text_config`; the whole of it is `*_config_dict` where that is given.
+
+    transformers completes the latter by defaults and lets all of it take precedence.
+    """
+    key = f"{kind}_config_dict"
+    if published.get(key) is None:
+        key = f"{kind}_config"
+    tower = published.get(key) or {}
+    read, fixed = _TOWER_KEYS[kind]
+    check_keys(tower, f"{where}, {key}", read=read, harmless=_TRAINING, fixed=fixed)
+    return tower
 
 
 def clip_to_hf(config: CLIPConfig) -> dict[str, Any]:
@@ -142,12 +197,31 @@ def _tower_to_hf(config: VisionConfig | TextConfig) -> dict[str, Any]:
 
 
 def open_clip(path: Path) -> Checkpoint:
-    """CLIP as `CLIPModel.save_pretrained` writes it, or a file as OpenAI published it."""
+    """CLIP as transformers' `CLIPModel`, OpenAI or open_clip publishes it.
+
+    A folder with transformers' config.json is read as such; of a folder without, and of a file in
+    OpenAI's layout, `open_clip_config.json` in the same folder says what the tensors do not.
+    """
+    if path.is_dir() and not config_file(path).exists():
+        path = open_clip_file(path) or path
     if path.is_file() and is_openai_clip((source := open_source(path)).specs()):
-        config = clip_openai_config(source)
-        return Checkpoint(config, clip_openai_key_map, split_attention(source), "openai")
-    config = clip_config(read_hf_config(path, "clip"))
+        return _open_openai_layout(source, path.parent)
+    file = config_file(path)
+    config = clip_config(read_hf_config(path, "clip"), str(file))
+    check_processor(file.parent, config.vision.image_size)
     return Checkpoint(config, clip_key_map, open_source(path), "transformers")
+
+
+def _open_openai_layout(source: TensorSource, folder: Path) -> Checkpoint:
+    """OpenAI's own checkpoint, or one of open_clip in its layout, whose config decides."""
+    tensors, config, unknown = split_attention(source), open_clip_config(folder), {}
+    if config is None:
+        config = clip_openai_config(source)
+        if not is_openais_own(source.specs()):
+            unknown = usual_constants(config)
+    layout = "openai" if is_openais_own(source.specs()) else "open_clip"
+    remedy = f"put the {OPEN_CLIP_CONFIG} that it was published with beside it"
+    return Checkpoint(config, clip_openai_key_map, tensors, layout, unknown=unknown, remedy=remedy)
 
 
 def publish_clip(config: CLIPConfig, state: nnx.State) -> Published:

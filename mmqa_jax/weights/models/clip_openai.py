@@ -1,8 +1,10 @@
 """CLIP checkpoints as OpenAI published them: `ViT-B-32.pt` and its like.
 
 A TorchScript archive, or the state dict in it, of float16 tensors. There is no config beside it:
-the shapes determine it, as in openai/CLIP clip/model.py (`build_model`). open_clip's models have
-the same layout; most of LAION's have exact GELU (`vision.activation=gelu`, `text.activation=gelu`).
+the shapes determine it, with QuickGELU and heads of 64 units, as in openai/CLIP clip/model.py
+(`build_model`). What tells OpenAI's own from others are three integers that its archives keep among
+the tensors. open_clip's models have the same layout without them, other heads and mostly GELU; see
+clip_open_clip.py.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,12 +29,15 @@ from mmqa_jax.weights.keymap import (
     transformer_rules,
 )
 
-_HEAD = 64  # units of every head
+_HEAD = 64  # units of every head of OpenAI's
+# Heads of the published image towers whose heads are of another size (open_clip model_configs).
+_OTHER_HEADS = {1280: 16, 1408: 16, 1664: 16, 1792: 16}
 _BLOCK = "transformer.resblocks."
 _LINEARS = {"attn.out_proj": "out", "mlp.c_fc": "mlp_in", "mlp.c_proj": "mlp_out"}
 _NORMS = {"ln_1": "ln_1", "ln_2": "ln_2"}
-# Sizes that the archives keep beside the tensors, and the causal mask of their text tower.
-_IGNORED = (r"^(input_resolution|context_length|vocab_size)$", r"(^|\.)attn_mask$")
+_SIZES = ("input_resolution", "context_length", "vocab_size")  # in OpenAI's own files alone
+# Those, and the causal mask of the text tower, which is computed.
+_IGNORED = (rf"^({'|'.join(_SIZES)})$", r"(^|\.)attn_mask$")
 
 _PATCHES = "visual.conv1.weight"
 _POSITIONS = "visual.positional_embedding"
@@ -54,6 +60,22 @@ _RANKS = {
 def is_openai_clip(keys: Iterable[str]) -> bool:
     """Whether tensors of these names are a CLIP in OpenAI's layout, with whatever image tower."""
     return any(key.startswith("visual.") for key in keys)
+
+
+def is_openais_own(keys: Iterable[str]) -> bool:
+    """Whether OpenAI itself published tensors of these names, so that its constants hold."""
+    return set(_SIZES) <= set(keys)
+
+
+def usual_constants(config: CLIPConfig) -> dict[str, Any]:
+    """What no tensor shows of a CLIP that is not OpenAI's own, with the values of most."""
+    heads = _OTHER_HEADS.get(config.vision.width, config.vision.heads)
+    return {
+        "vision.heads": heads,
+        "text.heads": config.text.heads,
+        "vision.activation": "gelu",
+        "text.activation": "gelu",
+    }
 
 
 def clip_openai_key_map(config: CLIPConfig) -> KeyMap:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
+from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
     IDENTITY,
     TRANSPOSE,
@@ -25,7 +28,7 @@ from mmqa_jax.weights.keymap import (
 )
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, gguf_config
-from mmqa_jax.weights.models.llama_meta import read_meta
+from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
 from mmqa_jax.weights.sources import open_source, read_magic
 
 # Part of the model: its name in transformers, Meta's (and llama2.c's), and llama.cpp's layout.
@@ -132,7 +135,7 @@ def open_llama(path: Path) -> Checkpoint:
     if path.is_dir():
         if (path / "params.json").exists() or any(path.glob("consolidated.*.pth")):
             config, source = read_meta(path)
-            return Checkpoint(config, _META, source, "meta")
+            return Checkpoint(config, _META, source, "meta", unknown=unknown_scaling(config))
         found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
         if len(found) > 1:
             raise UserError(
@@ -147,7 +150,7 @@ def open_llama(path: Path) -> Checkpoint:
     if kind == "other" and path.suffix == ".bin":
         source = Llama2cSource(path)
         config = _llama2c_config(source.header)
-        return Checkpoint(config, _META, source, "llama2.c")
+        return Checkpoint(config, _META, source, "llama2.c", _check_angles)
     if kind == "other":
         raise UserError(
             f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
@@ -160,6 +163,20 @@ def open_llama(path: Path) -> Checkpoint:
 def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
     """LlamaForCausalLM."""
     return Published(untied_source(state, llama_key_map(config)), config.to_hf())
+
+
+def _check_angles(source: TensorSource, config: LlamaConfig) -> None:
+    """Refuses a llama2.c file whose rotary angles, kept in version 0, are not the config's."""
+    stored = source.cosines()
+    if stored is None or not (stored[0] == 1).all():  # left empty: there is nothing to compare
+        return
+    theirs = stored[1:2]  # [1, head_dim / 2], of the second position
+    ours = np.cos(np.asarray(inverse_frequencies(config)))[None]
+    if np.abs(theirs - ours).max(initial=0.0) > 1e-4:
+        raise UserError(
+            f"{source.name}: its rotary angles are not those of rope_theta {config.rope_theta:g}; "
+            "add `--set rope_theta=VALUE` with the model's own."
+        )
 
 
 def _llama2c_config(header: Header) -> LlamaConfig:

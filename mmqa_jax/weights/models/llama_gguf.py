@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.models.published_keys import check_keys
 from mmqa_jax.weights.formats.gguf import GGUFSource
 
 ROPE_FACTORS = "rope_freqs.weight"
+# llama.cpp gguf-py/gguf/constants.py: keys of an architecture that are read, that change nothing,
+# and that have these values in a LLaMA.
+_READ = tuple(
+    f"llama.{key}"
+    for key in (
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+        "attention.value_length",
+        *("attention.layer_norm_rms_epsilon", "embedding_length", "block_count"),
+        *("feed_forward_length", "context_length", "rope.freq_base", "rope.dimension_count"),
+        *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    )
+)
+_HARMLESS = tuple(f"llama.{key}" for key in ("vocab_size", "tensor_data_layout"))
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "llama.attention.causal": (True,),
+    "llama.attention.layer_norm_epsilon": (),
+    "llama.expert_count": (0,),
+    "llama.expert_used_count": (0,),
+    "llama.use_parallel_residual": (False,),
+    "llama.rope.scaling.finetuned": (True, False),  # a note
+    "llama.logit_scale": (1.0,),
+    "llama.embedding_scale": (1.0,),
+    "llama.residual_scale": (1.0,),
+    "llama.attention.scale": (),
+    "llama.attention.sliding_window": (0,),
+}
 
 
 def gguf_config(source: GGUFSource) -> LlamaConfig:
@@ -26,12 +54,23 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
             f"{source.name}: general.architecture is {architecture!r}, expected 'llama'; give a "
             "LLaMA file."
         )
+    for key in source.metadata_keys():
+        if key.startswith("llama.") and key not in _READ:
+            check_keys(
+                {key: source.metadata(key)}, source.name, read=(), harmless=_HARMLESS, fixed=_FIXED
+            )
     specs = source.specs()
     if "token_embd.weight" not in specs:
         raise UserError(f"{source.name}: holds no token_embd.weight; fetch the file again.")
     heads = source.integer("llama.attention.head_count")
     hidden = source.integer("llama.embedding_length")
     head_size = source.integer("llama.attention.key_length", hidden // heads)
+    values = source.integer("llama.attention.value_length", head_size)
+    if values != head_size:
+        raise UserError(
+            f"{source.name}: llama.attention.value_length is {values}, a head has {head_size}; use "
+            "a model whose keys and values are of one size."
+        )
     rotated = source.integer("llama.rope.dimension_count", head_size)
     if rotated != head_size:
         raise UserError(

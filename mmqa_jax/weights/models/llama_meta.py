@@ -13,26 +13,52 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.formats.torch import TorchFile
+
+_READ = kinds(
+    size="dim n_layers n_heads multiple_of",
+    size_or_null="n_kv_heads",
+    number="norm_eps",
+    number_or_null="ffn_dim_multiplier rope_theta",
+    flag="use_scaled_rope",
+)
+_HARMLESS = ("vocab_size", "max_seq_len", "max_batch_size")
+# (dim, n_layers) of the models with scaled positions -> by how much: 3.1 and 3.3 as in Meta's
+# model.py, 3.2's 1B and 3B as transformers' conversion has it. params.json does not say.
+_SCALED_BY = {
+    (4096, 32): 8.0,
+    (8192, 80): 8.0,
+    (16384, 126): 8.0,
+    (2048, 16): 32.0,
+    (3072, 28): 32.0,
+}
+
+
+def unknown_scaling(config: LlamaConfig) -> dict[str, float]:
+    """`Checkpoint.unknown` of a Meta folder."""
+    known = config.rope_scaling is None or (config.hidden, config.layers) in _SCALED_BY
+    return {} if known else {"rope_scaling.factor": config.rope_scaling.factor}
 
 
 def read_meta(folder: Path) -> tuple[LlamaConfig, TensorSource]:
     """Opens a folder; reads headers only.
 
     params.json does not name the context: it is taken from the generation that its other values
-    imply (LLaMA-1 2,048; LLaMA-2 4,096; Code Llama 16,384; LLaMA-3 8,192; 3.1 131,072). Nor does
-    it distinguish 3.1's rope scaling (by 8, as in Meta's model.py) from 3.2's (by 32): set
-    LLaMA-3.2's `rope_scaling` yourself.
+    imply (LLaMA-1 2,048; LLaMA-2 4,096; Code Llama 16,384; LLaMA-3 8,192; 3.1 131,072). Nothing
+    that is computed depends on it but the longest prompt.
 
     Raises:
-      UserError: a missing or broken file, or another number of files than their shapes require.
+      UserError: a missing or broken file, another number of files than their shapes require, or a
+        key that changes what is computed, which our LLaMA does not have.
     """
     file = folder / "params.json"
     params = read_json(file)
     missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps") if key not in params]
     if missing:
         raise UserError(f"{file}: lacks {', '.join(missing)}; give Meta's params.json.")
+    check_keys(params, str(file), read=_READ, harmless=_HARMLESS)
     files = sorted(folder.glob("consolidated.*.pth"))
     if not files:
         raise UserError(f"{folder}: holds no consolidated.00.pth; fetch the weights.")
@@ -49,7 +75,8 @@ def meta_config(params: Mapping[str, Any], vocab_size: int) -> LlamaConfig:
     multiple = params.get("multiple_of", 256)
     scaling = None
     if params.get("use_scaled_rope"):
-        scaling = RopeScaling("llama3", 8.0)  # model.py apply_scaling
+        sizes = params["dim"], params["n_layers"]
+        scaling = RopeScaling("llama3", _SCALED_BY.get(sizes, 8.0))  # model.py apply_scaling
     theta = float(params.get("rope_theta") or 10000.0)
     positions = {500000.0: 8192, 1000000.0: 16384}.get(theta, 4096)
     if theta == 10000.0 and params["norm_eps"] == 1e-6:

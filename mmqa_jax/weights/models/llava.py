@@ -23,6 +23,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig, vit_l_14_336
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (
@@ -34,6 +35,7 @@ from mmqa_jax.weights.layouts import (
     with_prefixes,
 )
 from mmqa_jax.weights.models.clip import clip_config, clip_key_map, vision_to_hf
+from mmqa_jax.weights.models.clip_processor import check_processor
 from mmqa_jax.weights.models.llama import llama_rules
 from mmqa_jax.weights.sources import open_source
 
@@ -68,7 +70,27 @@ _ORIGINAL_OPTIONS = {
     "mm_patch_merge_type": ("flat", "flat"),
     "mm_use_im_start_end": (False, False),
     "s2": (False, False),
+    "image_aspect_ratio": ("pad", "pad"),
 }
+# Further keys of the original's that are read, and of its training; `use_mm_proj` is always true.
+_ORIGINAL_READ = ("mm_vision_tower", "mm_hidden_size", "mm_vision_select_layer")
+_ORIGINAL_HARMLESS = (
+    *("freeze_mm_mlp_adapter", "freeze_mm_vision_resampler", "tune_mm_mlp_adapter"),
+    *("tune_mm_vision_resampler", "unfreeze_mm_vision_tower", "mm_projector_lr"),
+    *("mm_vision_tower_lr", "mm_use_im_patch_token", "use_mm_proj", "mm_resampler_type"),
+    *("tokenizer_model_max_length", "tokenizer_padding_side", "image_grid_pinpoints"),
+    *("image_crop_resolution", "image_split_resolution", "vision_config"),
+)
+_READ = kinds(
+    object="text_config",
+    object_or_null="vision_config",
+    integer="image_token_index image_token_id",
+    flag="tie_word_embeddings multimodal_projector_bias",
+    name="projector_hidden_act",
+    any="vision_feature_layer vision_feature_select_strategy",
+)
+# Copies of what text_config or vision_config say, and of training.
+_HARMLESS = ("ignore_index", "vocab_size", "image_seq_length", "hidden_size")
 _VOCABULARY_MULTIPLE = 64  # transformers' conversion pads the embedding table to it
 
 
@@ -131,6 +153,7 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
     published = read_json(file)
     if "text_config" in published:
         config = llava_config(published, str(file))
+        check_processor(file.parent)
     elif "mm_vision_tower" in published:
         named = Path(str(published["mm_vision_tower"]))
         clip = named if clip is None and named.is_dir() else clip
@@ -182,6 +205,7 @@ def llava_config(published: Mapping[str, Any], where: str = "config.json") -> Ll
       UserError: another model's config, or an option that our LLaVA does not have.
     """
     check_model_type(published, where, "llava")
+    check_keys(published, where, read=_READ, harmless=_HARMLESS)
     layer = published.get("vision_feature_layer", -2)
     strategy = published.get("vision_feature_select_strategy", "default")
     if not isinstance(layer, int) or strategy != "default":
@@ -227,6 +251,8 @@ def original_config(
                 f"{where}: {option} is {value!r}, LLaVA-1.5's is {expected!r}; give a checkpoint "
                 "of that version."
             )
+    known = {*_ORIGINAL_OPTIONS, *_ORIGINAL_READ, *_ORIGINAL_HARMLESS}
+    text = {key: value for key, value in published.items() if key not in known}
     named = str(published["mm_vision_tower"])
     if vision is None:
         if Path(named).name != "clip-vit-large-patch14-336":
@@ -243,7 +269,7 @@ def original_config(
         )
     return LlavaConfig(
         vision=vision,
-        llama=LlamaConfig.from_hf({**published, "model_type": "llama"}, where),
+        llama=LlamaConfig.from_hf({**text, "model_type": "llama"}, where),
         feature_layer=published.get("mm_vision_select_layer", -2),
         image_token=ORIGINAL_IMAGE_TOKEN,
     )
@@ -278,6 +304,6 @@ def _vision_config(published: Mapping[str, Any], where: str) -> VisionConfig:
         sizes = {"vision_config": published}
         if "projection_dim" in published:
             sizes["projection_dim"] = published["projection_dim"]
-        return clip_config(sizes).vision
+        return clip_config(sizes, where).vision
     check_model_type(published, where, "clip", "clip_vision_model")
-    return clip_config(published).vision
+    return clip_config(published, where).vision

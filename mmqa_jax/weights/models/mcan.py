@@ -38,7 +38,13 @@ from mmqa_jax.weights.layouts import (
     with_arrays,
     with_prefixes,
 )
-from mmqa_jax.weights.models.bert import BUFFERS, bert_rules, bert_size_keys, bert_sizes
+from mmqa_jax.weights.models.bert import (
+    BUFFERS,
+    bert_rules,
+    bert_size_keys,
+    bert_sizes,
+    unknown_heads,
+)
 from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {"linear_q": "query", "linear_k": "key", "linear_v": "value", "linear_merge": "out"}
@@ -76,6 +82,9 @@ _PROPHET = _FLAT | {
     "decoder/ffn": "decoder.{layer}.ffn.mlp",
     "decoder/ffn_norm": "decoder.{layer}.ffn.norm1",
 }
+
+_ROTATION = "backbone.dec_list.0.rope.sin"
+_PUBLISHED_WIDTHS, _HEADS = (512, 1024), 8
 
 _FLAT_KEYS = (
     "attflat_lang.mlp.fc.linear.weight",
@@ -149,8 +158,9 @@ def open_mcan(path: Path) -> Checkpoint:
     )
     require_keys(shapes, own, source, "Prophet's MCAN")
     halves = len(numbered_keys(shapes, r"backbone\.enc_list\.(\d+)\..*norm1\.weight"))
-    grid = shapes.get("backbone.dec_list.0.rope.sin", (base.grid**2,))[0]
-    config = read_own_config(MCANConfig, path) or MCANConfig(
+    grid = shapes.get(_ROTATION, (base.grid**2,))[0]
+    stated = read_own_config(MCANConfig, path)
+    config = stated or MCANConfig(
         text=bert_sizes(shapes, "bert."),
         fusion=_fusion_sizes(shapes, base.fusion, halves // 2, shapes[inner][0]),
         image_features=shapes[image][1],
@@ -158,7 +168,12 @@ def open_mcan(path: Path) -> Checkpoint:
         answers=shapes["proj.weight"][0],
         new_answers=shapes.get("proj1.weight", (0,))[0],
     )
-    return Checkpoint(config, mcan_key_map, source, "prophet", check_rotation)
+    unknown = {}
+    if stated is None:
+        unknown = unknown_heads(config.text.hidden, "text.heads") | _unknown_heads(config.fusion)
+        if _ROTATION not in shapes:  # else `check_rotation` knows whether the base is right
+            unknown |= {"grid": base.grid, "rope_base": base.rope_base}
+    return Checkpoint(config, mcan_key_map, source, "prophet", check_rotation, unknown)
 
 
 def open_mcan_openvqa(path: Path) -> Checkpoint:
@@ -169,14 +184,16 @@ def open_mcan_openvqa(path: Path) -> Checkpoint:
     own = ("embedding.weight", "lstm.weight_ih_l0", region, inner, "proj.weight", *_FLAT_KEYS)
     require_keys(shapes, own, source, "openvqa's MCAN")
     layers = len(numbered_keys(shapes, r"backbone\.enc_list\.(\d+)\.norm1\.a_2"))
-    config = read_own_config(MCANOpenVQAConfig, path) or MCANOpenVQAConfig(
+    stated = read_own_config(MCANOpenVQAConfig, path)
+    config = stated or MCANOpenVQAConfig(
         vocab_size=shapes["embedding.weight"][0],
         fusion=_fusion_sizes(shapes, FusionConfig(), layers, shapes[inner][0]),
         word_features=shapes["embedding.weight"][1],
         region_features=shapes[region][1],
         answers=shapes["proj.weight"][0],
     )
-    return Checkpoint(config, mcan_openvqa_key_map, source, "openvqa")
+    unknown = {} if stated else _unknown_heads(config.fusion)
+    return Checkpoint(config, mcan_openvqa_key_map, source, "openvqa", unknown=unknown)
 
 
 def publish_mcan(config: MCANConfig, state: nnx.State) -> Published:
@@ -283,8 +300,13 @@ def check_rotation(source: TensorSource, config: MCANConfig) -> None:
             )
 
 
+def _unknown_heads(config: FusionConfig) -> dict[str, int]:
+    """`Checkpoint.unknown` of a fusion: all published ones (small, large, Prophet's) have 8."""
+    return {} if config.hidden in _PUBLISHED_WIDTHS else {"fusion.heads": _HEADS}
+
+
 def _fusion_sizes(shapes: Shapes, base: FusionConfig, layers: int, mlp: int) -> FusionConfig:
-    """The fusion's sizes; its 8 heads are those of all published ones."""
+    """The fusion's sizes; see `_unknown_heads`."""
     flat_mlp, hidden = shapes[_FLAT_KEYS[0]]
     return dataclasses.replace(
         base,

@@ -12,6 +12,7 @@ from mmqa_jax.models.modified_resnet import STRIDE, ModifiedResNetConfig
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (
+    OPEN_CLIP_CONFIG,
     Checkpoint,
     Published,
     own_config,
@@ -20,6 +21,7 @@ from mmqa_jax.weights.layouts import (
     shapes_of,
     with_prefixes,
 )
+from mmqa_jax.weights.models.clip_open_clip import head_width, open_clip_file
 from mmqa_jax.weights.sources import open_source
 
 # Conv2d weight (out, in, 3, 3) <-> kernel [3, 3, in, out].
@@ -101,9 +103,21 @@ def open_modified_resnet(path: Path) -> Checkpoint:
 
     The file may hold the whole CLIP or its image tower.
     """
+    if path.is_dir():
+        path = open_clip_file(path) or path
     source = open_source(path)
     config = read_own_config(ModifiedResNetConfig, path) or modified_resnet_config(source)
-    return Checkpoint(config, modified_resnet_key_map, source, "openai")
+
+    def check_heads(_: TensorSource, config: ModifiedResNetConfig) -> None:
+        units = head_width(path.parent)
+        if config.attention_pool and units != config.features // config.heads:
+            raise UserError(
+                f"{path.parent / OPEN_CLIP_CONFIG}: head_width is {units}; only attention pools "
+                "with heads of 64 units are supported, leave the pool out with "
+                "`--set attention_pool=false`."
+            )
+
+    return Checkpoint(config, modified_resnet_key_map, source, "openai", check_heads)
 
 
 def publish_modified_resnet(config: ModifiedResNetConfig, state: nnx.State) -> Published:

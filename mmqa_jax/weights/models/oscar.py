@@ -17,6 +17,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.oscar import OscarConfig
+from mmqa_jax.models.published_keys import kinds
 from mmqa_jax.weights.keymap import KeyMap, linear_rules, norm_rules, untied_source
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, require_keys
 from mmqa_jax.weights.models.bert import (
@@ -32,6 +33,21 @@ from mmqa_jax.weights.sources import open_source
 
 # Values of img_feature_type whose regions are vectors; the others are indices into a code book.
 _VECTORS = ("faster_r-cnn", "frcnn")
+
+
+_READ = kinds(
+    size="img_feature_dim",
+    number="img_layer_norm_eps",
+    name="img_feature_type",
+    any="use_img_layernorm",  # 0, 1 or null
+)
+# Of training, of other heads, and of regions as codes; that the head is the embedding table is
+# checked by its tensors.
+_HARMLESS = (
+    *("tie_weights", "freeze_embedding", "label_smoothing", "drop_worst_ratio", "loss_type"),
+    *("drop_worst_after", "code_voc", "classifier", "cls_hidden_scale", "num_contrast_classes"),
+    *("training_head_type", "max_text_seq_length", "num_choice", "use_b", "visual_embedding_dim"),
+)
 
 
 def oscar_key_map(config: OscarConfig) -> KeyMap:
@@ -70,7 +86,7 @@ def oscar_config(published: Mapping[str, Any], where: str = "config.json") -> Os
             f"{', '.join(_VECTORS)}, a checkpoint whose regions are vectors."
         )
     return OscarConfig(
-        bert_config(published, where),
+        bert_config(published, where, read=_READ, harmless=_HARMLESS),
         region_features=published.get("img_feature_dim", 2054),
         region_norm=bool(published.get("use_img_layernorm")),
         region_eps=published.get("img_layer_norm_eps", 1e-12),

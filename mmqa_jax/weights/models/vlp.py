@@ -31,6 +31,7 @@ from mmqa_jax.weights.models.bert import (
     bert_sizes,
     mlm_rules,
     mlm_tied,
+    unknown_heads,
 )
 from mmqa_jax.weights.sources import open_source
 
@@ -38,6 +39,7 @@ from mmqa_jax.weights.sources import open_source
 _TYPE_ROWS = np.array([0, 1, 0, 0, 0, 1])
 _EXPAND_TYPES = Transform(lambda table: table[_TYPE_ROWS], None)
 TYPE_TABLE = "bert.embeddings.token_type_embeddings.weight"
+_WORDS = "bert.embeddings.word_embeddings.weight"
 
 SOURCE_HEAD = r"^source_head/"
 
@@ -84,6 +86,7 @@ def open_vlp(path: Path) -> Checkpoint:
     )
     linears = [shapes[key] for key in numbered_keys(shapes, r"vis_embed\.(\d+)\.weight")]
     types = shapes["bert.embeddings.token_type_embeddings.weight"][0]
+    unknown = {} if config else unknown_heads(shapes[_WORDS][1], "bert.heads")
     config = config or ExtendedVLPConfig(
         bert=dataclasses.replace(bert_sizes(shapes, "bert."), types=6, eps=1e-5),
         region_features=linears[0][1],
@@ -95,7 +98,7 @@ def open_vlp(path: Path) -> Checkpoint:
         found = vlp_key_map(config, source_head="context_classifier.weight" in shapes)
         return fit_types(found, types, config.bert.types)
 
-    return Checkpoint(config, key_map, source, "vlp")
+    return Checkpoint(config, key_map, source, "vlp", unknown=unknown)
 
 
 def publish_vlp(config: VLPConfig, state: nnx.State) -> Published:
