@@ -2,7 +2,8 @@
 
 In every step a [MASK] is appended to each beam and the model predicts the token there; the token
 then replaces it (`reference.md` 2.4). Source and question are encoded once, their keys and values
-cached once per question; only the few generated tokens have a cache per beam.
+cached once per question; so are the few generated tokens of all its beams, which are never copied
+when beams are reordered: each beam sees its own (an ancestry mask).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mmqa_jax.models.vlp import VLPInputs
 class MaskedLM(Protocol):
     """A model that predicts the next token at an appended [MASK] (VLP, Oscar)."""
 
-    def empty_cache(self, rows: int, max_new_tokens: int) -> Any: ...
+    def empty_cache(self, rows: int, beams: int, max_new_tokens: int) -> Any: ...
 
     def decode_step(
         self, prefix: Any, cache: Any, generated: jax.Array, step: jax.Array, **tokens: int
@@ -58,7 +59,7 @@ def search(
     return beam.ranked(
         beam.run(
             beam.start(rows, num_beams, max_new_tokens),
-            model.empty_cache(rows * num_beams, max_new_tokens),
+            model.empty_cache(rows, num_beams, max_new_tokens),
             propose=propose,
             advance=advance,
             reorder=lambda cache, rows: cache.select(rows),

@@ -24,6 +24,9 @@ from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
 
 _MASKED = -1e30  # as in models.layers: exp gives 0, and nothing becomes NaN
+# Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
+# of its own) XLA multiplies and adds on the vector unit.
+_QUERY_ROWS = 8
 _NAMES = ("layers", "batch", "heads", "positions", "head_dim")  # for core.mesh.partition_spec
 
 
@@ -198,7 +201,8 @@ def _rows(x: jax.Array, layer: jax.Array, rows: jax.Array, limit: int) -> jax.Ar
     """[N, S, kv, T, ...] -> one layer's first columns of some rows [R, kv, limit, ...]."""
     size = (1, 1, x.shape[2], limit, *x.shape[4:])
     rest = (0,) * (x.ndim - 2)
-    return jax.vmap(lambda row: jax.lax.dynamic_slice(x, (layer, row, *rest), size)[0, 0])(rows)
+    # Row by row: for a vmapped slice XLA on TPU copies a cache that has one head a chip.
+    return jnp.concatenate([jax.lax.dynamic_slice(x, (layer, row, *rest), size)[0] for row in rows])
 
 
 def _as_given(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
@@ -218,6 +222,8 @@ def _one_token(
     """
     rows, _, kv_heads, size = k.shape
     grouped = q.reshape(rows, kv_heads, -1, size)  # [S, kv, G, D]
+    groups = grouped.shape[2]
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, max(0, _QUERY_ROWS - groups)), (0, 0)))
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2).astype(jnp.float32)  # [S, kv, 1, D]
     dtype = q.dtype if held.key_scale is not None else jnp.promote_types(q.dtype, held.key.dtype)
 
@@ -237,7 +243,7 @@ def _one_token(
     if held.value_scale is not None:
         weights *= held.value_scale[:, :, None]
     out = product("skgt,sktd->skgd", weights, held.value) + of_own * v
-    return (out / total).astype(q.dtype).reshape(q.shape)
+    return (out / total)[:, :, :groups].astype(q.dtype).reshape(q.shape)
 
 
 def _write(

@@ -26,20 +26,47 @@ class Prefix:
 
 @flax.struct.dataclass
 class WrittenCache:
-    """Keys and values of the generated tokens ([MASK] is never cached): N = B * beams."""
+    """Keys and values of the generated tokens ([MASK] is never cached) of K beams a prefix.
 
-    key: jax.Array  # [layers, N, T, heads, head_dim]
-    value: jax.Array  # [layers, N, T, heads, head_dim]
+    Column t * K + s holds token t of the beam that was in slot s when it was written. Beams change
+    slots in every step; the columns stay, and each beam knows which are its own.
+    """
+
+    key: jax.Array  # [layers, B, T * K, heads, head_dim]
+    value: jax.Array  # [layers, B, T * K, heads, head_dim]
+    slots: jax.Array  # [B, K, T] int: where each beam's token t was written
 
     def select(self, rows: jax.Array) -> WrittenCache:
-        """The cache of beams `rows` [N], after the beams were reordered."""
-        return WrittenCache(self.key[:, rows], self.value[:, rows])
+        """The cache of beams `rows` [B * K], after the beams were reordered."""
+        size = self.slots.shape
+        slots = self.slots.reshape(-1, size[-1])[rows].reshape(size)
+        return WrittenCache(self.key, self.value, slots)
+
+    def visible(self, count: jax.Array) -> jax.Array:
+        """bool [B, K, T * K]: the columns of each beam's first `count` tokens."""
+        prefixes, beams, most = self.slots.shape
+        own = self.slots[..., None] == jnp.arange(beams)  # [B, K, T, K]
+        written = jnp.arange(most)[:, None] < count
+        return (own & written).reshape(prefixes, beams, -1)
+
+    def write(self, key: jax.Array, value: jax.Array, number: jax.Array) -> WrittenCache:
+        """Adds every beam's token `number`: key, value [layers, B, K, heads, head_dim]."""
+        prefixes, beams, _ = self.slots.shape
+        column = (0, 0, number * beams, 0, 0)
+        slot = jnp.broadcast_to(jnp.arange(beams)[:, None], (prefixes, beams, 1))
+        return WrittenCache(
+            jax.lax.dynamic_update_slice(self.key, key, column),
+            jax.lax.dynamic_update_slice(self.value, value, column),
+            jax.lax.dynamic_update_slice(self.slots, slot, (0, 0, number)),
+        )
 
 
-def empty_cache(config: BertConfig, rows: int, max_new_tokens: int) -> WrittenCache:
-    """Zeros for `rows` = B * beams sequences of `max_new_tokens` tokens."""
-    shape = (config.layers, rows, max_new_tokens, config.heads, config.hidden // config.heads)
-    return WrittenCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+def empty_cache(config: BertConfig, rows: int, beams: int, max_new_tokens: int) -> WrittenCache:
+    """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `rows` prefixes."""
+    columns = beams * max_new_tokens
+    shape = (config.layers, rows, columns, config.heads, config.hidden // config.heads)
+    slots = jnp.zeros((rows, beams, max_new_tokens), jnp.int32)
+    return WrittenCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype), slots)
 
 
 def encode_prefix(
@@ -73,29 +100,28 @@ def append_mask(
     """Feeds [last token, [MASK]] and returns the hidden state at [MASK].
 
     `generated` [N, T] int are the tokens so far, `step` is their number (the rest is ignored);
-    N = B * beams, with the beams of one prefix next to each other. Returns hidden states
-    [B, beams, H] and the cache with the last token added.
+    N = B * K, with the K beams of one prefix next to each other. Returns hidden states [B, K, H]
+    and the cache with the last token added.
     """
-    rows, slots = cache.key.shape[1:3]
-    beams = rows // prefix.mask.shape[0]
+    prefixes, beams, _ = cache.slots.shape
     previous = generated[:, jnp.maximum(step - 1, 0)]
     tokens = jnp.stack([previous, jnp.full_like(previous, mask_id)], axis=1)  # [N, 2]
     start = jnp.repeat(prefix.next_position, beams)[:, None]  # [N, 1]
     positions = jnp.maximum(start + step + jnp.array([-1, 0]), 0)  # [N, 2]
     x = bert.embeddings(tokens, positions, jnp.full_like(tokens, token_type))
 
-    # Columns: tokens before `previous`, then `previous`, then [MASK].
-    earlier = jnp.arange(slots) < step - 1
-    mask = jnp.stack(
-        [
-            jnp.concatenate([earlier, jnp.array([True, False])]),
-            jnp.concatenate([earlier, jnp.stack([step > 0, jnp.array(True)])]),
-        ]
-    )[None, None]  # [1, 1, 2, T + 2]
+    # Columns: the beams' tokens before `previous`, then [previous, [MASK]] of every beam.
+    earlier = jnp.repeat(cache.visible(step - 1), 2, axis=1)  # [B, 2 K, T * K]
+    pair = jnp.stack([jnp.array([True, False]), jnp.stack([step > 0, jnp.array(True)])])
+    beam = jnp.arange(2 * beams) // 2
+    new = jnp.tile(pair, (beams, beams)) & (beam[:, None] == beam)  # [2 K, 2 K]
+    new = jnp.broadcast_to(new, (prefixes, *new.shape))
+    mask = jnp.concatenate([earlier, new], axis=2)[:, None]  # [B, 1, 2 K, T * K + 2 K]
 
     def body(layer: BertLayer, x, past, _):
         prefix_key, prefix_value, past_key, past_value = past
-        query, key, value = layer.project(x)  # [N, 2, heads, head_dim]
+        # The beams of a prefix are rows of one product: [B, 2 K, heads, head_dim].
+        query, key, value = (p.reshape(prefixes, -1, *p.shape[2:]) for p in layer.project(x))
         attended = prefix_attention(
             query,
             prefix_key,
@@ -105,9 +131,12 @@ def append_mask(
             jnp.concatenate([past_value, value], axis=1),
             mask=mask,
         )
-        return layer.finish(x, attended), (key[:, :1], value[:, :1])
+        return layer.finish(x, attended.reshape(*x.shape[:2], *attended.shape[2:])), (
+            key[:, ::2],
+            value[:, ::2],
+        )
 
-    # Layers read the caches; only the new token's keys and values come out of the scan and are
+    # Layers read the caches; only the new tokens' keys and values come out of the scan and are
     # written in place: carrying the caches through ys would copy them for every token.
     x, (key, value) = scan_layers(
         bert.layers,
@@ -116,9 +145,6 @@ def append_mask(
         xs=(prefix.key, prefix.value, cache.key, cache.value),
         unroll=bert.config.unroll,
     )
-    slot = (0, 0, jnp.maximum(step - 1, 0), 0, 0)  # step 0 fills slot 0, step 1 overwrites it
-    cache = WrittenCache(
-        jax.lax.dynamic_update_slice(cache.key, key, slot),
-        jax.lax.dynamic_update_slice(cache.value, value, slot),
-    )
-    return x[:, 1].reshape(-1, beams, x.shape[-1]), cache
+    # Step 0 writes token 0, which step 1 overwrites.
+    cache = cache.write(key, value, jnp.maximum(step - 1, 0))
+    return x[:, 1].reshape(prefixes, beams, x.shape[-1]), cache

@@ -152,9 +152,9 @@ class Oscar(nnx.Module):
         last = jnp.max(jnp.where(inputs.caption_mask, inputs.position_ids, -1), axis=1)
         return Prefix(key, value, columns, last + 1)
 
-    def empty_cache(self, rows: int, max_new_tokens: int) -> WrittenCache:
-        """Zeros for `rows` = pictures * beams captions of `max_new_tokens` tokens."""
-        return empty_cache(self.config.bert, rows, max_new_tokens)
+    def empty_cache(self, rows: int, beams: int, max_new_tokens: int) -> WrittenCache:
+        """Zeros for `beams` captions of `max_new_tokens` tokens of each of `rows` pictures."""
+        return empty_cache(self.config.bert, rows, beams, max_new_tokens)
 
     def decode_step(
         self,

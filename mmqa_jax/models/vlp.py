@@ -204,9 +204,9 @@ class VLP(nnx.Module):
         last = jnp.max(jnp.where(inputs.context_mask, inputs.position_ids, -1), axis=1)
         return hidden, Prefix(key, value, inputs.context_mask, last + 1)
 
-    def empty_cache(self, rows: int, max_new_tokens: int) -> WrittenCache:
-        """Zeros for `rows` = questions * beams sequences of `max_new_tokens`."""
-        return empty_cache(self.config.bert, rows, max_new_tokens)
+    def empty_cache(self, rows: int, beams: int, max_new_tokens: int) -> WrittenCache:
+        """Zeros for `beams` answers of `max_new_tokens` tokens to each of `rows` questions."""
+        return empty_cache(self.config.bert, rows, beams, max_new_tokens)
 
     def decode_step(
         self,

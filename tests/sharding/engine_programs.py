@@ -28,6 +28,12 @@ from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b
 SIZES = EngineConfig(slots=64, length=2048, buckets=(128, 512), prefill_tokens=4096, block=0)
 REACHED = 1000  # columns of the longest sequence
 LLAMA_7B = llama2_7b(dtype="bfloat16")
+# Key heads shared by four queries; a chip of eight has one of them.
+LLAMA_8B = LlamaConfig(
+    hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab_size=128256, dtype="bfloat16"
+)
+# As `mmqa prompt` and rows chunk prompts: 2 x 128 tokens behind the longest that a slot holds.
+DEFAULT_CHUNKS = EngineConfig(length=2048)
 LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
 
 
@@ -37,6 +43,8 @@ PROGRAMS = {
     "tpu": (
         ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
         ("70b", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("decode", "prefill")),
+        ("8b_default", LLAMA_8B, "v5e:2x4", {"tensor": 8}, 64, ("prefill",)),
+        ("70b_default", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("prefill",)),
     ),
     "gpu": (
         ("7b", LLAMA_7B, "h100:1", {"tensor": 1}, 40, ("decode", "prefill")),
@@ -47,6 +55,9 @@ PROGRAMS = {
         ("scanned", FOUR_LAYERS, "h100:1", {"tensor": 1}, 64, ("decode",)),
     ),
 }
+# An attention product of one token (`scanned_cache._one_token`) that XLA lowered to multiplications
+# and a reduction: in its fusion stands no `convolution`, as XLA for TPUs calls a matrix product.
+_VECTOR_PRODUCT = re.compile(r' reduce\([^\n]*op_name="[^"]*(skg[dt],sktd->skg[td])/dot_general"')
 _KERNEL = re.compile(r'custom_call_target="(__cudnn[^"]*|tpu_custom_call)"')
 
 
@@ -75,6 +86,7 @@ def facts(program: Program) -> dict[str, Any]:
         "copied": found.copied_bytes,
         "loops": found.loops,
         "kernels": sorted(set(_KERNEL.findall(text))),
+        "on_vector_unit": sorted(set(_VECTOR_PRODUCT.findall(text))),
         "temporaries": memory.temp_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "cpu_seconds": seconds,
@@ -85,8 +97,11 @@ def main():
     for name, config, topology, shape, slots, wanted in PROGRAMS[sys.argv[1]]:
         mesh = make_mesh(shape, devices=open_topology(topology).devices)
         scan = True if name == "scanned" else None
-        sizes = dataclasses.replace(SIZES, slots=slots, scan_layers=scan)
-        programs = engine_programs(config, sizes, mesh, columns=REACHED)
+        default = name.endswith("_default")
+        sizes = DEFAULT_CHUNKS if default else SIZES
+        sizes = dataclasses.replace(sizes, slots=slots, scan_layers=scan)
+        reached = sizes.length if default else REACHED
+        programs = engine_programs(config, sizes, mesh, columns=reached)
         for kind in wanted:
             with jax.set_mesh(mesh):
                 print(json.dumps({"name": f"{name}_{kind}"} | facts(programs[kind])), flush=True)

@@ -26,7 +26,10 @@ pytestmark = [
 ]
 
 
-NAMES = ("7b_decode", "7b_prefill", "70b_decode", "70b_prefill")
+NAMES = (
+    *("7b_decode", "7b_prefill", "70b_decode", "70b_prefill"),
+    *("8b_default_prefill", "70b_default_prefill"),
+)
 
 
 def compiled_for(platform: str) -> dict[str, dict[str, Any]]:
@@ -78,6 +81,21 @@ def test_the_cache_is_not_copied(programs, name):
     found = programs[name]
     assert found["copied"] < 1e-3 * found["cache"]
     assert found["aliased"] >= found["cache"]
+
+
+def test_prompts_read_weights_and_their_columns_once(programs):
+    """In the chunks that users run, where each chip has one key head."""
+    for name, slots, chunks in (("8b_default_prefill", 64, 2), ("70b_default_prefill", 16, 2)):
+        found = programs[name]
+        floor = found["weights"] - found["embedding"] + chunks / slots * found["cache"]
+        # The output head belongs to `begin`, and is as large as the embedding.
+        assert floor - found["embedding"] <= found["bytes"] <= 1.1 * floor
+
+
+def test_attention_of_one_token_is_a_matrix_product(programs):
+    """Also where every query head has keys of its own: one row alone goes to the vector unit."""
+    assert not programs["7b_decode"]["on_vector_unit"]
+    assert not programs["70b_decode"]["on_vector_unit"]
 
 
 def test_what_arithmetic_says_fits_does(programs):
