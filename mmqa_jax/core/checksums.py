@@ -1,0 +1,138 @@
+"""The checksums of a folder's files: SHA256SUMS, which `sha256sum -c` reads too.
+
+Neither the file systems nor the formats of arrays notice a bit that changed on a disk. Whoever
+writes a folder writes the checksums last, before the folder gets its name; whoever opens it checks
+them first. A folder without them is older than they are, and is opened unchecked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write
+from mmqa_jax.core.paths import as_path, in_store, listing
+
+SUMS = "SHA256SUMS"
+_HEAD = "# {count} files"  # so that a cut file is noticed; sha256sum takes it for a comment
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_THREADS = 8  # hashlib lets go of the interpreter's lock
+
+
+def digest(file: str | os.PathLike) -> str:
+    """SHA-256 of a file or an object, in hex; it is read in small pieces."""
+    with as_path(file).open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def write_sums(
+    folder: str | os.PathLike,
+    names: Iterable[str] | None = None,
+    *,
+    coming: Mapping[str, bytes] | None = None,
+) -> None:
+    """Writes SHA256SUMS, whole or not at all; an older one is replaced.
+
+    Args:
+      folder: in the file system or a store.
+      names: of the files, relative to the folder; None: all that are in it and below.
+      coming: contents of files that are written after this one, by name.
+    """
+    folder = as_path(folder)
+    names = files_below(folder) if names is None else list(names)
+    sums = dict(zip(names, _in_parallel(lambda name: digest(folder / name), names), strict=True))
+    sums |= {name: hashlib.sha256(content).hexdigest() for name, content in (coming or {}).items()}
+    with atomic_write(folder / SUMS) as file:
+        file.write(_HEAD.format(count=len(sums)) + "\n")
+        file.writelines(f"{sums[name]}  {name}\n" for name in sorted(sums))
+
+
+def read_sums(folder: str | os.PathLike) -> dict[str, str] | None:
+    """The digests by file name; None without SHA256SUMS.
+
+    Raises:
+      ValueError: SHA256SUMS itself is damaged.
+    """
+    try:
+        head, *lines = (as_path(folder) / SUMS).read_bytes().decode().split("\n")
+    except FileNotFoundError:
+        return None
+    found = [_LINE.fullmatch(line) for line in lines[:-1]]  # the last one ends too
+    sums = {match[2]: match[1] for match in found if match}
+    if head != _HEAD.format(count=len(sums)) or len(sums) != len(found) or lines[-1:] != [""]:
+        raise ValueError(f"{SUMS} is not what was written")
+    return sums
+
+
+def find_damage(
+    folder: str | os.PathLike,
+    names: Collection[str] | None = None,
+    *,
+    part: tuple[int, int] = (0, 1),
+) -> str | None:
+    """What is wrong with the files that SHA256SUMS lists: `NAME is damaged`, or None.
+
+    Args:
+      names: of the files to check, those of them that are listed; None: all.
+      part: (i, n): only every n-th file, from the i-th on; n processes share the work so.
+    """
+    folder = as_path(folder)
+    try:
+        sums = read_sums(folder)
+    except (ValueError, OSError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not what was written"
+        return f"{SUMS} is damaged ({said})"
+    wanted = [name for name in sorted(sums or {}) if names is None or name in names]
+    wanted = wanted[part[0] :: part[1]]
+    problems = _in_parallel(lambda name: _damage(folder / name, sums[name]), wanted)
+    found = zip(wanted, problems, strict=True)
+    return next((f"{name} {problem}" for name, problem in found if problem is not None), None)
+
+
+def check_sums(
+    folder: str | os.PathLike, names: Collection[str] | None = None, *, remedy: str
+) -> None:
+    """Refuses a folder whose files are not those that were written.
+
+    Args:
+      names: as of `find_damage`.
+      remedy: what to do then, which ends the sentence.
+
+    Raises:
+      UserError: with folder and file.
+    """
+    if (problem := find_damage(folder, names)) is not None:
+        raise UserError(f"{folder}: {problem}; {remedy}.")
+
+
+def files_below(folder: str | os.PathLike) -> list[str]:
+    """The files of a folder and below, relative to it, without SHA256SUMS itself."""
+    folder = as_path(folder)
+    if in_store(folder):
+        names = list(listing(os.fspath(folder)))
+    else:
+        names = [
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        ]
+    return sorted(name for name in names if name != SUMS)
+
+
+def _damage(file: Path, expected: str) -> str | None:
+    try:
+        found = digest(file)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return None if found == expected else f"is damaged (its SHA-256 is not that of {SUMS})"
+
+
+def _in_parallel(work: Callable[[str], Any], names: Sequence[str]) -> list[Any]:
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, names))
