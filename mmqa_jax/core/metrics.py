@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.files import read_text, write_jsonl
 from mmqa_jax.core.paths import as_path, in_store, upload
 from mmqa_jax.core.wandb_log import WandbLog
 
-_FILE = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 _PUT_SECONDS = 30.0  # a store takes whole files only: how often they are put there
 
 
@@ -49,6 +49,7 @@ class MetricsWriter:
         self._events: Any = None
         self._wandb: WandbLog | None = None
         self._temporary: tempfile.TemporaryDirectory | None = None
+        self._put = False  # whether the files are in the store
         if jax.process_index() != 0:
             return
         self._folder = here = as_path(folder)
@@ -61,9 +62,9 @@ class MetricsWriter:
         if wandb is not None:
             self._wandb = WandbLog(wandb, self._folder, here)
         self._here, self._put_at = here, time.monotonic()
-        if (self._folder / _FILE).exists():
-            write_jsonl(here / _FILE, kept)  # also drops a line that a kill cut short
-        self._file = open(here / _FILE, "a", encoding="utf-8")  # noqa: SIM115
+        if (self._folder / METRICS).exists():
+            write_jsonl(here / METRICS, kept)  # also drops a line that a kill cut short
+        self._file = open(here / METRICS, "a", encoding="utf-8")  # noqa: SIM115
         # purge_step hides the dropped steps of earlier event files in TensorBoard.
         self._events = _summary_writer()(str(here), purge_step=restored_step + 1 if rows else None)
         self.flush()
@@ -93,6 +94,9 @@ class MetricsWriter:
         """
         if self._temporary is None:
             return
+        if self._put and not (self._folder / METRICS).exists():
+            return  # the workdir was deleted (training.still_there), and is not made anew
+        self._put = True
         for file in self._here.iterdir():
             if file.is_file():  # W&B's folder stays here
                 upload(file, self._folder / file.name)
@@ -137,17 +141,21 @@ def _summary_writer() -> Any:
 
 def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl; a last line cut short by a kill is left out."""
-    path = as_path(folder) / _FILE
+    path = as_path(folder) / METRICS
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path).splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("no row of metrics")
+            rows.append(row)
+        except ValueError as error:
+            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
                 raise UserError(
-                    f"{path}, line {number}: not valid JSON; repair or remove that line."
+                    f"{path}, line {number}: not valid JSON of a row with its step; repair or "
+                    "remove that line."
                 ) from error
     return rows

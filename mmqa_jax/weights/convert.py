@@ -34,6 +34,7 @@ from mmqa_jax.weights.folder import (
     is_weights_folder,
     load_converted,
     read_record,
+    write_converted_sums,
 )
 from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
@@ -158,6 +159,7 @@ def _convert_published(
             versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
             more = {**facts, "token_ids": tokens, WRITTEN_BY: _writer(), "versions": versions}
             write_json(folder / RECORD, {**describe_model(entry, config, dtype), **more})
+            write_converted_sums(folder)
         else:
             _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
     return {**facts, "files": copied}
