@@ -107,7 +107,7 @@ def test_what_two_processes_began_one_ends(data, alone, tmp_path):
     """On another mesh, saving and logging at other steps, by the same command else."""
     run = tmp_path / "run"
     flags = train_flags(data, run)
-    finish(launch(2, *MMQA, "train", *flags, "--config.mesh.data=2"))
+    finish(launch(2, *MMQA, "train", *flags, "--config.mesh.data=2", "--config.train.keep=2"))
     sums = (run / "checkpoints" / "2" / "SHA256SUMS").read_text()
     assert "params/ocdbt.process_0/manifest.ocdbt" in sums
     assert "params/ocdbt.process_1/manifest.ocdbt" in sums
