@@ -32,6 +32,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "verbs",
     )
     parser.add_argument(
+        "--skip_damaged",
+        action="store_true",
+        help="set a checkpoint whose files are damaged aside (as STEP.damaged) and go on from the "
+        "one before it, instead of stopping with the file's name",
+    )
+    parser.add_argument(
+        "--stretch_schedule",
+        action="store_true",
+        help="go on with another train.steps although the learning rates of the steps that were "
+        "taken would have been others (a constant schedule needs no flag)",
+    )
+    parser.add_argument(
         "--profile",
         metavar="START:END",
         help="write a trace of these steps, both included, to WORKDIR/profile, for xprof or "
@@ -64,4 +76,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         only_start=arguments.only_start,
         profile=arguments.profile,
         wandb=arguments.wandb,
+        skip_damaged=arguments.skip_damaged,
+        stretch_schedule=arguments.stretch_schedule,
     )

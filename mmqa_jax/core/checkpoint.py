@@ -4,7 +4,7 @@ A checkpoint holds four items that are committed together or not at all: `params
 (step and optimizer state), `iterator` (the data iterator's state, per process) and `meta`
 (config fingerprint, seed, what else the loop needs). Arrays are stored under plain names
 (`encoder/layers/query/kernel`). The score of a checkpoint that was evaluated is Orbax's `metrics`
-of it.
+of it. SHA256SUMS tells whether the files are those that were saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
+from mmqa_jax.core.checkpoint_files import check_steps, find_damage_together, write_step_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.orbax_s3 import teach_orbax_s3
 from mmqa_jax.core.paths import absolute, scheme_of
@@ -51,18 +52,33 @@ class Checkpoints:
     Args:
       folder: where they are; made if absent.
       fingerprint: of the run's config; a checkpoint of another config is refused.
+      former: further fingerprints of the same experiment, as older checkpoints have them.
       keep: how many of the latest ones to keep. The best one is kept besides.
+      skip_damaged: whether damaged ones are set aside; see `checkpoint_files.check_steps`.
+
+    Raises:
+      UserError: a damaged checkpoint.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, fingerprint: str, keep: int = 2):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        fingerprint: str,
+        former: Collection[str] = (),
+        keep: int = 2,
+        skip_damaged: bool = False,
+    ):
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
         self.folder = absolute(folder)
         if scheme_of(self.folder) == "s3":
             teach_orbax_s3()
-        self._fingerprint = fingerprint
+        self._fingerprint, self._former = fingerprint, former
+        self._saving = 0  # the step that was saved last
         _remove_uncommitted(self.folder)
+        check_steps(self.folder, skip_damaged=skip_damaged)
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -78,6 +94,10 @@ class Checkpoints:
                 # The loop decides when; Orbax would also skip some at its own discretion.
                 save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
                 enable_async_checkpointing=True,
+                # Called by process 0, in the background, between the last file and the commit.
+                async_options=ocp.AsyncOptions(
+                    post_finalization_callback=lambda: write_step_sums(self.folder, self._saving)
+                ),
             ),
         )
 
@@ -126,6 +146,8 @@ class Checkpoints:
         args = self._ocp.args
         # A copy: Orbax writes it later, when the caller may have changed what is in it.
         meta = copy.deepcopy({**meta, "fingerprint": self._fingerprint})
+        self._manager.wait_until_finished()  # the save before it still needs its number
+        self._saving = step
         self._manager.save(
             step,
             args=args.Composite(
@@ -160,7 +182,7 @@ class Checkpoints:
                 step, args=args.Composite(iterator=args.JsonRestore(), meta=args.JsonRestore())
             )
         meta = light["meta"]
-        if meta["fingerprint"] != self._fingerprint:
+        if meta["fingerprint"] not in (self._fingerprint, *self._former):
             raise UserError(
                 f"{folder}: is a checkpoint of another config (fingerprint {meta['fingerprint']}, "
                 f"this run has {self._fingerprint}); name a new --workdir or use that run's config."
@@ -190,8 +212,10 @@ class Checkpoints:
           UserError: a damaged checkpoint.
         """
         args, target = self._ocp.args, flatten_named(params)
-        folder = self.folder / str(step)
-        with _report_damage(folder, "delete that folder to continue without it"):
+        folder, remedy = self.folder / str(step), "delete that folder to continue without it"
+        if (problem := find_damage_together(folder)) is not None:
+            raise UserError(f"{folder}: {problem}; {remedy}.")
+        with _report_damage(folder, remedy):
             _check_same_arrays(folder / "params", target)
             restored = self._manager.restore(
                 step, args=args.Composite(params=args.StandardRestore(nest(target)))

@@ -18,7 +18,7 @@ from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path, in_store, upload
 from mmqa_jax.core.wandb_log import WandbLog
 
-_FILE = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 _PUT_SECONDS = 30.0  # a store takes whole files only: how often they are put there
 
 
@@ -50,6 +50,7 @@ class MetricsWriter:
         self._events: Any = None
         self._wandb: WandbLog | None = None
         self._temporary: tempfile.TemporaryDirectory | None = None
+        self._put = False  # whether the files are in the store
         if jax.process_index() != 0:
             return
         self._folder = here = as_path(folder)
@@ -62,9 +63,9 @@ class MetricsWriter:
         if wandb is not None:
             self._wandb = WandbLog(wandb, self._folder, here)
         self._here, self._put_at = here, time.monotonic()
-        if (self._folder / _FILE).exists():
-            write_jsonl(here / _FILE, kept)  # also drops a line that a kill cut short
-        self._file = open(here / _FILE, "a", encoding="utf-8")  # noqa: SIM115
+        if (self._folder / METRICS).exists():
+            write_jsonl(here / METRICS, kept)  # also drops a line that a kill cut short
+        self._file = open(here / METRICS, "a", encoding="utf-8")  # noqa: SIM115
         # purge_step hides the dropped steps of earlier event files in TensorBoard.
         self._events = _summary_writer()(str(here), purge_step=restored_step + 1 if rows else None)
         self.flush()
@@ -94,6 +95,9 @@ class MetricsWriter:
         """
         if self._temporary is None:
             return
+        if self._put and not (self._folder / METRICS).exists():
+            return  # the workdir was deleted (training.still_there), and is not made anew
+        self._put = True
         for file in self._here.iterdir():
             if file.is_file():  # W&B's folder stays here
                 upload(file, self._folder / file.name)
@@ -138,14 +142,14 @@ def _summary_writer() -> Any:
 
 def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl; a last line cut short by a kill is left out."""
-    path = as_path(folder) / _FILE
+    path = as_path(folder) / METRICS
     if not path.exists():
         return []
     try:
-        lines = path.read_bytes().splitlines()
+        data = path.read_bytes()
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a folder, a file was expected; move it away.") from error
-    rows = []
+    rows, lines = [], data.splitlines()
     for number, line in enumerate(lines, start=1):
         where, remedy = f"{path}, line {number}", "repair or remove that line"
         try:
@@ -153,7 +157,7 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 raise UserError(f"{where}: not a row of metrics; {remedy}.")
         except UserError:
-            if number < len(lines):  # the last may be cut by a kill
+            if number < len(lines) or data.endswith(b"\n"):  # not cut by a kill
                 raise
         else:
             rows.append(row)

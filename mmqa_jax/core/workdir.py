@@ -17,7 +17,7 @@ from typing import Any, Self
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, write_json
 from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
@@ -71,8 +71,8 @@ class Workdir:
         Args:
           config: ConfigDict or mapping.
           shared: other processes with this config may write into it too.
-          free: keys that may differ from those of config.json, which keeps the first values: they
-            change no result.
+          free: keys, or sections, that may differ from those of config.json, since they change no
+            result; see `record_changes`.
 
         Returns:
           True if the folder already belonged to this config: the run resumes.
@@ -107,6 +107,33 @@ class Workdir:
             write_json(file, record)
         return False
 
+    def record_changes(self, config: Any, step: int) -> None:
+        """Makes config.json hold the values that the run goes on with.
+
+        What they replace is kept in its list `changes`: date, step and {key: [old, new]}.
+
+        Args:
+          config: as of `claim`.
+          step: after which the new values hold.
+        """
+        if self._lock is None:
+            return  # another process writes it
+        file, plain = self.path / "config.json", to_plain_dict(config)
+        stored = _read_record(file)
+        if changed := _differences(stored["config"], plain):
+            entry = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "step": step,
+                "changed": {key: list(values) for key, values in changed.items()},
+            }
+            new = {"config": plain, "fingerprint": config_fingerprint(plain)}
+            write_json(file, {**stored, **new, "changes": [*stored.get("changes", []), entry]})
+
+    def check_there(self) -> None:
+        """RunError if the folder that this process has claimed was deleted since."""
+        if self._lock is not None and not (file := self.path / "config.json").exists():
+            raise _gone(file)
+
     def is_its_only_writer(self) -> bool:
         """Whether this process has locked the folder, and no other."""
         return self._lock is not None and nobody_else(self._lock)
@@ -134,6 +161,8 @@ class Workdir:
             return
         with _Clock(self.path / "stages" / f".{name}.running.json") as clock:
             yield True
+            if not clock.file.exists():
+                raise _gone(clock.file)
             record = {"stage": name, **clock.note(), "finished": time.time()}
             write_json(self._file(name), record)
         clock.file.unlink(missing_ok=True)
@@ -160,17 +189,11 @@ class Workdir:
             ) from error
 
     def _check_same(self, plain: dict[str, Any], file: Path, free: Collection[str]) -> None:
-        stored = read_json(file)
-        if not isinstance(stored, Mapping) or not isinstance(stored.get("config"), Mapping):
-            raise UserError(f"{file}: is not a run's config.json; name another --workdir.")
-        if config_fingerprint(stored["config"]) == config_fingerprint(plain):
-            return
-        old, new = flatten(stored["config"]), flatten(plain)
-        absent = object()
+        stored = _read_record(file)
         changed = [
-            f"{key} ({old.get(key, 'absent')!r} there, {new.get(key, 'absent')!r} now)"
-            for key in dict.fromkeys([*new, *old])
-            if old.get(key, absent) != new.get(key, absent) and key not in free
+            f"{key} ({old!r} there, {new!r} now)"
+            for key, (old, new) in _differences(stored["config"], plain).items()
+            if not any(f"{key}.".startswith(f"{one}.") for one in free)
         ]
         if not changed:
             return
@@ -179,6 +202,16 @@ class Workdir:
             f"--workdir={self.path}: holds a run of another config: {', '.join(changed[:3])}{more} "
             "differ; name a new --workdir, or set the values back to resume that run."
         )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of two configs whose values differ, with both; `absent` where a key is not there."""
+    old, new, absent = flatten(old), flatten(new), object()
+    return {
+        key: (old.get(key, "absent"), new.get(key, "absent"))
+        for key in dict.fromkeys([*new, *old])
+        if old.get(key, absent) != new.get(key, absent)
+    }
 
 
 class _Clock:
@@ -199,7 +232,7 @@ class _Clock:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._write()
+        self._rewrite()
 
     def note(self) -> dict[str, Any]:
         seconds = self._before.get("seconds", 0.0) + time.monotonic() - self._started
@@ -214,7 +247,18 @@ class _Clock:
 
     def _beat(self) -> None:
         while not self._stop.wait(_HEARTBEAT_SECONDS):
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        if self.file.exists():  # else the folder was deleted, and is not made anew
             self._write()
+
+
+def _gone(file: Path) -> RunError:
+    return RunError(
+        f"{file}: is gone, the workdir was deleted or moved while the run went on; put it back and "
+        "start the same command again, or start anew."
+    )
 
 
 def _process_index() -> int:
@@ -276,6 +320,7 @@ def claim_workdir(
         written = {workdir / name for name in ("config.json", ".lock", ".claim")}
         try:
             yield workdir, resumed
+            workdir.check_there()
         except undone_by:
             kept = any(path for glob in work for path in folder.glob(glob))
             if not resumed and workdir.is_its_only_writer() and not kept:
@@ -286,10 +331,21 @@ def claim_workdir(
 
 def read_config(folder: Path) -> ConfigDict:
     """The config of the run in `folder`; UserError if its config.json is not one."""
-    record = read_json(folder / "config.json")
+    return ConfigDict(_read_record(folder / "config.json")["config"])
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    """The content of a run's config.json.
+
+    Raises:
+      UserError: it is none, or its values are not those of its fingerprint.
+    """
+    record, remedy = read_json(file), "copy the run again or start it in a new --workdir"
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        raise UserError(f"{file}: is not a run's config.json; {remedy}.")
+    if record.get("fingerprint") not in (None, config_fingerprint(record["config"])):
         raise UserError(
-            f"{folder / 'config.json'}: is not a run's config.json; copy the run again or start it "
-            "in a new --workdir."
+            f"{file}: is damaged (its values are not those of its key fingerprint); {remedy} (who "
+            "changed them on purpose deletes that key)."
         )
-    return ConfigDict(record["config"])
+    return record

@@ -12,11 +12,7 @@ import collections
 import dataclasses
 import math
 import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +30,7 @@ from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts
+from mmqa_jax.training.continued import check_steps, experiment
 from mmqa_jax.training.nonfinite import FiniteCheck, OnNan
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
 from mmqa_jax.training.profile import Profile, Steps
@@ -48,6 +45,8 @@ from mmqa_jax.training.state import (
     split_model,
     with_pretrained,
 )
+from mmqa_jax.training.still_there import StillThere
+from mmqa_jax.training.stop_signals import StopSignals
 from mmqa_jax.training.throughput import Throughput
 from mmqa_jax.training.time_split import TimeSplit
 from mmqa_jax.training.validation import BestWeights, Validation
@@ -100,6 +99,23 @@ class Observed:
     wandb: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Resuming:
+    """How an attempt goes on from the checkpoints of an earlier one.
+
+    Attributes:
+      skip_damaged: sets damaged checkpoints aside and goes on from an earlier one.
+      stretch_schedule: lets another `train.steps` change the schedule from here on.
+      former: the section `train` that the run had so far; None: as the config's.
+      on_start: called with the step that is resumed from (0: a new run), before the next one.
+    """
+
+    skip_damaged: bool = False
+    stretch_schedule: bool = False
+    former: Mapping[str, Any] | None = None
+    on_start: Callable[[int], None] = lambda step: None
+
+
 def train(
     config: Mapping[str, Any],
     *,
@@ -115,6 +131,7 @@ def train(
     metadata: Mapping[str, Any] | None = None,
     only_start: bool = False,
     observed: Observed = Observed(),
+    resuming: Resuming = Resuming(),
 ) -> Any:
     """Trains a task to its last step, resuming from the newest checkpoint in `workdir`.
 
@@ -138,12 +155,14 @@ def train(
       metadata: JSON values for model.json, which describe the model.
       only_start: takes no step: the weights that are saved are the initial ones.
       observed: see Observed.
+      resuming: see Resuming.
 
     Returns:
       The final parameters (nnx.State).
 
     Raises:
-      UserError: bad config values, a checkpoint of another config, a batch that does not divide.
+      UserError: bad config values, a damaged checkpoint or one of another config, a batch that does
+        not divide.
       RunError: a loss or gradient that is not finite (step and example ids named; nothing of it
         is saved), data that ends too early, or a disk that is full.
       SystemExit: SIGTERM or Ctrl-C, after saving (code 143 or 130).
@@ -165,16 +184,28 @@ def train(
         skip_nonfinite=options.on_nan == "skip",
     )
     folder = as_path(workdir)
-    fingerprint = config_fingerprint({"train": config, "seed": seed, "model": metadata or {}})
+    further = {"seed": seed, "model": metadata or {}}
+    former = config if resuming.former is None else resuming.former
     attempts = Attempts(folder)
     with (
         report_full_disk(folder),
         Checkpoints(
-            folder / "checkpoints", fingerprint=fingerprint, keep=options.keep
+            folder / "checkpoints",
+            fingerprint=config_fingerprint({"train": experiment(config), **further}),
+            former=[config_fingerprint({"train": former, **further})],
+            keep=options.keep,
+            skip_damaged=resuming.skip_damaged,
         ) as checkpoints,
     ):
-        state, first, window = _restore_or_start(
+        state, first, meta = _restore_or_start(
             checkpoints, task, optimizer, seed, abstract, batches
+        )
+        check_steps(
+            options.optimizer,
+            meta.get("steps", former["steps"]),
+            options.steps,
+            first,
+            stretch=resuming.stretch_schedule,
         )
         best = None
         if validation is not None and validation.metric is not None:
@@ -186,14 +217,16 @@ def train(
         with (
             MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
-            _StopSignals() as stop,
+            StopSignals() as stop,
             Watchdog(hang_limit(os.environ), resumes=checkpoints.committed_step) as watchdog,
             Profile(observed.profile, folder) as profile,
+            StillThere(folder) as there,
         ):
+            resuming.on_start(first)
             if not only_start:
                 attempts.start(first)
-            outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog)
-            run = _Run(options, outputs, step_fn, batches, window, seed)
+            outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog, there)
+            run = _Run(options, outputs, step_fn, batches, meta["window"], seed)
             for step in range(first + 1, steps + 1):
                 with profile.step(step, run.wait):
                     batch = run.read(step, state)
@@ -216,6 +249,7 @@ def train(
                     run.finish("stop", step)
                     stop.leave(title, step, folder)
             run.finish("end", steps)
+        there.check()
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
         save_trained(folder, *finished(model, state.params, finish), metadata)
     return state.params
@@ -230,6 +264,7 @@ class _Outputs:
     attempts: Attempts
     progress: Progress
     watchdog: Watchdog
+    there: StillThere
 
 
 class _Run:
@@ -299,6 +334,7 @@ class _Run:
 
     def log(self, step: int) -> None:
         """Writes the means of the steps since the last row."""
+        self._outputs.there.check(often=True)
         self.check_finite()
         means = {name: total / self._count for name, total in self._sums.items()}
         if self._finite.skipped:
@@ -333,6 +369,7 @@ class _Run:
 
     def save(self, step: int, state: TrainState, score: float | None) -> None:
         """Starts a checkpoint, after checking that all values so far are finite."""
+        self._outputs.there.check()
         self.check_finite()
         self._split.lap("compute")
         self._watchdog.beat(step, "saving")
@@ -344,7 +381,7 @@ class _Run:
             train={"step": state.step, "optimizer": state.optimizer},
             iterator=self._batches,
             # A log window may span a checkpoint: keep its first part.
-            meta={"seed": self._seed, "window": window},
+            meta={"seed": self._seed, "window": window, "steps": self._options.steps},
             score=score,
         )
         self._split.lap("checkpoint")
@@ -359,6 +396,7 @@ class _Run:
     def finish(self, event: str, step: int) -> None:
         """Waits for the last checkpoint, and notes how the attempt ended."""
         self._checkpoints.wait()
+        self._outputs.there.check()
         self._split.lap("checkpoint")
         self._outputs.attempts.note(event, step, self._split.total)
         self._show_input_wait(self._split.total)
@@ -371,44 +409,6 @@ class _Run:
         self._progress.advance(0, **{"input wait": shown})
 
 
-class _StopSignals:
-    """Turns SIGTERM and the first Ctrl-C into a request to stop; a second Ctrl-C stops at once."""
-
-    def __init__(self) -> None:
-        self._signal: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopSignals:
-        # On several hosts jax's preemption service takes SIGTERM, so that all agree on a step.
-        if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: Any) -> None:
-        self._signal = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def received(self, checkpoints: Checkpoints, step: int) -> bool:
-        """Whether the run is to stop after this step; the same on all hosts."""
-        if jax.process_count() > 1 and checkpoints.reached_preemption(step):
-            self._signal = signal.SIGTERM
-        return self._signal is not None
-
-    def leave(self, title: str, step: int, folder: Path) -> None:
-        """Ends the process with the signal's exit code."""
-        print(
-            f"{title}: stopped after step {step} and saved; start it again with the same workdir "
-            f"to resume ({folder}).",
-            file=sys.stderr,
-        )
-        raise SystemExit(128 + (self._signal or signal.SIGTERM))
-
-
 def _restore_or_start(
     checkpoints: Checkpoints,
     task: Task,
@@ -417,16 +417,17 @@ def _restore_or_start(
     abstract: TrainState,
     batches: Any,
 ) -> tuple[TrainState, int, dict[str, Any]]:
-    """The newest checkpoint, or else the task's initial weights; with step and log window."""
+    """The newest checkpoint, or else the task's initial weights; with step and `meta`."""
     restored = checkpoints.restore_latest(
         params=abstract.params,
         train={"step": abstract.step, "optimizer": abstract.optimizer},
         iterator=batches,
     )
     if restored is None:
-        return initial_state(task, optimizer, seed, abstract), 0, {"sums": {}, "count": 0}
+        window = {"sums": {}, "count": 0}
+        return initial_state(task, optimizer, seed, abstract), 0, {"window": window}
     state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"])
-    return state, restored.step, restored.meta["window"]
+    return state, restored.step, restored.meta
 
 
 def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,35 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.agreement import check_same_run, check_shared_folder
+from mmqa_jax.core.checksums import check_sums, read_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.wandb_log import check_wandb
-from mmqa_jax.core.workdir import claim_workdir
+from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.training.attempts import goodput, read_attempts
 from mmqa_jax.training.base_llm import make_text_tokenizer
 from mmqa_jax.training.checks import check_config
-from mmqa_jax.training.loop import Observed, train
+from mmqa_jax.training.continued import FREE
+from mmqa_jax.training.loop import Observed, Resuming, train
 from mmqa_jax.training.pretrained_vqa import keep_vocabulary
 from mmqa_jax.training.profile import parse_steps
 from mmqa_jax.training.recipes import MakeExamples, make_recipe, make_tokenizer
 from mmqa_jax.training.validation import Validation, read_best
-from mmqa_jax.weights.folder import RECORD, read_metadata
+from mmqa_jax.weights.folder import RECORD, RUN_FILES, read_metadata, write_run_sums
 
-# A run may resume with other values of these, on a host with another number of cores.
-_FREE = frozenset({"batches.threads", "batches.workers"})
+# A run may resume with other values of these, on other hosts: they change no step. Whether another
+# `train.steps` does is found out by training.continued.
+_FREE = frozenset(
+    {
+        *("batches.threads", "batches.workers", "mesh", "train.steps"),
+        *(f"train.{key}" for key in FREE),
+    }
+)
 
 # (config, corpus, tokenizer, abstract model) -> what the run is validated by.
 MakeValidation = Callable[[ConfigDict, Corpus, Any, nnx.Module], Validation]
@@ -49,6 +58,8 @@ def run_training(
     only_start: bool = False,
     profile: str | None = None,
     wandb: str | None = None,
+    skip_damaged: bool = False,
+    stretch_schedule: bool = False,
 ) -> dict[str, Any]:
     """Trains what the config describes, or resumes it.
 
@@ -62,6 +73,8 @@ def run_training(
         another run, for the other verbs.
       profile: START:END, steps to write a trace of; see training.profile.
       wandb: project in Weights & Biases that gets the rows of metrics.jsonl too.
+      skip_damaged: sets damaged checkpoints aside and goes on from an earlier one.
+      stretch_schedule: lets another `train.steps` change the schedule of a run that goes on.
 
     Returns:
       What `--json` prints: the task, the step and the folder, the best step if one is kept, and
@@ -87,7 +100,14 @@ def run_training(
         if wandb is not None:
             check_wandb(wandb)
         return _run_training(
-            config, folder, corpus, make_validation, make_examples, only_start, observed
+            config,
+            folder,
+            corpus,
+            make_validation,
+            make_examples,
+            only_start,
+            observed,
+            Resuming(skip_damaged, stretch_schedule),
         )
 
 
@@ -99,17 +119,28 @@ def _run_training(
     make_examples: MakeExamples | None,
     only_start: bool,
     observed: Observed,
+    resuming: Resuming,
 ) -> dict[str, Any]:
     if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
     given, config = config, with_local_copies(config)
     corpus = corpus or open_corpus(config.data.dir)
     steps = 0 if only_start else config.train.steps
-    further = {"--workdir": str(folder), "--only_start": only_start}
+    further = {
+        "--workdir": str(folder),
+        "--only_start": only_start,
+        "--skip_damaged": resuming.skip_damaged,
+        "--stretch_schedule": resuming.stretch_schedule,
+    }
     check_same_run(given, {**further, "the prepared corpus": corpus.fingerprint})
-    with claim_workdir(folder, given, work=("checkpoints/[0-9]*",), free=_FREE):
+    with claim_workdir(folder, given, work=("checkpoints/[0-9]*",), free=_FREE) as (workdir, _):
         distributed.barrier("the workdir is claimed")
         check_shared_folder(folder)
+        resuming = dataclasses.replace(
+            resuming,
+            former=read_config(folder).train.to_dict(),
+            on_start=lambda step: workdir.record_changes(given, step),
+        )
         distributed.connect_devices()
         if only_start and any(folder.glob("checkpoints/[0-9]*")):
             raise UserError(
@@ -119,10 +150,14 @@ def _run_training(
         if is_trained(folder, steps):
             _open_tokenizer(config, folder)  # raises if it is damaged
         else:
+            check_sums(
+                folder, RUN_FILES, remedy="copy the run again, or train it in a new --workdir"
+            )
             tokenizer = _make_tokenizer(config, corpus, folder)
             recipe = make_recipe(config, corpus, tokenizer, make_examples)
             if recipe.answers is not None:
                 keep_vocabulary(recipe.answers, folder)
+            _keep_sums(folder)
             validation = None
             if config.train.get("evaluate_every", 0) and not only_start:
                 assert make_validation is not None, "this caller cannot evaluate"
@@ -143,6 +178,7 @@ def _run_training(
                     metadata={"task": config.task, "corpus": corpus.fingerprint, **recipe.metadata},
                     only_start=only_start,
                     observed=observed,
+                    resuming=resuming,
                 )
             if recipe.reader is not None:
                 recipe.reader.warn_missing()
@@ -158,6 +194,15 @@ def _make_tokenizer(config: ConfigDict, corpus: Corpus, folder: Path) -> Any:
     if config.task == "language_model":
         return make_text_tokenizer(config, corpus, folder)
     return make_tokenizer(config.tokenizer, corpus, folder)
+
+
+def _keep_sums(folder: Path) -> None:
+    """Writes the checksums of the run's files when they are new."""
+    if jax.process_index() == 0:
+        there = {name for name in RUN_FILES if (folder / name).exists()}
+        if there - (read_sums(folder) or {}).keys():
+            write_run_sums(folder)
+    distributed.barrier("checksums")
 
 
 def _open_tokenizer(config: ConfigDict, folder: Path) -> Any:

@@ -14,15 +14,19 @@ from flax import nnx
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.checkpoint import Best, Checkpoints
+from mmqa_jax.core.checkpoint_files import find_damage_together
 from mmqa_jax.evaluation.source_selection import Cap, Select
 from mmqa_jax.training.state import Model, finished
-from mmqa_jax.weights.folder import RECORD, read_metadata, replace_trained
+from mmqa_jax.weights.folder import (
+    RECORD,
+    RUN_FILES,
+    WEIGHTS,
+    read_metadata,
+    replace_trained,
+)
 
 BEST = "best"  # in a run's workdir
-_KEPT = (
-    *("config.json", "answers.json"),
-    *("tokenizer.json", "tokenizer_config.json", "generation_config.json"),
-)
+_KEPT = ("config.json", *RUN_FILES)
 RECALL_AT = (1, 2, 5, 10, 20, 100)
 RetrievalMetric = Literal[
     "recall@1", "recall@2", "recall@5", "recall@10", "recall@20", "recall@100", "mrr"
@@ -199,6 +203,8 @@ class BestWeights:
     def repair(self, params: Any) -> None:
         """On resuming: writes the folder if a kill came between checkpoint and folder.
 
+        Or if its files are damaged since.
+
         Args:
           params: abstract, with the shardings that the parameters shall have.
         """
@@ -206,7 +212,9 @@ class BestWeights:
         if best is None:
             return
         written = (self._folder / RECORD).exists()
-        current = read_metadata(self._folder).get("step") if written else None
+        places = (self._folder, self._folder / WEIGHTS) if written else ()
+        damaged = [place for place in places if find_damage_together(place) is not None]
+        current = read_metadata(self._folder).get("step") if written and not damaged else None
         distributed.barrier("the best step is read")
         if current != best.step:
             self._write(self._checkpoints.restore_params(best.step, params), best)

@@ -34,6 +34,7 @@ from mmqa_jax.weights.folder import (
     is_weights_folder,
     load_converted,
     read_record,
+    write_converted_sums,
 )
 from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
@@ -177,6 +178,7 @@ def _convert_published(
             if preprocessing is not None:
                 more["preprocessing"] = preprocessing
             write_json(folder / RECORD, {**describe_model(entry, config, dtype), **more})
+            write_converted_sums(folder)
         else:
             _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
     return {**facts, "files": copied}

@@ -2,11 +2,13 @@
 
 `mmqa convert` and training write it, a training run beside its own files. `load_converted` opens
 either on any mesh; each device reads its own shards, so that no host holds the whole model.
+SHA256SUMS beside the arrays and beside model.json are checked before either is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -17,9 +19,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core.checksums import check_sums, files_below, write_sums
 from mmqa_jax.core.distributed import barrier
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import atomic_write, read_json
 from mmqa_jax.core.paths import absolute, as_path, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
@@ -30,8 +33,14 @@ from mmqa_jax.weights.registry import Architecture, architecture, architecture_o
 
 FORMAT = "mmqa_jax weights 1"
 WEIGHTS, RECORD = "weights", "model.json"
+# Of a training run: what else is needed to use its weights; config.json has its own checksum.
+RUN_FILES = ("answers.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 MIB = 1 << 20
 _OLD_RECORD = "config.json"  # of folders that were converted when training wrote its own format
+_DAMAGED = (
+    "copy the folder again, or train or convert the model again (who changed the file on purpose "
+    "deletes SHA256SUMS)"
+)
 _SHOWN = 5  # offenders listed of each kind
 
 
@@ -54,11 +63,16 @@ class Description:
 
 
 def is_weights_folder(path: str | os.PathLike) -> bool:
-    """Whether a path is a folder that `mmqa convert` or a finished training run wrote."""
+    """Whether a path is a folder that `mmqa convert` or a finished training run wrote.
+
+    Raises:
+      UserError: its model.json is damaged.
+    """
     path = Path(path)
     if not (path / WEIGHTS).is_dir() or not _record_file(path).is_file():
         return False
     record = read_json(_record_file(path))
+    check_sums(path, [RECORD], remedy=_DAMAGED)
     return isinstance(record, dict) and str(record.get("format", "")).startswith("mmqa_jax")
 
 
@@ -71,7 +85,8 @@ def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
     """The content of model.json.
 
     Raises:
-      UserError: the folder holds no finished weights, or model.json is of another kind.
+      UserError: the folder holds no finished weights, model.json is of another kind, or that or a
+        file beside it (a tokenizer) is damaged.
     """
     file = _record_file(as_path(folder))
     if not file.exists():
@@ -85,6 +100,7 @@ def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
             f"{file}: is not what training or `mmqa convert` writes; copy the folder again, or "
             "train or convert the model again."
         )
+    check_sums(folder, remedy=_DAMAGED)
     return metadata
 
 
@@ -170,6 +186,7 @@ def load_weights(
     """
     folder = Path(folder)
     read_metadata(folder)
+    check_sums(folder / WEIGHTS, remedy=_DAMAGED)
     target = flatten_named(abstract)
     _check_same_arrays(folder, target)
     arrays = read_weights(folder / WEIGHTS, target, on_bytes=on_bytes)
@@ -179,10 +196,10 @@ def load_weights(
 def save_trained(
     folder: str | os.PathLike, model: nnx.Module | None, params: Any, metadata: Mapping[str, Any]
 ) -> None:
-    """Writes the weights of a training run: `weights/` and, last, `model.json`.
+    """Writes the weights of a training run: `weights/`, checksums and, last, `model.json`.
 
     Args:
-      folder: gets the two; older ones in it are replaced.
+      folder: gets them; older ones in it are replaced. The RUN_FILES that it holds are part of it.
       model: the module; a kind that the registry lacks is stored without a description.
       params: pytree of its parameters.
       metadata: JSON values, for model.json.
@@ -200,7 +217,23 @@ def save_trained(
         entry = architecture_of(model)
         dtype = next(iter(named.values())).dtype.name
         described = describe_model(entry, model.config, dtype) if entry else {}
-        write_json(folder / RECORD, {**described, **metadata})
+        record = json.dumps({**described, **metadata}, indent=2, ensure_ascii=False) + "\n"
+        write_sums(folder / WEIGHTS)
+        write_run_sums(folder, coming={RECORD: record.encode()})
+        with atomic_write(folder / RECORD) as file:
+            file.write(record)
+
+
+def write_run_sums(folder: Path, coming: Mapping[str, bytes] | None = None) -> None:
+    """Writes the checksums of the RUN_FILES of a training run; `coming` as of `write_sums`."""
+    write_sums(folder, [name for name in RUN_FILES if (folder / name).exists()], coming=coming)
+
+
+def write_converted_sums(folder: Path) -> None:
+    """Writes the checksums of a folder of `mmqa convert`, whose files are all there."""
+    write_sums(folder / WEIGHTS)
+    names = files_below(folder)
+    write_sums(folder, [name for name in names if not name.startswith(f"{WEIGHTS}/")])
 
 
 def replace_trained(
@@ -235,11 +268,12 @@ def replace_trained(
     if primary:
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
+        new.mkdir(parents=True)
+        for file in companions:
+            shutil.copyfile(file, new / file.name)
     barrier("a folder for weights")
     save_trained(new, model, params, metadata)
     if primary:
-        for file in companions:
-            shutil.copyfile(file, new / file.name)
         if folder.exists():
             folder.rename(old)
         new.rename(folder)

@@ -66,14 +66,14 @@ def states(tmp_path_factory):
 def resume(folder):
     """The step that a run resumes from, None at a UserError; fails if it is not that step's all."""
     refused = None
-    with Checkpoints(folder, fingerprint="same") as checkpoints:
-        try:
+    try:
+        with Checkpoints(folder, fingerprint="same") as checkpoints:
             found = checkpoints.restore_latest(**arrays(0), iterator=tiny_run.pipeline())
-        except UserError as error:
-            refused = str(error)
+    except UserError as error:
+        refused = str(error)
     if refused is not None:
         assert f"{folder}/{NEW}" in refused
-        assert "delete that folder to continue without it" in refused
+        assert f"add --skip_damaged to set this one aside (as {NEW}.damaged)" in refused
         return None
     jax.tree.map(
         np.testing.assert_array_equal,

@@ -17,6 +17,7 @@ from test_training_resume import assert_same_run, killed_run, run
 from mmqa_jax.core import orbax_s3
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import local_copy
+from mmqa_jax.training.loop import Resuming
 from mmqa_jax.weights.folder import read_metadata
 
 NAME = "runs/tiny"
@@ -34,7 +35,11 @@ def local(tmp_path_factory):
 def checkpoints(store):
     """The steps of the complete ones."""
     names = (name.split("/") for name in store.names(f"{NAME}/checkpoints/"))
-    return {int(parts[3]) for parts in names if parts[4:] == ["commit_success.txt"]}
+    return {
+        int(parts[3])
+        for parts in names
+        if parts[3].isdigit() and parts[4:] == ["commit_success.txt"]
+    }
 
 
 def test_a_killed_run_in_gs_ends_equal_to_a_local_one(tmp_path, monkeypatch, local):
@@ -69,6 +74,23 @@ def test_a_killed_run_in_s3_ends_equal_to_a_local_one(tmp_path, monkeypatch, loc
     for name in ("", "/best"):
         assert read_metadata(f"{tmp_path}/copy{name}") == read_metadata(f"{local}{name}")
     assert_same_run(tmp_path / "copy", local)
+
+
+def test_a_damaged_checkpoint_in_gs_is_named_and_set_aside(tmp_path, monkeypatch):
+    with object_store.started(tmp_path / "store", monkeypatch):
+        store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
+        stopped = tiny_run.Watched(tiny_run.pipeline(), 24, tiny_run.raise_signal(15))
+        with pytest.raises(SystemExit):
+            run(GS, stopped)
+        store.put(f"{NAME}/checkpoints/24/meta/metadata", b"{}")
+        with pytest.raises(
+            UserError, match=r"24: meta/metadata is damaged .*checkpoint 20 is whole"
+        ):
+            run(GS)
+        run(GS, resuming=Resuming(skip_damaged=True), steps=60)
+        assert checkpoints(store) >= {50, 60}
+        names = {name.split("/")[3] for name in store.names(f"{NAME}/checkpoints/")}
+        assert names == {"24.damaged", "50", "60"}
 
 
 def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):

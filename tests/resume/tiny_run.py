@@ -32,7 +32,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.training import validation
-from mmqa_jax.training.loop import Observed, train
+from mmqa_jax.training.loop import Observed, Resuming, train
 from mmqa_jax.training.validation import Validation
 from mmqa_jax.weights import folder
 
@@ -147,7 +147,7 @@ def raise_signal(number):
 
 def run(
     workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None,
-    validation=None, observed=None, **changes,
+    validation=None, observed=None, resuming=None, **changes,
 ):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
@@ -161,6 +161,7 @@ def run(
         metadata=metadata,
         load_pretrained=load_pretrained,
         observed=observed or Observed(),
+        resuming=resuming or Resuming(),
     )
 
 

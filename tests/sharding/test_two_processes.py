@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -100,6 +101,29 @@ def test_two_processes_train_as_one_does(data, alone, tmp_path, command, axis, d
     for two, one in zip(curve(tmp_path / "two"), curve(alone), strict=True):
         assert two == pytest.approx(one, rel=1e-5)
     assert best_step(tmp_path / "two") == best_step(alone)
+
+
+def test_what_two_processes_began_one_ends(data, alone, tmp_path):
+    """On another mesh, saving and logging at other steps, by the same command else."""
+    run = tmp_path / "run"
+    flags = train_flags(data, run)
+    finish(launch(2, *MMQA, "train", *flags, "--config.mesh.data=2", "--config.train.keep=2"))
+    sums = (run / "checkpoints" / "2" / "SHA256SUMS").read_text()
+    assert "params/ocdbt.process_0/manifest.ocdbt" in sums
+    assert "params/ocdbt.process_1/manifest.ocdbt" in sums
+    shutil.rmtree(run / "checkpoints" / "4")  # as if both had been killed after step 3
+    (run / "model.json").unlink()
+    others = ("--config.mesh.data=1", "--config.train.checkpoint_every=3", "--config.train.keep=5")
+    finish(launch(1, *MMQA, "train", *flags, *others))
+    for ours, theirs in zip(curve(run), curve(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert best_step(run) == best_step(alone)
+    assert {"2", "3", "4"} <= {path.name for path in (run / "checkpoints").iterdir()}
+    (change,) = json.loads((run / "config.json").read_text())["changes"]
+    assert change["step"] == 2
+    assert change["changed"] == {
+        "mesh.data": [2, 1], "train.checkpoint_every": [2, 3], "train.keep": [2, 5]
+    }  # fmt: skip
 
 
 def test_processes_of_two_configs_are_refused(data, tmp_path):

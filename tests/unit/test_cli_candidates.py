@@ -150,6 +150,7 @@ def test_answers_of_another_run(trained, tmp_path):
     shutil.copytree(trained / "run0", run)
     answers = json.loads((run / "answers.json").read_text())
     (run / "answers.json").write_text(json.dumps([*answers, "zebra"]))
+    (run / "SHA256SUMS").unlink()  # changed on purpose
     before = tree(run)
     flags = (f"--data={trained / 'data'}", f"--out={tmp_path / 'out'}", "--examples_split=test")
     ended = mmqa("candidates", "--model", run, trained / "run1", *flags)

@@ -73,7 +73,7 @@ def test_there_and_back(model, made, tmp_path):
         assert isinstance(got[name], jax.Array)
     size = sum(array.size for array in want.values())
     assert (result["parameters"], result["bytes"]) == (size, 4 * size)
-    assert sorted(path.name for path in out.iterdir()) == ["model.json", "weights"]
+    assert sorted(path.name for path in out.iterdir()) == ["SHA256SUMS", "model.json", "weights"]
 
     back = done(
         "convert", f"--model={model}", f"--source={out}", f"--out={tmp_path / 'hf'}", "--export=hf"
@@ -414,11 +414,12 @@ def test_a_damaged_conversion_is_named(made, tmp_path):
             else:
                 content["format"] = "mmqa_jax weights 9"
             (out / "model.json").write_text(json.dumps(content))
+            (out / "SHA256SUMS").unlink()  # changed on purpose
         else:
             (out / "weights" / damage).unlink()
         expected = {
             "config": r"layers/up/kernel is \[2, 12, 16\], the model's is \[2, 12, 20\]",
             "format": r"model\.json: format is 'mmqa_jax weights 9', expected",
-        }.get(damage, r"weights: files in it are missing, truncated or damaged; copy")
+        }.get(damage, r"weights: \S+ is (missing|damaged \(.*\)); copy")
         with pytest.raises(UserError, match=expected):
             load_converted(out)

@@ -82,7 +82,7 @@ def test_a_corpus_that_was_not_prepared_to_its_end(verb, wrong, data, refused, t
     [
         ("model.json", r"model\.json, line 2, column 1: not valid JSON .*; repair that line"),
         ("config.json", r"config\.json, line 2, column 1: not valid JSON .*; repair that line"),
-        ("tokenizer.json", r"tokenizer\.json: not a tokenizer .*line 2.*; give a tokenizer\.json"),
+        ("tokenizer.json", r"run: tokenizer\.json is damaged .*; copy the folder again"),
     ],
 )
 @pytest.mark.parametrize("verb", ["embed", "search", "rerank", "answer"])
@@ -98,7 +98,7 @@ def test_a_run_whose_files_are_broken(verb, name, message, wrong, models, refuse
     ("name", "message"),
     [
         ("config.json", r"config\.json: is not a run's config\.json; copy the run again"),
-        ("model.json", r"model\.json: is not what training or|a model of task None"),
+        ("model.json", r"model\.json: is not what training or|run: model\.json is damaged"),
     ],
 )
 def test_a_run_whose_files_are_of_another_shape(
@@ -123,7 +123,7 @@ def test_weights_that_are_cut(name, wrong, models, refused, tmp_path):
     files = (path for path in weights.rglob("*") if path.is_file())
     cut = max(files, key=lambda path: (path == weights / name, path.stat().st_size))
     cut.write_bytes(cut.read_bytes()[:50])
-    message = r"run/weights: files in it are missing, truncated or damaged; copy the folder again"
+    message = r"run/weights: \S+ is damaged .*; copy the folder again"
     refused(*wrong["rerank"], f"--model={tmp_path / 'run'}", message=message)
 
 

@@ -50,7 +50,7 @@ def test_training_in_a_store_equals_a_local_one(
         assert {name: store.version(name) for name in store.names()} == before
         ended = mmqa("train", *flags, "--config.train.steps=3")
         assert ended.code == 2
-        assert "holds a run of another config: train.steps" in ended.err
+        assert "train.steps=3: the run began with 2" in ended.err
         ended = mmqa("train", *flags, "--config.data.dir=gs://nowhere/data")
         assert ended.code == 2
         assert "there is no bucket nowhere" in ended.err

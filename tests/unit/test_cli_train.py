@@ -251,11 +251,17 @@ def test_a_workdir_of_another_config_is_refused(refused, data, models, tmp_path)
     refused("train", *flags, message=r"config\.json, line 2, column 12: not valid JSON .*; repair")
 
 
+def test_more_steps_than_the_schedule_had_are_refused(refused, data, models, tmp_path):
+    shutil.copytree(models / "rerank", tmp_path / "run")
+    flags = train_flags("rerank", data, tmp_path / "run", **{"train.steps": 3})
+    refused("train", *flags, message=r"train\.steps=3: the run began with 2.*--stretch_schedule")
+
+
 def test_a_finished_run_that_is_damaged_is_not_called_done(refused, data, models, tmp_path):
     shutil.copytree(models / "rerank", tmp_path / "run")
     flags = train_flags("rerank", data, tmp_path / "run")
     (tmp_path / "run" / "tokenizer.json").write_text("{oops")
-    refused("train", *flags, message=r"tokenizer\.json: not a tokenizer")
+    refused("train", *flags, message=r"run: tokenizer\.json is damaged .*; copy the folder again")
     (tmp_path / "run" / "model.json").write_text("[]")
     refused(
         "train",
@@ -271,10 +277,10 @@ def test_a_checkpoint_that_is_cut_is_named(refused, data, models, tmp_path):
     last = run / "checkpoints" / "2"
     cut = max((last / "params").rglob("*"), key=lambda path: path.is_file() * path.stat().st_size)
     cut.write_bytes(cut.read_bytes()[:100])
-    message = r"checkpoints/2: files in it are truncated or damaged; delete that folder to continue"
+    message = r"checkpoints/2: params/.* is damaged .*no earlier checkpoint is whole; .*, or delete"
     flags = train_flags("rerank", data, run)
     refused("train", *flags, message=message)
-    shutil.rmtree(last)
+    shutil.rmtree(run / "checkpoints")
     done("train", *flags)
     steps = [row["step"] for row in rows_of(run / "metrics.jsonl")]
     assert steps == [1, 2]

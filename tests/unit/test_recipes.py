@@ -328,8 +328,8 @@ def test_a_run_is_trained_once_and_says_what_it_is(trained, tmp_path):
     assert not run.is_trained(tmp_path, 4)
     assert run.run_training(config, tmp_path, CORPUS) == result
     assert len(trained) == 1
-    config.train.steps = 4
-    with pytest.raises(UserError, match=r"train\.steps \(3 there, 4 now\).*new --workdir"):
+    config.seed = 5
+    with pytest.raises(UserError, match=r"seed \(4 there, 5 now\).*new --workdir"):
         run.run_training(config, tmp_path, CORPUS)
     assert len(trained) == 1
 

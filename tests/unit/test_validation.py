@@ -126,7 +126,7 @@ def test_a_run_says_which_step_was_best(task, runs):
     assert best["value"] == max(row[metric] for row in values.values())
     assert best["value"] == values[best["step"]][metric]
     kept = {path.name for path in (folder / task / "best").iterdir()}
-    assert kept == {"config.json", "model.json", "tokenizer.json", "weights"}
+    assert kept == {"config.json", "model.json", "tokenizer.json", "weights", "SHA256SUMS"}
 
 
 def test_the_report_of_a_run_shows_its_validation(runs):

@@ -99,6 +99,7 @@ def test_a_folder_of_an_older_convert_is_read(tmp_path):
     record = json.loads((tmp_path / "model.json").read_text())
     del record["task"]
     (tmp_path / "model.json").unlink()
+    (tmp_path / "SHA256SUMS").unlink()
     (tmp_path / "config.json").write_text(json.dumps(record))
     assert is_converted(tmp_path)
     assert load_converted(tmp_path).config == VLP

@@ -1,0 +1,71 @@
+"""A workdir that is deleted or moved while the run goes on: an error, and nothing is made anew."""
+
+from __future__ import annotations
+
+import shutil
+
+import object_store
+import pytest
+import tiny_run
+
+from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.paths import as_path, remove_tree
+from mmqa_jax.core.workdir import claim_workdir
+
+
+@pytest.mark.parametrize("at", [6, 18, 59], ids=["before a save", "between saves", "at the end"])
+def test_a_deleted_workdir_ends_the_run(tmp_path, at):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text("{}")
+
+    def delete(_):
+        workdir.rename(tmp_path / "deleted")  # at once, while a save may be writing
+        shutil.rmtree(tmp_path / "deleted", ignore_errors=True)
+
+    batches = tiny_run.Watched(tiny_run.pipeline(), at, delete)
+    with pytest.raises(
+        RunError, match=r"run/config\.json: is gone, deleted or moved while the run"
+    ):
+        tiny_run.run(workdir, batches)
+    assert not workdir.exists()
+
+
+def test_a_moved_workdir_ends_the_run_although_another_takes_its_place(tmp_path):
+    workdir = tmp_path / "run"
+
+    def move(_):
+        workdir.rename(tmp_path / "elsewhere")
+        workdir.mkdir()
+
+    with pytest.raises(RunError, match=r"metrics\.jsonl: is gone"):
+        tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 18, move))
+    assert not list(workdir.iterdir())
+    tiny_run.run(tmp_path / "elsewhere", tiny_run.pipeline())  # and goes on where it is now
+
+
+def test_deleted_objects_end_the_run(tmp_path, monkeypatch):
+    with object_store.started(tmp_path / "store", monkeypatch):
+        place = as_path(f"gs://{object_store.BUCKET}/run")
+        batches = tiny_run.Watched(tiny_run.pipeline(), 8, lambda batch: remove_tree(place))
+        with pytest.raises(RunError, match=r"run/metrics\.jsonl: is gone"):
+            tiny_run.run(place, batches)
+        store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
+        assert not list(store.names("run/"))
+
+
+def test_other_verbs_fail_too_when_their_workdir_is_gone(tmp_path):
+    workdir = tmp_path / "run"
+    with (
+        pytest.raises(RunError, match=r"config\.json: is gone, the workdir was deleted"),
+        claim_workdir(workdir, {"seed": 1}, work=()),
+    ):
+        shutil.rmtree(workdir)
+    assert not workdir.exists()
+    with (
+        pytest.raises(RunError, match=r"stages/\.index\.running\.json: is gone"),
+        claim_workdir(workdir, {"seed": 1}, work=()) as (claimed, _),
+        claimed.stage("index"),
+    ):
+        shutil.rmtree(workdir)
+    assert not workdir.exists()

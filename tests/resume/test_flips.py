@@ -1,0 +1,119 @@
+"""A damaged file of a checkpoint or of weights is refused by name, or changes nothing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import tiny_run
+from flip_targets import TARGETS
+from flips import REFUSED, SAME, Damage, damaged, each_file, made
+
+from mmqa_jax.core.checksums import SUMS, find_damage
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.training.loop import Resuming
+from mmqa_jax.weights.folder import read_metadata
+
+BY_NAME = {target.name: target for target in TARGETS}
+# What no result depends on: an older checkpoint but for its score, Orbax's own notes on a
+# checkpoint, and of a run's config.json all but the config itself.
+HARMLESS = re.compile(
+    r"10/(?!metrics/metrics)|20/(_CHECKPOINT_METADATA|commit_success\.txt)$|(best/)?config\.json$"
+)
+
+
+@pytest.fixture(scope="module")
+def folders():
+    with made(
+        [BY_NAME[name] for name in ("training step", "trained run", "converted weights")]
+    ) as f:
+        yield f
+
+
+@pytest.mark.parametrize("name", ["training step", "trained run", "converted weights"])
+def test_damage_of_every_file(folders, name):
+    target = BY_NAME[name]
+    folder, wanted = folders[target]
+    files = target.damaged_files(folder)
+    assert any(file.name == SUMS for file in files)
+    assert len(files) > 12
+    for file in files:
+        damages = list(each_file((folder / file).stat().st_size))
+        if harmless := HARMLESS.match(str(file)):  # opening it whole takes longer than refusing it
+            damages = damages[1:2]
+        for damage in damages:
+            outcome = damaged(target, folder, file, damage, wanted)
+            kinds = (REFUSED, SAME) if harmless else (REFUSED,)
+            assert outcome.kind in kinds, f"{file}, {damage}: {outcome}"
+
+
+def stopped(workdir):
+    """A run that was stopped at step 24, with checkpoints 20 and 24."""
+    with pytest.raises(SystemExit):
+        tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 24, tiny_run.raise_signal(15)))
+    return workdir
+
+
+def largest(folder):
+    return max(folder.rglob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+
+
+def test_a_damaged_step_is_refused_and_the_one_before_it_offered(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("MMQA_PROGRESS", raising=False)
+    whole = stopped(tmp_path / "whole")
+    run = shutil.copytree(whole, tmp_path / "run")
+    file = largest(run / "checkpoints" / "24" / "params")
+    Damage(file.stat().st_size // 2, 3).apply(file)
+    name = file.relative_to(run / "checkpoints" / "24")
+    with pytest.raises(
+        UserError,
+        match=rf"checkpoints/24: {name} is damaged \(.*\); checkpoint 20 is whole: add "
+        r"--skip_damaged to set this one aside \(as 24\.damaged\) and go on from 20\.$",
+    ):
+        tiny_run.run(run, tiny_run.pipeline())
+    assert (run / "checkpoints" / "24").is_dir()
+    capfd.readouterr()
+    ours = tiny_run.run(run, tiny_run.pipeline(), resuming=Resuming(skip_damaged=True))
+    assert "set aside as 24.damaged, going on from step 20" in capfd.readouterr().err
+    assert (run / "checkpoints" / "24.damaged").is_dir()
+    theirs = tiny_run.run(whole, tiny_run.pipeline())
+    for one, other in zip(*map(tiny_run.jax.tree.leaves, (ours, theirs)), strict=True):
+        assert (one == other).all()
+
+
+def test_without_an_earlier_whole_step_nothing_is_set_aside(tmp_path):
+    run = stopped(tmp_path / "run")
+    for step in (20, 24):
+        (run / "checkpoints" / str(step) / "iterator" / "metadata").write_text("{}")
+    for flag in (False, True):
+        with pytest.raises(
+            UserError, match=r"24: iterator/metadata is damaged .*no earlier checkpoint is whole"
+        ):
+            tiny_run.run(run, tiny_run.pipeline(), resuming=Resuming(skip_damaged=flag))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["20", "24"]
+
+
+def test_a_checkpoint_from_before_the_checksums_is_opened(tmp_path):
+    whole = stopped(tmp_path / "whole")
+    run = shutil.copytree(whole, tmp_path / "run")
+    for sums in run.rglob(SUMS):
+        sums.unlink()
+    ours, theirs = (tiny_run.run(one, tiny_run.pipeline()) for one in (run, whole))
+    for one, other in zip(*map(tiny_run.jax.tree.leaves, (ours, theirs)), strict=True):
+        assert (one == other).all()
+
+
+def test_a_damaged_folder_best_is_written_again(tmp_path):
+    """On resuming, from the best step's checkpoint."""
+    batches = tiny_run.Watched(tiny_run.pipeline(), 24, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
+    best = tmp_path / "best"
+    before = find_damage(best / "weights"), read_metadata(best)
+    for file in (best / "model.json", largest(best)):
+        Damage(file.stat().st_size // 2, 1).apply(file)
+    batches = tiny_run.Watched(tiny_run.pipeline(), 1, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
+    assert (find_damage(best / "weights"), read_metadata(best)) == before

@@ -1,0 +1,119 @@
+"""A run that goes on with other options: those that change no step's numbers, or more steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_run
+from test_training_resume import curve
+
+from mmqa_jax.core.config import config_fingerprint
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.workdir import Workdir
+from mmqa_jax.training.loop import Resuming
+from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
+
+CONSTANT = {"name": "adamw", "learning_rate": 0.01, "schedule": "constant", "warmup": 0}
+
+
+def losses(workdir):
+    return {row["step"]: row["loss"] for row in curve(workdir) if "loss" in row}
+
+
+def stop_at(workdir, step, **changes):
+    batches = tiny_run.Watched(tiny_run.pipeline(), step, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        tiny_run.run(workdir, batches, **changes)
+
+
+def test_what_changes_no_step_may_change(tmp_path):
+    stop_at(tmp_path / "ours", 11, steps=20, log_every=1)
+    others = {"checkpoint_every": 7, "evaluate_every": 5, "keep": 4, "log_every": 1}
+    others |= {"on_nan": "skip", "skip_at_most": 3}
+    tiny_run.run(tmp_path / "ours", tiny_run.pipeline(), steps=20, **others)
+    tiny_run.run(tmp_path / "theirs", tiny_run.pipeline(), steps=20, log_every=1)
+    assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
+    kept = {path.name for path in (tmp_path / "ours" / "checkpoints").iterdir()}
+    assert kept == {"10", "11", "14", "20"}
+
+
+def test_more_steps_of_a_constant_schedule_are_those_of_a_longer_run(tmp_path):
+    tiny_run.run(tmp_path / "ours", tiny_run.pipeline(), steps=8, log_every=1, optimizer=CONSTANT)
+    for workdir in ("ours", "theirs"):
+        tiny_run.run(
+            tmp_path / workdir, tiny_run.pipeline(), steps=16, log_every=1, optimizer=CONSTANT
+        )
+    assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
+    assert len(losses(tmp_path / "ours")) == 16
+    with pytest.raises(UserError, match=r"train\.steps=12: the run has taken 16 steps"):
+        tiny_run.run(tmp_path / "ours", tiny_run.pipeline(), steps=12, optimizer=CONSTANT)
+
+
+def test_a_schedule_is_stretched_only_with_the_flag(tmp_path):
+    tiny_run.run(tmp_path, tiny_run.pipeline(), steps=10, log_every=1)
+    with pytest.raises(
+        UserError,
+        match=r"train\.steps=20: the run began with 10, and with 20 the schedule linear would have "
+        r"given step 2 the learning rate .* add --stretch_schedule .* from step 11 on\.$",
+    ):
+        tiny_run.run(tmp_path, tiny_run.pipeline(), steps=20, log_every=1)
+    stretched = Resuming(stretch_schedule=True)
+    stop = tiny_run.Watched(tiny_run.pipeline(), 5, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        tiny_run.run(tmp_path, stop, steps=20, log_every=1, resuming=stretched)
+    tiny_run.run(tmp_path, tiny_run.pipeline(), steps=20, log_every=1)  # from now on it has 20
+    options = tiny_run.train_config().optimizer.to_dict()
+    rates = [
+        make_schedule(OptimizerOptions(**options), total)(step)
+        for total, steps in ((10, range(10)), (20, range(10, 20)))
+        for step in steps
+    ]
+    found = [row["learning_rate"] for row in curve(tmp_path) if "learning_rate" in row]
+    assert found == pytest.approx([float(rate) for rate in rates], rel=1e-6)
+
+
+def test_checkpoints_of_older_versions_go_on(tmp_path):
+    """Their fingerprint is of the whole section `train`, and they name no number of steps."""
+    stop_at(tmp_path, 12, steps=20)
+    old = tiny_run.train_config(steps=20).to_dict()
+    (folder,) = (tmp_path / "checkpoints").glob("12")
+    meta = json.loads((folder / "meta" / "metadata").read_text())
+    del meta["steps"]
+    meta["fingerprint"] = config_fingerprint({"train": old, "seed": 7, "model": {}})
+    (folder / "meta" / "metadata").write_text(json.dumps(meta))
+    (folder / "SHA256SUMS").unlink()
+    changed = {"steps": 20, "log_every": 5}
+    with pytest.raises(UserError, match=r"checkpoints/12: is a checkpoint of another config"):
+        tiny_run.run(tmp_path, tiny_run.pipeline(), **changed)  # nobody says what it was before
+    tiny_run.run(tmp_path, tiny_run.pipeline(), resuming=Resuming(former=old), **changed)
+    assert [row["step"] for row in curve(tmp_path) if "loss" in row] == [4, 8, 12, 15, 20]
+
+
+def test_config_json_keeps_what_changed(tmp_path):
+    one = {"mesh": {"data": 2}, "train": {"steps": 4, "rate": 0.5}}
+    other = {"mesh": {"data": 1}, "train": {"steps": 9, "rate": 0.5}}
+    with Workdir(tmp_path) as workdir:
+        workdir.claim(one)
+        assert workdir.claim(other, free={"mesh", "train.steps"})
+        workdir.record_changes(other, 4)
+        workdir.record_changes(other, 6)
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["config"] == other
+    (change,) = record["changes"]
+    assert change["step"] == 4
+    assert change["date"].startswith("20")
+    assert change["changed"] == {"mesh.data": [2, 1], "train.steps": [4, 9]}
+    with Workdir(tmp_path) as workdir:
+        assert workdir.claim(other)
+        with pytest.raises(UserError, match=r"train\.steps \(9 there, 4 now\)"):
+            workdir.claim(one, free={"mesh", "train"[:-1]})
+
+
+def test_a_damaged_config_json_is_named(tmp_path):
+    with Workdir(tmp_path) as workdir:
+        workdir.claim({"seed": 10})
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("10", "18", 1))
+    with Workdir(tmp_path) as workdir, pytest.raises(UserError, match=r"config\.json: is damaged"):
+        workdir.claim({"seed": 10})
