@@ -83,6 +83,20 @@ def decode(data: bytes, name: str = "picture") -> Image.Image:
     return _opened(data, name, picture_modes.rgb_on_white)
 
 
+def shown(data: bytes, pixels: int, name: str = "picture") -> Image.Image:
+    """A picture for a page: 8 bits a channel, alpha kept, sides of at most `pixels`.
+
+    Raises PictureError with `name`.
+    """
+
+    def small(image: Image.Image) -> Image.Image:
+        made = image.copy()
+        made.thumbnail((pixels, pixels))
+        return made
+
+    return _opened(data, name, small, 2 * pixels)
+
+
 def _opened(
     data: bytes,
     name: str,
