@@ -4,7 +4,9 @@ A picture is worth what its file holds. Codecs pack flat areas without limit (10
 WebP are a white square of 16,383 x 16,383 pixels), so that neither a file's size nor what it claims
 alone bounds the memory of whoever reads it:
 
-    a file         MOST_BYTES at most
+    a file         MOST_BYTES at most, also as a member of a tar, a line of base64 or a table's cell
+    a table's      MOST_BYTES, and 8 times as much as the file holds of it (encoded pictures hardly
+    row group      pack any further)
     decoded        FREE_PIXELS, and PIXELS_PER_BYTE more for each byte of the file; never more than
                    MOST_PIXELS
     made of it     FREE_PIXELS at most in a picture that only resizing makes
@@ -37,6 +39,16 @@ def check_bytes(size: int, name: str) -> None:
         raise PictureError(
             f"{name}: {size:,} bytes, more than the {MOST_BYTES:,} of a picture file; give a "
             "smaller picture."
+        )
+
+
+def check_unpacked(held: int, size: int, where: str) -> None:
+    """UserError where `held` compressed bytes of a file claim to be so many encoded pictures."""
+    most = MOST_BYTES + 8 * held
+    if size > most:
+        raise UserError(
+            f"{where}: {held:,} bytes claim to hold {size:,} of pictures, more than {most:,}; "
+            "the file is damaged, fetch it again."
         )
 
 

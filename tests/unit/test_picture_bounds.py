@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import images, picture_bounds
+from mmqa_jax.data.datasets.parquet import ParquetPictures
+from mmqa_jax.data.datasets.picture_files import PictureFiles
 from mmqa_jax.data.exact_resize import resized_on_square, resized_part
 from mmqa_jax.data.llava_images import PAD_COLOR, llava_pixels, pad_to_square
 
@@ -195,3 +198,33 @@ def test_llava_takes_the_short_way_only_for_large_squares():
     np.testing.assert_array_equal(
         llava_pixels(image, 28), images.to_pixels(pad_to_square(image), 28, "crop")
     )
+
+
+def test_pictures_of_a_table_are_read_one_by_one(tmp_path, monkeypatch):
+    """A dictionary of one picture for 2,000 rows: 16 GiB as a list, 8 MiB here."""
+    import pyarrow
+    import pyarrow.parquet
+
+    picture = encode(Image.new("RGB", (9, 9))) + bytes(2**23)
+    rows = pyarrow.DictionaryArray.from_arrays([0] * 2_000, [picture])
+    cells = pyarrow.StructArray.from_arrays([rows, pyarrow.array(["x"] * 2_000)], ["bytes", "path"])
+    path = tmp_path / "train.parquet"
+    table = pyarrow.table({"id": [str(n) for n in range(2_000)], "image": cells})
+    pyarrow.parquet.write_table(table, path)
+    before = pyarrow.total_allocated_bytes()
+    pictures = ParquetPictures([path], "id")
+    assert pictures("1999") == picture
+    assert pyarrow.total_allocated_bytes() - before < 2**26
+    monkeypatch.setattr(picture_bounds, "MOST_BYTES", 1_000)
+    with pytest.raises(picture_bounds.PictureError, match=r"id 7: .* bytes, more than the 1,000"):
+        pictures("7")
+    with pytest.raises(UserError, match=r"train\.parquet, row group 0: .* bytes claim to hold"):
+        ParquetPictures([path], "id")("7")
+
+
+def test_names_of_a_benchmark_do_not_lead_out_of_its_folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret.png").write_bytes(b"x")
+    for place in ("../secret.png", str(tmp_path / "secret.png"), "a/../../secret.png"):
+        with pytest.raises(UserError, match=r"'q' is said to lie at .*, outside that folder"):
+            PictureFiles(tmp_path / "in", {"q": (place,)})
