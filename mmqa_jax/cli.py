@@ -11,11 +11,12 @@ import argparse
 import difflib
 import gc
 import importlib
+import io
 import json
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import skip_absent_tpu
@@ -35,9 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imports and traces make millions of objects that stay. To look for garbage after every 700 of
     # them, as Python does by default, takes a tenth of a short run.
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
+    _print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in argv
     try:
+        _check_text(argv)
         argv, overrides = _split_config_overrides(argv)
         arguments = make_parser().parse_args(argv)
         if overrides and not hasattr(arguments, "config"):
@@ -55,8 +58,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("mmqa: interrupted; start the same command again to continue.", file=sys.stderr)
         return _INTERRUPTED
     if arguments.json:
-        print(json.dumps(result, ensure_ascii=False))
+        print(_json_line(result))
     return 0
+
+
+def _print_anything() -> None:
+    """What the terminal's encoding lacks is printed as an escape (\\u2013) and ends no run.
+
+    The encoding may be ASCII or Latin-1 (LC_ALL, PYTHONIOENCODING, a pipe), and a file's name may
+    hold bytes that are no text, which Python keeps as lone surrogates.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _check_text(argv: Sequence[str]) -> None:
+    """UserError for an argument that is no text: it could be written into no file of a run."""
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{argument}: holds bytes that are no text in this locale "
+                f"({sys.getfilesystemencoding()}); rename the file, or set LC_ALL=C.UTF-8."
+            ) from None
+
+
+def _json_line(result: Any) -> str:
+    """One line of JSON that stdout's encoding can hold: in others than UTF-8 in ASCII."""
+    text = json.dumps(result, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # Python's own escapes are not all JSON's
+        return json.dumps(result)
+    return text
 
 
 def _check_stores(arguments: argparse.Namespace) -> None:

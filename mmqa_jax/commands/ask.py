@@ -24,12 +24,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the questions in turn and prints each answer with its sources."""
     if not all(text.strip() for text in arguments.question):
         raise UserError("the question is empty; write one in quotes.")
-    from mmqa_jax.data.images import load_picture_file
+    from mmqa_jax.data.images import decode, read_picture_file
 
     picture = None
     if arguments.image is not None:
-        load_picture_file(arguments.image)  # a broken file is refused before models load
-        picture = Path(arguments.image).read_bytes()
+        picture = read_picture_file(arguments.image)
+        decode(picture, arguments.image)  # a broken file is refused before models load
     from mmqa_jax.core import distributed
 
     distributed.start()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -13,13 +13,21 @@ from jaxtyping import Float, UInt8
 from PIL import Image, ImageFile
 
 from mmqa_jax.core.errors import RunError, UserError, first_names
+from mmqa_jax.data import picture_modes
+from mmqa_jax.data.exact_resize import resized_part
+from mmqa_jax.data.picture_bounds import (
+    FREE_PIXELS,
+    PictureError,
+    check_bytes,
+    check_decoded,
+    check_made,
+)
 
 Resize = Literal["squash", "crop", "crop_openai", "sample"]
 Alpha = Literal["white", "dropped"]
 
-
-class PictureError(UserError):
-    """These bytes are not a picture that can be decoded."""
+# Not decoded: PostScript and metafiles are programs, which Pillow has others run.
+_PROGRAMS = ("EPS", "WMF")
 
 
 class BrokenPictures:
@@ -68,10 +76,25 @@ class BrokenPictures:
 def decode(data: bytes, name: str = "picture") -> Image.Image:
     """Decodes an encoded picture (any format Pillow reads) to RGB, alpha composited on white.
 
-    Truncated files are decoded as far as possible, as in the WebQA baseline. Raises PictureError
+    Truncated files are decoded as far as possible, as in the WebQA baseline. What the pixels of
+    each mode mean: picture_modes; how large a picture may be: picture_bounds. Raises PictureError
     with `name` where the bytes are no picture.
     """
-    return _opened(data, name, _to_rgb)
+    return _opened(data, name, picture_modes.rgb_on_white)
+
+
+def shown(data: bytes, pixels: int, name: str = "picture") -> Image.Image:
+    """A picture for a page: 8 bits a channel, alpha kept, sides of at most `pixels`.
+
+    Raises PictureError with `name`.
+    """
+
+    def small(image: Image.Image) -> Image.Image:
+        made = image.copy()
+        made.thumbnail((pixels, pixels))
+        return made
+
+    return _opened(data, name, small, 2 * pixels)
 
 
 def _opened(
@@ -79,25 +102,57 @@ def _opened(
     name: str,
     convert: Callable[[Image.Image], Image.Image],
     least: int | None = None,
+    *,
+    alpha: Alpha = "white",
 ) -> Image.Image:
-    """The encoded picture after `convert`; PictureError with `name` where that fails.
+    """The encoded picture, with 8 bits a channel, after `convert`.
+
+    PictureError with `name` where that fails.
 
     `least`: a JPEG is decoded at the smallest of 1, 1/2, 1/4 and 1/8 of its size with sides of so
     many pixels or more; None: at its size.
     """
     # Pillow has no switch per call; the original systems set the same flag.
     ImageFile.LOAD_TRUNCATED_IMAGES = True
+    check_bytes(len(data), name)
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            check_decoded(image, len(data), name)
+            samples = picture_modes.samples_of(image)
             if least is not None:
                 image.draft(None, (least, least))
             image.load()
-            return convert(image)
+            if alpha == "dropped" and image.mode != "P":
+                image.info.pop("transparency", None)
+            if picture_modes.needs_low_bytes(image, samples):
+                return convert(picture_modes.with_key(image, _low_bytes(data)))
+            return convert(picture_modes.eight_bits(image, samples))
+    except PictureError:
+        raise
+    except picture_modes.UnknownRange as error:
+        raise PictureError(f"{name}: {error}.") from error
     except Exception as error:  # decoders raise errors of many kinds
         raise PictureError(
             f"{name}: not a picture that can be decoded ({_reason(error)}); give a PNG, JPEG, "
             "GIF or WebP file."
         ) from error
+
+
+def _low_bytes(data: bytes) -> Image.Image:
+    """The low bytes of a PNG with 16 bits a channel, as RGB."""
+    with Image.open(io.BytesIO(data)) as image:
+        # The same bytes in the other order: what Pillow keeps is then the low one.
+        image.tile = [tile._replace(args="RGB;16L") for tile in image.tile]
+        image.load()
+        return image.copy()
+
+
+@functools.cache
+def _formats() -> list[str]:
+    """Pillow's formats, in the order in which it tries them."""
+    Image.preinit()
+    Image.init()
+    return [form for form in Image.ID if form not in _PROGRAMS]
 
 
 def decode_to_pixels(
@@ -124,13 +179,14 @@ def decode_to_pixels(
 
     def on_white(image: Image.Image) -> Image.Image:
         # What is RGB already is not copied.
-        return _square(image if _is_plain(image) else _to_rgb(image), size, resize)
+        plain = picture_modes.is_plain(image)
+        return _square(image if plain else picture_modes.rgb_on_white(image), size, resize, name)
 
     def without_alpha(image: Image.Image) -> Image.Image:
-        return _square(_scaled_down(image), size, resize).convert("RGB")
+        return _square(image, size, resize, name).convert("RGB")
 
     convert = on_white if alpha == "white" else without_alpha
-    return np.asarray(_opened(data, name, convert, size if scaled else None))
+    return np.asarray(_opened(data, name, convert, size if scaled else None, alpha=alpha))
 
 
 def verify(data: bytes, name: str = "picture") -> None:
@@ -139,24 +195,38 @@ def verify(data: bytes, name: str = "picture") -> None:
     Only a picture that fails the cheap check is decoded in full, since the lenient
     decoder may still read it. Raises PictureError.
     """
+    check_bytes(len(data), name)
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            check_decoded(image, len(data), name)
+            # What these hold is known only once they are decoded.
+            sure = image.mode not in ("I", "F") and image.format != "TIFF"
             image.verify()
+    except PictureError:
+        raise
     except Exception:  # see decode
+        sure = False
+    if not sure:
         decode(data, name)
 
 
 def load_picture_file(path: str | os.PathLike) -> Image.Image:
     """Reads a picture file given by the user; raises UserError where it is not one."""
+    return decode(read_picture_file(path), str(path))
+
+
+def read_picture_file(path: str | os.PathLike) -> bytes:
+    """Encoded bytes of a picture file; UserError where it cannot be read or is too large."""
     try:
-        data = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            check_bytes(os.fstat(file.fileno()).st_size, str(path))
+            return file.read()
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such picture file; check the path.") from error
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); a picture file was expected."
         ) from error
-    return decode(data, str(path))
 
 
 def to_pixels(
@@ -177,7 +247,9 @@ def to_pixels(
     return np.asarray(_square(image, size, resize))
 
 
-def _square(image: Image.Image, size: int, resize: Resize) -> Image.Image:
+def _square(image: Image.Image, size: int, resize: Resize, name: str = "picture") -> Image.Image:
+    if resize in ("squash", "sample"):
+        check_made(size, max(image.size), name)  # Pillow resizes one side first
     if resize == "squash":
         return image.resize((size, size), Image.Resampling.BICUBIC)
     if resize == "sample":
@@ -189,14 +261,24 @@ def _square(image: Image.Image, size: int, resize: Resize) -> Image.Image:
         )
     width, height = image.size
     short = min(width, height)
-    scaled = image.resize(
-        (int(size * width / short), int(size * height / short)), Image.Resampling.BICUBIC
-    )
-    margins = (scaled.width - size, scaled.height - size)
+    scaled = (int(size * width / short), int(size * height / short))
+    margins = (scaled[0] - size, scaled[1] - size)
     left, top = (
         round(margin / 2) if resize == "crop_openai" else margin // 2 for margin in margins
     )
-    return scaled.crop((left, top, left + size, top + size))
+    return _cropped(image, scaled, (left, top, left + size, top + size), name)
+
+
+def _cropped(
+    image: Image.Image, scaled: tuple[int, int], box: tuple[int, int, int, int], name: str
+) -> Image.Image:
+    """The box of the picture scaled (bicubic) to that size."""
+    large = scaled[0] * scaled[1] > max(FREE_PIXELS, image.width * image.height)
+    if large and image.mode not in ("1", "P"):
+        return resized_part(image, scaled, box)
+    if large:  # without colors to mix, Pillow takes the nearest pixels
+        check_made(*scaled, name)
+    return image.resize(scaled, Image.Resampling.BICUBIC).crop(box)
 
 
 def patches(pixels: np.ndarray, patch: int) -> Float[np.ndarray, "R D"]:
@@ -227,26 +309,6 @@ def _patches_per_side(size: int, patch: int) -> int:
             "them in the config."
         )
     return size // patch
-
-
-def _scaled_down(image: Image.Image) -> Image.Image:
-    """16-bit gray as 8-bit: Pillow clips it to 255 instead of scaling it."""
-    if not image.mode.startswith("I;16"):
-        return image
-    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-
-
-def _is_plain(image: Image.Image) -> bool:
-    return image.mode == "RGB" and "transparency" not in image.info
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    image = _scaled_down(image)
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
 
 
 def _reason(error: Exception) -> str:

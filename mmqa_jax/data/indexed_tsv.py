@@ -49,6 +49,10 @@ class IndexedTsv:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
+    def length(self, row: int) -> int:
+        """Bytes of a row's line, as the lineidx has it; 0 where there is no such row."""
+        return int(np.diff(self._offsets[row : row + 2]).sum()) if 0 <= row < len(self) else 0
+
     def columns(self, row: int) -> list[bytes]:
         """The columns of a row.
 

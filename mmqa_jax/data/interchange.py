@@ -9,6 +9,9 @@ A question that is itself a passage of the corpus may name it as `from_source`; 
 then never a hit.
 `image` is a path relative to the folder, or a member of images.tar. Unknown keys are kept in
 `extra`. An image source with `"image": null` has lost its picture.
+
+A folder may come from anyone: nothing outside it is read, neither by `../` nor by a symbolic link
+that leads out of it. Pictures that lie elsewhere are copied into it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from PIL import Image
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, remove_leftovers, unfinished, write_jsonl
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.picture_bounds import check_bytes
 from mmqa_jax.data.schema import SPLITS, Question, Source
 
 TAR = "images.tar"
@@ -52,6 +56,9 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; it must hold sources.jsonl.")
+    for name in ("sources.jsonl", "questions.jsonl", TAR):
+        if _leads_out(folder, name):
+            raise UserError(f"{folder / name} {_LEADS_OUT}.")
     pictures = _Pictures(folder)
     path = folder / "sources.jsonl"
     sources = _unique(
@@ -197,40 +204,60 @@ def _unique(rows: Iterable[_Row], pictures: _Pictures, parse: Callable, *argumen
     return parsed
 
 
+_LEADS_OUT = "is a symbolic link that leads out of the folder; copy into it what the link names"
+
+
+def _leads_out(folder: Path, name: str) -> bool:
+    return not (folder / name).resolve().is_relative_to(folder.resolve())
+
+
 class _Pictures:
     """Pictures of a folder by relative path: a file, or a member of its images.tar."""
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
         self.members: dict[str, tuple[int, int]] = {}  # path -> (offset, bytes)
+        self._others: set[str] = set()  # links and the like, which hold no picture
         self._tar = None
         path = folder / TAR
         if path.exists():
             try:
                 with tarfile.open(path, "r:") as tar:
-                    members = [member for member in tar if member.isfile()]
+                    listed = list(tar)
             except (tarfile.TarError, OSError) as error:
                 raise UserError(
                     f"{path}: not an uncompressed tar file ({error}); write it with `tar cf`."
                 ) from error
-            self.members = {_plain(m.name): (m.offset_data, m.size) for m in members}
+            # A sparse member's size is what it claims, not what the file holds.
+            held = [m for m in listed if m.isfile() and not m.issparse()]
+            self.members = {_plain(m.name): (m.offset_data, m.size) for m in held}
+            self._others = {_plain(m.name) for m in listed if not m.isdir()} - set(self.members)
             self._tar = open(path, "rb")  # noqa: SIM115 - open as long as the object lives
 
     def problem(self, name: str) -> str | None:
         """The error in a picture's path, or None."""
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             return "is outside the folder; give a path relative to it"
-        if _plain(name) in self.members or (self.folder / name).is_file():
+        if _plain(name) in self.members:
+            return None
+        if _plain(name) in self._others:
+            return f"is a link or a sparse file in {TAR}; write it with `tar chf`, without -S"
+        if _leads_out(self.folder, name):
+            return _LEADS_OUT
+        if (self.folder / name).is_file():
             return None
         where = f"in {self.folder}" + (f" or in its {TAR}" if self.members else "")
         return f"is not a file {where}; add the picture or correct the path"
 
     def __call__(self, name: str) -> bytes:
-        """Encoded bytes of a picture whose path has no problem."""
+        """Encoded bytes of a picture whose path has no problem; PictureError for too many."""
         if self._tar is not None and _plain(name) in self.members:
             offset, size = self.members[_plain(name)]
+            check_bytes(size, name)
             return os.pread(self._tar.fileno(), size, offset)
-        return (self.folder / name).read_bytes()
+        path = self.folder / name
+        check_bytes(path.stat().st_size, name)
+        return path.read_bytes()
 
 
 def _plain(name: str) -> str:

@@ -12,7 +12,9 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from mmqa_jax.data.exact_resize import resized_on_square
 from mmqa_jax.data.images import to_pixels
+from mmqa_jax.data.picture_bounds import FREE_PIXELS, check_made
 
 PAD_COLOR = (122, 116, 104)  # int(255 * mean) of CLIP's training pictures
 
@@ -29,5 +31,13 @@ def pad_to_square(image: Image.Image) -> Image.Image:
 
 
 def llava_pixels(image: Image.Image, size: int = 336) -> UInt8[np.ndarray, "S S 3"]:
-    """RGB picture of any shape -> pixels for `clip.normalize_pixels`."""
+    """RGB picture of any shape -> pixels for `clip.normalize_pixels`.
+
+    Raises:
+      PictureError: it is too long and thin (picture_bounds).
+    """
+    side = max(image.size)
+    if side * side > FREE_PIXELS:
+        check_made(size, side, "picture")
+        return resized_on_square(image, size, PAD_COLOR)
     return to_pixels(pad_to_square(image), size, "crop")

@@ -1,22 +1,26 @@
 """The report: one self-contained HTML file with tables, curves, plots and examples.
 
 The caller fills in a ReportData; nothing here depends on a dataset or a system. All text is
-escaped, pictures become data URIs, and plots inline SVG.
+escaped, pictures become data URIs, and plots inline SVG. A content security policy lets the page
+load nothing and run nothing but its own two scripts, so that a text that were not escaped would
+still do nothing.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
+from mmqa_jax.data.images import PictureError, shown
 from mmqa_jax.data.numbers import real_number
 from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
 from mmqa_jax.evaluation.significance import Interval
@@ -25,6 +29,7 @@ from mmqa_jax.evaluation.tables import Table, format_bounds, format_cell
 # Shown at up to 150 px; twice that for high-density screens.
 _PICTURE_PIXELS = 300
 _THUMBNAIL_PIXELS = 180  # of thousands of questions
+_SCRIPTS = ("examples.js.jinja", "traces.js.jinja")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +174,16 @@ def render_report(data: ReportData) -> str:
         cell=format_cell, bounds=format_bounds, picture=_picture_uri, minutes=_minutes
     )
     environment.tests["interval"] = lambda cell: isinstance(cell, Interval)
+    # Plain files without any expression: their text is known before a page's data is.
+    scripts = {name: environment.get_template(name).render() for name in _SCRIPTS}
     curves = {
         task: {n: p for n, p in metrics.items() if p} for task, metrics in data.curves.items()
     }
     recall = {name: values for name, values in data.recall.items() if values}
     return environment.get_template("report.html.jinja").render(
         data=data,
+        policy=_policy(scripts.values()),
+        scripts=scripts,
         curve_plots={
             task: curves_plot(task, metrics, data.best_steps.get(task))
             for task, metrics in curves.items()
@@ -185,6 +194,16 @@ def render_report(data: ReportData) -> str:
         longest_stage=max((seconds for _, seconds in data.stages), default=0.0),
         total_seconds=sum(seconds for _, seconds in data.stages),
         traces_json=_traces_json(data.traces),
+    )
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    """The page's content security policy: these scripts alone; styles in attributes too (plots)."""
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts)
+    allowed = " ".join(f"'sha256-{value.decode()}'" for value in hashes)
+    return (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}; "
+        "base-uri 'none'; form-action 'none'"
     )
 
 
@@ -256,15 +275,13 @@ def _traces_json(traces: Sequence[Trace]) -> str:
 
 def _picture_uri(picture: bytes, pixels: int = _PICTURE_PIXELS) -> str:
     """A downscaled data URI; "" if the bytes are not a picture."""
-    import PIL.Image
-
     try:
-        image = PIL.Image.open(io.BytesIO(picture))
-        image.thumbnail((pixels, pixels))
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError):
+        image = shown(picture, pixels)
+    except PictureError:
         return ""
+    jpeg = picture[:3] == b"\xff\xd8\xff"
     buffer = io.BytesIO()
-    if image.format == "JPEG" or (image.mode == "RGB" and image.getcolors(4096) is None):
+    if jpeg or (image.mode == "RGB" and image.getcolors(4096) is None):
         kind = "jpeg"
         image.convert("RGB").save(buffer, "JPEG", quality=85)
     else:  # few colors or transparency: drawings, flags

@@ -22,6 +22,7 @@ from typing import Any
 from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, read_text
+from mmqa_jax.data.picture_bounds import check_bytes
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -208,6 +209,7 @@ def _part(part: Any, folder: Path) -> str | Picture:
 
 def _read_picture(path: Path) -> Picture:
     try:
+        check_bytes(path.stat().st_size, str(path))
         return Picture(path.read_bytes(), str(path))
     except OSError as error:
         raise UserError(

@@ -173,10 +173,17 @@ def make_optimizer(
         parts.append(_apart(clip, options.multipliers) if options.clip_apart else clip)
     if options.name == "bert_adam":
         parts.append(clip_each_parameter(options.clip_parameter_norm))
-        parts.append(scale_by_bert_adam(options.b1, options.b2, options.eps or 1e-6))
+        exempt = re.compile(options.no_decay, re.IGNORECASE)
+        parts.append(
+            scale_by_bert_adam(
+                options.b1, options.b2, options.eps or 1e-6, decay, lambda n: not exempt.search(n)
+            )
+        )
+        # Where the others decay: the state's names number the parts.
+        parts += [optax.identity()] if decay else []
     else:
         parts.append(optax.scale_by_adam(options.b1, options.b2, options.eps or 1e-8))
-    if decay:
+    if decay and options.name != "bert_adam":
         exempt = re.compile(options.no_decay, re.IGNORECASE)
         parts.append(
             optax.add_decayed_weights(
@@ -224,18 +231,45 @@ class BertAdamState(NamedTuple):
     nu: Any
 
 
-def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam without bias correction (VLP, pytorch_pretrained_bert/optimization.py)."""
+def scale_by_bert_adam(
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float = 0.0,
+    decayed: Callable[[str], bool] = lambda name: True,
+) -> optax.GradientTransformation:
+    """Adam without bias correction (VLP, pytorch_pretrained_bert/optimization.py), with decay.
+
+    The original passes over a parameter whose gradient is None, which therefore is not decayed:
+    one that no loss has reached since the run began (the pooler, or the picture layers while all
+    batches were text). Its zero_grad wrote zeros, so that a parameter that has once had a gradient
+    goes on to decay and to move in steps without one. Here a gradient that nothing reaches is 0,
+    and a parameter has had one if its moments are not all 0.
+
+    Args:
+      decayed: whether a parameter's name is decayed.
+    """
+
+    def decay(path: Any, update: Any, mu: Any, nu: Any, param: Any) -> Any:
+        if not decayed(name_of(path)):
+            return update
+        axes = _axes_of_one(param)
+        reached = jnp.any((_value(mu) != 0) | (_value(nu) != 0), axis=axes, keepdims=True)
+        made = _value(update) + weight_decay * _value(param) * reached
+        return update.replace(made) if _is_variable(update) else made
 
     def init(params: Any) -> BertAdamState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return BertAdamState(mu=zeros, nu=jax.tree.map(jnp.zeros_like, params))
 
     def update(grads: Any, state: BertAdamState, params: Any = None) -> tuple[Any, BertAdamState]:
-        del params
         mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
         updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+        if weight_decay:
+            updates = jax.tree_util.tree_map_with_path(
+                decay, updates, mu, nu, params, is_leaf=_is_variable
+            )
         return updates, BertAdamState(mu, nu)
 
     return optax.GradientTransformation(init, update)
@@ -249,23 +283,31 @@ def clip_each_parameter(max_norm: float) -> optax.GradientTransformation:
     """
 
     def clip(grad: Any) -> Any:
-        variable = isinstance(grad, nnx.Variable)
-        value = grad.get_value() if variable else grad
-        names = (grad.get_metadata().get("out_sharding") or ()) if variable else ()
-        axes = tuple(
-            axis
-            for axis in range(value.ndim)
-            if not (axis < len(names) and names[axis] == "layers")
-        )
-        norm = jnp.sqrt(jnp.sum(jnp.square(value), axis=axes, keepdims=True))
+        value = _value(grad)
+        norm = jnp.sqrt(jnp.sum(jnp.square(value), axis=_axes_of_one(grad), keepdims=True))
         clipped = value * jnp.minimum(max_norm / (norm + 1e-6), 1.0)
-        return grad.replace(clipped) if variable else clipped
+        return grad.replace(clipped) if _is_variable(grad) else clipped
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        return jax.tree.map(clip, grads, is_leaf=lambda x: isinstance(x, nnx.Variable)), state
+        return jax.tree.map(clip, grads, is_leaf=_is_variable), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _value(leaf: Any) -> jax.Array:
+    return leaf.get_value() if _is_variable(leaf) else leaf
+
+
+def _axes_of_one(leaf: Any) -> tuple[int, ...]:
+    """The axes of one of the original's parameters: all but that of stacked layers."""
+    names = (leaf.get_metadata().get("out_sharding") or ()) if _is_variable(leaf) else ()
+    layers = [axis for axis, name in enumerate(names) if name == "layers"]
+    return tuple(axis for axis in range(_value(leaf).ndim) if axis not in layers)
 
 
 def scale_by_name(multipliers: tuple[tuple[str, float], ...]) -> optax.GradientTransformation:

@@ -199,6 +199,66 @@ def test_bert_adam_clips_each_layer_of_a_stack_on_its_own():
         np.testing.assert_allclose(params["kernel"][...][i], theirs[name], atol=2e-6, err_msg=name)
 
 
+def torch_bert_adam(start, losses, rate, steps, warmup):
+    """The same in torch, where a loss that does not read a parameter leaves its gradient None.
+
+    zero_grad writes zeros, as that of torch 1.1 did, with which VLP was published.
+    """
+    import torch
+
+    params = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in start.items()}
+    state = {}
+    for step, weights in enumerate(losses):
+        sum((torch.tensor(w) * params[name]).sum() for name, w in weights.items()).backward()
+        x = step / steps
+        lr = rate * (x / warmup if x < warmup else (1 - x) / (1 - warmup))
+        with torch.no_grad():
+            for name, p in params.items():
+                if p.grad is None:
+                    continue
+                m, v = state.setdefault(name, (torch.zeros_like(p), torch.zeros_like(p)))
+                torch.nn.utils.clip_grad_norm_(p, 1.0)
+                m.mul_(0.9).add_(p.grad, alpha=0.1)
+                v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                p -= lr * (m / (v.sqrt() + 1e-6) + 0.01 * p)
+        for p in params.values():
+            if p.grad is not None:
+                p.grad.zero_()
+    return {name: p.detach().numpy() for name, p in params.items()}
+
+
+def test_bert_adam_leaves_a_parameter_that_no_loss_has_reached():
+    """`never` has no gradient, `late` from step 2 on, `once` in step 1 alone; also in a stack."""
+    shapes = {f"{name}/kernel": (3, 2) for name in ("always", "never", "late", "once")}
+    start, grads = start_and_gradients(shapes)
+    reached = [("always", "once"), ("always",), ("always", "late"), ("always",), ("late",)]
+    losses = [
+        {f"{name}/kernel": grad[f"{name}/kernel"] for name in names}
+        for grad, names in zip(grads, [reached[1], reached[0], *reached[2:]], strict=True)
+    ]
+    theirs = torch_bert_adam(start, losses, 0.05, STEPS, 0.1)
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    section = {"name": "bert_adam", "learning_rate": 0.05}
+    ours = updated(section, start, [{**zeros, **loss} for loss in losses])
+    assert_close(ours, theirs)
+    np.testing.assert_array_equal(ours["never/kernel"], start["never/kernel"])
+    assert (ours["once/kernel"] != start["once/kernel"]).all()
+
+    def stack(named):
+        value = jnp.stack([jnp.asarray(named[name]) for name in shapes])
+        names = ("layers", "embed", "mlp")
+        return nnx.State({"kernel": nnx.Param(value, out_sharding=names, eager_sharding=False)})
+
+    optimizer, _ = make_optimizer(read_options(section), STEPS)
+    params = stack(start)
+    state = optimizer.init(params)
+    for loss in losses:
+        updates, state = optimizer.update(stack({**zeros, **loss}), state, params)
+        params = optax.apply_updates(params, updates)
+    for i, name in enumerate(shapes):
+        np.testing.assert_allclose(params["kernel"][...][i], theirs[name], atol=2e-6, err_msg=name)
+
+
 def test_schedules_warm_up_and_end_where_they_should():
     def rates(**section):
         schedule = make_schedule(read_options({"learning_rate": 2.0, **section}), 100)

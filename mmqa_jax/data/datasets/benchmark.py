@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question
 
 # Keys of Question.extra: a description of the picture, and the names of objects in it.
@@ -125,8 +125,9 @@ class PictureFolders:
         return name in self._paths
 
     def __call__(self, name: str) -> bytes:
-        """Encoded bytes of a picture; PictureError where its file cannot be read."""
+        """Encoded bytes of a picture; PictureError where its file is too large or unreadable."""
         try:
+            check_bytes(self._paths[name].stat().st_size, str(self._paths[name]))
             return self._paths[name].read_bytes()
         except OSError as error:
             raise PictureError(f"{self._paths[name]}: {error.strerror}; fetch it again.") from error

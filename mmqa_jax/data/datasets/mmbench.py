@@ -27,8 +27,8 @@ import pybase64
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
 from mmqa_jax.data.datasets.coco import with_captions
-from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.numbers import whole_number
+from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import SUFFIXES, read_table
 
@@ -66,6 +66,7 @@ class TablePictures:
 
     def __call__(self, name: str) -> bytes:
         """Encoded bytes; PictureError where the text is no base64."""
+        check_bytes(len(self._texts[name]) * 3 // 4, f"index {name}")
         try:
             return pybase64.b64decode(self._texts[name], validate=True)
         except (binascii.Error, ValueError) as error:

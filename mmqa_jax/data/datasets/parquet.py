@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.picture_bounds import PictureError, check_bytes, check_unpacked
 
 # Row groups of pictures kept in memory; the hub's hold about a hundred pictures each.
 _GROUPS = 4
@@ -69,19 +69,32 @@ class ParquetPictures:
         place, group, row = self._rows[name]
         with self._lock:
             picture = self._group(place, group)[row]
-        data = picture.get("bytes") if isinstance(picture, dict) else picture
-        if not isinstance(data, bytes):
-            raise PictureError(f"{self._paths[place]}, id {name}: holds no picture's bytes.")
-        return data
+        where = f"{self._paths[place]}, id {name}"
+        data = _bytes_of(picture)
+        if data is None or not data.is_valid:
+            raise PictureError(f"{where}: holds no picture's bytes.")
+        check_bytes(data.as_buffer().size, where)
+        return data.as_buffer().to_pybytes()
 
     def signature(self) -> str:
         """Identifies the files in their present state."""
         statuses = [(path.resolve(), path.stat()) for path in self._paths]
         return "\n".join(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in statuses)
 
-    def _read_group(self, place: int, group: int) -> list[Any]:
+    def _read_group(self, place: int, group: int) -> Any:
+        """The column `image` of a row group; equal pictures are held once."""
         path = self._paths[place]
-        return _values(path, _read(path, _open(path), group, ["image"]).column(0))
+        file = _open(path)
+        held = [file.metadata.row_group(group).column(n) for n in range(len(file.schema))]
+        held = [column for column in held if column.path_in_schema.split(".")[0] == "image"]
+        check_unpacked(
+            sum(column.total_compressed_size for column in held),
+            sum(column.total_uncompressed_size for column in held),
+            f"{path}, row group {group}",
+        )
+        leaves = {column.path_in_schema for column in held}
+        once = sorted(leaves & {"image", "image.bytes"})
+        return _read(path, _open(path, once), group, ["image"]).column(0)
 
 
 def row_name(path: Path, number: int) -> str:
@@ -98,11 +111,25 @@ def _rows_with_picture(path: Path, file: Any, group: int) -> dict[int, str]:
     return {row: row_name(path, before + row) for row, there in enumerate(images) if there}
 
 
-def _open(path: Path) -> Any:
+def _bytes_of(picture: Any) -> Any:
+    """The binary scalar in a cell of `image`; None where it has none."""
+    import pyarrow
+
+    if isinstance(picture, pyarrow.StructScalar):
+        picture = picture["bytes"] if picture.is_valid and "bytes" in picture else None
+    if isinstance(picture, pyarrow.DictionaryScalar):
+        picture = picture.value if picture.is_valid else None
+    return (
+        picture if isinstance(picture, pyarrow.BinaryScalar | pyarrow.LargeBinaryScalar) else None
+    )
+
+
+def _open(path: Path, dictionaries: Sequence[str] = ()) -> Any:
+    import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path, read_dictionary=list(dictionaries))
     except Exception as error:  # names of columns that are no UTF-8, beside Arrow's own errors
         raise _damaged(path, error) from error
 

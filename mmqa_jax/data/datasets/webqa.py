@@ -19,9 +19,9 @@ import pybase64
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
 from mmqa_jax.data.numbers import whole_number
+from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Prediction, Question, Source
 
 PathLike = str | os.PathLike
@@ -238,10 +238,11 @@ class ImagesTsv:
         """Encoded picture of a row.
 
         Raises:
-          PictureError: the line is cut off or its base64 is broken.
+          PictureError: the line is cut off or too long, or its base64 is broken.
           UserError: there is no such row, or the lineidx points to another line.
         """
         where = f"{self._tsv.path}, row {row}"
+        check_bytes(self._tsv.length(row) * 3 // 4, where)
         try:
             number, *rest = self._tsv.columns(row)
         except CutLine as error:

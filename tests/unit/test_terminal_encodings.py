@@ -1,0 +1,91 @@
+"""Terminals and pipes of ASCII or Latin-1: every verb prints what it has, and none ends for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from cli_runs import ROOT, write_rows
+
+ENCODINGS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1:strict"},
+    "C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+SOURCES = [
+    {"id": "β", "modality": "text", "text": "Café → 珈琲, 🙂 – “quoted”", "title": "Ünïcode"},
+    {"id": "b", "modality": "text", "text": "Snow is white."},
+]
+QUESTIONS = [{"id": "q–1", "split": "val", "question": "Which café ?", "category": "Κ",
+              "answers": ["珈琲"], "keywords": "珈琲", "positives": ["β"]}]  # fmt: skip
+
+
+@pytest.fixture(params=ENCODINGS)
+def encoding(request):
+    return request.param
+
+
+def run(encoding, *arguments):
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "mmqa_jax.cli", *map(os.fsencode, arguments)],
+        capture_output=True, env=environment | ENCODINGS[encoding], timeout=120,
+    )  # fmt: skip
+    assert b"Traceback" not in ended.stderr, ended.stderr.decode("latin-1")
+    assert b"Logging error" not in ended.stderr
+    ended.stdout.decode("latin-1" if encoding == "latin-1" else "ascii")
+    return ended
+
+
+def result(ended):
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.decode("latin-1").splitlines()[-1])
+
+
+def test_verbs_print_names_texts_and_tables(encoding, tmp_path):
+    # Where file names are ASCII, others cannot be given: see the next test.
+    named = "data" if encoding == "C" else "Bücher–珈琲"
+    folder = tmp_path / named
+    folder.mkdir()
+    write_rows(folder / "sources.jsonl", SOURCES)
+    write_rows(folder / "questions.jsonl", QUESTIONS)
+    data = str(tmp_path / f"prepared {named}")
+    made = run(encoding, "prepare", "corpus", "--raw", str(folder), "--out", data, "--json")
+    assert result(made)["data"] == data
+    hits = str(tmp_path / f"hits {named}.jsonl")
+    found = run(
+        encoding, "search", "--method=bm25", f"--data={data}", "--split=val", f"--out={hits}"
+    )
+    assert found.returncode == 0, found.stderr
+    rows = [{"question_id": "q–1", "answer": "珈琲", "sources": ["β"]}]
+    answers = str(write_rows(tmp_path / f"answers {named}.jsonl", rows))
+    flags = (
+        "evaluate",
+        "corpus",
+        f"--references={data}",
+        f"--predictions={answers}",
+        "--split=val",
+    )
+    scored = result(run(encoding, *flags, "--json"))
+    assert list(scored["by_category"]) == ["Κ"]
+    table = run(encoding, *flags)
+    assert table.returncode == 0
+    assert b"webqa_acc" in table.stdout
+
+
+def test_errors_name_files_outside_the_encoding(encoding, tmp_path):
+    for name in ("Bücher–珈琲.jsonl", os.fsdecode(b"broken-\xff\xfe.jsonl")):
+        missing = run(encoding, "evaluate", "okvqa", f"--predictions={tmp_path / name}")
+        assert missing.returncode == 2
+        assert missing.stderr.startswith(b"mmqa: ")
+        assert missing.stderr.count(b"\n") == 1
+
+
+def test_help_of_every_encoding(encoding):
+    assert run(encoding, "prepare", "--help").returncode == 0
