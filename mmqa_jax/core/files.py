@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import glob
@@ -16,10 +17,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path, check_store, in_store, upload
 
 # What the system says of a disk that takes no more: full, over quota, a file too large, read-only.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Marks of byte order that say that a text is not UTF-8; UTF-32's begins with UTF-16's.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+ONE_A_LINE = "every line must hold one JSON object"  # remedy of a broken line
 _HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
 
 
@@ -137,46 +147,51 @@ def write_jsonl(path: str | os.PathLike, rows: Iterable[Any]) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def read_json(path: str | os.PathLike) -> Any:
-    """Reads a JSON file; raises UserError naming the file and line of a mistake."""
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}, line {error.lineno}, column {error.colno}: not valid JSON "
-            f"({error.msg}); repair that line or fetch the file again."
-        ) from error
+def read_json(path: str | os.PathLike, *, unique_keys: bool = False) -> Any:
+    """Reads a JSON file; UserError as of `parse_json`, with file and line."""
+    return parse_json(read_text(path), str(path), line=1, unique_keys=unique_keys)
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
     """Yields (line number, value) of a JSON-lines file; blank lines are skipped."""
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not valid JSON ({error.msg}); every line must hold "
-                "one JSON object."
-            ) from error
+        if line.strip():
+            yield number, parse_json(line, f"{path}, line {number}", remedy=ONE_A_LINE)
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Reads a UTF-8 text file; raises UserError if that fails."""
+    """Reads a UTF-8 text file without a mark of byte order; raises UserError if that fails."""
     try:
-        return as_path(path).read_text(encoding="utf-8")
+        return decode_text(as_path(path).read_bytes(), path)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a folder, a file was expected; check the path.") from error
     except OSError as error:  # such as no permission
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
+
+
+def decode_text(data: bytes, place: str | os.PathLike) -> str:
+    """UTF-8 bytes as text, without a mark of byte order and with line ends of one character.
+
+    Raises:
+      UserError: begins with `place`; names the encoding where it is UTF-16 or UTF-32.
+    """
+    for mark, name in _MARKS.items():
+        if data.startswith(mark):
+            raise UserError(f"{place}: is {name} text, UTF-8 was expected; save the file as UTF-8.")
+    if b"\0" in data[:4]:  # Windows' UTF-16 without a mark, or no text at all
+        raise UserError(
+            f"{place}: begins with zero bytes, as UTF-16 text or a binary file does, and UTF-8 was "
+            "expected; save the file as UTF-8."
+        )
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8."
+            f"{place}: not UTF-8 text (byte {error.start}); save the file as UTF-8."
         ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def check_text(value: Any, place: str) -> None:
