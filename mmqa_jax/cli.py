@@ -13,11 +13,13 @@ import gc
 import importlib
 import io
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from mmqa_jax.core.disk_errors import find_disk_failure, report_disk_once
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import skip_absent_tpu
 from mmqa_jax.core.paths import check_scheme, scheme_of
@@ -27,6 +29,7 @@ VERBS = (
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
     *("evaluate", "report", "bench", "plan", "merge", "status"),
 )
+_PLACES = ("workdir", "out", "cache")  # flags that say where a verb writes
 _INTERRUPTED = 130
 _OBJECTS_BEFORE_COLLECTION = 50_000
 
@@ -39,27 +42,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in argv
+    places: list[str] = []
     try:
         _check_text(argv)
-        argv, overrides = _split_config_overrides(argv)
-        arguments = make_parser().parse_args(argv)
-        if overrides and not hasattr(arguments, "config"):
-            raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
-        arguments.overrides = overrides
-        _check_stores(arguments)
-        skip_absent_tpu()
-        result = command(arguments.verb).run(arguments)
-    except (UserError, RunError) as error:
-        if show_traceback:
-            traceback.print_exc()
-        print(f"mmqa: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        with report_disk_once():
+            argv, overrides = _split_config_overrides(argv)
+            arguments = make_parser().parse_args(argv)
+            if overrides and not hasattr(arguments, "config"):
+                raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
+            arguments.overrides = overrides
+            _check_stores(arguments)
+            skip_absent_tpu()
+            places = [str(place) for name in _PLACES if (place := getattr(arguments, name, None))]
+            result = command(arguments.verb).run(arguments)
+            _print_result(_json_line(result) if arguments.json else None)
     except KeyboardInterrupt:
         print("mmqa: interrupted; start the same command again to continue.", file=sys.stderr)
         return _INTERRUPTED
-    if arguments.json:
-        print(_json_line(result))
+    except Exception as error:
+        code, sentence = _explain(error, places)
+        if code is None:
+            raise
+        if show_traceback:
+            traceback.print_exc()
+        _say_last(f"mmqa: {sentence}")
+        return code
     return 0
+
+
+def _explain(error: Exception, places: Sequence[str]) -> tuple[int | None, str]:
+    """Exit code and sentence of an exception; None for a bug of ours.
+
+    Args:
+      error: what a verb raised.
+      places: where it writes.
+    """
+    if isinstance(error, RunError):
+        return 1, str(error)
+    failure = find_disk_failure(error)
+    if failure is not None:
+        return 1, failure.sentence(places)
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, PermissionError) and error.filename:
+        return 2, (
+            f"{os.fspath(error.filename)}: permission denied; check who may read and write there, "
+            "or name another place."
+        )
+    return None, ""
+
+
+def _print_result(result: str | None) -> None:
+    """Prints the last line of stdout, and says now what would go wrong at the process's end."""
+    try:
+        if result is not None:
+            print(result)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        _drop_stdout()
+
+
+def _drop_stdout() -> None:
+    """Keeps Python from writing once more what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say_last(sentence: str) -> None:
+    """Prints a sentence on stderr, behind all else."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # it is a file on the disk that is full
+        _drop_stdout()
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def _print_anything() -> None:

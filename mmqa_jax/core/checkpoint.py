@@ -237,6 +237,9 @@ class Checkpoints:
         # A save that failed was reported by `save` or `wait`, or something else is at fault.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
+        if kind is not None and jax.process_count() == 1:  # a full disk's unfinished step
+            with contextlib.suppress(Exception):
+                _remove_uncommitted(self.folder)
 
 
 def _remove_uncommitted(folder: str | os.PathLike) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import glob
 import json
 import os
@@ -16,12 +15,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path, check_store, in_store, upload
 
-# What the system says of a disk that takes no more: full, over quota, a file too large, read-only.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # Marks of byte order that say that a text is not UTF-8; UTF-32's begins with UTF-16's.
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -58,7 +55,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     if in_store(path):
         with tempfile.TemporaryDirectory(prefix="mmqa-") as folder:
             temporary = Path(folder) / "whole"
-            with open(temporary, mode, **encoding) as file:
+            with _named_errors(temporary, temporary), open(temporary, mode, **encoding) as file:
                 yield file
             upload(temporary, path)
         return
@@ -66,13 +63,25 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     remove_leftovers(path)
     temporary = unfinished(path)
     try:
-        with open(temporary, mode, **encoding) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with _named_errors(temporary, path):
+            with open(temporary, mode, **encoding) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _named_errors(temporary: Path, path: Path) -> Iterator[None]:
+    """Puts `path` into the errors of writing: Python names no file where a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
 
 
 def remove_leftovers(path: Path) -> None:
@@ -110,27 +119,6 @@ def no_empty_folders(folder: str | os.PathLike) -> Iterator[None]:
             with contextlib.suppress(OSError):  # not empty, or never made
                 place.rmdir()
         raise
-
-
-@contextlib.contextmanager
-def report_full_disk(folder: str | os.PathLike) -> Iterator[None]:
-    """Turns what Python and TensorStore raise for a full disk into a RunError.
-
-    Args:
-      folder: that the block writes into.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        code = getattr(error, "errno", None)
-        if found := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore's words
-            code = int(found[1])
-        if code not in _FULL:
-            raise
-        raise RunError(
-            f"{folder}: cannot be written ({os.strerror(code)}); what was complete before is kept: "
-            "make room and start the same command again, which continues."
-        ) from error
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

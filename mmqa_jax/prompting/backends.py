@@ -140,6 +140,7 @@ class Usage:
 
     requests: int = 0  # answered by the model itself
     cached: int = 0  # answered from a response cache instead
+    unreadable: int = 0  # entries of it that were damaged, and asked for again
     retries: int = 0
     failures: int = 0
     prompt_tokens: int = 0

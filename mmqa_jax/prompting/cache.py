@@ -1,5 +1,7 @@
 """A response cache on disk, so that a rerun computes only the missing answers.
 
+An entry that is damaged, or holds no answer, is removed and asked for again, and counted.
+
 One SQLite file in WAL mode: an answer survives a killed process as soon as it is returned, and
 several processes may read and write at once (on one machine: SQLite's WAL does not work over
 network file systems). The file holds answers and hashes of queries, neither prompts nor API keys.
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
+from mmqa_jax.decoding.requests import Result, Score, Scores
 from mmqa_jax.prompting.backends import (
     Backend,
     Chat,
@@ -32,6 +34,7 @@ from mmqa_jax.prompting.backends import (
     Query,
     Usage,
 )
+from mmqa_jax.prompting.kept_answers import Unkeepable, keep, restore
 
 _APPLICATION = 0x6D6D7161  # "mmqa", in the file's header
 _VERSION = 1
@@ -47,7 +50,8 @@ class ResponseCache:
 
     Raises:
       UserError: a file that cannot be opened or created, is damaged, or is not a response cache.
-      RunError: the disk is full, or another process keeps the file locked for a minute.
+      RunError: another process keeps the file locked for a minute.
+      sqlite3.OperationalError: the disk is full or fails.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -59,23 +63,26 @@ class ResponseCache:
                 if not os.access(self.path.parent, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The answer for a key, or None."""
+    def get(self, key: str) -> Any:
+        """The text that is kept for a key, as bytes, or None; of a damaged row anything."""
         with self._errors_named():
             connection = self._opened()
             if connection is None:
                 return None
             row = connection.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-            return None if row is None else json.loads(row[0])
+            return None if row is None else row[0]
 
-    def put(self, key: str, answer: dict[str, Any]) -> None:
-        """Stores an answer; it is on disk when this returns. An existing one is kept."""
+    def put(self, key: str, text: str) -> None:
+        """Keeps a text; it is on disk when this returns. An existing one stays."""
         with self._errors_named():
             connection = self._opened() or self._open()
-            connection.execute(
-                "INSERT OR IGNORE INTO answers VALUES (?, ?)",
-                (key, json.dumps(answer)),
-            )
+            connection.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, text))
+
+    def discard(self, key: str) -> None:
+        """Removes what is kept for a key."""
+        with self._errors_named():
+            if (connection := self._opened()) is not None:
+                connection.execute("DELETE FROM answers WHERE key = ?", (key,))
 
     def __len__(self) -> int:
         with self._errors_named():
@@ -98,6 +105,7 @@ class ResponseCache:
     def _open(self) -> sqlite3.Connection:
         """Opens the file, or creates it."""
         connection = sqlite3.connect(self.path, timeout=_TIMEOUT_SECONDS, isolation_level=None)
+        connection.text_factory = bytes  # of a damaged row it may be no UTF-8
         try:
             self._prepare(connection)
         except BaseException:
@@ -145,12 +153,11 @@ class ResponseCache:
             yield
         except sqlite3.ProgrammingError:  # a bug of ours
             raise
-        except (json.JSONDecodeError, sqlite3.DatabaseError) as error:
+        except sqlite3.DatabaseError as error:
             name = getattr(error, "sqlite_errorname", "SQLITE_CORRUPT")
-            if name == "SQLITE_FULL":
-                raise RunError(f"{self.path}: the disk is full; make room and start again.") from (
-                    error
-                )
+            if name == "SQLITE_FULL" or name.startswith("SQLITE_IOERR"):
+                error.filename = str(self.path)  # for core.disk_errors: the disk is at fault
+                raise
             if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
                 raise RunError(
                     f"{self.path}: another process has locked the response cache for "
@@ -241,26 +248,31 @@ class Cached:
         self._backend.check(request)
 
     def find(self, request: Query) -> Result | Scores | None:
-        """The cached answer to a query, or None."""
-        answer = self._cache.get(request_key(self.fingerprint, request))
-        if answer is None and not isinstance(request, Choices):
-            kept = self._cache.get(request_key(self.fingerprint, request, of_text=False))
-            answer = kept if _is_of_text(kept) else None
-        if answer is None:
+        """The cached answer to a query, or None; an entry that cannot be read is removed."""
+        restored = self._kept(request_key(self.fingerprint, request), request)
+        if restored is None and not isinstance(request, Choices):
+            older = self._kept(request_key(self.fingerprint, request, of_text=False), request)
+            restored = older if _is_of_text(older) else None
+        if restored is None:
             return None
         self.usage.cached += 1
+        self.work.add(restored)
+        return restored
+
+    def _kept(self, key: str, request: Query) -> Result | Scores | None:
+        kept = self._cache.get(key)
         try:
-            restored = _restore(request, answer)
-            self.work.add(restored)
-            return restored
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{self._cache.path}: the response cache holds an answer that cannot be read "
-                f"({type(error).__name__}); delete the file, or name another {_OTHER}."
-            ) from error
+            return None if kept is None else restore(request, kept)
+        except Unkeepable:  # a damaged row, or one that a faulty version kept
+            self.usage.unreadable += 1
+            self._cache.discard(key)
+            return None
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
-        """Cached answers first, then the backend's, which are stored."""
+        """Cached answers first, then the backend's, which are stored.
+
+        An answer of the backend's that cannot be kept is a failure.
+        """
         missing: dict[Any, Query] = {}
         for query in queries:
             found = self.find(query)
@@ -270,8 +282,15 @@ class Cached:
                 yield found
         if missing:
             for result in self._backend.answer(missing.values()):
-                key = request_key(self.fingerprint, missing[result.id])
-                self._cache.put(key, _plain(result))
+                query = missing[result.id]
+                try:
+                    text = keep(query, result)
+                except Unkeepable as error:
+                    reason = f"its answer cannot be written ({error})"
+                    self.failures.append(Failure(query.id, reason))
+                    self.usage.failures += 1
+                    continue
+                self._cache.put(request_key(self.fingerprint, query), text)
                 self.work.add(result)
                 yield result
 
@@ -305,14 +324,10 @@ def request_key(fingerprint: str, request: Query, *, of_text: bool = True) -> st
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_of_text(kept: Any) -> bool:
+def _is_of_text(older: Result | Scores | None) -> bool:
     """Whether an older cache's answer would be the same today: no total, or no token to cut."""
-    candidates = kept.get("candidates") if isinstance(kept, dict) else None
-    return isinstance(candidates, list) and all(
-        isinstance(one, dict)
-        and isinstance(one.get("total"), float)
-        and (math.isnan(one["total"]) or one.get("finish") == "length")
-        for one in candidates
+    return isinstance(older, Result) and all(
+        math.isnan(one.total) or one.finish == "length" for one in older.candidates
     )
 
 
@@ -321,27 +336,3 @@ def _messages(messages: Iterable[Message]) -> list[Any]:
         return content if isinstance(content, str) else {"picture": content.digest}
 
     return [[message.role, [part(content) for content in message.content]] for message in messages]
-
-
-def _plain(result: Result | Scores) -> dict[str, Any]:
-    """A result in JSON's types, without its id."""
-    if isinstance(result, Scores):
-        scores = [dataclasses.asdict(score) for score in result.scores]
-        return {"scores": scores, "prompt_tokens": result.prompt_tokens}
-    candidates = [dataclasses.asdict(candidate) for candidate in result.candidates]
-    return {"candidates": candidates, "prompt_tokens": result.prompt_tokens}
-
-
-def _restore(request: Query, answer: dict[str, Any]) -> Result | Scores:
-    if isinstance(request, Choices):
-        scores = (
-            Score(score["total"], tuple(score["logprobs"]), score["greedy"])
-            for score in answer["scores"]
-        )
-        return Scores(request.id, tuple(scores), answer.get("prompt_tokens", 0))
-    candidates = []
-    for kept in answer["candidates"]:
-        logprobs = None if kept["logprobs"] is None else tuple(kept["logprobs"])
-        kept |= {"tokens": tuple(kept["tokens"]), "logprobs": logprobs}
-        candidates.append(Candidate(**kept))
-    return Result(request.id, tuple(candidates), answer["prompt_tokens"], 0)

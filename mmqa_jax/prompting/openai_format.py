@@ -16,6 +16,10 @@ from mmqa_jax.decoding.requests import Candidate, Score
 from mmqa_jax.decoding.stop_strings import truncate
 from mmqa_jax.prompting.answer_tokens import token_bytes, tokens_of_text
 
+_LARGEST = 1e30  # of what a server gives as a number
+_ROUNDING = 1e-2  # by which the logarithm of a probability of 1 may exceed 0
+_LONGEST_NAME = 200  # characters
+
 
 class Malformed(Exception):
     """An answer that does not follow the API; a retry may return one that does."""
@@ -25,16 +29,21 @@ class NoLogprobs(Malformed):
     """An answer lacks the log-probabilities that were requested."""
 
 
+class WrongCount(Malformed):
+    """An answer has fewer or more choices than were requested."""
+
+
 class NoEcho(Exception):
     """The server gives no log-probabilities of a prompt."""
 
 
 class Tokens(NamedTuple):
-    """An answer's token counts and system fingerprint."""
+    """An answer's token counts, system fingerprint, and the model's name."""
 
     prompt: int
     completion: int
     system: str | None
+    model: str | None = None
 
 
 class Echo(NamedTuple):
@@ -44,19 +53,49 @@ class Echo(NamedTuple):
     best: Sequence[float]  # of the likeliest token at each position; -inf where there is none
 
 
+class ServerError(NamedTuple):
+    """What a server says of an error, whatever its status."""
+
+    message: str
+    code: str | int | None
+
+
+def read_error(answer: Any, text: str = "") -> ServerError | None:
+    """The error that a reply holds, None if it holds none.
+
+    Args:
+      answer: the JSON of a server.
+      text: of the reply, where its JSON has no message.
+    """
+    found = answer.get("error") if isinstance(answer, dict) else None
+    answer = answer if isinstance(answer, dict) else {}
+    if not found and isinstance(answer.get("choices", answer.get("data")), list):
+        return None
+    inner = found if isinstance(found, dict) else answer
+    words = (found, inner.get("message"), inner.get("detail"))
+    message = next((one for one in words if isinstance(one, str) and one), text)
+    code = inner.get("code")
+    if not message and not found:
+        return None
+    return ServerError(message or "no message", code if isinstance(code, str | int) else None)
+
+
 def read_usage(answer: Any) -> Tokens:
     """Token counts of an answer, 0 where it has none."""
-    usage = answer.get("usage") if isinstance(answer, dict) else None
+    answer = answer if isinstance(answer, dict) else {}
+    usage = answer.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
     counts = [
-        value if isinstance(value, int) else 0
-        for value in ((usage or {}).get(name) for name in ("prompt_tokens", "completion_tokens"))
+        value if is_count(value) else 0
+        for value in (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     ]
-    system = answer.get("system_fingerprint") if isinstance(answer, dict) else None
-    return Tokens(*counts, system if isinstance(system, str) else None)
+    return Tokens(*counts, _name(answer.get("system_fingerprint")), _name(answer.get("model")))
 
 
-def read_candidates(answer: Any, logprobs: bool, stops: Sequence[str] = ()) -> list[Candidate]:
-    """The candidates of a completion or chat.
+def read_candidates(
+    answer: Any, logprobs: bool, n: int = 1, stops: Sequence[str] = ()
+) -> list[Candidate]:
+    """The candidates of a completion or chat, in the order of their `index`.
 
     Their totals are of the text alone, also where a server reports an end token or a stop string's
     tokens. One that names no tokens with its log-probabilities is taken to report the text's.
@@ -64,14 +103,23 @@ def read_candidates(answer: Any, logprobs: bool, stops: Sequence[str] = ()) -> l
     Args:
       answer: the JSON of a server.
       logprobs: whether they were requested.
+      n: how many were.
       stops: the stop strings that were.
 
     Raises:
-      Malformed: no candidates, or one without text.
+      Malformed: no candidates, one without text, or one twice.
+      WrongCount: not n of them.
       NoLogprobs: one without requested log-probabilities.
     """
+    choices = _choices(answer)
+    if len(choices) != n:
+        raise WrongCount(f"it has {len(choices)} of the {n} choices that were requested")
+    if n > 1 and all("index" in choice for choice in choices):
+        if {repr(choice["index"]) for choice in choices} != set(map(repr, range(n))):
+            raise Malformed("its choices are not numbered from 0 on, each once")
+        choices = sorted(choices, key=lambda choice: choice["index"])
     candidates = []
-    for choice in _choices(answer):
+    for choice in choices:
         text = choice.get("text")
         if "message" in choice and isinstance(choice["message"], dict):
             text = choice["message"].get("content")
@@ -81,10 +129,12 @@ def read_candidates(answer: Any, logprobs: bool, stops: Sequence[str] = ()) -> l
             raise Malformed("a choice has no text")
         text = truncate(text, stops)
         # "stop" is an end token or a stop string: the API does not say which.
-        finish = str(choice.get("finish_reason") or "stop")
+        finish = _name(choice.get("finish_reason")) or "stop"
         found, total = None, math.nan
         if logprobs:
             found, tokens = _of_new_tokens(choice.get("logprobs"))
+            if text and not found:
+                raise NoLogprobs("it lacks the requested log-probabilities")
             count = tokens_of_text(tokens, text, stops, finish) if tokens else len(found)
             total = math.fsum(found[:count])
         candidates.append(Candidate(text, (), total, found, finish))
@@ -104,8 +154,10 @@ def read_echo(answer: Any) -> Echo:
     logprobs, top = found["token_logprobs"], found.get("top_logprobs")
     if not isinstance(top, list) or len(top) != len(logprobs):
         raise NoEcho("its answer has no top_logprobs")
-    best = [max((row or {}).values(), default=-math.inf) for row in top]
-    return Echo(logprobs, best)
+    rows = [row.values() if isinstance(row, dict) else () for row in top]
+    if not all(is_number(value) for row in rows for value in row):
+        raise Malformed("its top_logprobs are no numbers")
+    return Echo(logprobs, [max(row, default=-math.inf) for row in rows])
 
 
 def cut_echo(echo: Echo, prompt: int, whole: int) -> Score | None:
@@ -119,8 +171,8 @@ def cut_echo(echo: Echo, prompt: int, whole: int) -> Score | None:
     if len(echo.logprobs) < whole:
         raise NoEcho(f"{len(echo.logprobs)} tokens have some, the prompt has {whole}")
     logprobs, best = echo.logprobs[prompt:whole], echo.best[prompt:whole]
-    if any(not isinstance(value, int | float) for value in logprobs):
-        raise NoEcho("some of its tokens have none")
+    if not all(map(_is_logprob, logprobs)):
+        raise NoEcho("some of its tokens have none, or no logarithm of a probability")
     if not logprobs:
         return None
     greedy = all(own >= other for own, other in zip(logprobs, best, strict=True))
@@ -130,18 +182,42 @@ def cut_echo(echo: Echo, prompt: int, whole: int) -> Score | None:
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds to wait that a server asks for (RFC 9110, 10.2.3: seconds or a date)."""
     value = headers.get("retry-after", "").strip()
-    if value.replace(".", "", 1).isdigit():
+    if value.isascii() and value.replace(".", "", 1).isdecimal():
         return float(value)
     try:
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except ValueError:
+    except (ValueError, OverflowError, TypeError):
         return None
+
+
+def is_count(value: Any) -> bool:
+    """Whether a server's value is a number of tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def is_number(value: Any) -> bool:
+    """Whether a server's value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_LARGEST < value < _LARGEST  # false for NaN
+
+
+def _is_logprob(value: Any) -> bool:
+    return is_number(value) and value <= _ROUNDING
+
+
+def _name(value: Any) -> str | None:
+    """A short printable text of a server's, None for anything else."""
+    short = isinstance(value, str) and len(value) <= _LONGEST_NAME
+    return value if short and value.isprintable() and value else None
 
 
 def _choices(answer: Any) -> list[dict[str, Any]]:
     choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+    if not isinstance(choices, list) or not choices:
         raise Malformed("it has no choices")
+    if not all(isinstance(choice, dict) for choice in choices):
+        raise Malformed("a choice is no object")
     return choices
 
 
@@ -154,8 +230,10 @@ def _of_new_tokens(found: Any) -> tuple[tuple[float, ...], list[bytes]]:
             content = [one for one in found["content"] if isinstance(one, dict)]
             values = [one.get("logprob") for one in content]
             texts = [_text_of(one) for one in content]
-    if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+    if not isinstance(values, list) or None in values:
         raise NoLogprobs("it lacks the requested log-probabilities")
+    if not all(map(_is_logprob, values)):
+        raise Malformed("one of its log-probabilities is no logarithm of a probability")
     tokens = [
         token_bytes(text) if isinstance(text, str) else text
         for text in (texts if isinstance(texts, list) else ())

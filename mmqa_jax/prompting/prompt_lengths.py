@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import base64
-import os
+import json
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Chat, Choices, Message, Picture, Query
+from mmqa_jax.prompting.event_loop import EventLoop
+from mmqa_jax.prompting.http_client import HttpClient, NoReply
+from mmqa_jax.prompting.openai_format import is_count
 
 # A chat template's own tokens, at most; a text's are at most its bytes.
 _TEMPLATE_TOKENS = 512
+# A count comes with the tokens themselves (ids, in some servers texts): at most as many as bytes.
+_REPLY_BYTES, _REPLY_BYTES_PER_BYTE = 2**20, 64
+_LONGEST_CONTEXT = 2**31  # tokens; what a server says beyond it is not believed
 
 
 class TooLongForServer(TooLong):
@@ -35,12 +42,15 @@ class PromptLengths:
 
     Args:
       model: the server's name for it.
-      length: of its context (vLLM's max_model_len); None: unknown, and nothing is refused.
+      length: of its context (vLLM's max_model_len), as the server says; where that is no sensible
+        number it is unknown, and nothing is refused.
       timeout: seconds to wait for a count.
     """
 
-    def __init__(self, model: str, length: int | None, timeout: float):
-        self._model, self._length, self._timeout = model, length, timeout
+    def __init__(self, model: str, length: Any, timeout: float):
+        self._model, self._timeout = model, timeout
+        self._length = length if is_count(length) and 0 < length < _LONGEST_CONTEXT else None
+        self._loop: EventLoop | None = None
         self._client: Any = None
 
     def check(self, request: Query) -> None:
@@ -64,20 +74,30 @@ class PromptLengths:
 
     def _count(self, body: dict[str, Any]) -> int | None:
         """A request's tokens; None where the server does not say, which is not asked again."""
-        import openai
-
-        if self._client is None:
-            key = os.environ.get("OPENAI_API_KEY") or "none"
-            self._client = openai.OpenAI(api_key=key, timeout=self._timeout)
-        root = str(self._client.base_url).rstrip("/").removesuffix("/v1")
+        if self._loop is None:
+            self._loop = EventLoop().start()
+            self._client = self._loop.run(_open(self._timeout))
+            weakref.finalize(self, _close, self._loop, self._client)
+        asked = {"model": self._model, **body}
+        most = _REPLY_BYTES + _REPLY_BYTES_PER_BYTE * len(json.dumps(asked))
         try:
-            answer = self._client.post(
-                f"{root}/tokenize", cast_to=object, body={"model": self._model, **body}
-            )
-            return int(answer["count"])
-        except (openai.OpenAIError, ValueError, TypeError, KeyError):
+            reply = self._loop.run(self._client.send("/tokenize", asked, most, beside=True))
+        except NoReply:
+            reply = None
+        count = reply.value.get("count") if reply and isinstance(reply.value, dict) else None
+        if reply is None or reply.status != 200 or not is_count(count):
             self._length = None
             return None
+        return count
+
+
+async def _open(timeout: float) -> HttpClient:
+    return HttpClient(timeout)
+
+
+def _close(loop: EventLoop, client: HttpClient) -> None:
+    loop.run(client.close())
+    loop.close()
 
 
 def shown_id(request_id: Hashable) -> str:

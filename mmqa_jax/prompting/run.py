@@ -101,6 +101,7 @@ def run_prompts(
         "prompts": len(lines),
         "answered": usage.requests,
         "cached": usage.cached,
+        "unreadable": usage.unreadable,
         "failed": usage.failures,
         "retries": usage.retries,
         "prompt_tokens": usage.prompt_tokens,

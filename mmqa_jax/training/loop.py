@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.config import Key, check_section, config_fingerprint, optional, spec_of
+from mmqa_jax.core.disk_errors import report_full_disk
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.files import report_full_disk
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.paths import as_path

@@ -118,7 +118,9 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path, undisturbed):
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
 
     try:
-        with pytest.raises(RunError, match=r"cannot be written \(File too large\).*make room"):
+        with pytest.raises(
+            RunError, match=r"cannot be written, because a file may not grow.*ulimit"
+        ):
             run(tmp_path, tiny_run.Watched(tiny_run.pipeline(), 28, fill))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 Answer = tuple[int, dict[str, str], bytes]
+# An answer that is no whole one: gets the stream to the client, which ends when it returns.
+Raw = Callable[[BinaryIO], None]
 
 
 def answer(value: Any, status: int = 200, **headers: str) -> Answer:
@@ -32,12 +34,27 @@ def error(status: int, message: str, **headers: str) -> Answer:
     return answer({"error": {"message": message, "code": None}}, status, **headers)
 
 
+def drip(head: bytes, piece: bytes, every: float = 0.05, most: float = 5.0) -> Raw:
+    """Sends `head`, then `piece` every few moments until the client is gone, `most` s at most."""
+
+    def send(stream: BinaryIO) -> None:
+        stream.write(head)
+        ends = time.monotonic() + most
+        while time.monotonic() < ends:
+            stream.write(piece)
+            stream.flush()
+            time.sleep(every)
+
+    return send
+
+
 class Stub:
     """Answers each POST with `reply(body)`; counts what was asked.
 
     Args:
       max_model_len: of the model's context, as vLLM gives it in its list of models.
       count: answers /tokenize, which does not count as asked; None: there is no such service.
+      models: answers /models; None: a list of one, `tiny`.
 
     Attributes:
       asked: (path, body) in order of arrival; at: their times.
@@ -47,10 +64,11 @@ class Stub:
 
     def __init__(
         self,
-        reply: Callable[[dict[str, Any]], Answer],
+        reply: Callable[[dict[str, Any]], Answer | Raw],
         *,
         max_model_len: int | None = None,
-        count: Callable[[dict[str, Any]], Answer] | None = None,
+        count: Callable[[dict[str, Any]], Answer | Raw] | None = None,
+        models: Answer | Raw | None = None,
     ):
         self.reply = reply
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -67,7 +85,7 @@ class Stub:
                 model = {"id": "tiny", "owned_by": "test", "created": 5}
                 if max_model_len is not None:
                     model["max_model_len"] = max_model_len
-                self._send(answer({"data": [model]}))
+                self._send(answer({"data": [model]}) if models is None else models)
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -87,7 +105,12 @@ class Stub:
                         stub._running -= 1
                 self._send(reply)
 
-            def _send(self, reply: Answer):
+            def _send(self, reply: Answer | Raw):
+                if callable(reply):
+                    with contextlib.suppress(OSError):
+                        reply(self.wfile)
+                    self.close_connection = True
+                    return
                 status, headers, data = reply
                 with contextlib.suppress(OSError):  # the client may be gone
                     self.send_response(status)

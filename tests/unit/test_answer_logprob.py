@@ -86,7 +86,7 @@ def served(candidate, pieces, values, form, stops, text=None):
         "finish_reason": finish,
         "logprobs": form(pieces, values),
     }
-    (read,) = read_candidates({"choices": [choice]}, True, stops)
+    (read,) = read_candidates({"choices": [choice]}, True, stops=stops)
     return read
 
 
@@ -133,7 +133,7 @@ def test_an_end_token_of_another_name_or_none():
     assert served(candidate, spelled, [-1.0, -2.0, -4.0], legacy, ("\n",)).total == -3.0
     # Without tokens nothing tells an end token from others.
     choice = {"text": " Paris", "logprobs": {"token_logprobs": [-1.0, -2.0]}}
-    (read,) = read_candidates({"choices": [choice]}, True, ("\n",))
+    (read,) = read_candidates({"choices": [choice]}, True, stops=("\n",))
     assert read.total == -3.0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -15,7 +17,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai_stub import Stub, said
 
+from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
 from mmqa_jax.prompting.backends import (
@@ -27,7 +31,8 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Usage,
 )
-from mmqa_jax.prompting.cache import Cached, ResponseCache, _plain, request_key
+from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
+from mmqa_jax.prompting.kept_answers import Unkeepable, keep, restore
 
 numbers = st.floats(allow_nan=False)
 candidates = st.builds(
@@ -120,7 +125,7 @@ def test_older_answers_are_kept_where_they_are_the_same_today(total, finish, kep
     cache = ResponseCache(":memory:")
     old = Result(1, (Candidate("old", (1, 2), total, None, finish),), 3, 0)
     question, new = Completion(1, "a"), Candidate("new", (1, 2), -0.5, None, "stop")
-    cache.put(request_key("echo", question, of_text=False), _plain(old))
+    cache.put(request_key("echo", question, of_text=False), keep(question, old))
     backend = Echoing({1: Result(1, (new,), 3, 0)})
     for _ in range(2):
         (found,) = Cached(backend, cache).answer([question])
@@ -242,7 +247,7 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path):
     path.unlink()
     cache = ResponseCache(path)
     for n in range(2000):
-        cache.put(f"key {n}", {"candidates": "x" * 100})
+        cache.put(f"key {n}", "x" * 100)
     cache.close()
     data = bytearray(path.read_bytes())
     data[4096:] = b"\xff" * (len(data) - 4096)  # all pages but the first
@@ -250,12 +255,123 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path):
     with pytest.raises(UserError, match=r"the response cache is damaged .*; delete this file and"):
         ResponseCache(path).get("key 77")
 
-    path.unlink()
+
+def kept_text(path):
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return connection.execute("SELECT answer FROM answers").fetchone()[0]
+
+
+GOOD = {"text": "a", "tokens": [], "total": -1.0, "logprobs": None, "finish": "end"}
+POISON = {
+    "other keys": {"candidates": [{"words": 1}], "prompt_tokens": 4},
+    "more keys": {"candidates": [GOOD], "prompt_tokens": 4, "more": 1},
+    "no candidates": {"candidates": [], "prompt_tokens": 4},
+    "a text that is none": {"candidates": [GOOD | {"text": ["a"]}], "prompt_tokens": 4},
+    "a total that is none": {"candidates": [GOOD | {"total": "-1"}], "prompt_tokens": 4},
+    "tokens that are none": {"candidates": [GOOD | {"tokens": [1.5]}], "prompt_tokens": 4},
+    "log-probabilities": {"candidates": [GOOD | {"logprobs": [None]}], "prompt_tokens": 4},
+    "no count": {"candidates": [GOOD], "prompt_tokens": None},
+    "half a character": {"candidates": [GOOD | {"text": "\ud83d"}], "prompt_tokens": 4},
+    "a number": 7,
+    "a list": [GOOD],
+    "another's answer": {"scores": [], "prompt_tokens": 4},
+    "another checksum": {"candidates": [GOOD], "prompt_tokens": 4, "crc32": 1},
+}
+ROWS = {
+    **{name: json.dumps(value) for name, value in POISON.items()},
+    "deep": '{"candidates": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "cut": '{"candidates": [{"te',
+    "empty": "",
+    "no UTF-8": b"\xff\xfe{}",
+    "a huge integer": '{"candidates": [], "prompt_tokens": ' + "1" * 5000 + "}",
+    "no text": 7,
+    "bytes of zeros": bytes(300),
+}
+
+
+@pytest.mark.parametrize("kept", ROWS.values(), ids=ROWS.keys())
+def test_an_entry_that_cannot_be_read_is_asked_for_again(kept, tmp_path):
+    """Counted, and replaced, so that the next run reads it."""
+    path = tmp_path / "cache"
+    query = Completion(0, "a")
     cache = ResponseCache(path)
-    served = Cached(Echoing(), cache)
-    cache.put(request_key("echo", Completion(0, "a")), {"candidates": [{"words": 1}]})
-    with pytest.raises(UserError, match=r"holds an answer that cannot be read .*; delete the file"):
-        served.find(Completion(0, "a"))
+    cache.put(request_key("echo", query), kept)
+    first = Echoing()
+    (result,) = Cached(first, cache).answer([query])
+    assert (result.text, first.asked) == ("<a>", [0])
+    assert (first.usage.unreadable, first.usage.cached) == (1, 0)
+    again = Echoing()
+    (result,) = Cached(again, ResponseCache(path)).answer([query])
+    assert (result.text, again.asked) == ("<a>", [])
+    assert (again.usage.unreadable, again.usage.cached) == (0, 1)
+
+
+def test_every_flipped_bit_of_an_entry_is_seen(tmp_path):
+    """Another text of the same form would be another answer."""
+    path, query = tmp_path / "cache", Choices(0, "a", ("b",))
+    answers = {0: Scores(0, (Score(-1.5, (-1.0, -0.5), True),), 4)}
+    list(Cached(Echoing(answers), ResponseCache(path)).answer([query]))
+    text = kept_text(path).encode()
+    seen = 0
+    for bit in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            assert restore(query, bytes(flipped)) == answers[0]
+        except Unkeepable:
+            seen += 1
+    assert seen > 8 * len(text) - 16
+
+
+def test_older_entries_without_a_checksum_are_read(tmp_path):
+    cache, query = ResponseCache(tmp_path / "cache"), Completion(0, "a")
+    cache.put(request_key("echo", query), json.dumps({"candidates": [GOOD], "prompt_tokens": 4}))
+    backend = Echoing()
+    (result,) = Cached(backend, cache).answer([query])
+    assert (result.text, backend.asked) == ("a", [])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Result(0, (Candidate("half \ud83d", (), math.nan, None, "end"),), 4, 0),
+        Result(0, (Candidate(b"bytes", (), math.nan, None, "end"),), 4, 0),
+        Result(0, (), 4, 0),
+        Result(0, (Candidate("a", (), math.nan, (math.nan, "b"), "end"),), 4, 0),
+    ],
+)
+def test_what_cannot_be_written_is_a_failure_and_is_not_kept(answer, tmp_path):
+    """The other answers come and are kept; a rerun asks for this one alone."""
+    path = tmp_path / "cache"
+    queries = [Completion(0, "a"), Completion(1, "b")]
+    backend = Echoing({0: answer})
+    served = Cached(backend, ResponseCache(path))
+    assert [result.id for result in served.answer(queries)] == [1]
+    (failure,) = served.failures
+    assert failure.id == 0
+    assert failure.reason.startswith("its answer cannot be written (")
+    assert backend.usage.failures == 1
+    assert len(ResponseCache(path)) == 1
+    again = Echoing()
+    assert len([*Cached(again, ResponseCache(path)).answer(queries)]) == 2
+    assert again.asked == [0]
+
+
+@pytest.mark.parametrize("prefix", [b"not a database" * 400, b"SQLite format 3\0" + bytes(5000)])
+def test_a_damaged_cache_ends_the_verb_by_name(prefix, tmp_path, capsys):
+    """Exit code 2, before anything is asked."""
+    (tmp_path / "prompts.jsonl").write_text('{"id": 1, "prompt": "a"}\n')
+    (tmp_path / "cache").write_bytes(prefix)
+    flags = [f"--prompts={tmp_path / 'prompts.jsonl'}", f"--out={tmp_path / 'out.jsonl'}"]
+    with Stub(lambda body: said("x")).serving() as stub:
+        code = main(
+            ["prompt", "--backend=openai", "--model=tiny", f"--cache={tmp_path / 'cache'}", *flags]
+        )
+    assert code == 2
+    said_of = capsys.readouterr().err
+    assert f"mmqa: {tmp_path / 'cache'}: the response cache is damaged" in said_of
+    assert "delete this file" in said_of
+    assert stub.asked == []
 
 
 def test_the_file_is_created_by_the_first_answer(tmp_path):
@@ -264,9 +380,9 @@ def test_the_file_is_created_by_the_first_answer(tmp_path):
     one, other = ResponseCache(path), ResponseCache(path)
     assert (one.get("key"), len(one)) == (None, 0)
     assert list(path.parent.iterdir()) == []
-    other.put("key", {"candidates": []})
+    other.put("key", "text")
     assert path.exists()
-    assert (one.get("key"), len(one)) == ({"candidates": []}, 1)
+    assert (one.get("key"), len(one)) == (b"text", 1)
     unused = ResponseCache(tmp_path / "unused")
     unused.close()
     assert not unused.path.exists()

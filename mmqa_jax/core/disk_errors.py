@@ -1,0 +1,214 @@
+"""A disk that takes no more: recognized in any exception, and said once in one sentence.
+
+Python, SQLite, NumPy, PyArrow, TensorStore and ArrayRecord raise exceptions of their own for the
+same few errors of the operating system, some of them as text alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mmqa_jax.core.errors import RunError
+
+# What may be wrong, and what to do before the same command is started again.
+_KINDS = {
+    errno.ENOSPC: ("the disk is full", "free some space"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space or have the quota raised"),
+    errno.EFBIG: ("a file may not grow that large there", "raise the limit (`ulimit -f`)"),
+    errno.EROFS: ("its file system is read-only", "have it mounted for writing"),
+    errno.EIO: ("its disk does not read or write (input/output error)", "have the disk checked"),
+}
+_TEXTS = {
+    **{os.strerror(code): code for code in _KINDS},
+    "database or disk is full": errno.ENOSPC,  # SQLite
+    "disk I/O error": errno.EIO,  # SQLite
+}
+_NUMPY = re.compile(r"^\d+ requested and \d+ written$")  # ndarray.tofile, np.save
+_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
+_PATH = re.compile(r"[\"'](/[^\"'\n]+)[\"']")
+_UNFINISHED = re.compile(r"^\.(.+)\.[\w-]+\.\d+\.tmp$")  # see core.files.unfinished
+_ORBAX = ".orbax-checkpoint-tmp"
+
+
+class DiskFailure(NamedTuple):
+    """What a disk refused.
+
+    Attributes:
+      code: of the operating system (errno).
+      path: of the file, if the exception names it.
+    """
+
+    code: int
+    path: str | None
+
+    def sentence(self, places: Iterable[str | os.PathLike] = ()) -> str:
+        """What is said of it: file, what is wrong, what is free, what is kept, what to do.
+
+        Args:
+          places: where the command writes, for want of a path.
+        """
+        path = self.path or next(map(str, places), None)
+        wrong, remedy = _KINDS[self.code]
+        named = f"{_shown(path)}: cannot be written, because " if path else ""
+        room = _room(path) if path and self.code == errno.ENOSPC else ""
+        return (
+            f"{named}{wrong}{room}; what was finished before is kept: {remedy} and start the same "
+            "command again, which continues."
+        )
+
+
+def find_disk_failure(error: BaseException) -> DiskFailure | None:
+    """The failure of a disk that an exception, or one that led to it, tells of; else None."""
+    code, path = None, None
+    for one in _chain(error):
+        found = _code_of(one)
+        if found is None:
+            continue
+        code = found if code is None else code
+        path = path or _path_of(one)
+    return None if code is None else DiskFailure(code, path)
+
+
+@contextlib.contextmanager
+def report_full_disk(folder: str | os.PathLike) -> Iterator[None]:
+    """Turns an exception that tells of a failed disk into a RunError.
+
+    Args:
+      folder: that the block writes into.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        failure = find_disk_failure(error)
+        if failure is None:
+            raise
+        raise RunError(failure.sentence([folder])) from error
+
+
+@contextlib.contextmanager
+def report_disk_once() -> Iterator[None]:
+    """While the block runs, threads and libraries are silent about a disk that fails.
+
+    Orbax logs each thread's traceback, hundreds of lines, TensorStore's callbacks print theirs, and
+    so do threads that go on until the process ends. Where the block itself ends with such a
+    failure, which the caller reports, they stay silent.
+    """
+    silence = _Silence()
+    logger, hooks = logging.getLogger("absl"), _Hooks()
+    logger.addFilter(silence)
+    held: list[tuple] = []  # TensorStore prints its callbacks' errors before Orbax says why
+    threading.excepthook = lambda told: silence.let_pass(told.exc_value) and hooks.thread(told)
+    sys.unraisablehook = lambda told: silence.let_pass(told.exc_value) and hooks.lost(told)
+    sys.excepthook = lambda *told: silence.let_pass(told[1]) and held.append(told)
+    try:
+        yield
+    except BaseException as error:
+        silence.let_pass(error)
+        raise
+    finally:
+        if not silence.failed:
+            logger.removeFilter(silence)
+            hooks.restore()
+            for told in held:
+                hooks.uncaught(*told)
+
+
+class _Hooks:
+    """What Python calls for the exceptions that nobody catches."""
+
+    def __init__(self) -> None:
+        self.uncaught, self.thread = sys.excepthook, threading.excepthook
+        self.lost = sys.unraisablehook
+
+    def restore(self) -> None:
+        sys.excepthook, threading.excepthook = self.uncaught, self.thread
+        sys.unraisablehook = self.lost
+
+
+class _Silence(logging.Filter):
+    """Lets no traceback of a failed disk pass, nor any after the first of them."""
+
+    failed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.let_pass(record.exc_info[1] if record.exc_info else None)
+
+    def let_pass(self, error: BaseException | None) -> bool:
+        """Whether an exception may be shown; what is none always may."""
+        if error is None:
+            return True
+        self.failed = self.failed or find_disk_failure(error) is not None
+        return not self.failed
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that led to it, the last first."""
+    waiting, seen = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        waiting += [before] if before is not None else []
+        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+
+
+def _code_of(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno if error.errno in _KINDS else None
+    text = str(error)
+    if found := _TENSORSTORE.search(text):
+        return int(found[1]) if int(found[1]) in _KINDS else None
+    if isinstance(error, OSError) and _NUMPY.match(text):
+        return errno.ENOSPC
+    return next((code for words, code in _TEXTS.items() if words in text), None)
+
+
+def _path_of(error: BaseException) -> str | None:
+    name = getattr(error, "filename", None)
+    if isinstance(name, str | os.PathLike) and name:
+        return os.fspath(name)
+    found = _PATH.search(str(error))
+    return found[1] if found else None
+
+
+def _shown(path: str) -> str:
+    """The file that the user knows, of one that is written under another name first."""
+    whole = Path(path.partition(_ORBAX)[0])
+    unfinished = _UNFINISHED.match(whole.name)
+    return str(whole.with_name(unfinished[1]) if unfinished else whole)
+
+
+def _room(path: str) -> str:
+    """` (12.0 KiB of 1.0 GiB are free there now)`; "" where that cannot be told."""
+    place = Path(path).absolute()
+    try:
+        while not place.exists():
+            place = place.parent
+        usage, free = shutil.disk_usage(place), os.statvfs(place).f_favail
+    except OSError:
+        return ""
+    files = ", and it holds no more files" if free == 0 else ""
+    return f" ({_size(usage.free)} of {_size(usage.total)} are free there now{files})"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
