@@ -16,6 +16,8 @@ from mmqa_jax.core.config import load_config
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "tests/README.md",
     *(
         page
         for room in ("mmqa_jax", "configs", "launch")
