@@ -16,7 +16,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class _BoundedUnpickler(pickle._Unpickler):
       held: its bytes.
     """
 
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, file: BinaryIO, held: int):
         super().__init__(_Reader(file, held))
