@@ -277,7 +277,16 @@ def test_other_modules_and_prompts_are_refused(minilm):
     (minilm / "modules.json").write_text(json.dumps([*modules, dense]))
     with pytest.raises(UserError, match=r"modules\.json: holds the layer 'Dense'"):
         read_bert_config(minilm)
+    own = modules[0] | {"type": "custom_st.Transformer"}  # code in the folder
+    (minilm / "modules.json").write_text(json.dumps([own, *modules[1:]]))
+    with pytest.raises(UserError, match=r"holds the layer 'custom_st\.Transformer'"):
+        read_bert_config(minilm)
     (minilm / "modules.json").write_text(json.dumps(modules))
+    file = minilm / "sentence_bert_config.json"
+    change_json(file, do_lower_case=True)
+    with pytest.raises(UserError, match="do_lower_case puts every text in lower case"):
+        read_bert_config(minilm)
+    change_json(file, do_lower_case=False)
     file = minilm / "config_sentence_transformers.json"
     change_json(file, prompts={"query": "query: "}, default_prompt_name="query")
     with pytest.raises(UserError, match="default_prompt_name 'query' puts 'query: ' before every"):
