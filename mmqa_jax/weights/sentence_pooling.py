@@ -60,8 +60,8 @@ def check_mean_pooling(folder: Path) -> None:
     content = read_json(file) if file.is_file() else {}
     if isinstance(content, dict) and content.get("do_lower_case"):
         raise UserError(
-            f"{file}: do_lower_case puts every text in lower case, which is not done here; take the "
-            "key out, and set do_lower_case to true in tokenizer_config.json."
+            f"{file}: do_lower_case puts every text in lower case, which is not done here; take "
+            "the key out, and set do_lower_case to true in tokenizer_config.json."
         )
     file = folder / _PROMPTS
     content = read_json(file) if file.is_file() else {}
