@@ -13,9 +13,10 @@ import io
 import math
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
@@ -73,7 +74,11 @@ def load_arrays(path: str | os.PathLike) -> Any:
         raise
     # A broken pickle can raise nearly any error.
     except Exception as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, EOFError):
+            reason = "it ends too early"
+        elif isinstance(error, LookupError) or not reason:
+            reason = "its instructions are damaged"
         raise UserError(
             f"{path}: not a complete pickle of arrays ({reason}); fetch it again."
         ) from error
@@ -83,12 +88,67 @@ class _Refused(pickle.UnpicklingError):
     """Names what was refused."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Reader:
+    """A pickle's bytes; a length that is beyond them is refused before memory is taken for it."""
+
+    def __init__(self, file: BinaryIO, held: int):
+        self._file, self._held = file, held
+
+    def read(self, count: int) -> bytes:
+        if count > self._held:
+            raise pickle.UnpicklingError(f"it claims {count:,} bytes of its {self._held:,}")
+        if len(data := self._file.read(count)) < count:
+            raise EOFError
+        return data
+
+    def readline(self) -> bytes:
+        if not (line := self._file.readline()).endswith(b"\n"):
+            raise EOFError
+        return line
+
+
+# In Python: C's takes memory for 2^28 objects where nine bytes number one so, and builds arrays
+# without asking.
+class _BoundedUnpickler(pickle._Unpickler):
+    """Takes no more memory than the pickle is worth, whatever it claims.
+
+    Args:
+      file: the pickle.
+      held: its bytes.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, file: BinaryIO, held: int):
+        super().__init__(_Reader(file, held))
+
+    def load_bytearray8(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))
+
+    def load_build(self) -> None:
+        *_, made, state = self.stack
+        if isinstance(made, np.dtype):  # version, byte order; what a plain type does not have; size
+            if tuple(state[2:5]) != (None, None, None) or state[5] not in (-1, made.itemsize):
+                raise pickle.UnpicklingError("a dtype is not in numpy's format")
+        elif isinstance(made, np.ndarray):
+            _, shape, dtype, _, data = state
+            if not isinstance(dtype, np.dtype):
+                raise pickle.UnpicklingError("an array is not in numpy's format")
+            if dtype.hasobject and len(data) != math.prod(shape):
+                raise pickle.UnpicklingError(f"an array of shape {shape} has {len(data)} objects")
+        super().load_build()
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class _Unpickler(_BoundedUnpickler):
     """Knows what arrays consist of, and counts the bytes of all that it copies."""
 
     def __init__(self, file: BinaryIO, path: Path):
-        super().__init__(file)
         self._path, self._held, self._copied = path, path.stat().st_size, 0
+        super().__init__(file, self._held)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _COPYING:  # from what the pickle may name again and again
@@ -103,7 +163,7 @@ class _Unpickler(pickle.Unpickler):
         check_claim(f"{self._path}, its arrays", self._copied, self._held, times=SHARED)
 
 
-class _StorageUnpickler(pickle.Unpickler):
+class _StorageUnpickler(_BoundedUnpickler):
     """The object of a legacy stream: a storage, named by its type, its key and its length."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -122,11 +182,11 @@ def _storage(copy: Copy, data: bytes) -> np.ndarray:
     """torch.storage._load_from_bytes: the values of a storage, one-dimensional."""
     copy(len(data))
     file = io.BytesIO(data)
-    magic, _version, _machine = (_StorageUnpickler(file).load() for _ in range(3))
+    magic, _version, _machine = (_StorageUnpickler(file, len(data)).load() for _ in range(3))
     if magic != _LEGACY_MAGIC:
         raise pickle.UnpicklingError("a tensor's storage is not in torch's format")
-    dtype, key, count = _StorageUnpickler(file).load()
-    keys = _StorageUnpickler(file).load()
+    dtype, key, count = _StorageUnpickler(file, len(data)).load()
+    keys = _StorageUnpickler(file, len(data)).load()
     length = int.from_bytes(file.read(8), "little", signed=True)
     values = file.read()
     if keys != [key] or length != count or len(values) != count * dtype.itemsize:

@@ -30,6 +30,7 @@ from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 START, END = "<|startoftext|>", "<|endoftext|>"
 OPENAI_MERGES = "bpe_simple_vocab_16e6.txt.gz"
 _OPENAI_TOKENS = 49_408  # of which 256 bytes, the same at a word's end, START and END
+_MOST_MERGES = 1 << 23  # bytes of the file, twice what OpenAI's has
 # openai/CLIP clip/simple_tokenizer.py: contractions, runs of letters, single digits, the rest.
 _PIECES = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
@@ -188,17 +189,18 @@ def _from_openai(path: Path, preprocessing: Preprocessing) -> ClipTokenizer:
     try:
         with gzip.open(path) as file:
             # The first line is a title; the file has more merges than CLIP uses.
-            lines = decode_text(file.read(), path).split("\n")[1:]
+            lines = decode_text(file.read(_MOST_MERGES), path).split("\n")[1:]
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as gzip ({error}); fetch it again.") from None
     symbols = _byte_symbols()
     merges = _merges("\n".join(lines[: _OPENAI_TOKENS - 2 * len(symbols) - 2]))
     tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, merges), START, END]
-    if len(tokens) != _OPENAI_TOKENS or any(len(pair) != 2 for pair in merges):
+    vocabulary = {token: row for row, token in enumerate(tokens)}
+    whole = len(vocabulary) == len(tokens) == _OPENAI_TOKENS
+    if not whole or any(len(pair) != 2 for pair in merges):
         raise UserError(
             f"{path}: does not hold CLIP's {_OPENAI_TOKENS - 514:,} merges; fetch OpenAI's file."
         )
-    vocabulary = {token: row for row, token in enumerate(tokens)}
     return ClipTokenizer(vocabulary, [(a, b) for a, b in merges], preprocessing)
 
 

@@ -20,7 +20,6 @@ import dataclasses
 import io
 import os
 import shutil
-import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +30,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, remove_leftovers, unfinished, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_bounds import check_bytes
+from mmqa_jax.data.picture_tar import PictureTar, plain_path
 from mmqa_jax.data.schema import SPLITS, Question, Source
 
 TAR = "images.tar"
@@ -57,8 +57,8 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; it must hold sources.jsonl.")
     for name in ("sources.jsonl", "questions.jsonl", TAR):
-        if _leads_out(folder, name):
-            raise UserError(f"{folder / name} {_LEADS_OUT}.")
+        if problem := _link_problem(folder, name):
+            raise UserError(f"{folder / name} {problem}.")
     pictures = _Pictures(folder)
     path = folder / "sources.jsonl"
     sources = _unique(
@@ -204,11 +204,15 @@ def _unique(rows: Iterable[_Row], pictures: _Pictures, parse: Callable, *argumen
     return parsed
 
 
-_LEADS_OUT = "is a symbolic link that leads out of the folder; copy into it what the link names"
-
-
-def _leads_out(folder: Path, name: str) -> bool:
-    return not (folder / name).resolve().is_relative_to(folder.resolve())
+def _link_problem(folder: Path, name: str) -> str | None:
+    """The error in a symbolic link of the folder, or None."""
+    try:
+        found = (folder / name).resolve()
+    except RuntimeError:  # of pathlib, where links lead to one another
+        return "is a symbolic link that leads to itself; put the file itself in its place"
+    if not found.is_relative_to(folder.resolve()):
+        return "is a symbolic link that leads out of the folder; copy into it what the link names"
+    return None
 
 
 class _Pictures:
@@ -216,52 +220,34 @@ class _Pictures:
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
-        self.members: dict[str, tuple[int, int]] = {}  # path -> (offset, bytes)
-        self._others: set[str] = set()  # links and the like, which hold no picture
-        self._tar = None
         path = folder / TAR
-        if path.exists():
-            try:
-                with tarfile.open(path, "r:") as tar:
-                    listed = list(tar)
-            except (tarfile.TarError, OSError) as error:
-                raise UserError(
-                    f"{path}: not an uncompressed tar file ({error}); write it with `tar cf`."
-                ) from error
-            # A sparse member's size is what it claims, not what the file holds.
-            held = [m for m in listed if m.isfile() and not m.issparse()]
-            self.members = {_plain(m.name): (m.offset_data, m.size) for m in held}
-            self._others = {_plain(m.name) for m in listed if not m.isdir()} - set(self.members)
-            self._tar = open(path, "rb")  # noqa: SIM115 - open as long as the object lives
+        self._tar = PictureTar(path) if path.exists() else None
 
     def problem(self, name: str) -> str | None:
         """The error in a picture's path, or None."""
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             return "is outside the folder; give a path relative to it"
-        if _plain(name) in self.members:
+        if self._tar is not None and name in self._tar:
             return None
-        if _plain(name) in self._others:
+        if self._tar is not None and plain_path(name) in self._tar.others:
             return f"is a link or a sparse file in {TAR}; write it with `tar chf`, without -S"
-        if _leads_out(self.folder, name):
-            return _LEADS_OUT
-        if (self.folder / name).is_file():
-            return None
-        where = f"in {self.folder}" + (f" or in its {TAR}" if self.members else "")
+        try:
+            if problem := _link_problem(self.folder, name):
+                return problem
+            if (self.folder / name).is_file():
+                return None
+        except (OSError, ValueError) as error:  # a name too long for a file, or with a NUL
+            return f"is no file's name ({getattr(error, 'strerror', None) or error}); correct it"
+        where = f"in {self.folder}" + (f" or in its {TAR}" if self._tar else "")
         return f"is not a file {where}; add the picture or correct the path"
 
     def __call__(self, name: str) -> bytes:
         """Encoded bytes of a picture whose path has no problem; PictureError for too many."""
-        if self._tar is not None and _plain(name) in self.members:
-            offset, size = self.members[_plain(name)]
-            check_bytes(size, name)
-            return os.pread(self._tar.fileno(), size, offset)
+        if self._tar is not None and name in self._tar:
+            return self._tar.read(name)
         path = self.folder / name
         check_bytes(path.stat().st_size, name)
         return path.read_bytes()
-
-
-def _plain(name: str) -> str:
-    return str(PurePosixPath(name))
 
 
 def _export_picture(name: str, data: bytes | None, folder: Path) -> str:
@@ -269,6 +255,8 @@ def _export_picture(name: str, data: bytes | None, folder: Path) -> str:
     if data is None:
         raise UserError(f"picture {name!r} is not in the corpus; prepare it again.")
     path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise UserError(f"picture {name!r} would be outside the folder; prepare the corpus again.")
     if not path.suffix:
         with Image.open(io.BytesIO(data)) as image:
             path = path.with_suffix("." + (image.format or "img").lower())

@@ -21,8 +21,7 @@ def read_npz(path: Path, key: str) -> np.ndarray:
 
     Raises:
       UserError: the file claims to hold more than it can.
-      OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile: it cannot be read, or lacks the
-        array.
+      Exception: of nearly any kind, for a broken archive or header, or one without the array.
     """
     with zipfile.ZipFile(path) as archive:
         member = archive.getinfo(f"{key}.npy")

@@ -17,6 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_text
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.added_tokens import add_published_tokens
+from mmqa_jax.data.tokenizer_settings import apply_settings
 from mmqa_jax.data.truncation import Tokens, cut
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -178,7 +179,7 @@ def text_inputs(
 def load_tokenizer(path: str | os.PathLike) -> WordPiece:
     """Reads a tokenizer.json (Hugging Face's format); padding and truncation are turned off.
 
-    Tokens that a tokenizer_config.json beside it adds are added.
+    Tokens that a tokenizer_config.json beside it adds are added, and its settings hold.
 
     Raises:
       UserError: no such file, not a tokenizer, not WordPiece, or lacks a special token.
@@ -190,6 +191,7 @@ def load_tokenizer(path: str | os.PathLike) -> WordPiece:
         raise UserError(
             f"{path}: not a tokenizer ({error}); give a tokenizer.json in Hugging Face's format."
         ) from error
+    apply_settings(tokenizer, as_path(path).parent)
     add_published_tokens(tokenizer, as_path(path).parent)
     if not isinstance(tokenizer.model, models.WordPiece):
         kind = type(tokenizer.model).__name__

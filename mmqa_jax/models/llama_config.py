@@ -50,6 +50,7 @@ _ROPE_READ = kinds(
     number_or_null="rope_theta partial_rotary_factor",
     name="rope_type type",
 )
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")  # transformers has no defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,10 @@ class LlamaConfig:
                 f"model.head_dim is {self.head_size}: expected an even number, since rotary "
                 "embeddings rotate pairs; change it."
             )
+        if not self.rope_theta > 0:
+            raise UserError(
+                f"model.rope_theta is {self.rope_theta}: expected a number above 0; correct it."
+            )
         check_rate("model.attention_dropout", self.attention_dropout)
         check_known("model.activation", self.activation, ACTIVATIONS)
 
@@ -160,7 +165,7 @@ class LlamaConfig:
             **fields | {"attention_dropout": fields["attention_dropout"] or 0.0},
             kv_heads=published.get("num_key_value_heads") or heads,
             head_dim=None if head_dim == fields["hidden"] // heads else head_dim,
-            rope_theta=rope.get("rope_theta") or published.get("rope_theta") or 10000.0,
+            rope_theta=_first(rope.get("rope_theta"), published.get("rope_theta"), 10000.0),
             rope_scaling=_rope_scaling(
                 rope,
                 published.get("original_max_position_embeddings"),
@@ -193,6 +198,11 @@ class LlamaConfig:
         }
 
 
+def _first(*values: float | None) -> float:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
 def _rope_scaling(
     rope: Mapping[str, Any], original: int | None, positions: int, where: str
 ) -> RopeScaling | None:
@@ -206,15 +216,16 @@ def _rope_scaling(
             "or with linear or llama3."
         )
     check_keys(rope, f"{where}, rope scaling", read=_ROPE_READ)
-    if "factor" not in rope:
-        raise UserError(f"{where}: rope scaling {kind!r} lacks its `factor`; add it.")
+    needed = ("factor",) if kind == "linear" else _LLAMA3
+    if missing := [f"`{key}`" for key in needed if key not in rope]:
+        raise UserError(f"{where}: rope scaling {kind!r} lacks its {', '.join(missing)}; add it.")
     if kind == "linear":
         return RopeScaling(kind, float(rope["factor"]))
     return RopeScaling(
         kind,
         float(rope["factor"]),
-        float(rope.get("low_freq_factor", 1.0)),
-        float(rope.get("high_freq_factor", 4.0)),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
         original or rope.get("original_max_position_embeddings", positions),
     )
 

@@ -58,6 +58,12 @@ class LlavaConfig:
 
     def __post_init__(self):
         check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
+        if not -self.vision.layers - 1 <= self.feature_layer <= self.vision.layers:
+            raise UserError(
+                f"model.feature_layer is {self.feature_layer}: the vision tower has "
+                f"{self.vision.layers} layers; choose one from {-self.vision.layers - 1} to "
+                f"{self.vision.layers}."
+            )
 
 
 def llava_1_5_7b(**changes) -> LlavaConfig:

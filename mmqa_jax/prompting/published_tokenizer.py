@@ -11,12 +11,12 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
+from mmqa_jax.data.tokenizer_settings import split_as_sentencepiece
 
-_SPACE = "▁"  # as SentencePiece spells it
 # llama.cpp's byte-level BPEs whose splitting transformers has -> whether a word that is a token
 # stays whole whatever the merges say (llama.cpp src/llama-vocab.cpp, `ignore_merges`).
 _BYTE_LEVEL = {"llama-bpe": True, "llama3": True, "llama-v3": True, "gpt-2": False}
@@ -45,6 +45,8 @@ def open_published(folder: Path) -> PublishedTokenizer:
     """
     config = folder / "tokenizer_config.json"
     settings = read_json(config) if config.is_file() else {}
+    if not isinstance(settings, dict):
+        raise UserError(f"{config}: is not an object; fetch the file again.")
     if not (folder / "tokenizer.model").is_file():
         if not settings.get("tokenizer_class"):
             raise UserError(
@@ -59,7 +61,7 @@ def open_published(folder: Path) -> PublishedTokenizer:
     prefix = "first" if settings.get("legacy") is False else "always"
     if settings.get("add_prefix_space") is False:
         prefix = "never"
-    _split_as_sentencepiece(opened.tokenizer, prefix)
+    split_as_sentencepiece(opened.tokenizer, prefix)
     return opened
 
 
@@ -85,30 +87,10 @@ def open_gguf(path: Path, kind: str, splitting: str, prefix_space: bool) -> Publ
         _from_pretrained("PreTrainedTokenizerFast", path.parent, gguf_file=path.name)
     )
     if kind == "llama":
-        _split_as_sentencepiece(opened.tokenizer, "always" if prefix_space else "never")
+        split_as_sentencepiece(opened.tokenizer, "always" if prefix_space else "never")
     else:
         opened.tokenizer.model.ignore_merges = _BYTE_LEVEL[splitting]
     return opened
-
-
-def _split_as_sentencepiece(tokenizer: Tokenizer, prefix: str) -> None:
-    """Puts the prefix space before a text that begins with a space as well, as SentencePiece does.
-
-    transformers' own pre-tokenizer replaces spaces first and then adds no prefix to a text that
-    begins with one, so that " a" and "a" become the same tokens. Here the spaces are gone when the
-    prefix is added.
-
-    Args:
-      prefix: `always`: after each special token too (LLaMA-2 as published); `first`: only where
-        the text begins (`legacy: false`); `never`.
-    """
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(" ", prefix, split=False),
-            pre_tokenizers.Metaspace(_SPACE, "never", split=False),
-        ]
-    )
 
 
 def _from_pretrained(name: str, folder: Path, **settings: Any) -> Any:

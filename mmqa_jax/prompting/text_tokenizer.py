@@ -18,6 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.added_tokens import add_published_tokens
+from mmqa_jax.data.tokenizer_settings import apply_settings
 from mmqa_jax.prompting.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     settings = _optional(folder / "tokenizer_config.json")
     if file.is_file():
         tokenizer = _read_tokenizer(file)
+        apply_settings(tokenizer, folder)
         add_published_tokens(tokenizer, folder)
         special = {
             key: _spelling(value) for key, value in settings.items() if key.endswith("_token")

@@ -15,6 +15,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.published_keys import check_keys
 
 _MODULES, _PROMPTS = "modules.json", "config_sentence_transformers.json"
+_TRANSFORMER = "sentence_bert_config.json"
 _KNOWN = ("Transformer", "Pooling", "Normalize")
 _OTHERS = (
     *("pooling_mode_cls_token", "pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens"),
@@ -40,9 +41,12 @@ def check_mean_pooling(folder: Path) -> None:
       folder: sentence-transformers': `modules.json`, and config.json of each module in a folder.
 
     Raises:
-      UserError: another pooling, a further layer, or a prompt before every text.
+      UserError: another pooling, a further layer, texts in lower case, or a prompt before each.
     """
-    for kind, place in _modules(folder):
+    for name, place in _modules(folder):
+        package, _, kind = name.rpartition(".")
+        if package.partition(".")[0] != "sentence_transformers":
+            kind = name  # of code in the folder, which is not run
         if kind not in _KNOWN:
             raise UserError(f"{folder / _MODULES}: holds the layer {kind!r}; {_REMEDY}.")
         if kind == "Pooling":
@@ -52,6 +56,13 @@ def check_mean_pooling(folder: Path) -> None:
             except UserError as error:
                 first = str(error).partition(";")[0]
                 raise UserError(f"{first}; {_REMEDY}.") from error
+    file = folder / _TRANSFORMER
+    content = read_json(file) if file.is_file() else {}
+    if isinstance(content, dict) and content.get("do_lower_case"):
+        raise UserError(
+            f"{file}: do_lower_case puts every text in lower case, which is not done here; take "
+            "the key out, and set do_lower_case to true in tokenizer_config.json."
+        )
     file = folder / _PROMPTS
     content = read_json(file) if file.is_file() else {}
     name = content.get("default_prompt_name") if isinstance(content, dict) else None
@@ -64,14 +75,14 @@ def check_mean_pooling(folder: Path) -> None:
 
 
 def _modules(folder: Path) -> Iterator[tuple[str, str]]:
-    """Kind and place of the modules."""
+    """The class of each module, with its package, and its folder."""
     file = folder / _MODULES
     if not file.is_file():  # of a folder that was copied without it
         if (folder / "1_Pooling" / "config.json").is_file():
-            yield "Pooling", "1_Pooling"
+            yield "sentence_transformers.models.Pooling", "1_Pooling"
         return
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise UserError(f"{file}: is not a list of modules; fetch the file again.")
     for module in modules:
-        yield str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))
+        yield str(module.get("type")), str(module.get("path", ""))

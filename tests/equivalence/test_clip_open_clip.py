@@ -200,6 +200,12 @@ def test_without_a_config_nothing_is_guessed(folder, capsys, tmp_path):
         ("model_cfg.vision_cfg.act_kwargs", {"approximate": "tanh"}, "act_kwargs is {'approx"),
         ("model_cfg.vision_cfg.layers", [3, 4, 6, 3], "use|--model=modified_resnet"),
         ("model_cfg.vision_cfg.image_size", [24, 32], "only square pictures"),
+        (
+            "model_cfg.vision_cfg.image_size",
+            "224",
+            "pictures are of '224' pixels, expected a whole",
+        ),
+        ("model_cfg.vision_cfg.image_size", None, "pictures are of None pixels, expected a whole"),
         ("model_cfg.vision_cfg.norm_kwargs", {"bias": False}, "key 'bias'"),
         ("model_cfg.vision_cfg.new_trick", 2, "the key 'new_trick' \\(2\\) is not known here"),
         ("model_cfg.text_cfg.no_causal_mask", True, "no_causal_mask is True"),
@@ -207,6 +213,8 @@ def test_without_a_config_nothing_is_guessed(folder, capsys, tmp_path):
         ("preprocess_cfg.mean", [0.5, 0.5, 0.5], "preprocess_cfg: mean is"),
         ("preprocess_cfg.resize_mode", "squash", "resize_mode is 'squash'"),
         ("preprocess_cfg.size", 32, "pictures of 32 pixels, the image tower reads 24"),
+        ("preprocess_cfg.size", "24", "pictures are of '24' pixels, expected a whole"),
+        ("preprocess_cfg", "openai", "preprocess_cfg is not an object"),
         ("model_cfg", {"embed_dim": 3}, "has no `model_cfg` with embed_dim"),
     ],
 )

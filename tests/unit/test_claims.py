@@ -9,6 +9,7 @@ import pickle
 import resource
 import struct
 import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -211,6 +212,54 @@ def test_array_pickles(tmp_path, refused):
     for name, value in cases.items():
         file.write_bytes(pickle.dumps({"x": value}))
         refused(name, load_arrays, file)
+
+
+class Built(Call):
+    """Pickled as the call of a function, and the state of what it returns."""
+
+    def __init__(self, function, arguments, state):
+        self.call = function, arguments, state
+
+
+def objects(shape, values):
+    """An array of a shape and a list of values that need not be as many."""
+    state = 1, shape, np.dtype("O"), False, values
+    return Built(*np.zeros(0).__reduce__()[:2], state)
+
+
+def instructions(value):
+    """A pickle without its begin and end."""
+    return pickle.dumps(value, 4)[2:-1]
+
+
+def test_pickles_that_claim_much(tmp_path, refused):
+    file = tmp_path / "a.pkl"
+    begin, end = b"\x80\x04", b"."
+    claims = {
+        "a frame": pickle.FRAME + struct.pack("<Q", 1 << 40) + b"N",
+        "bytes": pickle.BINBYTES8 + struct.pack("<Q", 1 << 33) + b"a",
+        "text": pickle.BINUNICODE8 + struct.pack("<Q", 1 << 33) + b"a",
+        "an array of bytes": pickle.BYTEARRAY8 + struct.pack("<Q", 1 << 33) + b"a",
+        "objects": instructions(objects((1 << 28,), [])),
+        "a type beyond its size": instructions(
+            Built(np.dtype, ("V8",), (3, "|", (np.dtype("f4"), (1 << 29,)), None, None, 8, 1, 0))
+        ),
+    }
+    for name, content in claims.items():
+        file.write_bytes(begin + content + end)
+        refused(name, load_arrays, file)
+    # The number that an object is remembered by costs nothing.
+    file.write_bytes(begin + b"N" + pickle.LONG_BINPUT + struct.pack("<I", 1 << 28) + end)
+    tracemalloc.start()
+    assert load_arrays(file) is None
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    file.write_bytes(pickle.dumps(objects((2,), [1, "a"]), 4))
+    assert load_arrays(file).tolist() == [1, "a"]
+    file.write_bytes(pickle.dumps({"x": np.arange(3, dtype=">f4"), "y": bytearray(b"abc")}, 5))
+    found = load_arrays(file)
+    assert found["x"].tolist() == [0, 1, 2]
+    assert found["y"] == b"abc"
 
 
 def test_npz(tmp_path, refused):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import tracemalloc
 
 import pytest
 from shared_data import SHARED, require
@@ -58,3 +59,9 @@ def test_refusals(tmp_path):
     (tmp_path / OPENAI_MERGES).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="cannot be read as gzip"):
         load_clip_tokenizer(tmp_path)
+    (tmp_path / OPENAI_MERGES).write_bytes(gzip.compress(b"a b\n" * (1 << 24)))
+    tracemalloc.start()
+    with pytest.raises(UserError, match="does not hold CLIP's 48,894 merges"):
+        load_clip_tokenizer(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 28  # the lines of 64 MB took 1.2 GB
+    tracemalloc.stop()

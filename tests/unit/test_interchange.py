@@ -13,7 +13,7 @@ from PIL import Image
 from shared_data import SHARED, require
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.images import decode
 from mmqa_jax.data.interchange import export_interchange, read_interchange
 from mmqa_jax.data.prepare import prepare_interchange
@@ -306,3 +306,63 @@ def test_openstax(tmp_path):
             data = tar.extractfile(corpus.sources[row].image).read()
             assert corpus.picture(row) == data
             assert max(decode(data).size) == 320
+
+
+def test_links_that_lead_to_themselves_and_impossible_names(tmp_path):
+    folder = write(tmp_path / "in", source(modality="image", image="images/x.png"), None)
+    (folder / "images" / "x.png").symlink_to("y.png")
+    (folder / "images" / "y.png").symlink_to("x.png")
+    with pytest.raises(
+        UserError, match=r"line 4: `image` '.*x\.png' is a symbolic link that leads"
+    ):
+        read_interchange(folder)
+    for name, reason in (("a" * 300, "File name too long"), ("a\0b", "embedded null byte")):
+        write(folder, source(modality="image", image=name), None)
+        with pytest.raises(UserError, match=f"line 4: `image` .* is no file's name .{reason}"):
+            read_interchange(folder)
+    for name in ("sources.jsonl", "questions.jsonl", "images.tar"):
+        write(folder)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(name)
+        with pytest.raises(UserError, match=rf"in/{name} is a symbolic link that leads to itself"):
+            read_interchange(folder)
+        (folder / name).unlink()
+
+
+def header(name, size, kind=tarfile.REGTYPE):
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def pax(record):
+    data = b"%d %s\n" % (len(record) + 4, record)
+    return header("pax", len(data), tarfile.XHDTYPE) + data.ljust(512, b"\0")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header("././@LongLink", 2**45, tarfile.GNUTYPE_LONGNAME),
+        header("pax", 2**45, tarfile.XHDTYPE),
+        header("pax", 2**33, tarfile.XGLTYPE),
+        pax(b"size=-1024") + header("images/x.png", 0),  # leads back to itself, without end
+        pax(b"size=99999999999999999999") + header("images/x.png", 0),
+        header("pax", 0, tarfile.XHDTYPE) * 3_000,
+    ],
+    ids=["long name", "pax", "global pax", "negative size", "size", "chain"],
+)
+def test_a_tar_that_claims_what_it_does_not_hold(tmp_path, content):
+    folder = write(tmp_path, source(modality="image", image="images/x.png"), None)
+    (folder / "images.tar").write_bytes(content + bytes(20_480))
+    with pytest.raises(UserError, match=r"images\.tar: not an uncompressed tar file"):
+        read_interchange(folder)
+
+
+def test_export_writes_nothing_outside_the_folder(tmp_path):
+    read = read_interchange(write(tmp_path / "in"))
+    rows = [dataclasses.replace(read.sources[0], modality="image", image="../../away.png")]
+    corpus = Corpus(rows, [], lambda name: png(), "", None)
+    with pytest.raises(UserError, match=r"'\.\./\.\./away\.png' would be outside the folder"):
+        export_interchange(corpus, tmp_path / "deep" / "out")
+    assert not list(tmp_path.rglob("away.png"))

@@ -84,6 +84,12 @@ CHANGES = [
         {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 0.7}},
         "rope scaling: the key 'mscale'",
     ),
+    (llama, {"rope_theta": 0.0}, r"rope_theta is 0\.0: expected a number above 0"),
+    (
+        llama,  # transformers has no defaults for these
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "lacks its `low_freq_factor`, `high_freq_factor`; add it",
+    ),
     (bart, {"is_causal": False}, "is_causal"),
     (bart, {"add_bias_logits": True}, "add_bias_logits True"),
     (bart, {"extra_pos_embeddings": 0}, "extra_pos_embeddings 0"),
@@ -93,6 +99,9 @@ CHANGES = [
     (clip_config, {"text_config_dict": {"use_rope": True}}, "text_config_dict: the key 'use_rope'"),
     (llava, {"text_config": {"is_causal": False}}, "text_config: is_causal is False"),
     (llava, {"vision_config": {"num_channels": 1}}, "num_channels is 1"),
+    (llava, {"vision_feature_layer": 25}, "feature_layer is 25: the vision tower has 24 layers"),
+    (llava, {"vision_feature_layer": True}, "vision_feature_layer True"),
+    (original_llava, {"mm_vision_select_layer": [-2]}, r"mm_vision_select_layer is \[-2\]"),
     (original_llava, {"is_causal": False}, "is_causal is False"),
     (original_llava, {"image_aspect_ratio": "anyres"}, "image_aspect_ratio is 'anyres'"),
     (original_llava, {"mm_new_option": 1}, "key 'mm_new_option'"),
@@ -277,7 +286,16 @@ def test_other_modules_and_prompts_are_refused(minilm):
     (minilm / "modules.json").write_text(json.dumps([*modules, dense]))
     with pytest.raises(UserError, match=r"modules\.json: holds the layer 'Dense'"):
         read_bert_config(minilm)
+    own = modules[0] | {"type": "custom_st.Transformer"}  # code in the folder
+    (minilm / "modules.json").write_text(json.dumps([own, *modules[1:]]))
+    with pytest.raises(UserError, match=r"holds the layer 'custom_st\.Transformer'"):
+        read_bert_config(minilm)
     (minilm / "modules.json").write_text(json.dumps(modules))
+    file = minilm / "sentence_bert_config.json"
+    change_json(file, do_lower_case=True)
+    with pytest.raises(UserError, match="do_lower_case puts every text in lower case"):
+        read_bert_config(minilm)
+    change_json(file, do_lower_case=False)
     file = minilm / "config_sentence_transformers.json"
     change_json(file, prompts={"query": "query: "}, default_prompt_name="query")
     with pytest.raises(UserError, match="default_prompt_name 'query' puts 'query: ' before every"):

@@ -214,11 +214,34 @@ def test_a_torchscript_archive_with_other_objects_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # torch calls these kinds of tensors unfinished
 def test_tensors_that_numpy_cannot_hold_are_named(tmp_path):
     path = tmp_path / "x.pt"
-    odd = (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), torch.eye(3).to_sparse())
+    odd = (
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.eye(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        torch.ones(3, dtype=torch.complex64),
+    )
     for tensor in odd:
         torch.save({"a": torch.ones(2), "odd": tensor}, path)
         with pytest.raises(UserError, match=r"x\.pt, tensor 'odd': type torch\..* not supported"):
             open_source(path)
+
+
+def test_a_torch_archive_with_a_part_that_is_too_short_is_refused(tmp_path):
+    """torch maps the file and reads what follows the part."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(4), "same": torch.ones(4)[:2], "negative": -torch.ones(2)}, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data[:8] if name.endswith("data/0") else data)
+    with pytest.raises(UserError, match=r"x\.pt: a part of it should hold 16 bytes .* has 8"):
+        open_source(path)
+    torch.save({1: torch.ones(4)}, path)
+    with pytest.raises(UserError, match="not a state dict"):
+        open_source(path)
+    torch.save({"a": torch.ones(3)._neg_view()}, path)
+    np.testing.assert_array_equal(open_source(path).read("a"), [-1, -1, -1])
 
 
 @pytest.mark.skipif(not _STATUS.exists(), reason="Linux counts resident pages there")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 TORCH_SUFFIXES = (".bin", ".pkl", ".pt", ".pth")
 
+_STORAGE = re.compile(r"(^|/)data/\d+$")
 _TENSORS = re.compile(r"(^|/)data(\.pkl$|/)")  # of an archive
 _MAPPED_BYTES = 1 << 28  # read from a mapping before it is mapped again
 
@@ -47,9 +49,10 @@ class TorchFile:
         self._tensors, self._mapped = _read_tensors(self.path)
         self._bytes = 0
         for key, tensor in self._tensors.items():
-            if _numpy_dtype(tensor) is None or tensor.layout is not _torch().strided:
+            if _numpy_dtype(tensor) is None or tensor.is_complex() or not _in_storage(tensor):
                 raise UserError(
-                    f"{path}, tensor {key!r}: type {tensor.dtype}, {tensor.layout} is not "
+                    f"{path}, tensor {key!r}: type {tensor.dtype}, {tensor.layout}, on the device "
+                    f"{tensor.device.type} is not "
                     "supported; convert it to a plain float32, float16 or bfloat16 tensor."
                 )
         self._check_claims()
@@ -137,12 +140,35 @@ def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
         ) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
-    if not isinstance(content, dict) or not all(torch.is_tensor(t) for t in content.values()):
+    named = isinstance(content, dict) and all(isinstance(key, str) for key in content)
+    if not named or not all(torch.is_tensor(t) for t in content.values()):
         raise UserError(
             f"{path}: not a state dict (names and tensors), nor a training state that holds one "
             "as `state_dict`; give only the weights."
         )
+    if mapped and not is_torchscript(path):
+        _check_parts(path, content)
     return content, mapped
+
+
+def _check_parts(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses an archive with a part that is too short: torch would read what follows it."""
+    stored = (t.untyped_storage() for t in tensors.values() if _in_storage(t))
+    storages = {storage.data_ptr(): storage.nbytes() for storage in stored}
+    with zipfile.ZipFile(path) as archive:
+        parts = [p.file_size for p in archive.infolist() if _STORAGE.search(p.filename)]
+    sizes = (sorted(found, reverse=True) for found in (storages.values(), parts))
+    for wanted, found in itertools.zip_longest(*sizes, fillvalue=0):
+        if wanted > found:
+            raise UserError(
+                f"{path}: a part of it should hold {wanted:,} bytes of tensors, and has {found:,}; "
+                "it is damaged, fetch it again."
+            )
+
+
+def _in_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are in the file one by one."""
+    return tensor.layout is _torch().strided and tensor.device.type == "cpu"
 
 
 def _check_archive(path: Path) -> None:
@@ -186,7 +212,7 @@ def _numpy_dtype(tensor: torch.Tensor) -> np.dtype | None:
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy as numpy, with ml_dtypes' bfloat16 and float8 for torch's."""
-    tensor, dtype = tensor.detach(), _numpy_dtype(tensor)
+    tensor, dtype = tensor.detach().resolve_neg(), _numpy_dtype(tensor)
     if dtype.kind == "V":  # numpy does not know it of itself, nor torch how to hand it over
         same_size = {1: _torch().uint8, 2: _torch().int16}[dtype.itemsize]
         return tensor.contiguous().view(same_size).numpy().view(dtype).copy()

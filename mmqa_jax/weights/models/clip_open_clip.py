@@ -110,17 +110,20 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
     _check_tower(vision, f"{file}, vision_cfg", both | of_pictures, _VISION)
     _check_tower(text, f"{file}, text_cfg", both | of_texts, _TEXT)
     image_size = _side(vision.get("image_size", 224), file)
+    preprocessing = content.get("preprocess_cfg") or {}
+    if not _is_object(preprocessing):
+        raise UserError(f"{file}: preprocess_cfg is not an object; fetch the file again.")
     check_keys(
-        content.get("preprocess_cfg") or {},
+        preprocessing,
         f"{file}, preprocess_cfg",
         read=("size",),
         harmless=("fill_color",),  # only where pictures are padded
         fixed=_PREPROCESSING,
     )
-    preprocessed = (content.get("preprocess_cfg") or {}).get("size", image_size)
-    if _side(preprocessed, file) != image_size:
+    preprocessed = _side(preprocessing.get("size", image_size), file)
+    if preprocessed != image_size:
         raise UserError(
-            f"{file}, preprocess_cfg: size is for pictures of {_side(preprocessed, file)} pixels, "
+            f"{file}, preprocess_cfg: size is for pictures of {preprocessed} pixels, "
             f"the image tower reads {image_size}; use another checkpoint."
         )
     activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
@@ -180,6 +183,11 @@ def _eps(tower: Mapping[str, Any], where: str) -> float:
 
 def _side(size: Any, file: Path) -> int:
     sides = size[-2:] if isinstance(size, list) else [size]  # channels may come first
+    if not all(type(side) is int and side >= 1 for side in sides):
+        raise UserError(
+            f"{file}: its pictures are of {size!r} pixels, expected a whole number of at least 1 "
+            "or two of them; repair the file or fetch it again."
+        )
     if len(set(sides)) != 1:
         raise UserError(
             f"{file}: its pictures are of {size} pixels; only square pictures are supported, use "

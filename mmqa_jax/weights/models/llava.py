@@ -208,7 +208,7 @@ def llava_config(published: Mapping[str, Any], where: str = "config.json") -> Ll
     check_keys(published, where, read=_READ, harmless=_HARMLESS)
     layer = published.get("vision_feature_layer", -2)
     strategy = published.get("vision_feature_select_strategy", "default")
-    if not isinstance(layer, int) or strategy != "default":
+    if type(layer) is not int or strategy != "default":
         raise UserError(
             f"{where}: vision_feature_layer {layer!r} with select strategy {strategy!r} is not "
             "supported; use a checkpoint that reads one layer without the class token."
@@ -267,10 +267,16 @@ def original_config(
             f"{where}: mm_hidden_size is {width}, the vision tower's width {vision.width}; give "
             f"the folder of the CLIP that it was trained with ({named})."
         )
+    layer = published.get("mm_vision_select_layer", -2)
+    if type(layer) is not int:
+        raise UserError(
+            f"{where}: mm_vision_select_layer is {layer!r}, expected a whole number; repair the "
+            "file or fetch it again."
+        )
     return LlavaConfig(
         vision=vision,
         llama=LlamaConfig.from_hf({**text, "model_type": "llama"}, where),
-        feature_layer=published.get("mm_vision_select_layer", -2),
+        feature_layer=layer,
         image_token=ORIGINAL_IMAGE_TOKEN,
     )
 
