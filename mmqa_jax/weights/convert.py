@@ -262,8 +262,7 @@ def _streamed_array(value: Any, assignments: Any, source: TensorSource) -> Strea
 
     def slices():
         for assignment in assignments:
-            tensor = assignment.transform.forward(source.read(assignment.source_key))
-            yield (*assignment.slot, ...), np.asarray(tensor, dtype=dtype)
+            yield (*assignment.slot, ...), keymap.read_assigned(assignment, source, dtype)
 
     return StreamedArray(value.shape, dtype, assignments[0].slot != (), slices)
 
