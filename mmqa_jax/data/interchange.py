@@ -21,6 +21,7 @@ import io
 import os
 import shutil
 import tarfile
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -246,8 +247,21 @@ class _Pictures:
             return _LEADS_OUT
         if (self.folder / name).is_file():
             return None
+        if other := self._in_another_form(name):
+            return (
+                f"is there in another Unicode form ({other.encode('unicode_escape').decode()}), as "
+                "macOS and its archives write accents; rename the file, or write the path as it is"
+            )
         where = f"in {self.folder}" + (f" or in its {TAR}" if self.members else "")
         return f"is not a file {where}; add the picture or correct the path"
+
+    def _in_another_form(self, name: str) -> str | None:
+        """A picture whose path looks the same and has other code points: NFC and NFD."""
+        wanted = unicodedata.normalize("NFC", _plain(name))
+        in_folder = self.folder.rglob("*") if not wanted.isascii() else ()
+        there = (str(path.relative_to(self.folder)) for path in in_folder if path.is_file())
+        found = (path for path in (*self.members, *there) if path != name)
+        return next((path for path in found if unicodedata.normalize("NFC", path) == wanted), None)
 
     def __call__(self, name: str) -> bytes:
         """Encoded bytes of a picture whose path has no problem; PictureError for too many."""
