@@ -1,6 +1,8 @@
-"""Whether a tensor is made of numbers alone."""
+"""What a tensor of a damaged checkpoint looks like: NaN, infinity, nothing but zeros."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -22,7 +24,15 @@ def all_finite(tensor: np.ndarray) -> bool:
     if tensor.dtype.name not in _EXPONENT:
         return True
     integer, exponent = _EXPONENT[tensor.dtype.name]
-    values = np.ravel(tensor, order="K").view(integer)  # no copy of a whole tensor or a transpose
-    blocks = (values[start : start + _BLOCK] for start in range(0, values.size, _BLOCK))
     mask = integer(exponent)
-    return not any(((block & mask) == mask).any() for block in blocks)
+    return not any(((block.view(integer) & mask) == mask).any() for block in _blocks(tensor))
+
+
+def all_zero(tensor: np.ndarray) -> bool:
+    """Whether every value is 0; true of no values. Of others it ends with the first block."""
+    return not any(block.view(np.uint8).any() for block in _blocks(tensor))
+
+
+def _blocks(tensor: np.ndarray) -> Iterator[np.ndarray]:
+    values = np.ravel(tensor, order="K")  # no copy of a whole tensor, nor of its transpose
+    return (values[start : start + _BLOCK] for start in range(0, values.size, _BLOCK))

@@ -1,4 +1,4 @@
-"""A checkpoint with NaN or infinity answers the first token or choice to everything: refused."""
+"""Checkpoints that answer all the same: NaN or infinity are refused, nothing but zeros is told."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from cli_runs import mmqa
+from cli_runs import done, mmqa
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import make_source
 from tiny_llm import write_folder
 
-from mmqa_jax.weights.finite import all_finite
+from mmqa_jax.weights.finite import all_finite, all_zero
 
 KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 
@@ -29,6 +29,32 @@ def test_one_value_among_many(kind, bad, monkeypatch):
     values[4, 3, 2] = bad
     for part in (values, values.T, values[..., 2], values[4, 3, 2:].reshape(())):
         assert not all_finite(part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros(kind, monkeypatch):
+    monkeypatch.setattr("mmqa_jax.weights.finite._BLOCK", 10)
+    values = np.zeros((5, 7), kind)
+    assert all_zero(values)
+    assert all_zero(values.T)
+    values[4, 5] = 1e-4
+    assert not all_zero(values)
+    assert not all_zero(values[4:, 5:])
+
+
+@pytest.mark.parametrize("export", [[], ["--export=hf"]])
+def test_convert_tells_of_matrices_that_were_never_filled(export, tmp_path):
+    source = make_source("llama", tmp_path / "source")
+    whole = done(*source.flags("llama"), f"--out={tmp_path / 'whole'}", *export)
+    assert whole["zero_tensors"] == []
+    keys = ["model.layers.0.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"]
+    for key in (*keys, "model.layers.2.self_attn.q_proj.bias"):  # a bias may be zero
+        source.arrays[key][:] = 0
+    save_file(source.arrays, source.path / "model.safetensors")
+    ended = mmqa(*source.flags("llama"), f"--out={tmp_path / 'out'}", *export, "--json")
+    assert ended.code == 0
+    assert sorted(ended.value["zero_tensors"]) == keys
+    assert "source: 2 tensors hold nothing but zeros (" in ended.err
 
 
 def test_integers_are_finite():
