@@ -7,8 +7,10 @@ service and client is changed, since it has no argument for either.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
@@ -18,6 +20,8 @@ from mmqa_jax.core.rendezvous import Meeting, join
 DEFAULT_JOIN_SECONDS = 1800  # hosts of a pod come up minutes apart
 _JOIN = "MMQA_JOIN_SECONDS"
 _BIND = "MMQA_COORDINATOR_BIND"
+# gRPC's and Python's variables for proxies, in either case.
+_PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
 
 
 @dataclasses.dataclass
@@ -57,11 +61,12 @@ def initialize(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> 
     runtime = _Runtime(of_jax._jax, limit, environment)
     of_jax._jax = runtime
     try:
-        jax.distributed.initialize(
-            **arguments,
-            initialization_timeout=limit,
-            heartbeat_timeout_seconds=runtime.heartbeat,
-        )
+        with without_proxies():
+            jax.distributed.initialize(
+                **arguments,
+                initialization_timeout=limit,
+                heartbeat_timeout_seconds=runtime.heartbeat,
+            )
     finally:
         of_jax._jax = runtime.jaxlib
     if (others := peers()) is not None:
@@ -69,6 +74,22 @@ def initialize(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> 
         others.watch(client)
         others.hold_errors_of_threads()
         atexit.register(others.leave, client)  # before JAX's own, which waits for the others
+
+
+@contextlib.contextmanager
+def without_proxies() -> Iterator[None]:
+    """Hides the environment's proxies: what is connected to meanwhile is reached directly.
+
+    gRPC would ask an HTTP proxy for the way to process 0, which a cluster's proxy to the outside
+    does not know: the processes would wait for each other until the time is up.
+    """
+    hidden = {name: os.environ[name] for name in os.environ if name.lower() in _PROXIES}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def join_seconds(environment: Mapping[str, str]) -> int:

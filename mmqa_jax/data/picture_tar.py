@@ -41,6 +41,10 @@ class PictureTar:
         self.others -= set(self._members)
         self._file = open(path, "rb")  # noqa: SIM115 - open as long as the object lives
 
+    def __iter__(self) -> Iterator[str]:
+        """The paths of its pictures."""
+        return iter(self._members)
+
     def __contains__(self, name: str) -> bool:
         return plain_path(name) in self._members
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import peak_rss_mib
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.weights import keymap
 from mmqa_jax.weights.config_json import with_changes
+from mmqa_jax.weights.finite import all_zero
 from mmqa_jax.weights.folder import (
     MIB,
     RECORD,
@@ -181,7 +183,14 @@ def _convert_published(
             write_converted_sums(folder)
         else:
             _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
-    return {**facts, "files": copied}
+    if source.zeros:
+        print(
+            f"{path}: {len(source.zeros)} tensors hold nothing but zeros "
+            f"({first_names(source.zeros)}); if they were trained, the file is damaged: fetch it "
+            "again.",
+            file=sys.stderr,
+        )
+    return {**facts, "files": copied, "zero_tensors": source.zeros}
 
 
 def _export_converted(
@@ -262,8 +271,7 @@ def _streamed_array(value: Any, assignments: Any, source: TensorSource) -> Strea
 
     def slices():
         for assignment in assignments:
-            tensor = assignment.transform.forward(source.read(assignment.source_key))
-            yield (*assignment.slot, ...), np.asarray(tensor, dtype=dtype)
+            yield (*assignment.slot, ...), keymap.read_assigned(assignment, source, dtype)
 
     return StreamedArray(value.shape, dtype, assignments[0].slot != (), slices)
 
@@ -275,6 +283,7 @@ class _ObservedSource:
         self.name = source.name
         self._source = source
         self.on_bytes: Callable[[int], None] | None = None  # None: not yet, planning reads too
+        self.zeros: list[str] = []  # matrices without a value, as a file has that was never filled
         self._digests: dict[str, bytes] = {}
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -289,6 +298,8 @@ class _ObservedSource:
             plain = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
             self._digests[key] = hashlib.sha256(head + hashlib.sha256(plain).digest()).digest()
             self.on_bytes(tensor.nbytes)
+            if tensor.ndim > 1 and all_zero(tensor):
+                self.zeros.append(key)
         return tensor
 
     def fingerprint(self) -> str:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.weights.finite import all_finite
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.host_memory import aligned_empty
 
@@ -343,12 +344,27 @@ def _equal(source: TensorSource, first: str, second: str) -> bool:
     return np.array_equal(source.read(first), source.read(second))
 
 
+def read_assigned(assignment: _Assignment, source: TensorSource, dtype: Any) -> np.ndarray:
+    """The tensor of one slot of a parameter, in our layout.
+
+    Raises:
+      UserError: it holds NaN or infinity, with which a model gives answers all the same: the
+        token or the choice that comes first.
+    """
+    tensor = source.read(assignment.source_key)
+    if not all_finite(tensor):
+        raise UserError(
+            f"{source.name}: {assignment.source_key} holds NaN or infinity; its training diverged "
+            "or its file is damaged: fetch it again, or give an earlier checkpoint."
+        )
+    return np.asarray(assignment.transform.forward(tensor), dtype=dtype)
+
+
 def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) -> jax.Array:
     sharding = getattr(value, "sharding", None)
 
     def read(assignment: _Assignment) -> np.ndarray:
-        tensor = assignment.transform.forward(source.read(assignment.source_key))
-        return np.asarray(tensor, dtype=value.dtype)
+        return read_assigned(assignment, source, value.dtype)
 
     if assignments[0].slot == ():
         return jax.device_put(read(assignments[0]), sharding)

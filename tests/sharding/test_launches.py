@@ -45,6 +45,20 @@ def test_processes_tell_each_other_what_they_are(tmp_path):
     assert "p.jpg" in one["failed"]
 
 
+def test_a_proxy_is_not_asked_for_the_way_to_process_0(monkeypatch):
+    for name in ("http_proxy", "HTTPS_PROXY", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    code = (
+        "import os, jax; from mmqa_jax.core import distributed; distributed.start();"
+        "print(jax.process_count(), os.environ['http_proxy'], os.environ['HTTPS_PROXY'])"
+    )
+    printed = finish(launch(2, sys.executable, "-c", code))
+    for out in printed:
+        assert out.splitlines()[-1] == "2 http://127.0.0.1:9 http://127.0.0.1:9"
+
+
 def test_sigterm_of_one_host_stops_all_and_another_number_goes_on(alone, tmp_path):
     """Both save the same step; one process resumes on another mesh, with the same losses."""
     happen = {"what": "SIGTERM", "process": 1, "batch": 9}

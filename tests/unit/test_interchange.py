@@ -366,3 +366,19 @@ def test_export_writes_nothing_outside_the_folder(tmp_path):
     with pytest.raises(UserError, match=r"'\.\./\.\./away\.png' would be outside the folder"):
         export_interchange(corpus, tmp_path / "deep" / "out")
     assert not list(tmp_path.rglob("away.png"))
+
+
+@pytest.mark.parametrize("where", ["folder", "tar"])
+def test_a_picture_in_another_unicode_form_is_named_by_its_code_points(where, tmp_path):
+    composed, decomposed = "caf\u00e9.png", "cafe\u0301.png"
+    folder = write(tmp_path / "in", [SOURCES[0], {**SOURCES[1], "image": f"images/{composed}"}], [])
+    if where == "folder":
+        (folder / "images" / decomposed).write_bytes(png())
+    else:
+        with tarfile.open(folder / "images.tar", "w") as tar:
+            tar.add(folder / "images" / "dot.png", f"./images/{decomposed}")
+    message = r"line 2: .* is there in another Unicode form \(images/cafe\\u0301.png\), as macOS"
+    with pytest.raises(UserError, match=message):
+        read_interchange(folder)
+    write(folder, [SOURCES[0], {**SOURCES[1], "image": f"images/{decomposed}"}], [])
+    assert read_interchange(folder).sources[1].image == f"images/{decomposed}"

@@ -183,6 +183,16 @@ def test_questions_that_share_a_mean_divide_the_batch():
     check_config(config)
 
 
+def test_a_mean_over_tokens_is_not_taken_in_parts():
+    config = read("vlp_qa")
+    del config.questions_per_mean
+    config.train.accumulate = 2
+    with pytest.raises(UserError, match=r"train\.accumulate=2: the reader's loss is the mean over"):
+        check_config(config)
+    config.train.accumulate = 1
+    check_config(config)
+
+
 def test_clip_patches_ask_for_the_converted_clip():
     config = read("vlp_qa", "clip_patches")
     with pytest.raises(
