@@ -48,6 +48,24 @@ def test_damage_of_every_file(folders, name):
             assert outcome.kind in kinds, f"{file}, {damage}: {outcome}"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("parts that are merged", "parts of a stopped job", "journal", "grids", "cached vectors"),
+        *("embeddings", "unfinished embeddings", "indexes", "response cache"),
+    ],
+)
+def test_damage_of_every_file_of_a_job(name):
+    """Refused, or computed again."""
+    target = BY_NAME[name]
+    with made([target]) as folders:
+        folder, wanted = folders[target]
+        for file in target.damaged_files(folder):
+            for damage in each_file((folder / file).stat().st_size):
+                outcome = damaged(target, folder, file, damage, wanted)
+                assert outcome.kind in (REFUSED, SAME), f"{file}, {damage}: {outcome}"
+
+
 def stopped(workdir):
     """A run that was stopped at step 24, with checkpoints 20 and 24."""
     with pytest.raises(SystemExit):
