@@ -69,7 +69,7 @@ def merge_parts(folder: Path) -> RowRun | dict[str, Any]:
         )
     out = folder.with_name(folder.name.removesuffix(_SUFFIX))
     if not is_row:
-        check_out(out)
+        check_out(out, flag="")
     try:
         lock = hold(folder / ".lock", shared=True)
     except Busy as owner:
