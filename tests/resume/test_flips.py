@@ -135,3 +135,17 @@ def test_a_damaged_folder_best_is_written_again(tmp_path):
     with pytest.raises(SystemExit):
         tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
     assert (find_damage(best / "weights"), read_metadata(best)) == before
+
+
+def test_the_best_step_outlives_its_damaged_checkpoint(tmp_path):
+    """In the folder best, until a better one comes."""
+    batches = tiny_run.Watched(tiny_run.pipeline(), 45, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
+    before = read_metadata(tmp_path / "best")
+    assert before["step"] == 30
+    (tmp_path / "checkpoints" / "30" / "metrics" / "metrics").write_text("{}")
+    skipping = Resuming(skip_damaged=True)
+    tiny_run.run(tmp_path, tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, resuming=skipping)
+    assert (tmp_path / "checkpoints" / "30.damaged").is_dir()
+    assert read_metadata(tmp_path / "best") == before
