@@ -204,6 +204,15 @@ def test_scores_of_other_data_are_refused(row, refused):
     refused("merge", row, message="holds another set of questions than was answered in")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused(make, parts, refused):
+    """Nothing would ever come out of a pipe."""
+    part_path(parts, 1).unlink()
+    make(part_path(parts, 1))
+    for verb in ("merge", "status"):
+        refused(verb, parts, message="00001.jsonl: is no file; delete it, and the job writes it")
+
+
 def test_an_edited_part_is_refused(parts, refused):
     path = part_path(parts, 1)
     path.write_text(path.read_text().replace('"sources": ["', '"sources": ["x'))
