@@ -48,20 +48,24 @@ said="$folder/said"
 [ -n "$state" ] || state="$folder/failure"
 
 # What the attempt failed with: the lines of mmqa, or else the last one, without what differs from
-# one start to the next: times, and the labels of processes.
+# one start to the next: times, addresses, and what a log's line begins with (date, time, thread).
 sentence() {
   local lines
   lines="$(grep -aoE 'mmqa: .*' "$said" | grep -avE 'has waited [0-9]+ s .*: check that' | sort -u)" ||
     lines="$(grep -av '^[[:space:]]*$' "$said" | tail -n 1)" || true
-  sed -E 's/[0-9.]+ s([^[:alnum:]]|$)/N s\1/g; s/0x[0-9a-f]+/0xN/g' <<<"$lines"
+  sed -E 's/^(.*: )?[IWEF][0-9]{4} [0-9:.]+ +[0-9]+ //; s/[0-9.]+ s([^[:alnum:]]|$)/N s\1/g
+    s/0x[0-9a-f]+/0xN/g' <<<"$lines"
 }
 
 # How far the command's work is: the step of a training run, the items of a job that are done.
 progress_of() {
-  local place
+  local place word mmqa=mmqa
   place="$(preflight_flags "$@" | sed -n 's/^--workdir=//p' | tail -n 1)"
-  [ -n "$place" ] && command -v mmqa >/dev/null || return 0
-  mmqa status "$place" --json 2>/dev/null | tail -n 1 |
+  for word in "$@"; do # such as .venv/bin/mmqa
+    case "$word" in */mmqa) mmqa="$word" ;; esac
+  done
+  [ -n "$place" ] && command -v "$mmqa" >/dev/null || return 0
+  "$mmqa" status "$place" --json 2>/dev/null | tail -n 1 |
     grep -oE '"(step|saved|items_done)": ?(\[[^]]*\]|[0-9]+)' | tr '\n' ' ' || true
 }
 

@@ -40,8 +40,12 @@ value_of() {
 
 # Flags of preflight.sh for a command: the folders that it writes to and reads from.
 preflight_flags() {
-  local word
+  local word flag=""
   for word in "$@"; do
+    case "$flag" in # of `--workdir runs/a`
+      --workdir | --out | --data) word="$flag=$word" ;;
+    esac
+    flag="$word"
     case "$word" in
       --workdir=* | --out=*) echo "--workdir=${word#*=}" ;;
       --data=* | --config.data.dir=*) echo "--data=${word#*=}" ;;

@@ -81,13 +81,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
 
     arguments = flags.fetched(arguments, STORE_INPUTS)
+    if arguments.submission:
+        check_out(Path(arguments.submission), flag="--submission")
     if arguments.dataset in flags.BENCHMARKS:
         return _evaluate_benchmark(arguments)
     arguments.split = arguments.split or "test"
     references = flags.optional_path(arguments.references)
     predictions = Path(arguments.predictions)
-    if arguments.submission:
-        check_out(Path(arguments.submission))
     reference = read_references(references, predictions, arguments.split)
     if predictions.suffix == ".jsonl" and _holds_rankings(predictions):
         for flag in ("submission", "against"):
@@ -123,7 +123,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores a question-answering benchmark as its BenchmarkScoring says."""
-    from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.scoring import notes_of_counts
@@ -143,7 +142,6 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     result["empty"] = count_empty(given)
     if arguments.submission:
         result["submission"] = arguments.submission
-        check_out(Path(arguments.submission))
         if not any(map(scoring.has_reference, questions)):
             scoring.write_submission(questions, given, Path(arguments.submission))
             return _unscored(result, given, notes)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,7 +37,9 @@ _TEXTS = {
 _NUMPY = re.compile(r"^\d+ requested and \d+ written$")  # ndarray.tofile, np.save
 _TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
 _PATH = re.compile(r"[\"'](/[^\"'\n]+)[\"']")
-_UNFINISHED = re.compile(r"^\.(.+)\.[\w-]+\.\d+\.tmp$")  # see core.files.unfinished
+# See core.files.unfinished; a folder's may lack host and process.
+_UNFINISHED = re.compile(r"\.(.+?)(?:\.[\w-]+\.\d+)?\.tmp")
+_PROBE = bytes(64 * 1024)
 _ORBAX = ".orbax-checkpoint-tmp"
 
 
@@ -77,6 +80,18 @@ def find_disk_failure(error: BaseException) -> DiskFailure | None:
         code = found if code is None else code
         path = path or _path_of(one)
     return None if code is None else DiskFailure(code, path)
+
+
+def try_disk(folder: str | os.PathLike) -> None:
+    """OSError if nothing can be written there: for libraries that do not tell what went wrong."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(_PROBE)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = os.fspath(folder)
+        raise
 
 
 @contextlib.contextmanager
@@ -188,9 +203,8 @@ def _path_of(error: BaseException) -> str | None:
 
 def _shown(path: str) -> str:
     """The file that the user knows, of one that is written under another name first."""
-    whole = Path(path.partition(_ORBAX)[0])
-    unfinished = _UNFINISHED.match(whole.name)
-    return str(whole.with_name(unfinished[1]) if unfinished else whole)
+    parts = Path(path.partition(_ORBAX)[0]).parts
+    return str(Path(*(match[1] if (match := _UNFINISHED.fullmatch(p)) else p for p in parts)))
 
 
 def _room(path: str) -> str:

@@ -196,15 +196,32 @@ def check_text(value: Any, place: str) -> None:
         ) from error
 
 
-def check_out(path: Path, *, folder: bool = False) -> None:
-    """UserError if a file (or folder) cannot be written: before hours of work, not after them."""
+def check_out(path: Path, *, folder: bool = False, flag: str = "--out") -> None:
+    """UserError if a file (or folder) cannot be written: before hours of work, not after them.
+
+    A file takes the place of what has its name, which a pipe or a device would not survive; of a
+    symbolic link it is not plain which of the two is meant. A folder may be a link to one.
+
+    Args:
+      flag: that named it; "": none did.
+    """
     check_store(path)  # first: only here do the errors of a store's package become sentences
-    if path.is_dir() and not folder:
-        raise UserError(f"--out={path}: is a folder, a file to write was expected; name a file.")
     if in_store(path):
         return
+    place = f"{flag}={path}" if flag else str(path)
+    if not folder and path.is_symlink():
+        raise UserError(
+            f"{place}: is a symbolic link to {path.readlink()}; name the file itself, or another."
+        )
+    if not folder and path.is_dir():
+        raise UserError(f"{place}: is a folder, a file to write was expected; name a file.")
+    if not folder and path.exists() and not path.is_file():
+        raise UserError(
+            f"{place}: is a device, pipe or socket, and files are written under another name "
+            "first; name a file."
+        )
     here = path.absolute()
     places = (here, *here.parents) if folder else here.parents
-    parent = next(place for place in places if os.path.exists(place))
+    parent = next(place for place in places if os.path.lexists(place))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"--out={path}: {parent} is no folder to write to; name another path.")
+        raise UserError(f"{place}: {parent} is no folder to write to; name another path.")

@@ -89,7 +89,7 @@ def read_job(folder: Path) -> JobRecord:
       UserError: job.json is damaged, or is not a job's.
     """
     path = folder / JOB_FILE
-    check_no_link(path)
+    check_file(path)
     again = "delete it, and the next start of the job writes it again and keeps whole parts"
     record = read_sealed(path, again)
     job = record.get("job")
@@ -143,7 +143,7 @@ def read_about(path: Path) -> dict[str, Any]:
     Raises:
       UserError: it is damaged.
     """
-    check_no_link(path)
+    check_file(path)
     with path.open("rb") as file:
         line = file.readline()
     try:
@@ -161,7 +161,7 @@ def read_part(folder: Path, record: JobRecord, number: int) -> Part:
       UserError: it is damaged, or another job's or chunk's.
     """
     path = part_path(folder, number)
-    check_no_link(path)
+    check_file(path)
     again = f"delete it and start {record.owners([number])} again, which computes it again"
     data = path.read_bytes()
     try:
@@ -206,6 +206,13 @@ def check_no_link(path: Path) -> None:
             f"{path}: is a symbolic link, which a job's folder never holds; put the file itself "
             "there."
         )
+
+
+def check_file(path: Path) -> None:
+    """Refuses what is no file in a job's folder: links, and pipes, which are waited for forever."""
+    check_no_link(path)
+    if not in_store(path) and path.exists() and not path.is_file():
+        raise UserError(f"{path}: is no file; delete it, and the job writes it again.")
 
 
 def named(numbers: Sequence[int]) -> str:

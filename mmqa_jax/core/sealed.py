@@ -78,15 +78,20 @@ def open_line(line: bytes, keys: set[str]) -> dict[str, Any]:
     return value
 
 
-def seal_bytes(data: bytes) -> bytes:
-    """What is put behind the content of a file: a line of JSON with its SHA-256."""
-    return json.dumps({_KEY: hashlib.sha256(data).hexdigest()}).encode() + b"\n"
+def seal_bytes(data: bytes, name: str = "") -> bytes:
+    """What is put behind the content of a file: a line of JSON with its SHA-256.
+
+    Args:
+      name: of the file, where the content does not say it: in another's place it is damaged.
+    """
+    return json.dumps({_KEY: _of_bytes(data, name)}).encode() + b"\n"
 
 
-def open_bytes(data: bytes, *, sealed: bool = False) -> bytes:
+def open_bytes(data: bytes, name: str = "", *, sealed: bool = False) -> bytes:
     """The content of a file without the line of `seal_bytes`, which an older file lacks.
 
     Args:
+      name: as of `seal_bytes`.
       sealed: whether the file says itself that it has one.
 
     Raises:
@@ -96,9 +101,15 @@ def open_bytes(data: bytes, *, sealed: bool = False) -> bytes:
     content = data[:-SEAL_LENGTH] if match else data
     if match is None and not sealed:
         return content
-    if match is None or hashlib.sha256(content).hexdigest() != match[1].decode():
+    if match is None or _of_bytes(content, name) != match[1].decode():
         raise Damaged("its SHA-256 is another")
     return content
+
+
+def _of_bytes(data: bytes, name: str) -> str:
+    digest = hashlib.sha256(data)
+    digest.update(name.encode())
+    return digest.hexdigest()
 
 
 def _of_value(value: Mapping[str, Any]) -> str:

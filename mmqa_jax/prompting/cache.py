@@ -262,7 +262,7 @@ class Cached:
     def _kept(self, key: str, request: Query) -> Result | Scores | None:
         kept = self._cache.get(key)
         try:
-            return None if kept is None else restore(request, kept)
+            return None if kept is None else restore(key, request, kept)
         except Unkeepable:  # a damaged row, or one that a faulty version kept
             self.usage.unreadable += 1
             self._cache.discard(key)
@@ -283,14 +283,15 @@ class Cached:
         if missing:
             for result in self._backend.answer(missing.values()):
                 query = missing[result.id]
+                key = request_key(self.fingerprint, query)
                 try:
-                    text = keep(query, result)
+                    text = keep(key, query, result)
                 except Unkeepable as error:
                     reason = f"its answer cannot be written ({error})"
                     self.failures.append(Failure(query.id, reason))
                     self.usage.failures += 1
                     continue
-                self._cache.put(request_key(self.fingerprint, query), text)
+                self._cache.put(key, text)
                 self.work.add(result)
                 yield result
 

@@ -17,30 +17,33 @@ from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
 from mmqa_jax.prompting.backends import Choices, Query
 
-_CHECK = "crc32"  # of the JSON of everything else
+_CHECK = "crc32"  # of the key and the JSON of everything else
 
 
 class Unkeepable(Exception):
     """A text is no answer to the query, or an answer cannot be written; the message says why."""
 
 
-def keep(request: Query, answer: Result | Scores) -> str:
+def keep(key: str, request: Query, answer: Result | Scores) -> str:
     """An answer as text, without its id.
+
+    Args:
+      key: that it is kept under. A database whose index is damaged gives another key's.
 
     Raises:
       Unkeepable: it would not come back from there, or could not be written into a file.
     """
     value = _plain(answer)
     try:
-        value[_CHECK] = _checksum(value)
+        value[_CHECK] = _checksum(key, value)
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise Unkeepable(str(error)) from error
-    restore(request, text)
+    restore(key, request, text)
     return text
 
 
-def restore(request: Query, text: Any) -> Result | Scores:
+def restore(key: str, request: Query, text: Any) -> Result | Scores:
     """The answer to a query that a kept text holds.
 
     Raises:
@@ -55,7 +58,7 @@ def restore(request: Query, text: Any) -> Result | Scores:
     if not isinstance(value, dict):
         raise Unkeepable("it is no object")
     check = value.pop(_CHECK, None)
-    if check is not None and check != _checksum(value):
+    if check is not None and check != _checksum(key, value):
         raise Unkeepable("its checksum is another")
     try:
         return _scores(request, value) if isinstance(request, Choices) else _result(request, value)
@@ -63,8 +66,8 @@ def restore(request: Query, text: Any) -> Result | Scores:
         raise Unkeepable(f"it is no answer ({type(error).__name__}: {error})") from error
 
 
-def _checksum(value: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(value).encode())
+def _checksum(key: str, value: dict[str, Any]) -> int:
+    return zlib.crc32(f"{key} {json.dumps(value)}".encode())
 
 
 def _plain(answer: Result | Scores) -> dict[str, Any]:

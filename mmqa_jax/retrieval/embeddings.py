@@ -25,7 +25,7 @@ from jaxtyping import Float32
 from mmqa_jax.core.checksums import check_sums, digest, read_sums, write_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
-from mmqa_jax.core.job_files import MOST_PARTS, check_no_link, named
+from mmqa_jax.core.job_files import MOST_PARTS, check_file, check_no_link, named
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
@@ -305,7 +305,7 @@ def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
     """Whether a shard has this shape, and is not damaged; in a store that is seen later."""
     if in_store(path):
         return _has_size(path, shape)
-    check_no_link(path)
+    check_file(path)
     vectors = read_vectors(path)
     return vectors is not None and vectors.shape == shape and vectors.dtype == np.float32
 

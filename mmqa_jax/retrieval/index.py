@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.checksums import check_sums, find_damage
+from mmqa_jax.core.disk_errors import try_disk
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval.bm25 import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
@@ -176,7 +177,11 @@ class ScannIndex:
         """Writes ScaNN's files and the manifest, whole or not at all."""
         manifest = index_manifest(self.embeddings, self.kind, dataclasses.asdict(self.parameters))
         with replace_folder(folder, manifest) as temporary:
-            self._searcher.serialize(str(temporary), relative_path=True)
+            try:
+                self._searcher.serialize(str(temporary), relative_path=True)
+            except RuntimeError:  # "I/O error", whatever it was
+                try_disk(temporary)
+                raise
 
     def _fetch(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         options: dict[str, int] = {}

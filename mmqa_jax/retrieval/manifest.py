@@ -36,6 +36,7 @@ def replace_folder(folder: str | os.PathLike, manifest: Mapping[str, Any]) -> It
             for file in sorted(Path(filled).iterdir(), key=lambda file: file.name == MANIFEST):
                 upload(file, folder / file.name)
         return
+    folder = Path(os.path.realpath(folder))  # a link stays
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -46,21 +46,21 @@ def check_finite(vectors: Float32[np.ndarray, "n D"], what: str, remedy: str) ->
 
 
 def write_vectors(path: Path, vectors: np.ndarray) -> None:
-    """Writes a .npy file with a checksum behind the array, whole or not at all."""
+    """Writes a .npy file with a checksum of array and name behind it, whole or not at all."""
     content = io.BytesIO()
     np.save(content, vectors, allow_pickle=False)
     with atomic_write(path, "wb") as file:
         file.write(content.getbuffer())
-        file.write(seal_bytes(content.getbuffer()))
+        file.write(seal_bytes(content.getbuffer(), path.name))
 
 
 def read_vectors(path: Path) -> np.ndarray | None:
     """The array of `write_vectors`, or of an older file without a checksum.
 
-    None: there is no file, or it is damaged, or holds what is not finite.
+    None: there is no file, or it is damaged or another's, or holds what is not finite.
     """
     try:
-        content = open_bytes(path.read_bytes())
+        content = open_bytes(path.read_bytes(), path.name)
         file = io.BytesIO(content)
         vectors = np.lib.format.read_array(file, allow_pickle=False)
     except (OSError, ValueError, EOFError, MemoryError):  # Damaged among them

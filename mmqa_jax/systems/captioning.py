@@ -64,8 +64,9 @@ def caption_pictures(
     Raises:
       UserError: another model, or a picture whose size is not known.
     """
-    for path in (out, *([] if tags is None else [tags])):
-        check_out(path)
+    check_out(out)
+    if tags is not None:
+        check_out(tags, flag="--tags")
     rows = VinVLRows(features)
     known = {} if sizes is None else read_sizes(sizes)
     words = None if names is None else read_class_names(names, VinVLFeatures)

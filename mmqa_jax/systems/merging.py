@@ -18,6 +18,7 @@ from mmqa_jax.core.files import check_out, write_jsonl
 from mmqa_jax.core.job_files import (
     PARTS,
     JobRecord,
+    check_file,
     check_no_link,
     read_job,
     read_parts,
@@ -69,7 +70,7 @@ def merge_parts(folder: Path) -> RowRun | dict[str, Any]:
         )
     out = folder.with_name(folder.name.removesuffix(_SUFFIX))
     if not is_row:
-        check_out(out)
+        check_out(out, flag="")
     try:
         lock = hold(folder / ".lock", shared=True)
     except Busy as owner:
@@ -144,8 +145,8 @@ def _check(prediction: Prediction) -> None:
 
 
 def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
-    for name in ("config.json", "retrieval"):
-        check_no_link(folder / name)
+    check_file(folder / "config.json")
+    check_no_link(folder / "retrieval")
     recorded = read_config(folder).to_dict()
     limit = recorded.pop("limit", None)
     config = ConfigDict({**recorded, "published": (), "made_by": ()})

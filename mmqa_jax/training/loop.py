@@ -165,7 +165,7 @@ def train(
         not divide.
       RunError: a loss or gradient that is not finite (step and example ids named; nothing of it
         is saved), data that ends too early, or a disk that is full.
-      SystemExit: SIGTERM or Ctrl-C, after saving (code 143 or 130).
+      SystemExit: SIGTERM, Ctrl-C or SIGHUP, after saving (code 143, 130 or 129).
     """
     options = read_section(config)
     steps = 0 if only_start else options.steps

@@ -1,7 +1,9 @@
-"""SIGTERM and Ctrl-C, which end a training run after the step that it is in."""
+"""SIGTERM, SIGHUP and Ctrl-C, which end a training run after the step that it is in."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import threading
@@ -14,17 +16,23 @@ from mmqa_jax.core.checkpoint import Checkpoints
 
 
 class StopSignals:
-    """Turns SIGTERM and the first Ctrl-C into a request to stop; a second Ctrl-C stops at once."""
+    """Turns SIGTERM and the first Ctrl-C into a request to stop; a second Ctrl-C stops at once.
+
+    So does SIGHUP, which comes when a terminal is closed or its connection lost; not under nohup.
+    """
 
     def __init__(self) -> None:
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> Self:
         # On several hosts jax's preemption service takes SIGTERM, so that all agree on a step.
         if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._receive)
+            self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,6 +42,10 @@ class StopSignals:
     def _receive(self, number: int, _: Any) -> None:
         self._signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGHUP:  # what is said to the terminal would be an error
+            for descriptor in self._terminals:
+                with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), descriptor)
 
     def received(self, checkpoints: Checkpoints, step: int) -> bool:
         """Whether the run is to stop after this step; the same on all hosts."""

@@ -162,7 +162,8 @@ class BestWeights:
     """The folder `best` of a workdir: a weights folder of the run's best step so far.
 
     It is derived from the committed checkpoints, of which the best one is kept, and so it is never
-    ahead of them: a killed run that resumes has the same best step as an uninterrupted one.
+    ahead of them: a killed run that resumes has the same best step as an uninterrupted one. Where
+    the best one was set aside as damaged, the folder stays until a better step comes.
 
     Args:
       workdir: of the run; its config.json, answers.json and the files of its tokenizer are copied,
@@ -185,13 +186,14 @@ class BestWeights:
         self._workdir, self._folder = workdir, workdir / BEST
         self._checkpoints, self._model, self._finish = checkpoints, model, finish
         self._metadata, self._metric = metadata, metric
+        self._kept: Best | None = None  # what the folder holds and no checkpoint
 
     def beats(self, score: float | None) -> bool:
         """Whether a score is higher than the best so far."""
         if score is None:
             return False
-        best = self._checkpoints.best()
-        return best is None or score > best.score
+        known = (self._checkpoints.best(), self._kept)
+        return all(best is None or score > best.score for best in known)
 
     def write(self, params: Any) -> None:
         """Writes the parameters of the step that was saved last, which is the best."""
@@ -209,15 +211,24 @@ class BestWeights:
           params: abstract, with the shardings that the parameters shall have.
         """
         best = self._checkpoints.best()
-        if best is None:
-            return
         written = (self._folder / RECORD).exists()
         places = (self._folder, self._folder / WEIGHTS) if written else ()
         damaged = [place for place in places if find_damage_together(place) is not None]
-        current = read_metadata(self._folder).get("step") if written and not damaged else None
+        found = read_metadata(self._folder) if written and not damaged else {}
         distributed.barrier("the best step is read")
-        if current != best.step:
+        self._kept = self._better(found, best)
+        if best is not None and self._kept is None and found.get("step") != best.step:
             self._write(self._checkpoints.restore_params(best.step, params), best)
+
+    def _better(self, found: Mapping[str, Any], best: Best | None) -> Best | None:
+        """The step of the folder's record, if this run has taken it and it beats `best`."""
+        step, value = found.get("step"), found.get("value")
+        if found.get("metric") != self._metric or not isinstance(value, int | float):
+            return None
+        if step > (self._checkpoints.latest_step() or 0):
+            return None
+        held = Best(step, value)
+        return held if best is None or (value, -step) > (best.score, -best.step) else None
 
     def _write(self, params: Any, best: Best) -> None:
         kept = [self._workdir / name for name in _KEPT]

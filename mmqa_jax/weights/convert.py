@@ -92,7 +92,8 @@ def convert(
 
     Raises:
       UserError: wrong paths, a source that cannot be read or does not fit the model.
-      RunError: the disk is full.
+      RunError: the disk has not enough space left; where it fills up later, see
+        core.disk_errors.
     """
     began = time.monotonic()
     entry = architecture(model)

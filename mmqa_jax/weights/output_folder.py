@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from mmqa_jax.core.disk_errors import find_disk_failure
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, remove_leftovers, unfinished
 
@@ -69,18 +69,19 @@ def whole_folder(out: Path, size: int) -> Iterator[Path]:
       size: bytes that will be written.
 
     Raises:
-      UserError: the disk does not have that much space.
+      RunError: the disk does not have that much space.
     """
+    out = Path(os.path.realpath(out))  # a link stays, and its folder is on another disk perhaps
     with no_empty_folders(out.parent), _sigterm_interrupts():
         out.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(out.absolute())
+        remove_leftovers(out)
         free = shutil.disk_usage(out.parent).free
         if free < size:
-            raise UserError(
+            raise RunError(
                 f"--out={out}: {size / 2**30:.1f} GiB will be written, the disk has "
                 f"{free / 2**30:.1f} GiB left; name a folder on another disk."
             )
-        temporary, old = (unfinished(out.absolute(), kind) for kind in ("tmp", "old"))
+        temporary, old = (unfinished(out, kind) for kind in ("tmp", "old"))
         try:
             temporary.mkdir()
             yield temporary
@@ -107,23 +108,16 @@ def name_paths(source: Path) -> Iterator[None]:
     """Turns the operating system's errors into sentences that name the path.
 
     Raises:
-      RunError: the disk became full.
-      UserError: a file or folder cannot be read or written.
+      UserError: a file or folder cannot be read or written; of a disk that fails see
+        core.disk_errors.
     """
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise RunError(_FULL) from error
+        if find_disk_failure(error) is not None:
+            raise
         path = error.filename or source
         raise UserError(f"{path}: {error.strerror}; check the path and its permissions.") from error
-    except (ValueError, RuntimeError) as error:  # TensorStore's
-        if os.strerror(errno.ENOSPC) not in str(error):
-            raise
-        raise RunError(_FULL) from error
-
-
-_FULL = "the disk became full while the model was written; free some space and convert it again."
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ import io
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,10 +19,23 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmqa_jax.core.checkpoint import Checkpoints
+from mmqa_jax.core.chunks import Job
+from mmqa_jax.core.job_files import Part
+from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.metrics import read_metrics
+from mmqa_jax.core.shards import Shard
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.data.grid_records import GridRecords, write_grids
+from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.inference.loading import load_question_classifier
+from mmqa_jax.prompting.backends import Completion, Usage
+from mmqa_jax.prompting.cache import Cached, ResponseCache
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.retrieval.cached_vectors import cached_vectors
+from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
+from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
+from mmqa_jax.systems.merging import merge_parts
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import (
     load_converted,
@@ -37,6 +51,7 @@ import tiny_checkpoints
 from flips import Target
 
 OLD, NEW = 10, 20
+PARTS, ROWS, DIM = "found.jsonl.parts", 300, 8
 
 
 def digest(*values: Any) -> str:
@@ -143,6 +158,129 @@ def _open_converted(folder: Path) -> str:
     return digest(state, record.config, text.fingerprint, text.encode("w1 w7 other"))
 
 
+def _ranked(chunk: range) -> Part:
+    return Part(
+        [
+            {"question_id": f"q{n}", "sources": [f"s{n}", "s"], "scores": [n / 7 + 1, 0.5]}
+            for n in chunk
+        ],
+        {"first": chunk.start},
+    )
+
+
+def _searched(folder: Path, shards: int, chunks: int = 99) -> list[Any] | None:
+    """A search of two shards or of one, which after so many chunks is stopped."""
+
+    def compute(chunk: range) -> Part:
+        if chunk.start >= 4 * chunks:
+            raise KeyboardInterrupt
+        return _ranked(chunk)
+
+    rows = None
+    for index in range(shards):
+        job = Job(folder / PARTS, {"verb": "search"}, items=22, chunk=4, shard=Shard(index, shards))
+        with contextlib.suppress(KeyboardInterrupt), job:
+            job.run(lambda: compute)
+            rows = job.rows()
+    return rows
+
+
+def _merge(folder: Path) -> str:
+    merged = merge_parts(folder / PARTS)
+    return digest({**merged, "out": None}, (folder / "found.jsonl").read_text())
+
+
+def _keep(folder: Path, batches: int = 9) -> str:
+    """Batches of results whose journal was written as far as a kill let it."""
+    with Journal(folder / "rankings.jsonl", "model and corpus") as journal:
+        for start in range(0, 4 * batches, 4):
+            if any(f"q{n}" not in journal for n in range(start, start + 4)):
+                journal.add({f"q{n}": [n / 7, f"source {n}"] for n in range(start, start + 4)})
+        return digest([journal[f"q{n}"] for n in range(4 * batches)])
+
+
+def _vectors(rows: Any) -> np.ndarray:
+    vectors = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True))[np.asarray(rows)]
+
+
+def _embed(folder: Path, rows: int = ROWS) -> str:
+    """An embedding job, which is stopped after so many rows."""
+
+    def embed(span: range) -> np.ndarray:
+        if span.start >= rows:
+            raise KeyboardInterrupt
+        return _vectors(span)
+
+    fingerprints = {"model_fingerprint": "m", "corpus_fingerprint": "c"}
+    with contextlib.suppress(KeyboardInterrupt):
+        found = write_embeddings(folder, embed, rows=ROWS, dim=DIM, shard_rows=80, **fingerprints)
+        return digest(found.vectors)
+    return "stopped"
+
+
+def _open_embeddings(folder: Path) -> str:
+    return digest(open_embeddings(folder, "m", "c").vectors)
+
+
+def _index(folder: Path) -> None:
+    embeddings = Embeddings(_vectors(range(ROWS)), "m", "c")
+    parameters = ScannParameters(leaves=10, leaves_to_search=3, reorder=50)
+    for kind in ("exact", "scann") if scann_available() else ("exact",):
+        build_index(embeddings, kind, parameters).save(folder / kind)
+
+
+def _search(folder: Path) -> str:
+    embeddings, found = Embeddings(_vectors(range(ROWS)), "m", "c"), []
+    for index in sorted(folder.iterdir()):
+        found += load_index(index, embeddings).search(_vectors(range(20)), 5)
+    return digest(found)
+
+
+def _cache(folder: Path) -> str:
+    texts = [f"text {row}" for row in range(ROWS)]
+    return digest(cached_vectors(folder, "m", texts, _vectors, block=100))
+
+
+def _grids(folder: Path, shards: int = 9) -> str:
+    """`mmqa embed` of pictures' grids, which is stopped after so many shards."""
+    pictures = {number: f"p{number}" for number in range(7)}
+
+    def encode(names: Any) -> list[np.ndarray]:
+        if int(names[0][1:]) >= 3 * shards:
+            raise KeyboardInterrupt
+        return [np.full((2, 2, 3), int(name[1:]), np.float16) for name in names]
+
+    sizes = {"shape": (2, 2, 3), "shard": 3}
+    with contextlib.suppress(KeyboardInterrupt):
+        write_grids(folder, pictures, encode, model="m", broken=BrokenPictures(7), **sizes)
+        records = GridRecords(folder)
+        return digest([records.read(number)[0] for number in pictures])
+    return "stopped"
+
+
+class _Told(NamedTuple):
+    """A backend that answers what it is asked with the question itself."""
+
+    usage: Usage
+    failures: list[Any]
+    fingerprint: str = "told"
+
+    def answer(self, queries: Iterable[Completion]) -> Iterator[Result]:
+        for query in queries:
+            told = Candidate(f"<{query.prompt}>", (1, 2), -0.5, None, "end")
+            yield Result(query.id, (told,), 4, 0)
+
+
+def _ask(folder: Path, count: int = 60) -> str:
+    """Answers of a prompt that a response cache keeps."""
+    served = Cached(_Told(Usage(), []), ResponseCache(folder / "cache.sqlite"))
+    answers = served.answer([Completion(n, f"prompt {n}") for n in range(count)])
+    texts = {result.id: result.text for result in answers}
+    served.close()
+    return digest([texts[n] for n in sorted(texts)])
+
+
 TARGETS = [
     Target("training step", _save_steps, _restore),
     Target(
@@ -159,6 +297,20 @@ TARGETS = [
         spared=("attempts.jsonl",),
     ),
     Target("converted weights", _convert, _open_converted),
+    Target("parts that are merged", lambda folder: _searched(folder, 2), _merge),
+    Target(
+        "parts of a stopped job",
+        lambda folder: _searched(folder, 1, 3),
+        lambda folder: digest(_searched(folder, 1)),
+    ),
+    Target("journal", lambda folder: _keep(folder, 5), _keep),
+    Target("embeddings", _embed, _open_embeddings),
+    Target("unfinished embeddings", lambda folder: _embed(folder, 160), _embed),
+    Target("grids", _grids, _grids),
+    Target("unfinished grids", lambda folder: _grids(folder, 2), _grids),
+    Target("indexes", _index, _search),
+    Target("cached vectors", _cache, _cache),
+    Target("response cache", lambda folder: _ask(folder, 50), _ask),
 ]
 
 os.environ.setdefault("MMQA_PROGRESS", "off")

@@ -48,6 +48,24 @@ def test_damage_of_every_file(folders, name):
             assert outcome.kind in kinds, f"{file}, {damage}: {outcome}"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("parts that are merged", "parts of a stopped job", "journal", "grids", "cached vectors"),
+        *("embeddings", "unfinished embeddings", "indexes", "response cache"),
+    ],
+)
+def test_damage_of_every_file_of_a_job(name):
+    """Refused, or computed again."""
+    target = BY_NAME[name]
+    with made([target]) as folders:
+        folder, wanted = folders[target]
+        for file in target.damaged_files(folder):
+            for damage in each_file((folder / file).stat().st_size):
+                outcome = damaged(target, folder, file, damage, wanted)
+                assert outcome.kind in (REFUSED, SAME), f"{file}, {damage}: {outcome}"
+
+
 def stopped(workdir):
     """A run that was stopped at step 24, with checkpoints 20 and 24."""
     with pytest.raises(SystemExit):
@@ -117,3 +135,17 @@ def test_a_damaged_folder_best_is_written_again(tmp_path):
     with pytest.raises(SystemExit):
         tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
     assert (find_damage(best / "weights"), read_metadata(best)) == before
+
+
+def test_the_best_step_outlives_its_damaged_checkpoint(tmp_path):
+    """In the folder best, until a better one comes."""
+    batches = tiny_run.Watched(tiny_run.pipeline(), 45, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
+    before = read_metadata(tmp_path / "best")
+    assert before["step"] == 30
+    (tmp_path / "checkpoints" / "30" / "metrics" / "metrics").write_text("{}")
+    skipping = Resuming(skip_damaged=True)
+    tiny_run.run(tmp_path, tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, resuming=skipping)
+    assert (tmp_path / "checkpoints" / "30.damaged").is_dir()
+    assert read_metadata(tmp_path / "best") == before

@@ -121,7 +121,17 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, uninterrupted, run_on_devices):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nohup_outlives_its_terminal(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        batches = tiny_run.Watched(tiny_run.pipeline(), 3, tiny_run.raise_signal(signal.SIGHUP))
+        run(tmp_path, batches, steps=8)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (tmp_path / "model.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_saves_says_so_and_resumes(tmp_path, uninterrupted, capsys, number):
     batches = tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(number))
     before = signal.getsignal(number)

@@ -137,6 +137,18 @@ def test_unfinished_embeddings(tmp_path):
     assert not any(count for name, count in refused.items() if name.endswith(".npy"))
 
 
+def test_shards_that_were_exchanged_are_computed_again(tmp_path):
+    """Each is whole, but holds other rows than its name says."""
+    with pytest.raises(KeyboardInterrupt):
+        embedded(tmp_path / "embeddings", stop_at=400)
+    one, other = sorted((tmp_path / "embeddings").glob("shards-*/*.npy"))
+    shutil.move(one, tmp_path / "one")
+    shutil.move(other, one)
+    shutil.move(tmp_path / "one", other)
+    found = embedded(tmp_path / "embeddings").vectors
+    np.testing.assert_array_equal(found, vectors_of(range(ROWS)))
+
+
 @pytest.mark.parametrize("kind", ["exact", "scann"])
 def test_indexes(tmp_path, kind):
     if kind == "scann" and not scann_available():

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from small_disk import small_disk
 
+from mmqa_jax.core.disk_errors import find_disk_failure
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.retrieval import index as index_room
@@ -255,3 +257,16 @@ def test_many_queries_are_searched_in_batches(monkeypatch):
     for a, b in zip(index.search(queries, 7, allowed), whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     assert index.search(queries[:0], 5)[0].shape == (0, 5)
+
+
+@needs_scann
+@pytest.mark.parametrize("left", [0, 4096])
+def test_a_full_disk_is_told_although_scann_does_not(left, tmp_path):
+    embeddings = Embeddings(np.eye(300, 8, dtype=np.float32) + 1, "m", "c")
+    index = build_index(embeddings, "scann")
+    with small_disk(tmp_path / "disk") as disk:
+        disk.leave(left)
+        with pytest.raises(OSError, match="No space left") as full:
+            index.save(disk.folder / "index")
+        failure = find_disk_failure(full.value)
+        assert failure.sentence().startswith(f"{disk.folder / 'index'}: cannot be written")

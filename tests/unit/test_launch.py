@@ -232,6 +232,8 @@ def test_babysit_restarts_unless_done_or_wrong(tmp_path, script, code, times):
         ("echo 'mmqa: step 9: loss is nan' >&2; exit 1", 2, 2),
         ("echo '1: mmqa: step 9: nan, after '$n' s; go on' >&2; echo srun: $n >&2; exit 1", 2, 2),
         ("echo 'ValueError: a bug' >&2; exit 1", 2, 2),
+        ('echo "F1125 19:22:0$n.4 12$n client.cc:9] a bug" >&2; exit 134', 2, 2),
+        ('echo "mmqa: lost $((n % 2))" >&2; exit 1', 1, 4),  # two failures in turn
         ("echo mmqa: step $n: loss is nan >&2; exit 1", 1, 4),  # it advances
         ("echo 'mmqa: lost' >&2; exit $((n % 2 + 3))", 3, 4),  # by another exit code each time
         ("echo 'mmqa: lost' >&2; [ $n = 2 ]", 0, 2),
@@ -248,8 +250,11 @@ def test_babysit_gives_up_where_nothing_advances(tmp_path, script, code, times):
         assert re.search(r"nan|a bug", ended.stderr.splitlines()[-1])
 
 
+@pytest.mark.parametrize(
+    "form", ["mmqa train --workdir=/runs/a", "{}/mmqa train --workdir /runs/a"]
+)
 @pytest.mark.parametrize(("steps", "times"), [("7 7", 2), ("7 8", 3)])
-def test_babysit_asks_how_far_the_run_is(tmp_path, steps, times):
+def test_babysit_asks_how_far_the_run_is(tmp_path, steps, times, form):
     """The same sentence at a later step is another failure."""
     (tmp_path / "status").write_text(steps.replace(" ", "\n"))
     fake = tmp_path / "mmqa"
@@ -262,8 +267,9 @@ def test_babysit_asks_how_far_the_run_is(tmp_path, steps, times):
     )
     fake.chmod(0o755)
     (tmp_path / "attempts").touch()
-    command = ("mmqa", "train", "--workdir=/runs/a")
-    ended = launch("babysit.sh", "--backoff=0", *command, PATH=str(tmp_path))
+    command = form.format(tmp_path).split()
+    path = "" if "{}" in form else str(tmp_path)
+    ended = launch("babysit.sh", "--backoff=0", *command, PATH=path)
     assert (ended.returncode, attempts(tmp_path)) == (2, times), ended.stderr
     assert f'at "step": {steps[-1]} and the same sentence' in ended.stderr
 

@@ -199,8 +199,18 @@ def test_answers_of_another_kind(row, refused):
 def test_scores_of_other_data_are_refused(row, refused):
     config = json.loads((row / "config.json").read_text())
     config["config"]["data"]["split"] = "train"
+    del config["fingerprint"]
     (row / "config.json").write_text(json.dumps(config))
     refused("merge", row, message="holds another set of questions than was answered in")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused(make, parts, refused):
+    """Nothing would ever come out of a pipe."""
+    part_path(parts, 1).unlink()
+    make(part_path(parts, 1))
+    for verb in ("merge", "status"):
+        refused(verb, parts, message="00001.jsonl: is no file; delete it, and the job writes it")
 
 
 def test_an_edited_part_is_refused(parts, refused):

@@ -125,7 +125,8 @@ def test_older_answers_are_kept_where_they_are_the_same_today(total, finish, kep
     cache = ResponseCache(":memory:")
     old = Result(1, (Candidate("old", (1, 2), total, None, finish),), 3, 0)
     question, new = Completion(1, "a"), Candidate("new", (1, 2), -0.5, None, "stop")
-    cache.put(request_key("echo", question, of_text=False), keep(question, old))
+    key = request_key("echo", question, of_text=False)
+    cache.put(key, keep(key, question, old))
     backend = Echoing({1: Result(1, (new,), 3, 0)})
     for _ in range(2):
         (found,) = Cached(backend, cache).answer([question])
@@ -317,10 +318,24 @@ def test_every_flipped_bit_of_an_entry_is_seen(tmp_path):
         flipped = bytearray(text)
         flipped[bit // 8] ^= 1 << bit % 8
         try:
-            assert restore(query, bytes(flipped)) == answers[0]
+            assert restore(request_key("echo", query), query, bytes(flipped)) == answers[0]
         except Unkeepable:
             seen += 1
     assert seen > 8 * len(text) - 16
+
+
+def test_the_answer_of_another_key_is_asked_for_again(tmp_path):
+    """A damaged index of the database leads to another row."""
+    path, queries = tmp_path / "cache", [Completion(n, f"prompt {n}") for n in range(2)]
+    texts(Cached(Echoing(), ResponseCache(path)).answer(queries))
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        (one,), (other,) = connection.execute("SELECT answer FROM answers")
+        for old, new in ((one, "-"), (other, one), ("-", other)):
+            connection.execute("UPDATE answers SET answer = ? WHERE answer = ?", (new, old))
+    backend = Echoing()
+    found = texts(Cached(backend, ResponseCache(path)).answer(queries))
+    assert found == {0: "<prompt 0>", 1: "<prompt 1>"}
+    assert (backend.asked, backend.usage.unreadable) == ([0, 1], 2)
 
 
 def test_older_entries_without_a_checksum_are_read(tmp_path):

@@ -168,7 +168,7 @@ def _start_worker(number: int, count: int) -> None:
 
     # A signal goes to all processes of a job: the run itself answers it, with a last checkpoint
     # that may take further batches.
-    for received in (signal.SIGINT, signal.SIGTERM):
+    for received in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(received, signal.SIG_IGN)
     # Whatever computes in a worker, it leaves the accelerator to the run.
     jax.config.update("jax_platforms", "cpu")
