@@ -208,6 +208,50 @@ def _unique(rows: Iterable[_Row], pictures: _Pictures, parse: Callable, *argumen
 def _link_problem(folder: Path, name: str) -> str | None:
     """The error in a symbolic link of the folder, or None."""
     try:
+        found = (folder / name).resolve()
+    except RuntimeError:  # of pathlib, where links lead to one another
+        return "is a symbolic link that leads to itself; put the file itself in its place"
+    if not found.is_relative_to(folder.resolve()):
+        return "is a symbolic link that leads out of the folder; copy into it what the link names"
+    return None
+
+
+class _Pictures:
+    """Pictures of a folder by relative path: a file, or a member of its images.tar."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        path = folder / TAR
+        self._tar = PictureTar(path) if path.exists() else None
+
+    def problem(self, name: str) -> str | None:
+        """The error in a picture's path, or None."""
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return "is outside the folder; give a path relative to it"
+        if self._tar is not None and name in self._tar:
+            return None
+        if self._tar is not None and plain_path(name) in self._tar.others:
+            return f"is a link or a sparse file in {TAR}; write it with `tar chf`, without -S"
+        try:
+            if problem := _link_problem(self.folder, name):
+                return problem
+            if (self.folder / name).is_file():
+                return None
+        except (OSError, ValueError) as error:  # a name too long for a file, or with a NUL
+            return f"is no file's name ({getattr(error, 'strerror', None) or error}); correct it"
+        if other := self._in_another_form(name):
+            return (
+                f"is there in another Unicode form ({other.encode('unicode_escape').decode()}), as "
+                "macOS and its archives write accents; rename the file, or write the path as it is"
+            )
+        where = f"in {self.folder}" + (f" or in its {TAR}" if self._tar else "")
+        return f"is not a file {where}; add the picture or correct the path"
+
+    def _in_another_form(self, name: str) -> str | None:
+        """A picture whose path looks the same and has other code points: NFC and NFD."""
+        wanted = unicodedata.normalize("NFC", plain_path(name))
+        in_folder = self.folder.rglob("*") if not wanted.isascii() else ()
+        there = (str(path.relative_to(self.folder)) for path in in_folder if path.is_file())
         found = (path for path in (*(self._tar or ()), *there) if path != name)
         return next((path for path in found if unicodedata.normalize("NFC", path) == wanted), None)
 
