@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core.checkpoint_files import steps_in
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.progress import duration
@@ -52,7 +53,7 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
         "step": step,
         "steps": steps,
         "complete": complete,
-        "saved": sorted(int(path.name) for path in folder.glob("checkpoints/[0-9]*")),
+        "saved": steps_in(folder / "checkpoints"),
         "rate": rate,
         "seconds_left": 0.0 if complete else (steps - step) / rate if rate else None,
         "last": now - max(row["time"] for row in (*attempts[-1:], *logged[-1:])),

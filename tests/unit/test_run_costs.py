@@ -448,7 +448,8 @@ def test_status_of_a_training_run(tmp_path):
         {"step": 20, "time": 89.0, "eval/mrr": 0.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    for name in ("20", "20.damaged", "30.orbax-checkpoint-tmp"):  # set aside, being written
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     status = training_status(tmp_path, now=109.0)
     assert (status["step"], status["steps"], status["saved"]) == (23, 40, [20])
     assert (status["last"], status["seconds_left"], status["loss"]) == (10.0, 34.0, 0.75)
