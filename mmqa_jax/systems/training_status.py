@@ -50,6 +50,7 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
     step = max(latest.get("step", 0), attempts[-1]["step"] if attempts else 0)
     complete = is_trained(folder, steps)
     rate = real_number(latest.get("steps_per_second"))
+    left = max(steps - step, 0) / rate if rate and rate > 0 else None
     times = [real_number(row.get("time")) for row in (*attempts[-1:], *logged[-1:])]
     written = (folder / FILE).stat().st_mtime if times == [None] * len(times) else None
     found = goodput(attempts)
@@ -61,7 +62,7 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
         "complete": complete,
         "saved": steps_in(folder / "checkpoints"),
         "rate": rate,
-        "seconds_left": 0.0 if complete else max(steps - step, 0) / rate if rate and rate > 0 else None,
+        "seconds_left": 0.0 if complete else left,
         "last": now - max(time for time in (written, *times) if time is not None),
         "loss": latest.get("loss"),
         "goodput": None if found is None else found.as_json(),
