@@ -181,11 +181,13 @@ def test_what_was_measured_is_said_of_devices_of_its_kind(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "FileNotFoundError"),
-        ("{", "JSONDecodeError"),
+        (None, "check.json: no such file"),
+        ("{", "check.json, line 1, column 2: not valid JSON"),
         ("[]", "TypeError"),
         ('{"device": "x"}', "KeyError: 'calibration'"),
         (json.dumps(checked(calibration=[])), "no program whose time was measured"),
+        ("[" * 100_000, "check.json, line 1, column 101: lists or objects nested more than 100"),
+        (json.dumps(checked(typical_over_bound=10**400)), "OverflowError"),
     ],
 )
 def test_a_file_that_is_no_check_is_refused(text, message, tmp_path):

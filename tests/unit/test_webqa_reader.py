@@ -254,6 +254,8 @@ def test_lineidx_of_other_files(release):
     with pytest.raises(UserError, match=r"imgs.tsv, row 0: .*not that row's line"):
         webqa.ImagesTsv(tsv).read(0)  # its end is wrong
     assert webqa.ImagesTsv(tsv).read(2) == png(COLORS[30000002])
+    lineidx.write_text("\ufeff" + "".join(f"{offset}\r\n" for offset in offsets))
+    assert webqa.ImagesTsv(tsv).read(0) == png(COLORS[30000000])
     lineidx.write_text("0\n1000\nabc\n")
     with pytest.raises(UserError, match=r"imgs.lineidx, line 3: not a byte offset"):
         webqa.ImagesTsv(tsv)
