@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ VERBS = (
 )
 _PLACES = ("workdir", "out", "cache")  # flags that say where a verb writes
 _INTERRUPTED = 130
+_UNREAD = 141  # as of other commands whose output `| head` stops reading
 _OBJECTS_BEFORE_COLLECTION = 50_000
 
 
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imports and traces make millions of objects that stay. To look for garbage after every 700 of
     # them, as Python does by default, takes a tenth of a short run.
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
+    _open_closed()
     _print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in argv
@@ -60,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("mmqa: interrupted; start the same command again to continue.", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            _drop_stdout()
+            return _UNREAD
         code, sentence = _explain(error, places)
         if code is None:
             raise
@@ -100,6 +106,25 @@ def _print_result(result: str | None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough
         _drop_stdout()
+
+
+def _reader_has_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads, and no other pipe was meant."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _open_closed() -> None:
+    """Opens /dev/null as what was closed (`>&-`): else the next file opened is taken for it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _drop_stdout() -> None:

@@ -54,7 +54,7 @@ def check_steps(folder: Path, *, skip_damaged: bool) -> None:
     Raises:
       UserError: a damaged one, with its file and what to do.
     """
-    while steps := distributed.gather("checkpoints", _steps_in(folder))[0]:
+    while steps := distributed.gather("checkpoints", steps_in(folder))[0]:
         newest = steps[-1]
         read = {step: None if step == newest else [_SCORE] for step in reversed(steps)}
         step, problem = _first_damage(folder, read)
@@ -93,9 +93,10 @@ def _first_whole(folder: Path, steps: Iterable[int]) -> int | None:
     return next((step for step, problem in damage if problem is None), None)
 
 
-def _steps_in(folder: Path) -> list[int]:
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose folders stand there, in order; neither unfinished nor damaged ones."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _set_aside(place: Path) -> Path:

@@ -6,9 +6,12 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from mmqa_jax.core.errors import UserError
+
 GIB = 2**30
-# What JAX takes of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+# What JAX takes of a GPU's memory unless the environment says otherwise.
 _GPU_SHARE = 0.75
+_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +59,23 @@ def _tpu(name: str, teraflops: float, int8: float, gib: float, hbm: float, ici: 
     return Chip(f"TPU {name}", rates, gib * GIB, hbm * 1e9, ici * 1e9, 25e9 / 8, source)
 
 
+def _memory_share() -> float:
+    given = os.environ.get(_SHARE)
+    try:
+        share = float(given) if given else _GPU_SHARE
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(
+            f"environment: {_SHARE}={given}: a number above 0 and up to 1 was expected, the share "
+            "of a GPU's memory; correct or unset it."
+        )
+    return share
+
+
 def _gpu(name: str, bf16: float, tf32: float, fp32: float, int8: float, **rest: float) -> Chip:
     rates = {"bf16": bf16, "f16": bf16, "f32": tf32, "f32:highest": fp32, "s8": int8, "u8": int8}
-    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or _GPU_SHARE)
+    share = _memory_share()
     return Chip(
         f"NVIDIA {name}",
         {kind: rate * 1e12 for kind, rate in rates.items()},

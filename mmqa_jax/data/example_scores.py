@@ -102,7 +102,7 @@ def _row(value: Any, place: str) -> ExampleScores:
             tuple(float(one["similarity"]) for one in found),
             tuple(float(one["score"]) for one in found),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{place}: not a line of `mmqa judge` (question_id, alone, candidates with id, "
             f"similarity and score were expected: {type(error).__name__} {error}); write the file "

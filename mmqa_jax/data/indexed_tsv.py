@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class IndexedTsv:
 
 def read_offsets(path: Path) -> np.ndarray:
     """Byte offsets int64[rows] of a lineidx file, which must increase."""
-    lines = path.read_bytes().split()
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split()
     try:
         offsets = np.array(lines, dtype=np.int64)
         if (offsets < 0).any():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +33,7 @@ BOX = 6  # values of a box, in VLP's positions and in Oscar's regions
 ID_RANGE = 10_000_000
 
 _EPS = 1e-5
+_ID = re.compile("[0-9]{1,19}")
 _NONE = "holds no regions; run the detector on that picture."
 
 
@@ -227,7 +229,7 @@ class VinVLFeatures:
         name = columns[0].strip().decode("ascii", "replace")
         if name == "None":  # how the baseline's files mark a picture without regions
             raise RegionError(f"{where}: {_NONE}")
-        if not name.isdigit() or int(name) % ID_RANGE != row:
+        if not _ID.fullmatch(name) or int(name) % ID_RANGE != row:
             raise UserError(
                 f"{where}: holds {name[:20]!r} and not picture {image_id}; TSV and lineidx do not "
                 "belong together or are those of another data set, fetch them again."
@@ -367,7 +369,7 @@ def feature_ids(
         if source.modality != "image":
             ids.append(None)
             continue
-        if not source.id.isdigit():
+        if not _ID.fullmatch(source.id):
             raise UserError(
                 f"source {source.id}: a picture whose id is a number was expected, since "
                 "features are found by it; prepare the corpus from WebQA's files."

@@ -49,8 +49,9 @@ class BenchmarkScoring:
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
 _FOLDERS_ALONE = ("vqav2", "okvqa")
-# Files that no reader of JSON should be asked to read.
-_TABLES = (".xlsx", ".xls", ".csv", ".tsv", ".parquet")
+# Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
+# too, which run code where they are loaded.
+_NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
 _OPEN_ANSWERS = BenchmarkScoring(
     split="test",
     formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
@@ -143,7 +144,7 @@ def read_predictions(dataset: str, path: Path, questions: Sequence[Question]) ->
     """A benchmark's predictions; UserError where the file holds none, or none can be in it."""
     scoring = BENCHMARKS[dataset]
     suffix = path.suffix.lower()
-    if suffix in _TABLES and suffix not in scoring.tables:
+    if suffix in _NO_JSON and suffix not in scoring.tables:
         raise UserError(
             f"{path}: predictions of {dataset} are not read from {suffix} files; give "
             f"{scoring.formats}."

@@ -26,6 +26,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.mmbench import BASE, L2, PASS
 from mmqa_jax.data.datasets.scienceqa import HAS_HINT, HAS_PICTURE
 from mmqa_jax.data.datasets.seed_bench import DATA_TYPE, DIMENSION
+from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.scores import (
@@ -112,7 +113,7 @@ def scienceqa_columns(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     }
     columns |= {"TXT": hint, "IMG": picture, "NO": ~hint & ~picture}
     return columns | {
-        name: np.array([grade.isdecimal() and int(grade) in grades_of for grade in grades])
+        name: np.array([whole_number(grade) in grades_of for grade in grades])
         for name, grades_of in _GRADES.items()
     }
 

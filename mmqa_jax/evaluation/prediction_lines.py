@@ -20,7 +20,7 @@ from mmqa_jax.evaluation.question_ids import id_of
 # Keys by which lines give an answer: ours, of which there may be several, and others'.
 OURS = ("answer", "choice", "sources")
 OTHERS = ("text", "prediction", "losses")
-_LIST = re.compile(r"\s*\[\s*\{")  # a JSON list of objects
+_LIST = re.compile(r"\s*\[\s*[{\]]")  # a JSON list of objects, or an empty one
 
 Row = dict[str, Any]
 

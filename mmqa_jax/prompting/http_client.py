@@ -17,12 +17,14 @@ ignored, because that proxy would read both.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
@@ -62,7 +64,7 @@ def check_environment() -> None:
     if url and _scheme(url) is None:
         raise UserError(
             f"environment: {URL} is no address of a server; write it as http://HOST:PORT/v1 or "
-            "https://HOST/v1."
+            "https://HOST/v1, with nothing behind that (no ? and no #)."
         )
     for name in (KEY, *_MORE_HEADERS):
         value = os.environ.get(name, "")
@@ -110,6 +112,8 @@ class HttpClient:
             # in ~/.netrc are not the user's word on where keys go.
             verify=httpx2.create_ssl_context(trust_env=True),
             trust_env=False,
+            # None is kept: a hostile server's would make each request longer.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             proxy=_proxy(self._base),
             follow_redirects=False,
             timeout=timeout,
@@ -136,14 +140,14 @@ class HttpClient:
         """
         base = self._base.removesuffix("/v1") if beside else self._base
         content = None if body is None else json.dumps(body).encode()
-        request = self._client.build_request(
-            "GET" if body is None else "POST",
-            base + path,
-            content=content,
-            headers={} if body is None else {"Content-Type": "application/json"},
-        )
         httpx = self._httpx
         try:
+            request = self._client.build_request(
+                "GET" if body is None else "POST",
+                base + path,
+                content=content,
+                headers={} if body is None else {"Content-Type": "application/json"},
+            )
             async with asyncio.timeout(self._timeout):
                 response = await self._client.send(request, stream=True)
                 try:
@@ -152,11 +156,11 @@ class HttpClient:
                     await response.aclose()
         except (TimeoutError, httpx.TimeoutException) as error:
             raise NoReply(f"it gave no answer within {self._timeout:g} s") from error
-        except (httpx.ConnectError, httpx.ProxyError) as error:
+        except (httpx.ConnectError, httpx.ProxyError, httpx.InvalidURL) as error:
             raise NoReply("no connection to it") from error
         except httpx.RemoteProtocolError as error:
             raise NoReply("it broke off, or does not speak HTTP") from error
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except httpx.TransportError as error:
             raise NoReply("the connection to it broke") from error
         except httpx.DecodingError as error:
             raise NoReply("its answer is malformed (damaged compression)") from error
@@ -202,10 +206,18 @@ def clean(said: str) -> str:
 
 
 def _without_secrets(said: str) -> str:
-    for secret in (os.environ.get(KEY), os.environ.get(URL)):
-        if secret and len(secret) >= _LEAST_SECRET:
+    for secret in _secrets():
+        if len(secret) >= _LEAST_SECRET:
             said = said.replace(secret, _REDACTED)
     return said
+
+
+def _secrets() -> Iterator[str]:
+    """Key and address, and a password in it as it is written there and as it is sent."""
+    url = os.environ.get(URL, "")
+    yield from (os.environ.get(KEY, ""), url)
+    password = urllib.parse.urlsplit(url).password or ""
+    yield from (password, urllib.parse.unquote(password))
 
 
 def _holds_key(value: Any) -> bool:
@@ -227,6 +239,9 @@ def _scheme(url: str) -> str | None:
     try:
         parts = urllib.parse.urlsplit(url)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        if "[" in parts.netloc:
+            ipaddress.IPv6Address((parts.hostname or "").partition("%")[0])
+        known = known and not (parts.query or parts.fragment)
     except ValueError:  # such as a port that is no number
         return None
     return parts.scheme if known and url.isprintable() and " " not in url else None

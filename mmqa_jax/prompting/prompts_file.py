@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,10 @@ def _part(part: Any, folder: Path) -> str | Picture:
 
 def _read_picture(path: Path) -> Picture:
     try:
-        check_bytes(path.stat().st_size, str(path))
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # /dev/zero has no end, a pipe perhaps no beginning
+            raise UserError(f"image {path}: is no file; name a picture's file.")
+        check_bytes(status.st_size, str(path))
         return Picture(path.read_bytes(), str(path))
     except OSError as error:
         raise UserError(

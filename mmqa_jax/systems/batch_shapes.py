@@ -30,7 +30,7 @@ def vocabulary_size(config: ConfigDict) -> int:
     """Tokens of the config's tokenizer, which need not be there."""
     name = str(config.get("tokenizer", ""))
     size = name.removeprefix("corpus:")
-    if name.startswith("corpus:") and size.isdigit():
+    if name.startswith("corpus:") and size.isdecimal():
         return int(size)
     if name == "words":
         return VQA_WORDS

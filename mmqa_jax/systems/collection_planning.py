@@ -25,7 +25,7 @@ from mmqa_jax.systems.programs import make_program, program_names
 
 _TOP_K = 100
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbg]?)", re.IGNORECASE)
+_COUNT = re.compile(r"(\d{1,18}(?:\.\d+)?)([kmbg]?)", re.IGNORECASE)
 _MOST = 2**31 - 1  # rows are int32
 
 

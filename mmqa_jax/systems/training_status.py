@@ -6,10 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.checkpoint_files import steps_in
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.numbers import real_number, whole_number
 from mmqa_jax.training.attempts import FILE, goodput, read_attempts
 from mmqa_jax.training.run import is_trained
 
@@ -36,15 +40,19 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
     """
     now = time.time() if now is None else now
     config = read_config(folder)
-    steps = config.get("train", {}).get("steps")
-    if steps is None:
+    train = config.get("train")
+    steps = whole_number(train.get("steps")) if isinstance(train, ConfigDict) else None
+    if not steps:
         raise UserError(f"{folder / 'config.json'}: is not a training run's; copy the run again.")
     attempts, logged = read_attempts(folder), read_metrics(folder)
-    trained = [row for row in logged if row.get("loss") is not None]
+    trained = [row for row in logged if real_number(row.get("loss"), finite=False) is not None]
     latest = trained[-1] if trained else {}
     step = max(latest.get("step", 0), attempts[-1]["step"] if attempts else 0)
     complete = is_trained(folder, steps)
-    rate = latest.get("steps_per_second")
+    rate = real_number(latest.get("steps_per_second"))
+    left = max(steps - step, 0) / rate if rate and rate > 0 else None
+    times = [real_number(row.get("time")) for row in (*attempts[-1:], *logged[-1:])]
+    written = (folder / FILE).stat().st_mtime if times == [None] * len(times) else None
     found = goodput(attempts)
     return {
         "folder": str(folder),
@@ -52,10 +60,10 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
         "step": step,
         "steps": steps,
         "complete": complete,
-        "saved": sorted(int(path.name) for path in folder.glob("checkpoints/[0-9]*")),
+        "saved": steps_in(folder / "checkpoints"),
         "rate": rate,
-        "seconds_left": 0.0 if complete else (steps - step) / rate if rate else None,
-        "last": now - max(row["time"] for row in (*attempts[-1:], *logged[-1:])),
+        "seconds_left": 0.0 if complete else left,
+        "last": now - max(time for time in (written, *times) if time is not None),
         "loss": latest.get("loss"),
         "goodput": None if found is None else found.as_json(),
         "goodput_text": "" if found is None else found.text(),

@@ -138,7 +138,7 @@ def _new_tokenizer(config: ConfigDict, corpus: Corpus) -> Any:
     name = config.tokenizer
     if name.startswith("corpus:"):
         size = name.removeprefix("corpus:")
-        if not size.isdigit():
+        if not size.isdecimal():
             raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
         return _train_tokenizer(corpus, int(size))
     if not name and config.init == SCRATCH:

@@ -434,7 +434,7 @@ def _check_features(config: ConfigDict) -> None:
     if needed not in config.get("features", {}):
         raise UserError(f"config key features.{needed} is missing; add it.")
     for number in config.features.get("files", {}):
-        if not number.isdigit():
+        if not number.isdecimal():
             raise UserError(
                 f"config key features.files.{number}: a number was expected, image_id // "
                 "10,000,000 of the pictures in that TSV; change the key."

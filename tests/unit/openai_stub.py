@@ -59,7 +59,7 @@ class Stub:
     Attributes:
       asked: (path, body) in order of arrival; at: their times.
       most: how many were under way at once.
-      authorization: headers that came.
+      authorization, cookies: headers that came.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Stub:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.at: list[float] = []
         self.authorization: set[str | None] = set()
+        self.cookies: set[str | None] = set()
         self.most = self._running = 0
         self._lock = threading.Lock()
         stub = self
@@ -96,6 +97,7 @@ class Stub:
                     stub.asked.append((self.path, body))
                     stub.at.append(time.monotonic())
                     stub.authorization.add(self.headers["Authorization"])
+                    stub.cookies.add(self.headers["Cookie"])
                     stub._running += 1
                     stub.most = max(stub.most, stub._running)
                 try:

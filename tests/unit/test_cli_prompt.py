@@ -209,6 +209,7 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
         ),
         (['{"prompt": "a", "choices": ["b"], "n": 2}'], "line 1: n has no effect with"),
         (['{"prompt": "a", "images": ["no.png"]}'], "line 1: image .*no.png: cannot be read"),
+        (['{"prompt": "a", "images": ["/dev/zero"]}'], "line 1: image /dev/zero: is no file"),
         (['{"messages": [{"role": "bot", "content": "a"}]}'], "line 1: message: role is 'bot'"),
         (['{"messages": [{"role": "user"}]}'], "line 1: a message has exactly the keys `role`"),
         (['{"prompt": "\\ud83d"}'], "line 1: holds '.ud83d', half of a character"),

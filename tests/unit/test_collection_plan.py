@@ -21,7 +21,7 @@ CONFIG = "--config=configs/atlas/contrastive.py:runlocal"
 
 def test_numbers():
     assert read_sizes("250000, 10M,1.5b,2k") == [250_000, 10_000_000, 1_500_000_000, 2_000]
-    for text in ("", "0", "ten", "10T", "3B", "10M,,1B"):
+    for text in ("", "0", "ten", "10T", "3B", "10M,,1B", "9" * 400, "9" * 5000 + "B"):
         with pytest.raises(UserError, match=f"--sources={text}: .* is not a number of sources"):
             read_sizes(text)
 

@@ -124,6 +124,7 @@ def test_the_file_is_read_as_it_was_written(tmp_path):
         {"question_id": "q0", "alone": None, "candidates": [{"id": "q1", "similarity": 0.5}]},
         {"question_id": "q0", "alone": None,
          "candidates": [{"id": "q1", "similarity": 0.5, "score": float("nan")}]},
+        {"question_id": "q0", "alone": 10**400, "candidates": []},
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_with_its_line(tmp_path, row):

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -396,6 +397,9 @@ def test_a_proxy_sees_neither_key_nor_prompts(monkeypatch):
         ("OPENAI_BASE_URL", "file:///etc/passwd", "OPENAI_BASE_URL is no address of a server"),
         ("OPENAI_BASE_URL", "http://127.0.0.1:port/v1", "OPENAI_BASE_URL is no address of a serv"),
         ("OPENAI_BASE_URL", "http:///v1", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "http://[v1.x]:1/v1", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "http://a:1/v1?key=x", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "http://a:1/v1#part", "OPENAI_BASE_URL is no address of a server"),
     ],
 )
 def test_what_no_request_can_carry_is_refused_by_name(name, value, message, monkeypatch):
@@ -405,6 +409,31 @@ def test_what_no_request_can_carry_is_refused_by_name(name, value, message, monk
             OpenAIBackend("tiny", QUICK)
     assert CANARY not in str(refused.value)
     assert value not in str(refused.value)
+
+
+def test_a_password_in_the_address_is_in_no_message(monkeypatch):
+    password = "p%40ss-word-0123"
+    said = f"no user with {password} or {urllib.parse.unquote(password)}"
+    with Stub(lambda asked: error(400, said)).serving() as stub:
+        monkeypatch.setenv("OPENAI_BASE_URL", stub.url.replace("//", f"//me:{password}@"))
+        backend = OpenAIBackend("tiny", QUICK)
+        assert not list(backend.answer([Completion("a", "a", Decoding())]))
+    (failure,) = backend.failures
+    assert "(400: no user with *** or ***)" in failure.reason
+
+
+def test_cookies_are_not_kept():
+    """A hostile server's would make every request longer."""
+
+    def reply(asked):
+        status, headers, data = said("yes")
+        return status, {**headers, "Set-Cookie": f"a{asked['prompt']}={'b' * 3000}; Path=/"}, data
+
+    with Stub(reply).serving() as stub:
+        backend = OpenAIBackend("tiny", QUICK)
+        found = by_id(backend.answer(Completion(n, str(n), Decoding()) for n in range(5)))
+    assert len(found) == 5
+    assert stub.cookies == {None}
 
 
 def test_the_key_is_in_no_file_and_in_no_output(tmp_path):

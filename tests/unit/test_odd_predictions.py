@@ -169,7 +169,7 @@ def test_prepared_from_another_corpus(data, seed, tmp_path, refused):
     assert done("evaluate", "corpus", *flags)["n"] == 5
 
 
-@pytest.mark.parametrize("suffix", [".xlsx", ".csv", ".tsv"])
+@pytest.mark.parametrize("suffix", [".xlsx", ".csv", ".tsv", ".pkl", ".pickle"])
 @pytest.mark.parametrize("benchmark", ["okvqa", "aokvqa", "scienceqa", "seedbench"])
 def test_tables_are_read_of_mmbench_alone(benchmark, suffix, science, seed, tmp_path, refused):
     raw = {"okvqa": write_okvqa, "aokvqa": write_aokvqa}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 
@@ -179,11 +181,13 @@ def test_what_was_measured_is_said_of_devices_of_its_kind(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "FileNotFoundError"),
-        ("{", "JSONDecodeError"),
+        (None, "check.json: no such file"),
+        ("{", "check.json, line 1, column 2: not valid JSON"),
         ("[]", "TypeError"),
         ('{"device": "x"}', "KeyError: 'calibration'"),
         (json.dumps(checked(calibration=[])), "no program whose time was measured"),
+        ("[" * 100_000, "check.json, line 1, column 101: lists or objects nested more than 100"),
+        (json.dumps(checked(typical_over_bound=10**400)), "OverflowError"),
     ],
 )
 def test_a_file_that_is_no_check_is_refused(text, message, tmp_path):
@@ -428,6 +432,17 @@ def test_a_mesh_may_split_an_axis_of_the_slice():
     """Eight of 4x4x4 chips are one axis of the chips and half of another."""
     mesh = make_mesh({"data": -1, "fsdp": 8}, open_topology("v5p:4x4x4").devices)
     assert dict(mesh.shape) == {"data": 8, "fsdp": 8, "tensor": 1}
+
+
+@pytest.mark.parametrize("share", [".8x", "0", "nan", "1.5", "-1"])
+def test_a_share_of_memory_that_is_none(share):
+    code = "import mmqa_jax.core.chips"
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": share}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    message = f"UserError: environment: XLA_PYTHON_CLIENT_MEM_FRACTION={share}: a number above 0"
+    assert message in done.stderr
 
 
 def test_chips_by_the_names_that_jax_gives_them():

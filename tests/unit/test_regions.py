@@ -471,8 +471,9 @@ def test_ids_of_the_released_features(tmp_path):
     assert feature_ids(SOURCES) == [30_000_005, None, 30_000_006]
     with pytest.raises(UserError, match="source 30000006: the map of image ids lacks it"):
         feature_ids(SOURCES, {30_000_005: ID})
-    with pytest.raises(UserError, match="source abc: a picture whose id is a number"):
-        feature_ids([Source(id="abc", modality="image", text="")])
+    for name in ("abc", "\N{SUPERSCRIPT TWO}", "9" * 5000):
+        with pytest.raises(UserError, match=f"source {name}: a picture whose id is a number"):
+            feature_ids([Source(id=name, modality="image", text="")])
     path.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(UserError, match=r"map\.pkl: a dictionary of image id"):
         read_id_map(path)

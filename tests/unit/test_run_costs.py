@@ -448,7 +448,8 @@ def test_status_of_a_training_run(tmp_path):
         {"step": 20, "time": 89.0, "eval/mrr": 0.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    for name in ("20", "20.damaged", "30.orbax-checkpoint-tmp"):  # set aside, being written
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     status = training_status(tmp_path, now=109.0)
     assert (status["step"], status["steps"], status["saved"]) == (23, 40, [20])
     assert (status["last"], status["seconds_left"], status["loss"]) == (10.0, 34.0, 0.75)
@@ -457,3 +458,21 @@ def test_status_of_a_training_run(tmp_path):
     assert shown.code == 0
     assert "rerank: step 23 of 40 (57%), 0.5 steps/s, about 0:34 left, loss 0.75" in shown.out
     assert "goodput: 70 % of 1:39 in steps that count (start 28 %, checkpoint 2 %)." in shown.out
+
+
+@pytest.mark.parametrize("value", ["", None, [], True, 10**400, float("nan"), float("inf"), -1])
+def test_status_of_damaged_metrics(value, tmp_path):
+    config = {"config": {"task": "rerank", "train": {"steps": 40}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / FILE).write_text("no row\n")
+    for name in ("loss", "time", "steps_per_second"):
+        row = {"step": 20, "time": 88.0, "loss": 0.75, "steps_per_second": 0.5, name: value}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        shown = mmqa("status", tmp_path)
+        assert (shown.code, "rerank: step" in shown.out) == (0, True), shown.err
+    for damaged in ({"steps": value}, value):
+        config["config"]["train"] = damaged
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shown = mmqa("status", tmp_path)
+        assert shown.code == 2, shown.err
+        assert "is not a training run's; copy the run again." in shown.err

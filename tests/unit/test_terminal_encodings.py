@@ -43,6 +43,30 @@ def run(encoding, *arguments):
     return ended
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_closed_ends_no_verb(closed, tmp_path):
+    out = tmp_path / "tables"
+    verb = f"{sys.executable} -m mmqa_jax.cli tables atlas --json"
+    command = f"({verb} {closed}) > {out} 2>&1; echo $?"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, cwd=ROOT, text=True)
+    assert ended.stdout == "0\n"
+    shown = out.read_text()
+    assert (shown == "") == (">&-" in closed.replace("2>&-", ""))
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_has_gone_ends_status_quietly(buffered, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
+    (tmp_path / "attempts.jsonl").write_text("")
+    (tmp_path / "config.json").write_text('{"config": {"task": "a", "train": {"steps": 4}}}')
+    read, written = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "mmqa_jax.cli", "status", str(tmp_path)]
+    ended = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(written)
+    assert (ended.returncode, ended.stderr) == (0 if buffered else 141, b"")
+
+
 def result(ended):
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.decode("latin-1").splitlines()[-1])

@@ -9,11 +9,11 @@ from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.images import PictureError, decode
 from mmqa_jax.data.prepare import prepare_release
-from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction
+from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Source
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
 
@@ -199,6 +199,16 @@ def test_submission_names_snippets_as_the_question_lists_them(release, tmp_path)
         webqa.write_submission([Prediction("g1", "", ("nowhere",))], corpus, path)
 
 
+@pytest.mark.parametrize("name", ["p-Cinnabar", "007", "\N{SUPERSCRIPT TWO}", "9" * 5000, "-1"])
+def test_submission_of_a_corpus_whose_pictures_have_no_numbers(name, tmp_path):
+    corpus = Corpus([Source(name, "image", "a"), Source("30000001", "image", "b")])
+    predictions = [Prediction("q", "red", (name, "30000001"))]
+    path = tmp_path / "submission.json"
+    webqa.write_submission(predictions, corpus, path)
+    assert read_json(path) == {"q": {"sources": [name, 30000001], "answer": "red"}}
+    assert webqa.parse_submission(read_json(path), path, corpus) == predictions
+
+
 def test_rows_of_any_leading_digit_and_each_picture_alone(release):
     images = webqa.ImagesTsv(release / "imgs.tsv")
     assert len(images) == 3
@@ -244,6 +254,8 @@ def test_lineidx_of_other_files(release):
     with pytest.raises(UserError, match=r"imgs.tsv, row 0: .*not that row's line"):
         webqa.ImagesTsv(tsv).read(0)  # its end is wrong
     assert webqa.ImagesTsv(tsv).read(2) == png(COLORS[30000002])
+    lineidx.write_text("\ufeff" + "".join(f"{offset}\r\n" for offset in offsets))
+    assert webqa.ImagesTsv(tsv).read(0) == png(COLORS[30000000])
     lineidx.write_text("0\n1000\nabc\n")
     with pytest.raises(UserError, match=r"imgs.lineidx, line 3: not a byte offset"):
         webqa.ImagesTsv(tsv)

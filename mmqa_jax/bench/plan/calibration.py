@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.bench.plan.topology import Topology
 from mmqa_jax.core.chips import chip_of_kind
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
 
 DEFAULT = Path("device_check/device_check.json")  # where device_check.sh writes without --out
 
@@ -62,11 +62,14 @@ def read_calibration(path: Path | None, topology: Topology) -> Calibration | Non
     if not named and not path.exists():
         return None
     try:
-        found = _calibration(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = _calibration(read_json(path))
+    except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, UserError):  # a sentence with a remedy of its own
+            said = str(error).partition(";")[0]
         raise UserError(
             f"--measured={path}: expected the device_check.json that launch/device_check.sh "
-            f"writes ({type(error).__name__}: {error}); run it, or leave the flag out."
+            f"writes ({said}); run it, or leave the flag out."
         ) from error
     problem = None
     if found is None:

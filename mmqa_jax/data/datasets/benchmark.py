@@ -118,7 +118,7 @@ class PictureFolders:
         for place in (folder / name for name in below):
             if place.is_dir():
                 with os.scandir(place) as entries:
-                    for entry in entries:
+                    for entry in filter(os.DirEntry.is_file, entries):
                         self._paths.setdefault(entry.name, Path(entry.path))
 
     def __contains__(self, name: str) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ OWN_SNIPPET_IDS = "snippet_ids"
 _POSITIVE = ("img_posFacts", "txt_posFacts")
 _NEGATIVE = ("img_negFacts", "txt_negFacts")
 _MERGED = ("img_Facts", "txt_Facts")  # the test file's candidates, gold and negative together
+_IMAGE_ID = re.compile("0|[1-9][0-9]{0,18}")
 _FACT_LISTS = (*_POSITIVE, *_NEGATIVE, *_MERGED)
 _READ_KEYS = {"Q", "A", "Keywords_A", "Qcate", "split", "Guid", *_FACT_LISTS}
 
@@ -269,7 +271,7 @@ def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: Pa
     """Writes a leaderboard file {Guid: {"sources": [image_id | snippet_id], "answer"}}.
 
     A snippet that the question lists is written with the id it has there: the server knows no
-    other.
+    other. WebQA's pictures have numbers; another corpus's ids are written as they are.
     """
     questions = {question.id: question for question in corpus.questions()}
     rows = {}
@@ -284,7 +286,8 @@ def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: Pa
                     "the corpus; predict on the corpus that the submission is for."
                 )
             is_image = corpus.sources[corpus.row[name]].modality == "image"
-            sources.append(int(name) if is_image else own.get(name, name))
+            numbered = is_image and _IMAGE_ID.fullmatch(name) is not None
+            sources.append(int(name) if numbered else own.get(name, name))
         rows[prediction.question_id] = {"sources": sources, "answer": prediction.answer}
     write_json(path, rows)
 
