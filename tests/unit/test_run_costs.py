@@ -83,8 +83,10 @@ def test_a_wait_behind_a_step_is_no_wait_for_input(monkeypatch):
             return 0.0
 
     monkeypatch.setattr(loop, "TimeSplit", lambda: TimeSplit(clock))
-    quiet = types.SimpleNamespace(beat=lambda *_: None, advance=lambda *_, **__: None)
-    outputs = loop._Outputs(None, None, None, quiet, quiet)
+    quiet = types.SimpleNamespace(
+        **dict.fromkeys(("beat", "advance", "check"), lambda *_, **__: None)
+    )
+    outputs = loop._Outputs(None, None, None, quiet, quiet, quiet)
     options = loop.LoopOptions(steps=9, optimizer=OptimizerOptions("adam", 0.1))
     run = loop._Run(options, outputs, Step(), Batches(), {"sums": {}, "count": 0}, 0)
     found = []
