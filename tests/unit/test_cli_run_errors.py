@@ -274,13 +274,18 @@ def test_the_workdir_of_something_else(flags, models, data, refused, tmp_path):
     refused(*flags, message=r"run/config\.json: is not a run's config\.json")
 
 
-def test_damaged_weights(flags, models, refused, tmp_path):
+@pytest.mark.parametrize("sums", [True, False])
+def test_damaged_weights(sums, flags, models, refused, tmp_path):
     damaged = tmp_path / "answer"
     shutil.copytree(models / "answer", damaged)
+    if not sums:  # of a version that wrote none
+        (damaged / "weights" / "SHA256SUMS").unlink()
     for file in (damaged / "weights").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[:20])
     message = r"answer/weights: files in it are missing, truncated or damaged"
+    if sums:
+        message = r"answer/weights: SHA256SUMS is damaged .*; copy the folder again, or train"
     refused(*flags, f"--config.parts.reader.model={damaged}", message=message)
     assert not (tmp_path / "run").exists()
 

@@ -200,7 +200,10 @@ def test_a_submission_of_aokvqas_hidden_split(tmp_path):
         ('[{"question_id": true, "answer": "a"}]', r"bad\.json, entry 1: .* was expected"),
         (json.dumps(official({99: "a"})), r"no question has the id '99' among the 3"),
         (json.dumps(official({25: "a"}) * 2), r"bad\.json, entry 2: question 25 is answered twice"),
-        ('[{"question_id": 25, "answer": "\\ud83d"}]', r"entry 1: holds '\\ud83d', half of a char"),
+        (
+            '[{"question_id": 25, "answer": "\\ud83d"}]',
+            r"bad\.json, line 1, column 33: holds '\\ud83d', half",
+        ),
     ],
 )
 def test_bad_predictions_of_okvqa(text, message, refused, tmp_path):

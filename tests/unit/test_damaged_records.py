@@ -84,4 +84,4 @@ def test_a_finished_run_with_a_damaged_tokenizer_is_not_called_done(damage, data
     DAMAGE[damage](run / "tokenizer.json")
     ended = mmqa("train", *train_flags("contrastive", data, run))
     assert ended.code == 2, ended.err
-    assert re.fullmatch(r"mmqa: \S+/tokenizer\.json: .+[.]\n", ended.err), ended.err
+    assert re.fullmatch(r"mmqa: \S+/run: tokenizer\.json .+[.]\n", ended.err), ended.err

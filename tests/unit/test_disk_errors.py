@@ -153,7 +153,8 @@ def test_threads_and_libraries_are_silent_about_it(capsys):
             log.removeFilter(one)
 
 
-def test_other_failures_are_shown_as_they_were(capsys):
+def test_other_failures_are_shown_as_they_were(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # a library may have set its own
     before = sys.excepthook, threading.excepthook, sys.unraisablehook
     with report_disk_once():
         sys.excepthook(RuntimeError, RuntimeError("a callback failed"), None)
