@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import RunError
 
@@ -123,10 +123,21 @@ def report_disk_once() -> Iterator[None]:
     silence = _Silence()
     logger, hooks = logging.getLogger("absl"), _Hooks()
     logger.addFilter(silence)
-    held: list[tuple] = []  # TensorStore prints its callbacks' errors before Orbax says why
+    held: list[tuple] = []  # TensorStore tells its callbacks' errors before Orbax says why
+
+    def lost(told: Any) -> None:
+        if not silence.let_pass(told.exc_value):
+            return
+        if told.object is None:  # of a callback in C++, which is nobody's
+            held.append((hooks.lost, told))
+        else:
+            hooks.lost(told)
+
     threading.excepthook = lambda told: silence.let_pass(told.exc_value) and hooks.thread(told)
-    sys.unraisablehook = lambda told: silence.let_pass(told.exc_value) and hooks.lost(told)
-    sys.excepthook = lambda *told: silence.let_pass(told[1]) and held.append(told)
+    sys.unraisablehook = lost
+    sys.excepthook = lambda *told: (
+        silence.let_pass(told[1]) and held.append((hooks.uncaught, *told))
+    )
     try:
         yield
     except BaseException as error:
@@ -136,8 +147,8 @@ def report_disk_once() -> Iterator[None]:
         if not silence.failed:
             logger.removeFilter(silence)
             hooks.restore()
-            for told in held:
-                hooks.uncaught(*told)
+            for hook, *told in held:
+                hook(*told)
 
 
 class _Hooks:

@@ -11,6 +11,7 @@ import re
 import sqlite3
 import sys
 import threading
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -153,12 +154,38 @@ def test_threads_and_libraries_are_silent_about_it(capsys):
             log.removeFilter(one)
 
 
+def lost(message):
+    """What sys.unraisablehook gets of a callback in C++: nobody's exception."""
+    error = RuntimeError(message)
+    return types.SimpleNamespace(
+        exc_type=RuntimeError, exc_value=error, exc_traceback=None, err_msg=None, object=None
+    )
+
+
+def test_a_callback_that_fails_before_the_disks_error_is_known_is_silent(monkeypatch, capsys):
+    """TensorStore's callbacks find Orbax's event loop closed, before Orbax says why."""
+    monkeypatch.setattr(sys, "unraisablehook", show_unraisable)
+    with pytest.raises(OSError), report_disk_once():
+        sys.unraisablehook(lost("Event loop is closed"))
+        raise FULL
+    assert capsys.readouterr().err == ""
+
+
+def show_unraisable(told):
+    print(f"RuntimeError: {told.exc_value}", file=sys.stderr)
+
+
 def test_other_failures_are_shown_as_they_were(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # a library may have set its own
+    # A library, or pytest, may have set its own.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", show_unraisable)
     before = sys.excepthook, threading.excepthook, sys.unraisablehook
     with report_disk_once():
         sys.excepthook(RuntimeError, RuntimeError("a callback failed"), None)
-    assert "RuntimeError: a callback failed" in capsys.readouterr().err
+        sys.unraisablehook(lost("a promise"))
+    shown = capsys.readouterr().err
+    assert "RuntimeError: a callback failed" in shown
+    assert "RuntimeError: a promise" in shown
     assert (sys.excepthook, threading.excepthook, sys.unraisablehook) == before
 
 

@@ -417,7 +417,8 @@ def test_predictions_of_json_lines_are_checked(raw, tmp_path, refused):
         ({"question_id": 7, "text": "A", "round_id": 2}, r"line 1: round_id is 2; .* 0 to 1 were"),
         ({"question_id": 7, "text": "A", "round_id": "1"}, r"line 1: round_id is '1'; question 7"),
         ({"text": "A"}, r"line 1: question_id is None; text or a whole number was expected"),
-        ([], r"line 1: expected an object"),
+        ([], r"bad\.jsonl: holds no predictions; give predictions\.jsonl"),
+        (["A"], r"line 1: expected an object"),
     ):
         path.write_text(json.dumps(line) + "\n")
         refused(*flags, f"--predictions={path}", message=message)
