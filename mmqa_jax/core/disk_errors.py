@@ -133,11 +133,12 @@ def report_disk_once() -> Iterator[None]:
         else:
             hooks.lost(told)
 
+    def uncaught(*told: Any) -> None:
+        if silence.let_pass(told[1]):
+            held.append((hooks.uncaught, *told))
+
     threading.excepthook = lambda told: silence.let_pass(told.exc_value) and hooks.thread(told)
-    sys.unraisablehook = lost
-    sys.excepthook = lambda *told: (
-        silence.let_pass(told[1]) and held.append((hooks.uncaught, *told))
-    )
+    sys.unraisablehook, sys.excepthook = lost, uncaught
     try:
         yield
     except BaseException as error:
