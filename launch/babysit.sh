@@ -38,7 +38,7 @@ fi
 stopped=0 job=""
 stop() {
   stopped=1 signalled=1
-  kill -s TERM "$job" 2>/dev/null || true
+  kill -s TERM "${job:-}" 2>/dev/null || true
 }
 trap stop TERM INT
 
@@ -76,6 +76,8 @@ while :; do
   # A copy of what it says; the copying goes on while the command ends by a signal.
   "$@" 2> >(trap '' INT TERM && exec tee "$said" >&2) &
   job=$!
+  # A signal may have come before the command's number was known.
+  [ "$stopped" = 0 ] || kill -s TERM "$job" 2>/dev/null || true
   wait_for "$job"
   lasted=$((SECONDS - began))
   if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$stopped" = 1 ]; then
