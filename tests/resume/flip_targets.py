@@ -113,8 +113,11 @@ def _resume(folder: Path) -> str:
 def _train(folder: Path) -> None:
     """`mmqa train` of a classifier, with its weights once more as a best step's."""
     raw = folder.with_name("raw")
-    questions = [row for row in cli_runs.QUESTIONS if row["split"] == "train"]
-    questions[0] |= {"category": "color", "positives": ["p-Arvania"], "negatives": ["s-Hav"]}
+    first, *others = (row for row in cli_runs.QUESTIONS if row["split"] == "train")
+    questions = [
+        {**first, "category": "color", "positives": ["p-Arvania"], "negatives": ["s-Hav"]},
+        *others,
+    ]
     cli_runs.write_documents(raw, questions)
     data = folder.with_name("data")
     cli_runs.done("prepare", "corpus", f"--raw={raw}", f"--out={data}")
