@@ -166,6 +166,11 @@ class Engine:
         """The slots' keys and values on the device; every program donates and replaces them."""
         return self._runner.cache
 
+    @property
+    def look_ahead(self) -> int:
+        """How many requests are read at once."""
+        return _LOOK_AHEAD * self.config.slots
+
     def forget(self) -> None:
         """Drops the cached prefixes of earlier prompts: nothing of them is reused."""
         self._prefixes.clear()
@@ -236,7 +241,7 @@ class Engine:
         while True:
             finished: list[Result | Scores] = []
             while not exhausted and len(waiting) < slots:
-                more = list(itertools.islice(requests, _LOOK_AHEAD * slots))
+                more = list(itertools.islice(requests, self.look_ahead))
                 exhausted = not more
                 finished += self._beams.serve(more, rest=exhausted)
                 sequences = [one for request in more for one in request.sequences]

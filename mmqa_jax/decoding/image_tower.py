@@ -16,7 +16,10 @@ from mmqa_jax.core.mesh import replicated
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.llava import Llava, LlavaConfig
 
-_AT_ONCE = 8  # pictures of a device, where it is an accelerator
+# Pictures that a device encodes at once: a TPU has the scores of two in its vector memory, and
+# takes longer for each of four; a CPU gains nothing, and would compute the padding.
+_AT_ONCE = {"cpu": (1,), "tpu": (1, 2)}
+_OTHERS = (1, 8)
 
 
 def tower_of(model: Llava) -> nnx.Dict:
@@ -66,8 +69,7 @@ class TowerPrograms:
             self.parameters = replicated(mesh)
             self.pixels = NamedSharding(mesh, PartitionSpec(axes))
             self.features = NamedSharding(mesh, PartitionSpec(None, columns))
-        # A CPU gains nothing from batches, and would compute the padding.
-        each = (1,) if device.platform == "cpu" else (1, _AT_ONCE)
+        each = _AT_ONCE.get(device.platform, _OTHERS)
         self.batches = tuple(size * count for size in each)
 
         def of_pictures(state, pixels):  # [B, S, S, 3] -> [B, patches, H]
