@@ -30,14 +30,16 @@ def pad_to_square(image: Image.Image) -> Image.Image:
     return square
 
 
-def llava_pixels(image: Image.Image, size: int = 336) -> UInt8[np.ndarray, "S S 3"]:
+def llava_pixels(
+    image: Image.Image, size: int = 336, name: str = "picture"
+) -> UInt8[np.ndarray, "S S 3"]:
     """RGB picture of any shape -> pixels for `clip.normalize_pixels`.
 
     Raises:
-      PictureError: it is too long and thin (picture_bounds).
+      PictureError: with `name`, it is too long and thin (picture_bounds).
     """
     side = max(image.size)
     if side * side > FREE_PIXELS:
-        check_made(size, side, "picture")
+        check_made(size, side, name)
         return resized_on_square(image, size, PAD_COLOR)
     return to_pixels(pad_to_square(image), size, "crop")

@@ -23,7 +23,8 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.beam_batches import BeamBatches
-from mmqa_jax.decoding.image_patches import PatchEncoder
+from mmqa_jax.decoding.image_features import PictureFeatures
+from mmqa_jax.decoding.image_patches import PatchIds, marked
 from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.kv_cache import Branches, KVCache
 from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
@@ -103,16 +104,23 @@ class Engine:
             quantize_weights(model)
         self.config, self.throughput = config, Throughput()
         self._runner = SlotRunner(model, config, mesh)
-        self._patches = llava and PatchEncoder(llava, self._runner.put)
         self._tokenizer = RequestTokenizer(
             tokenizer,
             frozenset(end_ids),
             vocab_size,
             config.length,
             config.buckets,
-            self._patches,
+            llava and PatchIds(llava.config),
         )
         self._prefixes = PrefixCache(config.slots)
+        self._pictures = llava and PictureFeatures(
+            llava,
+            config.slots,
+            self._runner.rows,
+            lambda one: self._prefixes.reusable(one.chunks, one.reusable),
+            self.throughput,
+            mesh,
+        )
         self._beams = BeamBatches(model, config, frozenset(end_ids))
         self._running = False
         self._encoding: list[AnySequence] = []  # in slots, their prompts not yet in the cache
@@ -158,6 +166,11 @@ class Engine:
         """The slots' keys and values on the device; every program donates and replaces them."""
         return self._runner.cache
 
+    @property
+    def look_ahead(self) -> int:
+        """How many requests are read at once."""
+        return _LOOK_AHEAD * self.config.slots
+
     def forget(self) -> None:
         """Drops the cached prefixes of earlier prompts: nothing of them is reused."""
         self._prefixes.clear()
@@ -184,6 +197,8 @@ class Engine:
             raise
         finally:
             self._beams.clear()
+            if self._pictures is not None:
+                self._pictures.clear()
             self._encoding = []
             self._running = False
 
@@ -226,12 +241,15 @@ class Engine:
         while True:
             finished: list[Result | Scores] = []
             while not exhausted and len(waiting) < slots:
-                more = list(itertools.islice(requests, _LOOK_AHEAD * slots))
+                more = list(itertools.islice(requests, self.look_ahead))
                 exhausted = not more
                 finished += self._beams.serve(more, rest=exhausted)
                 sequences = [one for request in more for one in request.sequences]
                 # Common prefixes next to each other, so that one slot's prefix serves them all.
-                waiting.extend(sorted(sequences, key=lambda one: one.chunks))
+                sequences.sort(key=lambda one: one.chunks)
+                waiting.extend(sequences)
+                if self._pictures is not None:
+                    self._pictures.expect(sequences)
             encoding = {one.slot for one in self._encoding}
             free = [n for n in range(slots) if active[n] is None and n not in encoding]
             self._admit([waiting.popleft() for _ in range(min(len(free), len(waiting)))], free)
@@ -265,6 +283,8 @@ class Engine:
             free.remove(placement.slot)
             one.slot, one.source, one.reused = placement
             self._encoding.append(one)
+            if self._pictures is not None:
+                self._pictures.place(one)
             if one.reused:
                 self.throughput.reused_tokens += one.chunks[one.reused - 1].end
                 if one.source == one.slot:
@@ -335,23 +355,15 @@ class Engine:
         chunks = [one.chunks[one.encoded] for one in batch]
         pairs = list(enumerate(zip(batch, chunks, strict=True)))
         for row, (one, chunk) in pairs:
-            tokens[row, : len(chunk.tokens)] = chunk.tokens
+            tokens[row, : len(chunk.tokens)] = marked(chunk.tokens)
             starts[row], ends[row], rows[row] = chunk.start, chunk.end, one.slot
             branches.trunk[row] = chunk.trunk
             branches.begin[row, : len(chunk.branches)] = chunk.branches
             one.encoded += 1
             self.throughput.prefill_tokens += len(chunk.tokens)
         patches = None
-        if (tokens < 0).any():
-            found = {
-                row: self._patches.features(chunk.tokens, one.pictures)
-                for row, (one, chunk) in pairs
-                if min(chunk.tokens) < 0
-            }
-            width = next(iter(found.values())).shape[1]
-            patches = np.zeros((count, bucket, width), np.float32)
-            for row, features in found.items():
-                patches[row, : len(features)] = features
+        if self._pictures is not None:
+            patches = self._pictures.rows(batch, chunks, tokens.shape)
         hidden = self._runner.encode(tokens, starts, ends, rows, branches, patches)
 
         outputs = []

@@ -1,54 +1,34 @@
 """Pictures in the engine's prompts: LLaVA's patches under token ids of their own.
 
-A patch gets a negative id that encodes its picture and position. A prompt with pictures is then a
-sequence of ids like any other: it is split into chunks, which prompts that begin with the same
-picture share.
+A patch gets a negative id that encodes its picture's content and its position. A prompt with
+pictures is then a sequence of ids like any other: it is split into chunks, which prompts that begin
+with the same picture share. What a chunk's patches are is looked up in `image_features`.
 """
 
 from __future__ import annotations
 
-import collections
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import numpy as np
-from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip import normalize_pixels
-from mmqa_jax.models.llava import Llava
+from mmqa_jax.models.llava import LlavaConfig
 
-_CACHED = 64  # pictures whose features stay in host memory
+_DIGEST = 16  # bytes of SHA-256 that number a picture
 
 
-class PatchEncoder:
-    """Numbers pictures by content, and encodes each once.
+class PatchIds:
+    """Numbers pictures by their content, and their patches by picture and position.
 
     Args:
-      model: its vision tower and projector are used; its LLaMA is the engine's.
-      put: moves inputs to the device (or mesh) of the model.
+      config: of the model.
     """
 
-    def __init__(self, model: Llava, put: Callable[[Any], Any]):
-        self.token = model.config.image_token
-        vision = model.config.vision
-        self._patches, self._shape = vision.patches, (vision.image_size, vision.image_size, 3)
-        self._put = put
-        # Without the LLaMA, whose weights are the engine's.
-        parts = nnx.Dict(vision=model.vision, projector=model.projector)
-        graphdef, self._state = nnx.split(parts)
-        layer, dtype = model.config.feature_layer, model.config.llama.dtype
-
-        def encode(state, pixels):
-            parts = nnx.merge(graphdef, state)
-            states = parts.vision.patch_features(normalize_pixels(pixels[None]), layer)
-            return parts.projector(states.astype(dtype))[0].astype("float32")
-
-        self._encode = jax.jit(encode)
-        self._numbers: dict[bytes, int] = {}  # content -> number
-        self._features: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+    def __init__(self, config: LlavaConfig):
+        vision = config.vision
+        self.token, self.patches = config.image_token, vision.patches
+        self._shape = (vision.image_size, vision.image_size, 3)
 
     def expand(
         self, request_id: object, tokens: Sequence[int], images: Sequence[np.ndarray]
@@ -83,32 +63,26 @@ class PatchEncoder:
                     f"request {request_id!r}: a picture is {image.dtype} {list(image.shape)}, "
                     f"expected uint8 {list(self._shape)}; use data.llava_images.llava_pixels."
                 )
-            content = hashlib.sha256(image.tobytes()).digest()
-            number = self._numbers.setdefault(content, len(self._numbers))
+            digest = hashlib.sha256(np.ascontiguousarray(image)).digest()[:_DIGEST]
+            number = int.from_bytes(digest, "big")
             pictures[number] = image
-            first = -1 - number * self._patches
-            expanded.extend(range(first, first - self._patches, -1))
+            first = -1 - number * self.patches
+            expanded.extend(range(first, first - self.patches, -1))
         return expanded, pictures
 
-    def features(self, tokens: Sequence[int], pictures: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The embeddings of a chunk's patches, float32 [L, H]; zeros at text tokens."""
-        rows = None
-        for position, token in enumerate(tokens):
-            if token >= 0:
-                continue
-            number, patch = divmod(-1 - token, self._patches)
-            of_picture = self._features_of(number, pictures)
-            if rows is None:
-                rows = np.zeros((len(tokens), of_picture.shape[1]), np.float32)
-            rows[position] = of_picture[patch]
-        assert rows is not None, "a chunk without patches"
-        return rows
+    def of(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Where the patches among tokens are: (position, number of the picture, patch) of each."""
+        return [
+            (position, *divmod(-1 - token, self.patches))
+            for position, token in enumerate(tokens)
+            if token < 0
+        ]
 
-    def _features_of(self, number: int, pictures: Mapping[int, np.ndarray]) -> np.ndarray:
-        if number not in self._features:
-            encoded = self._encode(self._state, self._put(pictures[number]))
-            self._features[number] = jax.device_get(encoded)
-            if len(self._features) > _CACHED:
-                self._features.popitem(last=False)
-        self._features.move_to_end(number)
-        return self._features[number]
+    def in_chunk(self, tokens: int) -> int:
+        """The most pictures of which so many consecutive tokens can have patches."""
+        return 1 + -(-(tokens - 1) // self.patches)
+
+
+def marked(tokens: Sequence[int]) -> list[int]:
+    """The ids as the device gets them: -1 for every patch."""
+    return [max(token, -1) for token in tokens]

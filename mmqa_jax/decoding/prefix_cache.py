@@ -79,6 +79,10 @@ class PrefixCache:
         self._used = [0] * slots  # when the slot was last used
         self._now = 0
 
+    def reusable(self, chunks: Sequence[Chunk], most: int) -> int:
+        """How many of a prompt's first chunks, up to `most`, some slot holds."""
+        return max(min(common_prefix(held, chunks), most) for held in self._held)
+
     def place(self, chunks: list[Chunk], free: Iterable[int], most: int) -> Placement:
         """Takes a free slot for a prompt, of which up to `most` chunks may be reused.
 

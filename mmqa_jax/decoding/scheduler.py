@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.image_patches import PatchEncoder
+from mmqa_jax.decoding.image_patches import PatchIds
 from mmqa_jax.decoding.prefix_cache import Buckets, Chunk, split
 from mmqa_jax.decoding.requests import (
     Candidate,
@@ -24,7 +24,7 @@ from mmqa_jax.decoding.requests import (
 )
 from mmqa_jax.decoding.stop_strings import StopDetector, tokens_of_text, truncate
 
-Pictures = Mapping[int, np.ndarray]  # by number, see PatchEncoder
+Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
 
 
 class SlotSequence:
@@ -263,7 +263,7 @@ class RequestTokenizer:
         vocab_size: int,
         length: int,
         buckets: Buckets,
-        patches: PatchEncoder | None,
+        patches: PatchIds | None,
     ):
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets

@@ -301,12 +301,12 @@ class SlotRunner:
         ends: np.ndarray,
         rows: np.ndarray,
         branches: Branches,
-        patches: np.ndarray | None = None,
+        patches: jax.Array | None = None,
     ) -> jax.Array:
         """Encodes chunks [R, L] into the cache; hidden states [R, L, H]. See `kv_cache.forward`.
 
-        patches: float32 [R, L, H], used where tokens are negative; None if there are none (a
-        separate program).
+        patches: [R, L, H] on the device, as `rows` says, used where tokens are negative; None if
+        there are none (a separate program).
         """
         limit = self.config.read(ends.max())
         if self._programs.scanned:  # it reads what is in front of the chunks
@@ -378,6 +378,11 @@ class SlotRunner:
         """Calls a program on the mesh: while it is traced, it asks for that one's platform."""
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             return program(*arguments)
+
+    @property
+    def rows(self) -> Sharding:
+        """Where the embeddings of a batch of chunks lie."""
+        return self._programs.whole
 
     def put(self, inputs: Any) -> Any:
         """Moves host arrays to the device, replicated over a mesh."""

@@ -14,6 +14,7 @@ class Throughput:
     reused_tokens: int = 0  # of prompts, taken from the prefix cache instead
     decode_tokens: int = 0
     steps: int = 0  # decode steps
+    pictures: int = 0  # that LLaVA's tower encoded
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 

@@ -27,6 +27,7 @@ from mmqa_jax.prompting.backends import (
     Usage,
 )
 from mmqa_jax.prompting.chat_template import VicunaV1, pictures_of
+from mmqa_jax.prompting.read_ahead import read_ahead
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 
 
@@ -64,9 +65,8 @@ class EngineBackend:
         self._chat_format = tokenizer.template if llava is None else VicunaV1()
         self._throughput = Throughput()  # the engine's, once it is made
         self._warm = Throughput()  # at the first result: most of it compiling
-        self._pixels = functools.lru_cache(maxsize=64)(self._read_picture)
         self.usage = Usage()
-        self.failures: list[Failure] = []  # always empty: `check` rejects what cannot be served
+        self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -116,8 +116,12 @@ class EngineBackend:
             raise TooLong(request.id, count, more, self._length)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
-        """See Backend. Continuations of a conversation begin the assistant's next message."""
-        for result in self.engine.serve(map(self._request, queries)):
+        """See Backend. Continuations of a conversation begin the assistant's next message.
+
+        Pictures are decoded ahead in threads, as many as the engine reads requests at once. A query
+        whose picture is broken is a failure.
+        """
+        for result in self.engine.serve(self._requests(queries)):
             self._count()
             if isinstance(result, Result):
                 self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
@@ -129,9 +133,24 @@ class EngineBackend:
         self.usage.requests += 1
         self.usage.prompt_tokens = self._throughput.prefill_tokens + self._throughput.reused_tokens
 
-    def _request(self, request: Query) -> Request | Scoring:
-        prompt = self._prompt(request)
-        pixels = [self._pixels(picture) for picture in prompt.pictures]
+    def _requests(self, queries: Iterable[Query]) -> Iterator[Request | Scoring]:
+        prompts = ((query, self._prompt(query)) for query in queries)
+        if self._llava is None:
+            yield from (self._request(query, prompt, ()) for query, prompt in prompts)
+            return
+        ahead = self.engine.look_ahead
+        for (query, prompt), pixels in read_ahead(
+            prompts, lambda one: one[1].pictures, self._read_picture, ahead
+        ):
+            if isinstance(pixels, images.PictureError):
+                self.failures.append(Failure(query.id, str(pixels)))
+                self.usage.failures += 1
+            else:
+                yield self._request(query, prompt, pixels)
+
+    def _request(
+        self, request: Query, prompt: _Prompt, pixels: Sequence[np.ndarray]
+    ) -> Request | Scoring:
         if not isinstance(request, Choices):
             return request.decoding.request(request.id, prompt.tokens, pixels)
         if isinstance(request.prompt, str) and not pixels:
@@ -216,4 +235,4 @@ class EngineBackend:
 
     def _read_picture(self, picture: Picture) -> np.ndarray:
         size = self._llava.vision.image_size
-        return llava_pixels(images.decode(picture.data, picture.name), size)
+        return llava_pixels(images.decode(picture.data, picture.name), size, picture.name)

@@ -1,0 +1,214 @@
+"""The features of the pictures in flight, on the device from their first chunk to their last.
+
+A picture is encoded when a chunk needs it, together with those that the next chunks need, and its
+features are dropped with the last chunk of all requests in flight that use it. Which pictures meet
+in a batch depends on the requests alone, so that all processes of a mesh do the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, Sharding
+
+from mmqa_jax.decoding.image_patches import PatchIds
+from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
+from mmqa_jax.decoding.prefix_cache import Chunk
+from mmqa_jax.decoding.scheduler import SlotSequence
+from mmqa_jax.decoding.throughput import Throughput
+from mmqa_jax.models.llava import Llava
+
+
+class PictureFeatures:
+    """Encodes every picture once while requests in flight use it.
+
+    On the device are at most the pictures of the prompts in slots, or as many as slots if these are
+    more, and a batch: pictures that only waiting requests use stay while there is room.
+
+    Args:
+      model: its vision tower and projector are used; its LLaMA is the engine's.
+      slots: of the engine.
+      rows: where the embeddings of a batch of chunks go.
+      reusable: how many chunks of a waiting sequence would be copied from a slot now.
+      throughput: counts the encoded pictures.
+      mesh: of the model.
+    """
+
+    def __init__(
+        self,
+        model: Llava,
+        slots: int,
+        rows: Sharding,
+        reusable: Callable[[SlotSequence], int],
+        throughput: Throughput,
+        mesh: Mesh | None = None,
+    ):
+        tower = tower_of(model)
+        self._programs = TowerPrograms(tower, model.config, rows, mesh)
+        self._state = jax.device_put(nnx.state(tower), self._programs.parameters)
+        self._ids, self._slots, self._mesh = PatchIds(model.config), slots, mesh
+        self._reusable, self._throughput = reusable, throughput
+        self._resident: dict[int, jax.Array] = {}  # by number: [patches, H]
+        # Of sequences in slots: the column of each picture's last patch that is not yet encoded.
+        self._placed: dict[SlotSequence, dict[int, int]] = {}
+        self._waiting: dict[SlotSequence, None] = {}  # for slots, in order
+        # How many sequences use a picture: of those in slots, of those that wait.
+        self._now: collections.Counter[int] = collections.Counter()
+        self._later: collections.Counter[int] = collections.Counter()
+
+    def __len__(self) -> int:
+        """How many pictures' features are on the device."""
+        return len(self._resident)
+
+    def expect(self, sequences: Iterable[SlotSequence]) -> None:
+        """Sequences that wait for slots, behind those that do already."""
+        for one in sequences:
+            if one.pictures:
+                self._waiting[one] = None
+                self._later.update(one.pictures.keys())
+
+    def place(self, one: SlotSequence) -> None:
+        """A sequence has got a slot; its first `reused` chunks are copied there."""
+        if not one.pictures:
+            return
+        del self._waiting[one]
+        _remove(self._later, one.pictures)
+        if needed := self._last_columns(one.chunks[one.reused :]):
+            self._placed[one] = needed
+            self._now.update(needed.keys())
+        self._drop()
+
+    def rows(
+        self, batch: Sequence[SlotSequence], chunks: Sequence[Chunk], shape: tuple[int, int]
+    ) -> jax.Array | None:
+        """The embeddings of the patches in chunks that are about to be encoded.
+
+        Args:
+          batch, chunks: sequences in slots and the next chunk of each.
+          shape: [R, L] of the batch with its padding.
+
+        Returns:
+          [R, L, H] on the device in the LLaMA's dtype, anything where a token is no patch; None
+          if there is no patch at all.
+        """
+        found = [self._ids.of(chunk.tokens) for chunk in chunks]
+        needed = {
+            number: one.pictures[number]
+            for one, patches in zip(batch, found, strict=True)
+            for _, number, _ in patches
+        }
+        if not needed:
+            return None
+        self._encode({n: pixels for n, pixels in needed.items() if n not in self._resident})
+        features = [self._resident[number] for number in needed]
+        most = shape[0] * self._ids.in_chunk(shape[1])  # of any such batch: one program
+        features += features[:1] * (most - len(features))
+        first = {number: n * self._ids.patches for n, number in enumerate(needed)}
+        index = np.zeros(shape, np.int32)
+        for row, patches in enumerate(found):
+            for position, number, patch in patches:
+                index[row, position] = first[number] + patch
+        index = jax.device_put(index, self._programs.parameters)
+        embedded = self._run(self._programs.gather, tuple(features), index)
+        for one, chunk in zip(batch, chunks, strict=True):
+            self._release(one, chunk.end)
+        self._drop()
+        return embedded
+
+    def clear(self) -> None:
+        """Forgets all sequences, and drops all features."""
+        for kept in (self._resident, self._placed, self._waiting, self._now, self._later):
+            kept.clear()
+
+    def _last_columns(self, chunks: Sequence[Chunk]) -> dict[int, int]:
+        """The pictures of chunks, each with the column of its last patch."""
+        return {
+            number: chunk.start + position
+            for chunk in chunks
+            for position, number, _ in self._ids.of(chunk.tokens)
+        }
+
+    def _release(self, one: SlotSequence, end: int) -> None:
+        """A sequence is encoded up to a column."""
+        last = self._placed.get(one, {})
+        done = [number for number, column in last.items() if column < end]
+        _remove(self._now, done)
+        for number in done:
+            del last[number]
+        if not last:
+            self._placed.pop(one, None)
+
+    @property
+    def _room(self) -> int:
+        """How many pictures may be on the device."""
+        return max(self._slots, len(self._now)) + self._programs.batches[-1]
+
+    def _drop(self) -> None:
+        """Drops what nobody uses, then what is used last while there is no room for it."""
+        for number in self._resident.keys() - self._now.keys() - self._later.keys():
+            del self._resident[number]
+        if len(self._resident) > self._room:
+            order = dict.fromkeys(number for one in self._waiting for number in one.pictures)
+            spare = [n for n in order if n in self._resident and n not in self._now]
+            for number in spare[self._room - len(self._resident) :]:
+                del self._resident[number]
+
+    def _encode(self, missing: dict[int, np.ndarray]) -> None:
+        """Encodes pictures, and as many of those that follow as fill the last batch."""
+        if not missing:
+            return
+        sizes = self._programs.batches
+        free = max(0, self._room - len(self._resident) - len(missing))
+        fill = min(-len(missing) % sizes[-1], free)
+        following = ((n, pixels) for n, pixels in self._following() if n not in missing)
+        # A picture may follow more than once.
+        for number, pixels in following:
+            if not fill:
+                break
+            fill -= number not in missing
+            missing[number] = pixels
+        waiting = list(missing.items())
+        while waiting:
+            size = next((size for size in sizes if size >= len(waiting)), sizes[-1])
+            now, waiting = waiting[:size], waiting[size:]
+            pixels = np.zeros((size, *now[0][1].shape), np.uint8)
+            for row, (_, picture) in enumerate(now):
+                pixels[row] = picture
+            pixels = jax.device_put(pixels, self._programs.pixels)
+            encoded = self._run(self._programs.encode, self._state, pixels)
+            self._resident.update(
+                (number, one) for (number, _), one in zip(now, encoded, strict=False)
+            )
+            self._throughput.pictures += len(now)
+
+    def _following(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Pictures that are not on the device, in the order in which they will be needed."""
+        for one, needed in self._placed.items():
+            for number in needed:
+                if number not in self._resident:
+                    yield number, one.pictures[number]
+        for one in self._waiting:
+            if one.pictures.keys() <= self._resident.keys():
+                continue
+            for number in self._last_columns(one.chunks[self._reusable(one) :]):
+                if number not in self._resident:
+                    yield number, one.pictures[number]
+
+    def _run(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a program on the mesh: while it is traced, it asks for that one's platform."""
+        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            return program(*arguments)
+
+
+def _remove(counts: collections.Counter[int], numbers: Iterable[int]) -> None:
+    """Counts each number once less."""
+    for number in numbers:
+        counts[number] -= 1
+        if not counts[number]:
+            del counts[number]

@@ -1,0 +1,166 @@
+"""Pictures of the requests in flight: each is encoded once, and gone with its last chunk."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_engine_pictures import IMAGE, MODEL
+from tiny_llm import by_id
+
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.image_patches import PatchIds
+from mmqa_jax.decoding.requests import Request
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llava import Llava
+
+# Nine patches: a picture and its words take three chunks.
+SIZES = EngineConfig(slots=4, length=48, buckets=(8,), prefill_tokens=32, block=48, decode_block=48)
+
+
+@functools.cache
+def _parts():
+    return nnx.split(Llava(MODEL, rngs=nnx.Rngs(3)))
+
+
+def tiny_llava() -> Llava:
+    """The tiny model: an engine owns its own."""
+    graphdef, state = _parts()
+    return nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+
+
+class Watched:
+    """An engine whose tower and decode steps are watched.
+
+    Attributes:
+      encoded: how often the tower got each picture, by its bytes.
+      kept: pictures on the device after each batch of chunks.
+      decoding: the same at each decode step.
+    """
+
+    def __init__(self, slots: int, batches: tuple[int, ...]):
+        sizes = dataclasses.replace(SIZES, slots=slots)
+        self.engine = Engine(tiny_llava(), config=sizes)
+        self.features = self.engine._pictures
+        self.encoded: collections.Counter[bytes] = collections.Counter()
+        self.kept, self.decoding = [], []
+        programs, runner = self.features._programs, self.engine._runner
+        programs.batches = batches
+        encode, chunks, step = programs.encode, runner.encode, runner.step
+
+        def counted(state, pixels):
+            rows = [row.tobytes() for row in np.asarray(pixels) if row.any()]  # not the padding
+            assert len(pixels) in batches
+            self.encoded.update(rows)
+            return encode(state, pixels)
+
+        def with_chunks(*arguments):
+            self.kept.append(len(self.features))
+            return chunks(*arguments)
+
+        def with_step(*arguments):
+            self.decoding.append(len(self.features))
+            return step(*arguments)
+
+        programs.encode, runner.encode, runner.step = counted, with_chunks, with_step
+
+    def serve(self, requests):
+        self.encoded.clear(), self.kept.clear(), self.decoding.clear()
+        return by_id(self.engine.generate(requests))
+
+
+def pictures(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 12, 12, 3)).astype(np.uint8)
+
+
+def request(number: int, shown, new: int = 4, before: tuple[int, ...] = (5, 6)) -> Request:
+    tokens = [*before, *[IMAGE] * len(shown), *(np.arange(7) * (number + 1) % 60).tolist()]
+    return Request(number, tokens, new, images=list(shown), logprobs=True)
+
+
+def test_more_slots_than_any_cache_encode_each_picture_once():
+    """80 slots with prompts of three chunks, and twice as many requests."""
+    watched, shown = Watched(80, (1, 8)), pictures(160)
+    requests = [request(n, [shown[n]]) for n in range(160)]
+    many = watched.serve(requests)
+    assert set(watched.encoded.values()) == {1}
+    assert len(watched.encoded) == 160 == watched.engine.throughput.pictures
+    assert max(watched.kept) <= 80 + 8
+    assert watched.decoding[-1] == 0  # dropped with the last chunk, not at the end
+    few = Watched(4, (1,)).serve(requests)
+    for n in range(160):
+        one, other = many[n].candidates[0], few[n].candidates[0]
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+def test_requests_in_flight_share_a_picture():
+    """Its place in the prompts differs, so that no keys and values are shared."""
+    watched, shown = Watched(4, (1,)), pictures(3)
+    requests = [request(n, [shown[n % 3]], before=tuple(range(1, n + 2))) for n in range(12)]
+    watched.serve(requests)
+    assert sorted(watched.encoded.values()) == [1, 1, 1]
+    # Begun alike, the keys and values are copied, and with them the picture.
+    requests = [request(n, [shown[0], shown[n % 3]]) for n in range(12)]
+    watched.engine.forget()
+    watched.serve(requests)
+    assert sorted(watched.encoded.values()) == [1, 1, 1]
+
+
+def test_what_is_on_the_device_follows_from_the_slots():
+    """Long prompts of three pictures out of twenty: not all can stay until they are used again."""
+    watched, shown = Watched(2, (1, 4)), pictures(20)
+    rng = np.random.default_rng(1)
+    chosen = [rng.choice(20, 3, replace=False) for _ in range(60)]
+    requests = [request(n, shown[rows], new=1) for n, rows in enumerate(chosen)]
+    found = watched.serve(requests)
+    assert max(watched.kept) <= 2 * 3 + 4
+    assert len(watched.encoded) == len(np.unique(chosen))
+    alone = Watched(2, (1,))
+    for n in (0, 17, 59):
+        (expected,) = alone.serve(requests[n : n + 1]).values()
+        np.testing.assert_allclose(
+            found[n].candidates[0].logprobs, expected.candidates[0].logprobs, rtol=0, atol=1e-4
+        )
+
+
+def test_an_ended_run_leaves_nothing():
+    watched, shown = Watched(4, (1, 8)), pictures(30)
+    requests = [request(n, [shown[n]], new=1 + n % 5) for n in range(30)]
+    expected = watched.serve(requests)
+    running = watched.engine.generate(requests)
+    next(running)
+    running.close()
+    assert len(watched.features) == 0
+
+    def broken():
+        yield from requests[:20]
+        raise OSError("the disk is gone")
+
+    watched.engine.forget()
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(watched.engine.generate(broken()))
+    assert len(watched.features) == 0
+    again = watched.serve(requests)
+    assert {n: one.candidates for n, one in again.items()} == {
+        n: one.candidates for n, one in expected.items()
+    }
+
+
+def test_ids_of_patches_are_the_pictures():
+    """Whatever was served before, and of any size of the prompt's integers."""
+    ids, (first, second) = PatchIds(MODEL), pictures(2)
+    tokens, shown = ids.expand("a", [1, IMAGE, 2, IMAGE, 3], [first, second])
+    assert [token < 0 for token in tokens] == [False, *[True] * 9, False, *[True] * 9, False]
+    one, other = shown
+    places = [(1 + n, one, n) for n in range(9)] + [(11 + n, other, n) for n in range(9)]
+    assert ids.of(tokens) == places
+    again, _ = PatchIds(MODEL).expand("b", [IMAGE], [second.copy()])
+    assert again == tokens[11:20]
+    assert [ids.in_chunk(tokens) for tokens in (1, 2, 10, 11)] == [1, 2, 2, 3]
