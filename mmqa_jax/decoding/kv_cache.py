@@ -17,6 +17,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.mesh import partition_spec
@@ -179,20 +180,51 @@ def forward(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     x, written, furthest = embedded, [], ends.max()
     for layer, held in zip(model.each_layer(), cache, strict=True):
-        q, k, v = layer.project(x, cos, sin)
-        held = write(held, k, v, rows, starts, limit)
-        read = None if all_rows else rows
-        if implementation == "blocks":
-            attended = _attend(
-                q, held.within(limit), columns, branches, read, block=block, end=furthest
-            )
-        else:
-            attended = _attend_to_rows(
-                q, held.within(limit), columns, branches, read, implementation
-            )
-        x = layer.finish(x, attended)
+        graphdef, params = nnx.split(layer)
+        x, held = _layer(
+            params,
+            x,
+            held,
+            (cos, sin, columns, starts, furthest, rows, branches),
+            graphdef=graphdef,
+            block=block,
+            all_rows=all_rows,
+            limit=limit,
+            implementation=implementation,
+        )
         written.append(held)
     return model.norm(x), tuple(written)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "block", "all_rows", "limit", "implementation")
+)
+def _layer(
+    params: nnx.State,
+    x: jax.Array,
+    held: LayerCache,
+    of_tokens: tuple[Any, ...],
+    *,
+    graphdef: nnx.GraphDef,
+    block: int,
+    all_rows: bool,
+    limit: int | None,
+    implementation: str,
+) -> tuple[jax.Array, LayerCache]:
+    """One layer of `forward`: jitted, so that all layers are traced and lowered once.
+
+    XLA inlines it: the program is the same.
+    """
+    cos, sin, columns, starts, end, rows, branches = of_tokens
+    layer = nnx.merge(graphdef, params)
+    q, k, v = layer.project(x, cos, sin)
+    held = write(held, k, v, rows, starts, limit)
+    read, segments = None if all_rows else rows, held.within(limit)
+    if implementation == "blocks":
+        attended = _attend(q, segments, columns, branches, read, block=block, end=end)
+    else:
+        attended = _attend_to_rows(q, segments, columns, branches, read, implementation)
+    return layer.finish(x, attended), held
 
 
 def copy(
