@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.mesh import partition_spec
@@ -173,26 +174,98 @@ def forward(
     Returns:
       Normed hidden states [R, L, H] and the cache.
     """
-    columns = starts[:, None] + jnp.arange(embedded.shape[1])  # [R, L]
+    of_tokens = tokens_in(
+        model.config, embedded.shape[1], starts=starts, ends=ends, rows=rows, branches=branches
+    )
+    x, cache = run_layers(
+        map(nnx.split, model.each_layer()),
+        embedded,
+        cache,
+        of_tokens,
+        block=block,
+        all_rows=all_rows,
+        limit=limit,
+        implementation=implementation,
+    )
+    return model.norm(x), cache
+
+
+@flax.struct.dataclass
+class Tokens:
+    """Where the tokens are whose keys and values every layer writes and reads."""
+
+    columns: jax.Array  # int32 [R, L]
+    cos: jax.Array  # float32 [R, L, 1, D / 2], of their positions
+    sin: jax.Array
+    starts: jax.Array  # int [R]
+    furthest: jax.Array  # int: nothing from this column on is read
+    rows: jax.Array  # int [R]
+    branches: Branches | None
+
+
+def tokens_in(
+    config: LlamaConfig,
+    length: int,
+    *,
+    starts: jax.Array,
+    ends: jax.Array,
+    rows: jax.Array,
+    branches: Branches | None,
+) -> Tokens:
+    """What `run_layers` needs to know of the tokens; `length` is L, the rest as in `forward`."""
+    columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
-    angles = positions[:, :, None, None] * inverse_frequencies(model.config)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    x, written, furthest = embedded, [], ends.max()
-    for layer, held in zip(model.each_layer(), cache, strict=True):
-        q, k, v = layer.project(x, cos, sin)
-        held = write(held, k, v, rows, starts, limit)
-        read = None if all_rows else rows
-        if implementation == "blocks":
-            attended = _attend(
-                q, held.within(limit), columns, branches, read, block=block, end=furthest
-            )
-        else:
-            attended = _attend_to_rows(
-                q, held.within(limit), columns, branches, read, implementation
-            )
-        x = layer.finish(x, attended)
+    angles = positions[:, :, None, None] * inverse_frequencies(config)
+    return Tokens(columns, jnp.cos(angles), jnp.sin(angles), starts, ends.max(), rows, branches)
+
+
+def run_layers(
+    layers: Iterable[tuple[nnx.GraphDef, nnx.State]],
+    x: jax.Array,
+    cache: KVCache,
+    of_tokens: Tokens,
+    **options: Any,
+) -> tuple[jax.Array, KVCache]:
+    """x [R, L, H] through all layers, each split by nnx; `options` are those of `_layer`.
+
+    Outside of a program every layer runs one of its own, the same for all, and takes over its
+    cache.
+    """
+    written = []
+    for (graphdef, params), held in zip(layers, cache, strict=True):
+        x, held = _layer(params, x, held, of_tokens, graphdef=graphdef, **options)
         written.append(held)
-    return model.norm(x), tuple(written)
+    return x, tuple(written)
+
+
+# Within a program too: all layers are then traced and lowered once, and XLA inlines them.
+@functools.partial(
+    jax.jit,
+    static_argnames=("graphdef", "block", "all_rows", "limit", "implementation"),
+    donate_argnames="held",
+)
+def _layer(
+    params: nnx.State,
+    x: jax.Array,
+    held: LayerCache,
+    of_tokens: Tokens,
+    *,
+    graphdef: nnx.GraphDef,
+    block: int,
+    all_rows: bool = False,
+    limit: int | None = None,
+    implementation: str = "blocks",
+) -> tuple[jax.Array, LayerCache]:
+    layer = nnx.merge(graphdef, params)
+    q, k, v = layer.project(x, of_tokens.cos, of_tokens.sin)
+    held = write(held, k, v, of_tokens.rows, of_tokens.starts, limit)
+    read, segments = None if all_rows else of_tokens.rows, held.within(limit)
+    where = (of_tokens.columns, of_tokens.branches, read)
+    if implementation == "blocks":
+        attended = _attend(q, segments, *where, block=block, end=of_tokens.furthest)
+    else:
+        attended = _attend_to_rows(q, segments, *where, implementation)
+    return layer.finish(x, attended), held
 
 
 def copy(

@@ -19,6 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
 from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.kv_cache import Branches
+from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.flash import implementation_for
@@ -139,7 +140,9 @@ class Programs:
     """The engine's jitted programs for a model, sizes and mesh; nothing is allocated.
 
     They take the model's state, the cache and the slots (both donated), and what `SlotRunner`
-    passes on. `encode` and `step` are what `mmqa plan` calls prefill and decode.
+    passes on. `encode` and `step` are what `mmqa plan` calls prefill and decode. With `by_layer`
+    (one CPU) these are functions that run many programs, and the state is a SplitState, of which
+    `begin` and `score` take what is no layer's.
 
     Args:
       model: with the layers that its cache is made for, stacked (`scanned_cache`) or not
@@ -149,10 +152,12 @@ class Programs:
     """
 
     def __init__(self, model: Llama, config: EngineConfig, mesh: Mesh | None = None):
-        graphdef = nnx.graphdef(model)
         self.whole = SingleDeviceSharding(jax.devices()[0]) if mesh is None else replicated(mesh)
         self.scanned = not isinstance(model.layers, nnx.List)
         device = next(iter(self.whole.device_set))
+        # On one CPU a program for each layer, see layer_programs.
+        self.by_layer = mesh is None and device.platform == "cpu" and not self.scanned
+        graphdef = split_model(model)[0] if self.by_layer else nnx.graphdef(model)
         columns, block = config.columns, config.block or config.columns
         # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
         computed = "float32" if device.platform == "cpu" else model.config.dtype
@@ -167,10 +172,7 @@ class Programs:
 
         def encode(state, cache, tokens, starts, ends, rows, branches, patches, limit):
             model = nnx.merge(graphdef, state)
-            embedded = model.embed(jnp.maximum(tokens, 0))
-            if patches is not None:
-                patches = patches.astype(embedded.dtype)
-                embedded = jnp.where(tokens[..., None] < 0, patches, embedded)
+            embedded = embed(model, tokens, patches)
             if self.scanned:
                 return scanned_cache.prefill(
                     model,
@@ -230,10 +232,7 @@ class Programs:
                     all_rows=True,
                     limit=limit,
                 )
-            logits = model.logits(hidden[:, 0])
-            token, logprob = choose(logits, slots.parameters, slots.count, active)
-            slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
-            return cache, slots, token, logprob
+            return cache, *next_tokens(model, slots, hidden, active)
 
         def score(state, hidden, rows, offsets, targets):
             logits = nnx.merge(graphdef, state).logits(hidden[rows, offsets])  # [N, V]
@@ -256,8 +255,30 @@ class Programs:
             donate_argnums=(1, 2),
             out_shardings=(of_cache, whole, whole, whole),
         )
+        if self.by_layer:
+            self.encode, self.step = encode_and_step(
+                graphdef, config.slots, block, embed, next_tokens
+            )
         self.score = jax.jit(score, out_shardings=(whole, whole))
         self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
+
+
+def embed(model: Llama, tokens: jax.Array, patches: jax.Array | None) -> jax.Array:
+    """[R, L, H] of tokens int [R, L]; where they are negative, of the patches [R, L, H]."""
+    embedded = model.embed(jnp.maximum(tokens, 0))
+    if patches is None:
+        return embedded
+    return jnp.where(tokens[..., None] < 0, patches.astype(embedded.dtype), embedded)
+
+
+def next_tokens(
+    model: Llama, slots: Slots, hidden: jax.Array, active: jax.Array
+) -> tuple[Slots, jax.Array, jax.Array]:
+    """The slots after a step, their tokens [S] and log-probabilities; hidden is [S, 1, H]."""
+    logits = model.logits(hidden[:, 0])
+    token, logprob = choose(logits, slots.parameters, slots.count, active)
+    slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
+    return slots, token, logprob
 
 
 def _slots(count: int, sharding: Sharding) -> Slots:
@@ -290,7 +311,11 @@ class SlotRunner:
         mesh: Mesh | None = None,
     ):
         self.config, self._mesh, self._programs = config, mesh, Programs(model, config, mesh)
-        self._state = nnx.state(model)
+        # The model's arrays, and those that are no layer's.
+        self._state = self._outer = nnx.state(model)
+        if self._programs.by_layer:
+            _, self._state = split_model(model)
+            self._outer = self._state.outer
         self.cache = kv_cache.zeros(self._programs.cache)
         self._slots = kv_cache.zeros(self._programs.slots)
 
@@ -340,7 +365,7 @@ class SlotRunner:
         """
         inputs = self.put((lengths, rows, positions, parameters))
         self._slots, token, logprob = self._run(
-            self._programs.begin, self._state, self._slots, hidden, *inputs
+            self._programs.begin, self._outer, self._slots, hidden, *inputs
         )
         return token, logprob
 
@@ -367,7 +392,7 @@ class SlotRunner:
           targets: int32 [N], the tokens; N is `config.scored_tokens`.
         """
         inputs = self.put((rows, offsets, targets))
-        return self._run(self._programs.score, self._state, hidden, *inputs)
+        return self._run(self._programs.score, self._outer, hidden, *inputs)
 
     def copy(self, source: int, target: int, end: int) -> None:
         """Copies columns 0..end of one slot into another (rounded up to whole blocks)."""

@@ -16,6 +16,7 @@ from mmqa_jax.models.dual_encoder import mean_pool
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.encoder_costs import text_cost
 from mmqa_jax.weights.bundled import minilm_path
+from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.pretrained import fill_bert
 
 _BUCKETS = (16, 24, 32, 48, 64, 128, 256)  # 256 tokens: the authors' max_seq_length
@@ -42,7 +43,7 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
     Raises:
       UserError: the package is not installed.
     """
-    bert = Bert(minilm_l6(), rngs=nnx.Rngs(0))
+    bert = nnx.merge(*abstract_model(lambda: Bert(minilm_l6(), rngs=nnx.Rngs(0))))
     fill_bert(bert, minilm_path())
     graphdef, state = nnx.split(SentenceEncoder(bert))
     mesh = loading_mesh()

@@ -1,0 +1,49 @@
+"""On one CPU the engine runs a program for each layer: the same for all, and the same answers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import nnx
+from tiny_llm import by_id, llama_config
+
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding import kv_cache
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request, Scoring
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama import Llama
+
+SIZES = EngineConfig(slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32)
+
+
+def answers(layers: int, mesh=None):
+    model = Llama(dataclasses.replace(llama_config(61), layers=layers), rngs=nnx.Rngs(3))
+    engine = Engine(model, config=SIZES, mesh=mesh)
+    prompts = np.random.default_rng(0).integers(1, 61, (6, 40))
+    requests = [Request(n, row[: 20 + 4 * n].tolist(), 5) for n, row in enumerate(prompts)]
+    found = by_id(engine.generate(requests))
+    (scored,) = engine.score([Scoring("s", prompts[0].tolist(), [[3, 4], [5]])])
+    return found, scored
+
+
+def test_answers_are_those_of_whole_programs():
+    found, scored = answers(3)
+    whole, scored_whole = answers(3, make_mesh({"data": 1}, devices=jax.devices()[:1]))
+    for name, result in whole.items():
+        one, other = found[name].candidates[0], result.candidates[0]
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.total, other.total, rtol=1e-5)
+    for one, other in zip(scored.scores, scored_whole.scores, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-6)
+
+
+def test_one_program_serves_all_layers():
+    counts = []
+    for layers in (2, 5):
+        jax.clear_caches()
+        answers(layers)
+        counts.append(kv_cache._layer._cache_size())
+    assert counts[0] == counts[1] > 1
