@@ -147,9 +147,9 @@ def calibration(records: Mapping[str, Any], measured: Mapping[str, float]) -> li
             key = program["name"] if task == "engine" else f"{program['name']}_{task}"
             if key not in measured:
                 continue
-            row = {"program": key, "seconds_bound": program["seconds_bound"]}
+            row = {"program": key, "seconds_bound": program["bound_ms"] / 1e3}
             row |= {"seconds_measured": measured[key], "bound_by": program["bound_by"]}
-            row["over_bound"] = measured[key] / program["seconds_bound"]
+            row["over_bound"] = measured[key] / row["seconds_bound"]
             if program.get("mfu_bound") is not None:
                 row["mfu_measured"] = program["mfu_bound"] / row["over_bound"]
             peak = records.get(key, {}).get("peak_bytes")

@@ -159,7 +159,9 @@ def _table(plan: Plan) -> Table:
         f"{devices} x {chip.name} ({plan.topology.name}), in one call",
         columns,
         rows,
-        f"Bounds are by the data sheet ({chip.source}): each part at its peak, beside the others.",
+        f"Bounds are by the data sheet ({chip.source}): each part at its peak, beside the others, "
+        "and collectives that nothing runs beside. XLA's estimate is the TPU compiler's own, "
+        "without collectives.",
     )
 
 
@@ -174,20 +176,22 @@ def _cells(one: Planned) -> dict[str, str | None]:
     cells["memory: of"] = f"{_bytes(one.chip.hbm_bytes)} {'fits' if one.fits else 'DOES NOT FIT'}"
     if counts is None or bound is None:
         return {**cells, **dict.fromkeys(_LATER)}
+    moved = max(counts.bytes, compiled.floor_bytes)
     share = counts.total_flops * program.devices / max(program.model_flops(), 1)
     loops = ", ".join("?" if turns is None else str(turns) for turns in counts.loops[:6])
     values = (
         f"{counts.total_flops:.4g}",
         f"{share:.3f} x",
-        _bytes(counts.bytes),
-        f"{counts.bytes / max(compiled.floor_bytes, 1):.2f} x",
+        _bytes(moved),
+        f"{moved / max(compiled.floor_bytes, 1):.2f} x",
         f"{len(counts.loops)}"
         + (f" ({loops}{', ...' if len(counts.loops) > 6 else ''})" if loops else ""),
         f"{counts.copies:,.0f}, {_bytes(counts.copied_bytes)}",
         _seconds(bound.compute),
         _seconds(bound.hbm),
-        _seconds(bound.interconnect),
-        bound.by,
+        f"{_seconds(bound.interconnect)}, {_seconds(bound.exposed)} by themselves",
+        f"{_seconds(bound.seconds)} ({bound.by})",
+        None if one.estimated is None else _seconds(one.estimated),
         f"{100 * bound.mfu:.1f} %",
         f"{program.examples / bound.seconds:,.0f} {program.unit}/s, "
         f"{_bytes(program.input_bytes / bound.seconds)}/s",
@@ -198,7 +202,8 @@ def _cells(one: Planned) -> dict[str, str | None]:
 
 _LATER = (
     *("FLOPs", "of the model's", "HBM traffic", "of the least", "loops (turns)", "copies in HBM"),
-    *("bound: compute", "bound: HBM", "bound: interconnect", "bound by", "MFU at most"),
+    *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "XLA's estimate"),
+    "MFU at most",
     *("the host delivers", "compiled in"),
 )
 

@@ -28,6 +28,10 @@ class Chip:
       network_rate: bytes/s that one device sends to devices of other hosts.
       source: where the numbers are from.
       of_chip: how many such devices are one chip.
+      links: of a TPU's chip to its neighbors, two for each dimension of the torus; 0: each device
+        reaches all others of its host at `link_rate`.
+      wraps_from: chips along a dimension from which on its ends are linked, too.
+      clock: Hz of a TPU's core, in whose cycles its compiler estimates; 0: it gives no estimate.
     """
 
     name: str
@@ -38,6 +42,9 @@ class Chip:
     network_rate: float
     source: str
     of_chip: int = 1
+    links: int = 0
+    wraps_from: int = 0
+    clock: float = 0
 
     @property
     def peak(self) -> float:
@@ -49,14 +56,36 @@ class Chip:
         return sum(count / self.rates.get(kind, self.rates["f32"]) for kind, count in flops.items())
 
 
-def _tpu(name: str, teraflops: float, int8: float, gib: float, hbm: float, ici: float) -> Chip:
+def _tpu(
+    name: str,
+    teraflops: float,
+    int8: float,
+    gib: float,
+    hbm: float,
+    ici: float,
+    *,
+    links: int,
+    wraps_from: int,
+    ghz: float,
+) -> Chip:
     """hbm in GB/s, ici in GB/s sent (half of the data sheet's bidirectional bandwidth)."""
     bf16 = teraflops * 1e12
     rates = {"bf16": bf16, "f16": bf16, "f32": bf16, "s8": int8 * 1e12, "u8": int8 * 1e12}
     rates["f32:highest"] = bf16 / 6  # six passes of bfloat16
     source = "cloud.google.com/tpu/docs, system architecture of each version"
     # 25 Gbit/s of data-center network per chip is v5e's; several slices are not planned for.
-    return Chip(f"TPU {name}", rates, gib * GIB, hbm * 1e9, ici * 1e9, 25e9 / 8, source)
+    return Chip(
+        f"TPU {name}",
+        rates,
+        gib * GIB,
+        hbm * 1e9,
+        ici * 1e9,
+        25e9 / 8,
+        source,
+        links=links,
+        wraps_from=wraps_from,
+        clock=ghz * 1e9,
+    )
 
 
 def _memory_share() -> float:
@@ -89,11 +118,19 @@ def _gpu(name: str, bf16: float, tf32: float, fp32: float, int8: float, **rest: 
 
 # HBM in GiB as libtpu 0.0.42 lets programs use it: it refuses what exceeds that. It compiles v4 for
 # one of a chip's two TensorCores, with half of the chip's data sheet.
+# Links: a v5e or v6e pod is a torus of 16 x 16, and a slice of it has links from end to end along a
+# dimension of 16 alone; v4 and v5p are cut into cubes of 4 x 4 x 4, whose ends are linked, and a
+# slice below one cube has none ("All 4x4x4 and larger slices have full 3D torus connectivity", the
+# same documentation, v5p). Clocks: jax-ml.github.io/scaling-book, tables of TPUs.
+_2D = {"links": 4, "wraps_from": 16}
+_3D = {"links": 6, "wraps_from": 4}
 TPUS = {
-    "v4": dataclasses.replace(_tpu("v4 core", 137.5, 137.5, 15.25, 614, 150), of_chip=2),
-    "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200),
-    "v5p": _tpu("v5p", 459, 918, 95.74, 2765, 600),
-    "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400),
+    "v4": dataclasses.replace(
+        _tpu("v4 core", 137.5, 137.5, 15.25, 614, 150, **_3D, ghz=1.05), of_chip=2
+    ),
+    "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200, **_2D, ghz=1.5),
+    "v5p": _tpu("v5p", 459, 918, 95.74, 2765, 600, **_3D, ghz=1.75),
+    "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400, **_2D, ghz=1.75),
 }
 GPUS = {
     "a100": _gpu("A100", 312, 156, 19.5, 624, memory=85094825984, hbm=2039, nvlink=300, network=25),

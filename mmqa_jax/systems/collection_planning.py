@@ -165,5 +165,4 @@ def _search(kind: str, sources: int, dim: int, topology: Topology) -> Program:
 
 def _compiled(program: Program, topology: Topology) -> Planned:
     print(f"compiling {program.name} for {topology.name} ...", file=sys.stderr, flush=True)
-    hosts = topology.hosts[: program.devices]
-    return Planned.of(compile_program(program, hosts), topology.chip)
+    return Planned.of(compile_program(program, topology.placement(program.mesh)), topology.chip)

@@ -134,8 +134,7 @@ def chosen(config: ConfigDict, only: Sequence[str]) -> tuple[str, ...]:
 def _planned(name: str, config: ConfigDict, topology: Topology, model: str | None) -> Planned:
     program = make_program(name, config, topology.devices, model)
     print(f"compiling {name} for {topology.name} ...", file=sys.stderr, flush=True)
-    hosts = topology.hosts[: program.devices]
-    return Planned.of(compile_program(program, hosts), topology.chip)
+    return Planned.of(compile_program(program, topology.placement(program.mesh)), topology.chip)
 
 
 def changed(config: ConfigDict, changes: Changes) -> ConfigDict:

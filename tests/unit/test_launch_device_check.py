@@ -22,7 +22,7 @@ def check():
 def program(name, seconds, bound_by="hbm", mfu=0.5):
     memory = {"parameters": 1.0, "optimizer": 2.0, "cache": 0.0, "temporaries": 1.0, "total": 4.0}
     return {
-        "name": name, "seconds_bound": seconds, "bound_by": bound_by, "mfu_bound": mfu,
+        "name": name, "bound_ms": 1e3 * seconds, "bound_by": bound_by, "mfu_bound": mfu,
         "memory_gib": memory,
     }  # fmt: skip
 

@@ -135,8 +135,8 @@ def test_a_config_is_planned_without_its_data():
     (train,) = found["programs"]
     keys = (
         *("name", "fits", "memory_gib", "hbm_gib", "flops", "model_flops", "hbm_bytes"),
-        *("floor_bytes", "collectives", "loops", "seconds_bound", "bound_by", "mfu_bound"),
-        "compile_seconds",
+        *("floor_bytes", "bound_ms", "bound_by", "mfu_bound", "estimated_ms", "collectives_ms"),
+        *("collectives_exposed_ms", "collectives", "loops", "compile_seconds"),
     )
     assert set(train) == set(keys)
     memory = ("parameters", "optimizer", "cache", "temporaries", "total")
@@ -261,7 +261,7 @@ def test_the_verdict_names_what_would_help():
     )
     row = found.to_json()["programs"][0]
     assert row["fits"] is False
-    assert row["memory_gib"]["temporaries"] is row["flops"] is row["seconds_bound"] is None
+    assert row["memory_gib"]["temporaries"] is row["flops"] is row["bound_ms"] is None
     assert found.to_json()["run"] == {"steps": None, "hours_bound": None, "chip_hours_bound": None}
 
 
@@ -335,7 +335,8 @@ def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule):
     [
         ({"flops": 1.97e12}, "compute", 0.01),
         ({"moved": 819e9}, "hbm", 1.0),
-        ({"sent": 8 / 7 * 200e9}, "interconnect", 1.0),
+        # What is moved at least is moved beside no collective that stops the device.
+        ({"sent": 8 / 7 * 200e9}, "interconnect", 1.0 + GIB / 819e9),
     ],
 )
 def test_the_slowest_part_bounds(work, by, seconds):

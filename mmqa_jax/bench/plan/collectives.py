@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmqa_jax.core.chips import Chip
+
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
@@ -28,6 +30,10 @@ class Collective(NamedTuple):
       bytes: of the whole array of a device's group, summed up: what is gathered, reduced or
         permuted.
       hosts: whether groups reach over several hosts.
+      links: of a TPU slice that a member has to others of its group, see links.fewest_links; None:
+        all that the device has.
+      hidden_cycles: that a TPU works, by its compiler's estimate, while they run; None: they stop
+        all else. Infinite where nobody estimates.
     """
 
     kind: str
@@ -36,6 +42,22 @@ class Collective(NamedTuple):
     count: float
     bytes: float
     hosts: bool = False
+    links: int | None = None
+    hidden_cycles: float | None = None
+
+    def seconds(self, chip: Chip) -> float:
+        """The least time that the exchange takes."""
+        if self.hosts:
+            return self.sent_bytes / chip.network_rate
+        share = 1.0 if self.links is None else self.links / chip.links
+        return self.sent_bytes / (chip.link_rate * share)
+
+    def exposed_seconds(self, chip: Chip) -> float:
+        """What of it cannot run beside other work."""
+        seconds = self.seconds(chip)
+        if self.hidden_cycles is None:
+            return seconds
+        return max(0.0, seconds - self.hidden_cycles / (chip.clock or 1))
 
     @property
     def sent_bytes(self) -> float:

@@ -10,15 +10,14 @@ and arrays in on-chip memory not at all.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mmqa_jax.bench.plan.collectives import KINDS, Collective, axis_of, groups
+from mmqa_jax.bench.plan.flops import attention_flops, convolution_flops, dot_flops, gemm_flops
 from mmqa_jax.bench.plan.hlo import Array, Computation, Instruction, Module, parse
 from mmqa_jax.bench.plan.loops import trip_count
 
@@ -41,7 +40,8 @@ _NO_WORK = {  # custom calls that only hand on or mark memory
     ),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_HANDED_ON = {"bitcast", "get-tuple-element", "reshape"}
+_NO_ELEMENTWISE = {"dot", "convolution", "custom-call", "sort", "reverse", "pad", "concatenate"}
+KERNEL = "tpu_custom_call"
 _MATMUL = re.compile(r"__cublas\$|__cublas\$lt\$|gemm|matmul")
 _ATTENTION = "__cudnn$fmha"
 
@@ -52,6 +52,11 @@ class _Group:
 
     kind: str
     attributes: str  # replica_groups or source_target_pairs
+    overlaps: bool = False  # it has a start and a done, with other work between
+
+
+_Sums = tuple[float, ...]  # of one kind of collective: how often, bytes, cycles beside them
+_NONE = (0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass
@@ -61,19 +66,23 @@ class Counts:
     Attributes:
       flops: by the type of the factors, "f32:highest" where six passes are asked for.
       bytes: read and written in main memory.
-      collectives: how often, and bytes (see Collective).
+      collectives: how often, bytes (see Collective), and cycles of the work beside them.
       loops: turns of every `while` of the program, inner ones included; None: not known, and
         counted as one turn.
       copies, copied_bytes: of copies within main memory.
+      cycles: that XLA for TPUs estimates, without kernels and collectives.
+      kernels: of Pallas kernels, for which it has no estimate: FLOPs and bytes.
       unknown: custom calls whose FLOPs are not stated.
     """
 
     flops: Counter[str] = dataclasses.field(default_factory=Counter)
     bytes: float = 0.0
-    collectives: dict[_Group, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    collectives: dict[_Group, _Sums] = dataclasses.field(default_factory=dict)
     loops: list[int | None] = dataclasses.field(default_factory=list)
     copies: float = 0.0
     copied_bytes: float = 0.0
+    cycles: float = 0.0
+    kernels: tuple[float, float] = (0.0, 0.0)
     unknown: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @property
@@ -86,36 +95,51 @@ class Counts:
         for kind, count in other.flops.items():
             self.flops[kind] += count * times
         self.bytes += other.bytes * times
-        for group, (count, size) in other.collectives.items():
-            known = self.collectives.get(group, (0.0, 0.0))
-            self.collectives[group] = (known[0] + count * times, known[1] + size * times)
+        for group, sums in other.collectives.items():
+            known = self.collectives.get(group, _NONE)
+            self.collectives[group] = tuple(x + y * times for x, y in zip(known, sums, strict=True))
         self.loops += other.loops
         self.copies += other.copies * times
         self.copied_bytes += other.copied_bytes * times
+        self.cycles += other.cycles * times
+        pairs = zip(self.kernels, other.kernels, strict=True)
+        self.kernels = tuple(x + y * times for x, y in pairs)
         for target, count in other.unknown.items():
             self.unknown[target] += count * times
 
     def on_mesh(
-        self, mesh: Mapping[str, int], hosts: Sequence[int] | None = None
+        self,
+        mesh: Mapping[str, int],
+        hosts: Sequence[int] | None = None,
+        links: Callable[[Sequence[int]], int] | None = None,
     ) -> list[Collective]:
         """The collectives by kind and mesh axis, the most bytes first.
 
         Args:
           mesh: axis -> size.
           hosts: of every device in the mesh's flat order; None: all are on one.
+          links: of a group of positions in that order, see Collective.
         """
         total = math.prod(mesh.values())
-        merged: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
-        for group, (count, size) in self.collectives.items():
+        merged: dict[tuple[Any, ...], _Sums] = {}
+        for group, sums in self.collectives.items():
+            if not sums[0]:
+                continue
             listed = groups(group.attributes, total)
             members = max(map(len, listed))
             if members < 2:
                 continue
             far = hosts is not None and any(len({hosts[m] for m in g}) > 1 for g in listed)
-            key = (group.kind, axis_of(listed, mesh), members, far)
-            known = merged.get(key, (0.0, 0.0))
-            merged[key] = (known[0] + count, known[1] + size)
-        found = [Collective(*key[:3], *value, key[3]) for key, value in merged.items()]
+            fewest = None if links is None else min(map(links, listed))
+            key = (group.kind, axis_of(listed, mesh), members, far, fewest, group.overlaps)
+            known = merged.get(key, _NONE)
+            merged[key] = tuple(x + y for x, y in zip(known, sums, strict=True))
+        found = []
+        for (*what, far, fewest, overlaps), (count, size, cycles) in merged.items():
+            hidden = None
+            if overlaps:  # with what, only the TPU's compiler tells
+                hidden = cycles if self.cycles else math.inf
+            found.append(Collective(*what, count, size, far, fewest, hidden))
         return sorted(found, key=lambda one: -one.bytes)
 
 
@@ -142,10 +166,16 @@ class _Counter:
 
     def _count(self, own: Computation, fused: bool) -> Counts:
         total = Counts()
-        for one in own.instructions.values():
+        running: dict[str, tuple[Counts, float, float]] = {}  # by name: what, cycles and bytes then
+        for one in own.instructions.values():  # in the order in which the device runs them
+            if one.opcode.endswith("-done") and one.operands[0] in running:
+                _hide(total, *running.pop(one.operands[0]))
             if one.opcode in _FREE or one.opcode.endswith(("-done", "-update")):
                 continue
-            total.add(self._instruction(own, one, fused), self._turns(own, one, total))
+            counted = self._instruction(own, one, fused)
+            total.add(counted, self._turns(own, one, total))
+            if one.opcode.endswith("-start") and counted.collectives:
+                running[one.name] = (counted, total.cycles, total.bytes)
         return total
 
     def _turns(self, own: Computation, one: Instruction, total: Counts) -> float:
@@ -168,11 +198,14 @@ class _Counter:
                 total.add(self.computation(inner, fused=True))
             if _is_reduce_scatter(one):
                 total.collectives = {
-                    dataclasses.replace(g, kind="reduce-scatter"): v
+                    dataclasses.replace(g, kind="reduce-scatter", overlaps=False): v
                     for g, v in total.collectives.items()
                 }
+            else:  # a step of it runs beside the fusion's own work
+                total.collectives = _overlapping(total.collectives, _cycles(one))
             if not fused:
                 total.bytes += self._fusion_bytes(own, one)
+                total.cycles += _cycles(one)
             return total
         if one.opcode == "while" or one.opcode == "call":
             for inner in called:
@@ -180,12 +213,13 @@ class _Counter:
             return total
         if one.opcode == "conditional":
             chosen = [self.computation(self._module.computations[n]) for n in one.branches]
-            if chosen:  # the branch that costs most
-                total.add(max(chosen, key=lambda c: (c.total_flops, c.bytes)))
+            if chosen:  # the branch that costs least: greedy decoding sorts nothing
+                total.add(min(chosen, key=lambda c: (c.total_flops, c.bytes)))
             return total
         if one.opcode in ("async-start", "call-start"):  # the latter on a TPU's SparseCores
             for inner in called:
                 total.add(self.computation(inner, fused=fused))
+            total.collectives = _overlapping(total.collectives)
             return total
         kind = one.opcode.removesuffix("-start")
         if kind in KINDS and _is_continued(own, one):
@@ -197,11 +231,16 @@ class _Counter:
             if kind == "all-gather":
                 result = [a.bytes for a in one.arrays]
                 members = max(1, round(max(result) / max(1, max(sources, default=1))))
-            total.collectives[listed] = (1.0, sum(sources) * members)
+            listed = dataclasses.replace(listed, overlaps=one.opcode.endswith("-start"))
+            total.collectives[listed] = (1.0, sum(sources) * members, 0.0)
         elif one.opcode in ("dot", "convolution", "custom-call"):
             self._add_flops(own, one, total)
         if not fused:
-            total.bytes += self._bytes(own, one)
+            moved = self._bytes(own, one)
+            total.bytes += moved
+            total.cycles += _cycles(one)
+            if one.attribute(r'custom_call_target="([^"]*)"') == KERNEL:
+                total.kernels = (total.total_flops, moved)
             if kind == "copy" and _within_hbm(own, one):
                 total.copies += 1
                 total.copied_bytes += one.arrays[0].bytes
@@ -220,9 +259,9 @@ class _Counter:
             if stated is not None:
                 total.flops[_rate(one, factor)] += int(stated)
             elif factor is not None and _MATMUL.search(target):
-                total.flops[_rate(one, factor)] += _gemm_flops(one, factor)
+                total.flops[_rate(one, factor)] += gemm_flops(one, factor)
             elif target.startswith(_ATTENTION) and factor is not None and right is not None:
-                total.flops[_rate(one, factor)] += _attention_flops(
+                total.flops[_rate(one, factor)] += attention_flops(
                     factor, right.arrays[0], backward=target.endswith("Backward")
                 )
             elif target not in _NO_WORK:
@@ -274,26 +313,40 @@ class _Counter:
 
     def _read_of(self, inner: Computation, one: Instruction) -> float:
         """Bytes that a fused computation reads of a parameter."""
-        total = 0.0
+        return self._share_read(inner, one) * one.arrays[0].bytes
+
+    def _share_read(self, inner: Computation, one: Instruction) -> float:
+        """The share of an array that is read inside a fusion, where nothing stands in memory."""
+        total, size = 0.0, one.arrays[0].size
         for user in inner.users[one.name]:
-            if user.opcode in _HANDED_ON:
-                total += self._read_of(inner, user)
-            elif user.opcode in _SLICES and user.operands[0] == one.name:
-                total += user.arrays[0].bytes
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == one.name:
+            result = user.arrays[0] if len(user.arrays) == 1 else None
+            if user.opcode in _SLICES and user.operands[0] == one.name:
+                total += user.arrays[0].size / size
+            elif (
+                user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == one.name
+            ):
                 continue  # written in place
-            elif user.opcode == "scatter" and user.operands[0] == one.name:
+            elif user.opcode == "tuple":
                 continue
             elif user.opcode == "fusion":  # nested
                 nested = self._module.computations[user.called["calls"]]
-                for number, name in enumerate(user.operands):
-                    if name == one.name and number in nested.parameters:
-                        total += self._read_of(nested, nested.parameters[number])
-            elif user.opcode == "tuple":
-                continue
+                share = sum(
+                    self._share_read(nested, nested.parameters[number])
+                    for number, name in enumerate(user.operands)
+                    if name == one.name and number in nested.parameters
+                )
+                if share >= 1 and result is not None and result.size == size:
+                    share = self._share_used(inner, user)
+                total += share
+            elif result is not None and result.size == size and user.opcode not in _NO_ELEMENTWISE:
+                total += self._share_used(inner, user)
             else:
-                return one.arrays[0].bytes
-        return total
+                return 1.0
+        return min(1.0, total)
+
+    def _share_used(self, inner: Computation, one: Instruction) -> float:
+        """The share of an elementwise result that is computed: what its users read."""
+        return 1.0 if one is inner.root else self._share_read(inner, one)
 
     def _written_of(self, inner: Computation, root: Instruction, results: Sequence[Array]) -> float:
         """Bytes that a fused computation writes: an update in place only what it changes."""
@@ -319,78 +372,31 @@ class _Counter:
         return sum(a.hbm_bytes for a in results)
 
 
-def dot_flops(one: Instruction, left: Array) -> float:
-    """2 x elements of the result x length of the contraction."""
-    listed = one.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-    contracted = math.prod(left.shape[int(n)] for n in listed.split(",") if n)
-    return 2.0 * one.arrays[0].size * contracted
+def _overlapping(collectives: Mapping[_Group, _Sums], cycles: float = 0.0) -> dict[_Group, _Sums]:
+    """Collectives that run beside other work, of so many cycles as far as is known."""
+    return {
+        dataclasses.replace(group, overlaps=True): (count, size, cycles)
+        for group, (count, size, _) in collectives.items()
+    }
 
 
-def convolution_flops(one: Instruction, left: Array, right: Array) -> float:
-    """Products of real inputs only, as XLA counts: the TPU compiler writes batched dots as dilated
-    convolutions, most of whose window lies on padding."""
-    labels = one.attribute(r"dim_labels=(\S+?)(?:,|\s|$)") or ""
-    inputs, rest = labels.split("_")
-    kernel, outputs = rest.split("->")
-    result = one.arrays[0].shape
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", one.attribute(r"window=\{([^}]*)\}") or ""))
-    total = 2.0 * right.shape[kernel.index("i")] * result[outputs.index("f")]
-    total *= result[outputs.index("b")]
-    for place, digit in enumerate(sorted(c for c in inputs if c.isdigit())):
-        total *= _valid_positions(
-            size=int(_of_dimension(window, "size", place, "1")),
-            stride=int(_of_dimension(window, "stride", place, "1")),
-            pad=int(_of_dimension(window, "pad", place, "0_0").split("_")[0]),
-            input_dilation=int(_of_dimension(window, "lhs_dilate", place, "1")),
-            kernel_dilation=int(_of_dimension(window, "rhs_dilate", place, "1")),
-            inputs=left.shape[inputs.index(digit)],
-            outputs=result[outputs.index(digit)],
-        )
-    return total
+def _hide(total: Counts, started: Counts, cycles: float, moved: float) -> None:
+    """Notes what ran between the start and the done of collectives, with the sums at the start."""
+    for group, (count, size, _) in started.collectives.items():
+        sums = total.collectives[group]
+        if total.bytes > moved:
+            total.collectives[group] = (*sums[:2], sums[2] + total.cycles - cycles)
+            continue
+        total.collectives[group] = (sums[0] - count, sums[1] - size, sums[2])
+        alone = dataclasses.replace(group, overlaps=False)
+        known = total.collectives.get(alone, _NONE)
+        total.collectives[alone] = (known[0] + count, known[1] + size, known[2])
 
 
-def _of_dimension(window: Mapping[str, str], key: str, place: int, default: str) -> str:
-    if key not in window:
-        return default
-    return window[key].split("x")[place]
-
-
-def _valid_positions(
-    *,
-    size: int,
-    stride: int,
-    pad: int,
-    input_dilation: int,
-    kernel_dilation: int,
-    inputs: int,
-    outputs: int,
-) -> int:
-    """Pairs (output, place in the window) that meet a real input along one dimension."""
-    starts = np.arange(outputs) * stride - pad
-    count = 0
-    for place in range(size):
-        at = starts + place * kernel_dilation
-        real = (at >= 0) & (at <= (inputs - 1) * input_dilation) & (at % input_dilation == 0)
-        count += int(real.sum())
-    return count
-
-
-def _gemm_flops(one: Instruction, left: Array) -> float:
-    """A cuBLAS or oneDNN product: dimension numbers stand in the backend's config."""
-    found = re.search(r"\{.*\}", one.attributes[one.attributes.find("backend_config=") :])
-    numbers: list[int] = []
-    if found is not None:
-        listed = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', found[0])
-        numbers = [int(n) for n in json.loads(listed[1])] if listed else []
-    contracted = math.prod(left.shape[n] for n in numbers) if numbers else left.shape[-1]
-    return 2.0 * one.arrays[0].size * contracted
-
-
-def _attention_flops(queries: Array, keys: Array, *, backward: bool) -> float:
-    """cuDNN's attention of [B, Lq, heads, D] to [B, Lk, kv_heads, D], as if no score were masked:
-    scores and values; backward the scores again, and the gradients of all four factors."""
-    products = 5 if backward else 2
-    return 2.0 * products * queries.size * keys.shape[1]
+def _cycles(one: Instruction) -> float:
+    """What XLA for TPUs estimates that an instruction takes; 0 where it does not say."""
+    stated = one.attribute(r'"estimated_cycles":"(\d+)"')
+    return float(stated or 0)
 
 
 def _rate(one: Instruction, factor: Array | None) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from mmqa_jax.bench.plan.collectives import Collective
-from mmqa_jax.bench.plan.counts import Counts, count
+from mmqa_jax.bench.plan.counts import KERNEL, Counts, count
+from mmqa_jax.bench.plan.links import Placement
 from mmqa_jax.core.errors import UserError
 
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
 _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) ?(?:i?B)? of ([\d.]+)([KMGT]?) ?(?:i?B)? hbm")
 _ASKED = re.compile(r"(?:allocate|allocating|requires|total of) ([\d.]+) ?([KMGT]?)i?B?(?:ytes)?")
-_KERNEL = "tpu_custom_call"
 _UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -96,11 +96,11 @@ class Compiled:
         return self.counts is None
 
 
-def compile_program(program: Program, hosts: tuple[int, ...] | None = None) -> Compiled:
+def compile_program(program: Program, placement: Placement | None = None) -> Compiled:
     """Compiles a program and counts what it does.
 
     Args:
-      hosts: of every device, in the mesh's flat order.
+      placement: None: all devices are of one host, and each reaches all others.
 
     Raises:
       UserError: the compiler refuses it for another reason than memory.
@@ -125,12 +125,15 @@ def compile_program(program: Program, hosts: tuple[int, ...] | None = None) -> C
     total += stats.generated_code_size_in_bytes
     memory = Memory(*parts, max(0.0, total - sum(parts)), total)
     counts = count(compiled.as_text())
-    if counts.unknown.pop(_KERNEL, 0):
-        counts.flops["bf16"] += program.kernel_flops() / program.devices
+    if counts.unknown.pop(KERNEL, 0):
+        flops = program.kernel_flops() / program.devices
+        counts.flops["bf16"] += flops
+        counts.kernels = (counts.kernels[0] + flops, counts.kernels[1])
     floor = program.floor_bytes
     if floor is None:
         floor = stats.argument_size_in_bytes + stats.output_size_in_bytes
-    collectives = tuple(counts.on_mesh(program.mesh or {"": 1}, hosts))
+    where = () if placement is None else (placement.hosts, placement.links)
+    collectives = tuple(counts.on_mesh(program.mesh or {"": 1}, *where))
     return Compiled(program, memory, counts, collectives, floor, seconds)
 
 

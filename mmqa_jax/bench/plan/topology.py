@@ -9,14 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.bench.plan.links import Placement, fewest_links
 from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 
 LOCAL = "local"
 KNOWN = (
@@ -47,6 +51,25 @@ class Topology:
     def chip(self) -> Chip:
         """What a device does, by its data sheet or measured on this machine (seconds)."""
         return self.data_sheet or _measured(self.devices[0], len(self.devices))
+
+    def placement(self, mesh: Mapping[str, int]) -> Placement:
+        """Where the devices of a mesh (axis -> size; {} is one device) lie."""
+        count = math.prod(mesh.values())
+        placed = list(self.devices[:count])
+        if set(mesh) <= set(MESH_AXES):  # which places devices by their links
+            placed = list(make_mesh(dict(mesh) or {"data": 1}, placed).devices.flat)
+        hosts = tuple(self.hosts[self.devices.index(device)] for device in placed)
+        if not self.chip.links:
+            return Placement(hosts)
+        dimensions = self.chip.links // 2  # a v5e has a third coordinate, always 0
+        places = [tuple(device.coords)[:dimensions] for device in placed]
+        ends = zip(*(device.coords for device in self.devices), strict=True)
+        shape = [1 + max(numbers) for numbers in ends][:dimensions]
+
+        def links(group: Sequence[int]) -> int:
+            return fewest_links([places[n] for n in group], shape, self.chip)
+
+        return Placement(hosts, links)
 
 
 def open_topology(name: str) -> Topology:

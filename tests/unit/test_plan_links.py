@@ -1,0 +1,84 @@
+"""How a slice's links bound its collectives, and what of them other work hides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mmqa_jax.bench.plan.collectives import Collective
+from mmqa_jax.bench.plan.links import fewest_links, wraps
+from mmqa_jax.bench.plan.roofline import Bound
+from mmqa_jax.bench.plan.topology import open_topology
+from mmqa_jax.core.chips import GPUS, TPUS
+
+V5E, V5P = TPUS["v5e"], TPUS["v5p"]
+
+
+def grid(*shape):
+    places = [()]
+    for size in shape:
+        places = [(*place, n) for place in places for n in range(size)]
+    return places
+
+
+@pytest.mark.parametrize(
+    ("shape", "chip", "ends"),
+    [
+        ((2, 4), V5E, (False, False)),
+        ((8, 16), V5E, (False, True)),
+        ((16, 16), TPUS["v6e"], (True, True)),
+        ((2, 2, 1), V5P, (False,) * 3),
+        ((2, 4, 4), V5P, (False,) * 3),
+        ((4, 4, 8), V5P, (True,) * 3),
+    ],
+)
+def test_which_slices_wrap_around(shape, chip, ends):
+    assert wraps(shape, chip) == ends
+
+
+@pytest.mark.parametrize(
+    ("group", "shape", "chip", "links"),
+    [
+        (grid(2, 4), (2, 4), V5E, 2),  # a corner
+        (grid(16, 16), (16, 16), V5E, 4),
+        (grid(1, 4), (2, 4), V5E, 1),  # a line's end
+        ([(0, n) for n in range(16)], (16, 16), V5E, 2),  # a ring
+        ([(0, 0), (0, 2)], (2, 4), V5E, 1),  # over the chip between them
+        (grid(4, 4, 4), (4, 4, 4), V5P, 6),
+        (grid(2, 2, 1), (2, 2, 1), V5P, 2),
+    ],
+)
+def test_links_of_the_worst_placed_chip(group, shape, chip, links):
+    assert fewest_links(group, shape, chip) == links
+
+
+def test_a_line_takes_twice_as_long_as_a_ring():
+    ring, line = (Collective("all-gather", "data", 16, 1, 16e9, links=n) for n in (2, 1))
+    assert line.seconds(V5E) == 2 * ring.seconds(V5E) == 15e9 / 50e9
+    of_gpus = Collective("all-gather", "data", 16, 1, 16e9)
+    assert of_gpus.seconds(GPUS["h100"]) == 15e9 / 450e9
+
+
+def test_what_stops_the_device_comes_on_top():
+    near = Collective("all-reduce", "tensor", 8, 1, 8e9, links=2)  # 14 GB at 100 GB/s
+    assert near.exposed_seconds(V5E) == near.seconds(V5E) == pytest.approx(0.14)
+    beside = near._replace(hidden_cycles=0.1 * V5E.clock)
+    assert beside.exposed_seconds(V5E) == pytest.approx(0.04)
+    assert near._replace(hidden_cycles=float("inf")).exposed_seconds(V5E) == 0
+    assert Bound(compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.14).seconds == 0.34
+    assert Bound(compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.04).seconds == pytest.approx(
+        0.24
+    )
+    assert Bound(compute=0.2, hbm=0.1, interconnect=0.5, exposed=0).seconds == 0.5
+
+
+def test_a_mesh_lies_on_the_links_that_it_has():
+    slice_ = open_topology("v5e:2x4")
+    whole = slice_.placement({"data": 1, "fsdp": 1, "tensor": 8})
+    assert whole.links(range(8)) == 2
+    parts = slice_.placement({"data": 2, "fsdp": 1, "tensor": 4})
+    assert {parts.links(range(n, n + 4)) for n in (0, 4)} == {2}  # 2 x 2 chips
+    assert len({*slice_.placement({}).hosts}) == 1
+    measured = dataclasses.replace(slice_, data_sheet=GPUS["h100"])
+    assert measured.placement({"data": 8}).links is None
