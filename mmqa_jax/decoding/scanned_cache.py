@@ -65,6 +65,11 @@ def layout(
     return ScannedCache(both, both, scale, scale)
 
 
+def ragged_fits(columns: int, device: jax.Device) -> bool:
+    """Whether `decode` on the device, present or not, can read each row's own columns."""
+    return device.platform == "tpu" and columns % 128 == 0
+
+
 def decode(
     model: Llama,
     embedded: jax.Array,
@@ -74,6 +79,7 @@ def decode(
     active: jax.Array,
     limit: int,
     mesh: Mesh | None = None,
+    ragged: bool = False,
 ) -> tuple[jax.Array, ScannedCache]:
     """One token of every row.
 
@@ -85,6 +91,8 @@ def decode(
       active: bool [S], rows that are written; the others' results mean nothing.
       limit: columns read; no active row's position is beyond.
       mesh: where the cache lies.
+      ragged: attend by a kernel for TPU that reads each row's own columns, whatever `limit` is;
+        see `ragged_fits`.
 
     Returns:
       Normed hidden states [S, 1, H] and the cache.
@@ -94,6 +102,11 @@ def decode(
         held = cache.map(lambda x: _layer(x, layer, limit))
         return _one_token(q, k, v, held, positions)
 
+    if ragged:
+        from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
+
+        specs = _specs(cache, mesh)
+        attend = attend_on(cache, positions, read=limit, mesh=mesh, specs=specs)
     hidden, k, v = _run(model, embedded, positions[:, None], attend)
     return hidden, _write(cache, k, v, None, active, positions, mesh)
 
@@ -183,12 +196,19 @@ def _run(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
     def body(layer, x, number, _):
-        q, k, v = layer.project(x, cos, sin)
+        q, k, v = layer.project(x, cos, sin, apart=True)
         return layer.finish(x, attend(q, k, v, number)), (k, v)
 
     numbers = jnp.arange(model.config.layers)
     x, (k, v) = scan_layers(model.layers, embedded, body, xs=numbers, unroll=1)
     return model.norm(x), k, v
+
+
+def _specs(cache: ScannedCache, mesh: Mesh | None) -> ScannedCache | None:
+    """How a mesh splits the cache: a PartitionSpec in the place of each array."""
+    if mesh is None:
+        return None
+    return cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
 
 
 def _layer(x: jax.Array, layer: jax.Array, limit: int) -> jax.Array:
@@ -266,7 +286,7 @@ def _write(
     new = ScannedCache(k.astype(cache.key.dtype), v.astype(cache.value.dtype), *scales)
     if mesh is None:
         return _write_rows(cache, new, rows, active, starts, 0)
-    specs = cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
+    specs = _specs(cache, mesh)
     of_rows = specs.key[1]  # mesh axes of the rows
     if rows is None:
         news, per_row = specs, PartitionSpec(of_rows)
