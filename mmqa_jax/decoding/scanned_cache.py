@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.core.mesh import partition_spec, split_rows
 from mmqa_jax.decoding.kv_cache import Branches, quantize
 from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.llama import Llama, inverse_frequencies
@@ -98,17 +99,45 @@ def decode(
       Normed hidden states [S, 1, H] and the cache.
     """
 
+    if ragged:
+        return _decode_ragged(model, embedded, cache, positions, active, limit, mesh)
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
         held = cache.map(lambda x: _layer(x, layer, limit))
         return _one_token(q, k, v, held, positions)
 
-    if ragged:
-        from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
-
-        specs = _specs(cache, mesh)
-        attend = attend_on(cache, positions, read=limit, mesh=mesh, specs=specs)
     hidden, k, v = _run(model, embedded, positions[:, None], attend)
     return hidden, _write(cache, k, v, None, active, positions, mesh)
+
+
+def _decode_ragged(
+    model: Llama,
+    embedded: jax.Array,
+    cache: ScannedCache,
+    positions: jax.Array,
+    active: jax.Array,
+    limit: int,
+    mesh: Mesh | None,
+) -> tuple[jax.Array, ScannedCache]:
+    """`decode` by a kernel that rotates and writes the token, too: the scan carries a cache that it
+    alone touches, and XLA does not copy that."""
+    from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
+
+    angles = positions[:, None] * inverse_frequencies(model.config)  # [S, D / 2]
+    attend = attend_on(
+        cache, positions, active, angles, read=limit, mesh=mesh, specs=_specs(cache, mesh)
+    )
+    graphdef, params = nnx.split(model.layers)
+
+    def body(carry, params):
+        x, cache, number = carry
+        layer = nnx.merge(graphdef, params)
+        q, k, v = layer.products(split_rows(x), apart=True)
+        attended, cache = attend(q, k, v, cache, number)
+        return (layer.finish(x, attended), cache, number + 1), None
+
+    (x, cache, _), _ = jax.lax.scan(body, (embedded, cache, jnp.int32(0)), params)
+    return model.norm(x), cache
 
 
 def prefill(

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmqa_jax.decoding import ragged_attention, scanned_cache
+from mmqa_jax.decoding import scanned_cache
 from mmqa_jax.decoding.kv_cache import quantize
+from mmqa_jax.decoding.ragged_attention import attend_on, ragged_attention, work
 from mmqa_jax.decoding.scanned_cache import ScannedCache
+from mmqa_jax.models.llama import rotate
 
 SLOTS, LAYER = 5, 1
 
@@ -30,41 +32,62 @@ def arrays(heads: int, kv_heads: int, columns: int, size: int, int8: bool):
     return token, ScannedCache(key, value, *scales)
 
 
+def reference(token, cache, positions, active, angles):
+    """By `_one_token` and `_write`, as where the kernel does not serve."""
+    (q, k, v), angles = token, angles[:, None, None]
+    q, k = (rotate(x, jnp.cos(angles), jnp.sin(angles)) for x in (q, k))
+    held = cache.map(lambda x: scanned_cache._layer(x, LAYER, x.shape[3]))
+    out = scanned_cache._one_token(q, k, v, held, positions)
+    only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
+    written = scanned_cache._write(cache, *only, None, active, positions, None)
+    return out, written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
+
+
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "columns", "size"),
     [(4, 4, 384, 64), (8, 2, 256, 128), (3, 1, 2048, 64)],
 )
 def test_as_plain_products(heads, kv_heads, columns, size, int8):
-    """Slots without a column, with one, with a whole block, with one more, and with all."""
+    """Slots without a column, with one, with a whole block, with one more, and almost full."""
     token, cache = arrays(heads, kv_heads, columns, size, int8)
-    seen = jnp.asarray([0, 1, 128, 129, columns], jnp.int32)
-    held = cache.map(lambda x: scanned_cache._layer(x, LAYER, columns))
-    want = scanned_cache._one_token(*token, held, seen)
-    attend = ragged_attention.attend_on(
-        cache, seen, read=columns, mesh=None, specs=None, interpret=True
+    positions = jnp.asarray([0, 1, 128, 129, columns - 1], jnp.int32)
+    active = jnp.asarray([True, True, True, False, True])
+    angles = jnp.asarray(np.random.default_rng(1).normal(size=(SLOTS, size // 2)), jnp.float32)
+    attend = attend_on(
+        cache, positions, active, angles, read=columns, mesh=None, specs=None, interpret=True
     )
-    got = jax.jit(attend)(*token, jnp.int32(LAYER))
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    got, written = jax.jit(attend)(*token, cache, jnp.int32(LAYER))
+    want, want_written = reference(token, cache, positions, active, angles)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    # A value halfway between two integers may be rounded to either.
+    most = 1 if int8 else 1e-6
+    np.testing.assert_allclose(written.key, want_written.key, rtol=0, atol=most)
+    np.testing.assert_array_equal(written.value, want_written.value)
+    if int8:
+        assert (written.key != want_written.key).mean() < 1e-4
+        np.testing.assert_allclose(written.key_scale, want_written.key_scale, rtol=1e-5)
+        np.testing.assert_array_equal(written.value_scale, want_written.value_scale)
 
 
 def test_no_column_behind_a_slots_own_is_read():
     """Blocks behind are not fetched: not even a NaN there shows."""
     columns, block = 512, 128
     token, cache = arrays(2, 2, columns, 64, False)
-    seen = jnp.asarray([0, 1, 128, 129, 300], jnp.int32)
-    listed = ragged_attention.work(seen, columns, block)
+    positions = jnp.asarray([0, 1, 127, 128, 300], jnp.int32)
+    listed = work(positions, jnp.ones(SLOTS, bool), columns, block)
     assert listed.count.tolist() == [1 + 1 + 1 + 2 + 3]
     want, got = (
-        ragged_attention.ragged_attention(
+        ragged_attention(
             *(x[:, 0] for x in token),
+            jnp.ones((SLOTS, 2, 64)),
             cache.map(lambda x, f=fill: x.at[:, :, :, 384:].set(f)),
             jnp.int32(LAYER),
             listed,
             block=block,
             read=columns,
             interpret=True,
-        )
+        )[0]
         for fill in (0.0, np.nan)
     )
     np.testing.assert_array_equal(got, want)
