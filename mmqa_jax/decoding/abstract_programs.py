@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
 from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.kv_cache import Branches
+from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -36,7 +37,7 @@ def engine_programs(
 
     Args:
       config: parameters are in its compute dtype.
-      sizes: weights "given" only.
+      sizes: of the engine, whose weights are "given" or "int8".
       mesh: of real devices, or of `jax.experimental.topologies`.
       columns: how far the longest sequence reaches; None is `sizes.length`. A prompt's chunk is
         the last of such a sequence.
@@ -48,15 +49,18 @@ def engine_programs(
 
     def build() -> Llama:
         model = Llama(config, rngs=nnx.Rngs(0))
+        nnx.update(model, jax.tree.map(lambda x: x.astype(config.dtype), nnx.state(model)))
         repeat_key_heads(model, mesh, rules)
         if not scans(sizes, mesh):
             unstack_layers(model)
+        if sizes.weights == "int8":
+            quantize_weights(model)
         return model
 
     model = nnx.eval_shape(build)
     state = nnx.state(model)
     state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, config.dtype, sharding=sharding),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         state,
         state_shardings(state, mesh, rules),
     )

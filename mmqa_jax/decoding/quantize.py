@@ -52,7 +52,8 @@ def quantize_weights(model: Llama) -> None:
         for name in LINEARS:
             linear = getattr(layer, name)
             setattr(layer, name, QuantizedLinear(linear))
-            linear.kernel.get_value().delete()
+            if not isinstance(given := linear.kernel.get_value(), jax.core.Tracer):
+                given.delete()
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.core.mesh import partition_spec, split_rows
 from mmqa_jax.decoding.kv_cache import Branches, quantize
 from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.llama import Llama, inverse_frequencies
@@ -65,6 +66,11 @@ def layout(
     return ScannedCache(both, both, scale, scale)
 
 
+def ragged_fits(columns: int, device: jax.Device) -> bool:
+    """Whether `decode` on the device, present or not, can read each row's own columns."""
+    return device.platform == "tpu" and columns % 128 == 0
+
+
 def decode(
     model: Llama,
     embedded: jax.Array,
@@ -74,6 +80,7 @@ def decode(
     active: jax.Array,
     limit: int,
     mesh: Mesh | None = None,
+    ragged: bool = False,
 ) -> tuple[jax.Array, ScannedCache]:
     """One token of every row.
 
@@ -85,10 +92,15 @@ def decode(
       active: bool [S], rows that are written; the others' results mean nothing.
       limit: columns read; no active row's position is beyond.
       mesh: where the cache lies.
+      ragged: attend by a kernel for TPU that reads each row's own columns, whatever `limit` is;
+        see `ragged_fits`.
 
     Returns:
       Normed hidden states [S, 1, H] and the cache.
     """
+
+    if ragged:
+        return _decode_ragged(model, embedded, cache, positions, active, limit, mesh)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
         held = cache.map(lambda x: _layer(x, layer, limit))
@@ -96,6 +108,36 @@ def decode(
 
     hidden, k, v = _run(model, embedded, positions[:, None], attend)
     return hidden, _write(cache, k, v, None, active, positions, mesh)
+
+
+def _decode_ragged(
+    model: Llama,
+    embedded: jax.Array,
+    cache: ScannedCache,
+    positions: jax.Array,
+    active: jax.Array,
+    limit: int,
+    mesh: Mesh | None,
+) -> tuple[jax.Array, ScannedCache]:
+    """`decode` by a kernel that rotates and writes the token, too: the scan carries a cache that it
+    alone touches, and XLA does not copy that."""
+    from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
+
+    angles = positions[:, None] * inverse_frequencies(model.config)  # [S, D / 2]
+    attend = attend_on(
+        cache, positions, active, angles, read=limit, mesh=mesh, specs=_specs(cache, mesh)
+    )
+    graphdef, params = nnx.split(model.layers)
+
+    def body(carry, params):
+        x, cache, number = carry
+        layer = nnx.merge(graphdef, params)
+        q, k, v = layer.products(split_rows(x), apart=True)
+        attended, cache = attend(q, k, v, cache, number)
+        return (layer.finish(x, attended), cache, number + 1), None
+
+    (x, cache, _), _ = jax.lax.scan(body, (embedded, cache, jnp.int32(0)), params)
+    return model.norm(x), cache
 
 
 def prefill(
@@ -183,12 +225,19 @@ def _run(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
     def body(layer, x, number, _):
-        q, k, v = layer.project(x, cos, sin)
+        q, k, v = layer.project(x, cos, sin, apart=True)
         return layer.finish(x, attend(q, k, v, number)), (k, v)
 
     numbers = jnp.arange(model.config.layers)
     x, (k, v) = scan_layers(model.layers, embedded, body, xs=numbers, unroll=1)
     return model.norm(x), k, v
+
+
+def _specs(cache: ScannedCache, mesh: Mesh | None) -> ScannedCache | None:
+    """How a mesh splits the cache: a PartitionSpec in the place of each array."""
+    if mesh is None:
+        return None
+    return cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
 
 
 def _layer(x: jax.Array, layer: jax.Array, limit: int) -> jax.Array:
@@ -266,7 +315,7 @@ def _write(
     new = ScannedCache(k.astype(cache.key.dtype), v.astype(cache.value.dtype), *scales)
     if mesh is None:
         return _write_rows(cache, new, rows, active, starts, 0)
-    specs = cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
+    specs = _specs(cache, mesh)
     of_rows = specs.key[1]  # mesh axes of the rows
     if rows is None:
         news, per_row = specs, PartitionSpec(of_rows)

@@ -169,6 +169,8 @@ class Programs:
             self.cache = kv_cache.layout(*sizes, config.segment)
         self.slots = _slots(config.slots, self.whole)
         implementation = implementation_for(device)
+        # Decoding reads each slot's own columns: one program, whatever the longest slot's are.
+        self.ragged = self.scanned and scanned_cache.ragged_fits(columns, device)
 
         def encode(state, cache, tokens, starts, ends, rows, branches, patches, limit):
             model = nnx.merge(graphdef, state)
@@ -219,6 +221,7 @@ class Programs:
                     active=active,
                     limit=limit,
                     mesh=mesh,
+                    ragged=self.ragged,
                 )
             else:
                 hidden, cache = kv_cache.forward(
@@ -373,9 +376,9 @@ class SlotRunner:
         """The next token of every active slot (bool [S]) and its log-probability, [S] each.
 
         columns: what the longest active sequence takes with the token that this step caches. There
-          is one program for every multiple of a segment.
+          is one program for every multiple of a segment, and one for all where decoding is ragged.
         """
-        limit = self.config.read(columns)
+        limit = self.config.columns if self._programs.ragged else self.config.read(columns)
         self.cache, self._slots, token, logprob = self._run(
             self._programs.step, self._state, self.cache, self._slots, self.put(active), limit
         )

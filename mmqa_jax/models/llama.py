@@ -142,13 +142,26 @@ class LlamaLayer(nnx.Module):
         self.config = config
 
     def project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, *, apart: bool = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]."""
+        q, k, v = self.products(x, apart=apart)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def products(
+        self, x: jax.Array, *, apart: bool = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`project` without the rotation.
+
+        apart: the products end before they are split into heads. XLA on TPU else gives them the
+        heads' layout, for which it transposes the weights of a layer that is read from a stack.
+        """
         config, y = self.config, self.input_norm(x)
-        q = rotate(split_heads(self.q(y), config.heads), cos, sin)
-        k = rotate(split_heads(self.k(y), config.kv_heads), cos, sin)
-        return q, k, split_heads(self.v(y), config.kv_heads)
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        if apart:
+            q, k, v = jax.lax.optimization_barrier((q, k, v))
+        k, v = split_heads(k, config.kv_heads), split_heads(v, config.kv_heads)
+        return split_heads(q, config.heads), k, v
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""

@@ -38,10 +38,15 @@ LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672,
 
 
 FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
-# Name, model, topology, mesh, slots and programs; "scanned" scans its layers on a GPU, too.
+# Slots of 960 columns, which the kernel for decoding on a TPU does not take.
+UNALIGNED = EngineConfig(length=960, buckets=(96,), prefill_tokens=192, block=0)
+# Name, model, topology, mesh, slots and programs; "scanned" scans its layers on a GPU, too, and
+# "_int8" caches keys and values in int8.
 PROGRAMS = {
     "tpu": (
         ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
+        ("7b_int8", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode",)),
+        ("unaligned", FOUR_LAYERS, "v5e:2x4", {"tensor": 8}, 16, ("decode",)),
         ("70b", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("decode", "prefill")),
         ("8b_default", LLAMA_8B, "v5e:2x4", {"tensor": 8}, 64, ("prefill",)),
         ("70b_default", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("prefill",)),
@@ -69,6 +74,16 @@ def shard_bytes(arrays: Any) -> int:
     )
 
 
+def weights_moved(text: str, layers: Any) -> int:
+    """How often a layer's matrix is taken out of its stack, into on-chip memory (`S(1)`), as it is.
+
+    A product reads its matrix from the stack; one that wants another layout has it moved before.
+    """
+    shards = {x.sharding.shard_shape(x.shape)[1:] for x in jax.tree.leaves(layers) if x.ndim == 3}
+    shapes = "|".join(",".join(map(str, shape)) for shape in shards)
+    return len(re.findall(rf" = \w+\[1,(?:{shapes})\]\{{\S*S\(1\)\}} \w+\(", text))
+
+
 def facts(program: Program) -> dict[str, Any]:
     """Of one program, per device and call."""
     began = time.process_time()
@@ -77,7 +92,8 @@ def facts(program: Program) -> dict[str, Any]:
     text = compiled.as_text()
     memory, found = compiled.memory_analysis(), count(text)
     state, cache = program.arguments[:2]
-    tokens = nnx.to_pure_dict(state)["tokens"]  # a step reads one row of it per slot
+    parameters = nnx.to_pure_dict(state)
+    tokens = parameters["tokens"]  # a step reads one row of it per slot
     return {
         "weights": shard_bytes(state),
         "cache": shard_bytes(cache),
@@ -85,6 +101,7 @@ def facts(program: Program) -> dict[str, Any]:
         "bytes": found.bytes,
         "copied": found.copied_bytes,
         "loops": found.loops,
+        "layers_moved": weights_moved(text, parameters["layers"]),
         "kernels": sorted(set(_KERNEL.findall(text))),
         "on_vector_unit": sorted(set(_VECTOR_PRODUCT.findall(text))),
         "temporaries": memory.temp_size_in_bytes,
@@ -97,10 +114,11 @@ def main():
     for name, config, topology, shape, slots, wanted in PROGRAMS[sys.argv[1]]:
         mesh = make_mesh(shape, devices=open_topology(topology).devices)
         scan = True if name == "scanned" else None
-        default = name.endswith("_default")
-        sizes = DEFAULT_CHUNKS if default else SIZES
-        sizes = dataclasses.replace(sizes, slots=slots, scan_layers=scan)
-        reached = sizes.length if default else REACHED
+        own = {"unaligned": UNALIGNED}.get(name)
+        own = DEFAULT_CHUNKS if name.endswith("_default") else own
+        cache = "int8" if name.endswith("_int8") else None
+        sizes = dataclasses.replace(own or SIZES, slots=slots, scan_layers=scan, cache_dtype=cache)
+        reached = sizes.length if own else REACHED
         programs = engine_programs(config, sizes, mesh, columns=reached)
         for kind in wanted:
             with jax.set_mesh(mesh):

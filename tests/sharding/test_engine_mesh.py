@@ -85,7 +85,35 @@ def main():
                 for one, other in zip(got_scores[n], want_scores[n], strict=True):
                     np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=most)
         print(kind)
+    check_ragged_attention(mesh)
     print("done")
+
+
+def check_ragged_attention(mesh):
+    """The TPU's kernel, interpreted, on rows over `data` and heads over `tensor`."""
+    import functools
+
+    import jax
+    import numpy as np
+
+    from mmqa_jax.decoding.ragged_attention import attend_on
+    from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs
+
+    rng = np.random.default_rng(0)
+    key, value = rng.normal(size=(2, 3, 4, 2, 256, 64)).astype(np.float32)
+    q, k, v = (rng.normal(size=(4, 1, n, 64)).astype(np.float32) for n in (4, 2, 2))
+    cache = ScannedCache(key, value, None, None)
+    row = (np.int32([0, 255, 128, 7]), np.array([True, True, False, True]), np.ones((4, 32)))
+    attend = functools.partial(attend_on, cache, *row, read=256, interpret=True)
+
+    def on(mesh, specs):
+        def attended(*arguments):
+            return attend(mesh=mesh, specs=specs)(*arguments)
+
+        return jax.tree.leaves(jax.jit(attended)(q, k, v, cache, np.int32(1)))
+
+    for got, want in zip(on(mesh, _specs(cache, mesh)), on(None, None), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 NAMES = (
-    *("7b_decode", "7b_prefill", "70b_decode", "70b_prefill"),
+    *("7b_decode", "7b_prefill", "70b_decode", "70b_prefill", "7b_int8_decode"),
     *("8b_default_prefill", "70b_default_prefill"),
 )
 
@@ -64,8 +64,10 @@ def least_bytes(found: dict[str, Any]) -> float:
     return found["weights"] - found["embedding"] + used * found["cache"]
 
 
-def test_a_step_reads_weights_and_used_columns_once(programs):
-    found = programs["7b_decode"]
+@pytest.mark.parametrize("name", ["7b_decode", "7b_int8_decode"])
+def test_a_step_reads_weights_and_used_columns_once(programs, name):
+    """The kernel says what it reads; that it reads no more is tested with its numbers."""
+    found = programs[name]
     floor = least_bytes(found)
     assert floor <= found["bytes"] <= 1.15 * floor
 
@@ -92,10 +94,21 @@ def test_prompts_read_weights_and_their_columns_once(programs):
         assert floor - found["embedding"] <= found["bytes"] <= 1.1 * floor
 
 
+@pytest.mark.parametrize("name", ["7b_decode", "7b_int8_decode", "70b_decode"])
+def test_a_step_attends_by_a_kernel(programs, name):
+    assert programs[name]["kernels"] == ["tpu_custom_call"]
+
+
 def test_attention_of_one_token_is_a_matrix_product(programs):
-    """Also where every query head has keys of its own: one row alone goes to the vector unit."""
-    assert not programs["7b_decode"]["on_vector_unit"]
-    assert not programs["70b_decode"]["on_vector_unit"]
+    """Where the kernel does not serve: one row alone would go to the vector unit."""
+    assert not programs["unaligned_decode"]["kernels"]
+    assert not programs["unaligned_decode"]["on_vector_unit"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_read_their_matrices_from_the_stack(programs, name):
+    """None is transposed first."""
+    assert not programs[name]["layers_moved"]
 
 
 def test_what_arithmetic_says_fits_does(programs):

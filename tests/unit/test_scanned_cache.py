@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from tiny_llm import by_id, llama_config
 
-from mmqa_jax.decoding import slot_runner
+from mmqa_jax.decoding import ragged_attention, scanned_cache, slot_runner
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -23,10 +23,11 @@ SIZES = EngineConfig(
 
 
 @functools.cache
-def run(*, attention=None, **changes):
+def run(*, attention=None, ragged=False, **changes):
     """Generated candidates and scores by id; prompts share beginnings, several per slot.
 
     attention: of prompts, in place of what the device chooses.
+    ragged: decodes by the TPU's kernel, interpreted.
     """
     rng = np.random.default_rng(0)
     head = rng.integers(0, 61, 64)
@@ -41,10 +42,14 @@ def run(*, attention=None, **changes):
     with pytest.MonkeyPatch.context() as patch:
         if attention is not None:
             patch.setattr(slot_runner, "implementation_for", lambda device: attention)
+        if ragged:
+            interpreted = functools.partial(ragged_attention.attend_on, interpret=True)
+            patch.setattr(ragged_attention, "attend_on", interpreted)
+            patch.setattr(scanned_cache, "ragged_fits", lambda columns, device: True)
         engine = Engine(
             Llama(MODEL, rngs=nnx.Rngs(3)), config=dataclasses.replace(SIZES, **changes)
         )
-    results = by_id(engine.generate(requests))
+        results = by_id(engine.generate(requests))
     assert sum(result.reused_tokens for result in results.values()) >= 64
     return {n: r.candidates[0] for n, r in results.items()}, by_id(engine.score(scorings))
 
@@ -63,6 +68,12 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("weights", ["given", "int8"])
 def test_scanned_layers_change_no_answer(weights):
     assert_equal(*(run(scan_layers=scan, weights=weights) for scan in (False, True)))
+
+
+def test_a_tpus_kernel_changes_no_answer():
+    """One program decodes, however far the longest sequence reaches."""
+    sizes = {"length": 128, "weights": "given"}
+    assert_equal(run(scan_layers=False, **sizes), run(scan_layers=True, ragged=True, **sizes))
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
