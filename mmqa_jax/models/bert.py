@@ -33,6 +33,7 @@ from mmqa_jax.models.layers import (
     stack_layers,
     zeros_init,
 )
+from mmqa_jax.models.row_layout import as_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class BertConfig:
     pooler: bool = False
     init_stddev: float = 0.02
     dtype: str = "float32"
-    attention: str = "xla"
+    attention: str = "auto"
     remat: str = "none"
     unroll: int | bool | None = None
 
@@ -154,18 +155,21 @@ class BertLayer(nnx.Module):
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, L, H] -> query, key, value [B, L, heads, head_dim]."""
-        heads = self.config.heads
-        return tuple(split_heads(p(x), heads) for p in (self.query, self.key, self.value))
+        heads, rows = self.config.heads, as_rows(x)
+        projected = (p(rows).reshape(x.shape) for p in (self.query, self.key, self.value))
+        return tuple(split_heads(p, heads) for p in projected)
 
     def finish(
         self, x: jax.Array, attended: jax.Array, dropout_key: jax.Array | None = None
     ) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, head_dim] -> [B, L, H]."""
-        rate = self.config.dropout
+        shape, rate = x.shape, self.config.dropout
         first, second = split_key(dropout_key, 2)
-        x = self.attention_norm(x + dropout(self.out(keep(merge_heads(attended))), rate, first))
-        hidden = ACTIVATIONS[self.config.activation](self.up(x))  # [B, L, mlp]
-        return self.mlp_norm(x + dropout(self.down(hidden), rate, second))
+        x = as_rows(x)  # [B, L, H] or [B * L, H]
+        attended = self.out(keep(merge_heads(attended)).reshape(x.shape))
+        x = self.attention_norm(x + dropout(attended, rate, first))
+        hidden = ACTIVATIONS[self.config.activation](self.up(x))  # [..., mlp]
+        return self.mlp_norm(x + dropout(self.down(hidden), rate, second)).reshape(shape)
 
     def attend(
         self,

@@ -18,6 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import layers
 from mmqa_jax.models.activations import ACTIVATIONS, by_platform
 from mmqa_jax.models.config_checks import check_divides, check_known
+from mmqa_jax.models.row_layout import as_rows, pad_length
 
 # Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -62,7 +63,7 @@ class VisionConfig:
     eps: float = 1e-5
     dtype: str = "float32"
     remat: str = "none"
-    attention: str = "xla"
+    attention: str = "auto"
     unroll: int | bool | None = None
 
     def __post_init__(self):
@@ -99,7 +100,7 @@ class TextConfig:
     eps: float = 1e-5
     dtype: str = "float32"
     remat: str = "none"
-    attention: str = "xla"
+    attention: str = "auto"
     unroll: int | bool | None = None
 
     def __post_init__(self):
@@ -178,15 +179,16 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, *, mask: jax.Array | None = None, is_causal: bool = False
     ) -> jax.Array:  # [B, N, width] -> [B, N, width]
-        heads = self.config.heads
+        shape, heads = x.shape, self.config.heads
+        x = as_rows(x)  # [B, N, width] or [B * N, width]
         y = self.ln_1(x)
-        q, k, v = (layers.split_heads(f(y), heads) for f in (self.q, self.k, self.v))
+        q, k, v = (layers.split_heads(f(y).reshape(shape), heads) for f in (self.q, self.k, self.v))
         y = layers.attention(
             q, k, v, mask=mask, is_causal=is_causal, implementation=self.config.attention
         )
-        x = x + self.out(layers.keep(layers.merge_heads(y)))
+        x = x + self.out(layers.keep(layers.merge_heads(y)).reshape(x.shape))
         activation = _ACTIVATIONS[self.config.activation]
-        return x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))
+        return (x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))).reshape(shape)
 
 
 class VisionTower(nnx.Module):
@@ -369,12 +371,15 @@ def _run(
         stack = nnx.merge(graphdef, jax.tree.map(lambda p: p[:count], params))
     if mask is not None:
         mask = mask.astype(bool)[:, None, None, :]  # [B, 1, 1, N]: columns
+    length = x.shape[1]
+    x, mask = pad_length(x, mask, is_causal=is_causal)
 
     def body(layer, x, _, key):
         x = layer(x, mask=mask, is_causal=is_causal)
-        return x, x if keep else None
+        return x, x[:, :length] if keep else None
 
     last, states = layers.scan_layers(
         stack, x, body, remat=tower.config.remat, unroll=tower.config.unroll
     )
-    return last, jnp.concatenate([x[None], states]) if keep else None
+    states = jnp.concatenate([x[None, :, :length], states]) if keep else None
+    return last[:, :length], states

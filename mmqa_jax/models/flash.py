@@ -26,6 +26,23 @@ def implementation_for(device: jax.Device) -> str:
     return "blocks"
 
 
+def encoder_implementation(
+    q: jax.Array, k: jax.Array, mask: jax.Array | None, *, is_causal: bool, drops: bool
+) -> str:
+    """What `layers.attention` means by "auto" for q [B, Lq, heads, D] and k where it is traced.
+
+    `drops`: attention weights are dropped, which cuDNN's kernel does not do by JAX's interface. A
+    mask has to be the same for all heads, and lengths even: odd ones have no gradient.
+    """
+    if platform() == "tpu" and q.dtype == jnp.bfloat16:
+        from mmqa_jax.models.fused import fused_fits  # Pallas takes half a second to import
+
+        return "fused" if fused_fits(q, k, mask, is_causal) else "xla"
+    plain = mask is None or (mask.ndim == 4 and mask.shape[1] == 1)
+    even = q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0
+    return "cudnn" if not drops and plain and even and cudnn_fits(q, k, mask) else "xla"
+
+
 def block_attention(
     q: jax.Array,
     k: jax.Array,

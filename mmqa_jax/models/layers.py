@@ -53,6 +53,7 @@ def uniform_init(bound: float) -> Initializer:
 
 default_init = normal_init(0.02)
 
+_IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blocks", "splash")
 _MASKED = -1e30  # score of a masked column: exp gives 0, and an entirely masked row stays finite
 
 
@@ -176,14 +177,18 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        centered = x32 - x32.mean(-1, keepdims=True)
-        y = centered * (self.factor(centered) * self.scale[...]) + self.bias[...]
+        mean = x.astype(jnp.float32).mean(-1, keepdims=True)
+        y = (x - mean) * (self.factor(x, mean) * self.scale[...]) + self.bias[...]
         return y.astype(x.dtype)
 
-    def factor(self, centered: jax.Array) -> jax.Array:
-        """One over the deviation of rows with mean 0: float32 [..., features] -> [..., 1]."""
-        variance = jnp.square(centered).mean(-1, keepdims=True)
+    def factor(self, x: jax.Array, mean: jax.Array) -> jax.Array:
+        """One over the deviation of rows: x [..., features], float32 mean [..., 1] -> [..., 1]."""
+        x32 = x.astype(jnp.float32)
+        if x.dtype == jnp.bfloat16 and platform() != "cpu":
+            # In one pass with the mean: what cancels is small beside the rounding of x itself.
+            variance = jnp.maximum(jnp.square(x32).mean(-1, keepdims=True) - jnp.square(mean), 0)
+        else:
+            variance = jnp.square(x32 - mean).mean(-1, keepdims=True)
         return jax.lax.rsqrt(variance + self.eps)
 
 
@@ -245,18 +250,27 @@ def attention(
     [B, heads, Lq, Lk], True = attend. Scores are divided by sqrt(head_dim); softmax in float32.
     A row without a visible column gives the mean of the values, never NaN.
 
-    `implementation`: "xla", whose memory is quadratic in the lengths, or one that is linear:
+    `implementation`: "auto", for encoders (`flash.encoder_implementation`: in 16 bits one kernel on
+    TPUs, cuDNN's on GPUs); "xla", whose memory is quadratic in the lengths, or a linear one:
     "blocks" (on every device), "cudnn" (flash attention on NVIDIA GPUs) or "splash" (a Pallas
     kernel for TPU). The linear ones take fewer key heads than query heads and masks without heads
     ([B or 1, 1, Lq or 1, Lk]), and align a causal mask with the last key, so that what precedes the
     queries is seen whole; with "cudnn" and "splash" every query must see a key. "splash" takes
     masks of keys alone (Lq 1); `mesh` is where its heads lie. What these two do not take (types,
     sizes, masks, another platform: `flash.cudnn_fits`, `splash.splash_fits`) goes to "blocks".
-    Dropout acts on the attention weights (BERT), for which only "xla" serves.
+    Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
     Returns [B, Lq, heads, head_dim] in q's dtype.
     """
+    drops = dropout_key is not None and dropout_rate > 0.0
+    if implementation == "auto":
+        implementation = flash.encoder_implementation(q, k, mask, is_causal=is_causal, drops=drops)
+        if implementation == "fused":
+            from mmqa_jax.models.fused import fused_attention  # imports Pallas: half a second
+
+            drop = {"dropout_rate": dropout_rate, "dropout_key": dropout_key} if drops else {}
+            return fused_attention(q, k, v, mask=mask, is_causal=is_causal, mesh=mesh, **drop)
     if implementation != "xla":
-        if dropout_key is not None and dropout_rate > 0.0:
+        if drops:
             raise UserError(
                 f"attention implementation {implementation!r} cannot drop attention weights: "
                 "set the attention dropout to 0 or use 'xla'."
@@ -288,7 +302,7 @@ def _linear_attention(
     mesh: Mesh | None,
 ) -> jax.Array:
     """`attention` by "blocks", "cudnn" or "splash"."""
-    check_known("attention implementation", implementation, ("xla", "cudnn", "blocks", "splash"))
+    check_known("attention implementation", implementation, _IMPLEMENTATIONS)
     if implementation == "cudnn" and flash.cudnn_fits(q, k, mask):
         return flash.cudnn_attention(q, k, v, mask=mask, is_causal=is_causal)
     of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))

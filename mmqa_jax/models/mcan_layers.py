@@ -37,9 +37,9 @@ class UnbiasedLayerNorm(LayerNorm):
     The deviation is the unbiased one, with features - 1 in its denominator.
     """
 
-    def factor(self, centered: jax.Array) -> jax.Array:
-        """As LayerNorm.factor: float32 [..., features] -> [..., 1]."""
-        variance = jnp.square(centered).sum(-1, keepdims=True) / (centered.shape[-1] - 1)
+    def factor(self, x: jax.Array, mean: jax.Array) -> jax.Array:
+        """As LayerNorm.factor: x [..., features], its mean [..., 1] -> [..., 1]."""
+        variance = jnp.square(x - mean).sum(-1, keepdims=True) / (x.shape[-1] - 1)
         return 1 / (jnp.sqrt(variance) + self.eps)
 
 

@@ -94,12 +94,23 @@ def test_parameters_and_optimizer_state_are_split(programs, name):
     assert found["optimizer_shard"] <= 2 * 1.06 * found["parameters"] / parts  # two moments
 
 
+@pytest.mark.parametrize("name", ["vlp_select", "vlp_answer"])
+def test_attention_scores_are_not_in_memory(programs, name):
+    """Neither forward nor backward, with VLP's mask and with dropout (vlp_select)."""
+    assert programs[name]["kernels"] == ["fused_attention", "fused_attention_gradient"]
+    assert programs[name]["scores"] == []
+
+
 def test_data_parallel_gradients_are_reduced_once(programs):
-    """One combined reduce a layer, in the loop; few of all else. Nothing else is sent."""
+    """One combined reduce a layer, in the loop, and a norm's bias; few of all else.
+
+    Nothing else is sent.
+    """
     found = programs["vlp_select"]
     assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-reduce", "data")}
     assert bytes_of(found, "all-reduce") <= 4 * found["parameters"] + 1024
-    assert sum(one["count"] for one in found["collectives"]) <= found["layers"] + 2
+    in_loop = 2 * (found["layers"] - 1)
+    assert sum(one["count"] for one in found["collectives"]) <= in_loop + 2
 
 
 def test_gradients_are_reduced_beside_products(programs):

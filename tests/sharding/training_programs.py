@@ -226,6 +226,8 @@ def facts(name: str) -> dict[str, Any]:
         "factor_types": sorted(counts.flops),
         "f32_flops": counts.flops["f32"],
         "largest": _largest(text),
+        "scores": sorted(set(re.findall(rf"(?:f32|bf16)\[(?:\d+,)+{LENGTH},{LENGTH}\]", text))),
+        "kernels": sorted(set(re.findall(r"%(fused_attention\w*)[.\d]* = ", text))),
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         "batch_shardings": sorted(
             {str(x.spec) for x in jax.tree.leaves(compiled.input_shardings[0][2])}

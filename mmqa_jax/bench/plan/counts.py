@@ -257,7 +257,8 @@ class _Counter:
             target = one.attribute(r'custom_call_target="([^"]*)"') or ""
             stated = one.attribute(r'"cost_estimate":\{"flops":"?(\d+)')
             if stated is not None:
-                total.flops[_rate(one, factor)] += int(stated)
+                # The first operand may be a row's length or a layer's number.
+                total.flops[_rate(one, one.arrays[0])] += int(stated)
             elif factor is not None and _MATMUL.search(target):
                 total.flops[_rate(one, factor)] += gemm_flops(one, factor)
             elif target.startswith(_ATTENTION) and factor is not None and right is not None:

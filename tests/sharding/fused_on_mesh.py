@@ -1,0 +1,59 @@
+"""The TPU's kernels on eight fake devices against one; run by test_fused_mesh.py."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.models.fused import fused_attention
+from mmqa_jax.models.fused_prefix import fused_prefix_attention
+
+KEY = jax.random.key(0)
+
+
+def drawn(*shape: int, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(KEY, seed), shape).astype(jnp.bfloat16)
+
+
+def gradient(q, k, v, mask):
+    """Of a sum over heads and rows that are all different, with half of the weights dropped."""
+    options = {"mask": mask, "dropout_rate": 0.5, "dropout_key": KEY, "interpret": True}
+    attended, back = jax.vjp(functools.partial(fused_attention, **options), q, k, v)
+    return attended, back(attended)
+
+
+def beams(q, prefix, there, past, own, seen):
+    caches = ((prefix, prefix + 1), there, (past, past + 1), (own, own))
+    return fused_prefix_attention(jnp.array(1), q, *caches, seen, interpret=True)
+
+
+def main() -> None:
+    q, k, v = (drawn(8, 8, 4, 64, seed=n) for n in range(3))
+    one_mask = jnp.arange(8)[None, None, None] < 6
+    masks = jax.random.bernoulli(KEY, 0.6, (8, 1, 8, 8)).at[..., 0].set(True)
+    cases = {
+        "encoder": (gradient, (q, k, v, masks)),
+        "one_mask": (gradient, (q, k, v, one_mask)),
+        "beams": (
+            beams,
+            (
+                q[:, :4], drawn(2, 8, 12, 256, seed=3), jnp.ones((8, 12), bool),
+                drawn(2, 8, 6, 256, seed=4), k[:, :4], jnp.ones((8, 4, 10), bool),
+            ),
+        ),
+    }  # fmt: skip
+    for name, (function, arguments) in cases.items():
+        alone = jax.jit(function)(*arguments)
+        with jax.set_mesh(make_mesh({"data": 2, "fsdp": 2, "tensor": 2})):
+            split = jax.jit(function)(*arguments)
+        assert np.std(np.asarray(jax.tree.leaves(alone)[0], np.float32)) > 0.1
+        jax.tree.map(np.testing.assert_array_equal, split, alone)
+        print(name)
+
+
+if __name__ == "__main__":
+    main()

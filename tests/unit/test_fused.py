@@ -1,0 +1,269 @@
+"""The TPU's kernels of encoders and of VLP's beams, in interpret mode, against the plain ones.
+
+That they compile for TPUs is in tests/sharding/test_training_programs.py, that meshes split them in
+tests/sharding/test_fused_mesh.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from mmqa_jax.core.mesh import MESH_AXES
+from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.models import fused, fused_prefix, layers, mask_appending, row_layout
+from mmqa_jax.models.bert import Bert, BertConfig
+from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+
+ASKING = (layers, layers.flash, row_layout, mask_appending)  # for the platform
+KEY = jax.random.key(0)
+SIXTEEN_BITS = 2**-7  # relative: a rounding of bfloat16, twice
+
+
+def drawn(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(KEY, seed), shape).astype(jnp.bfloat16)
+
+
+def plain(q, k, v, *, mask, is_causal, rate):
+    """As `layers.attention`, in float32, with the kernel's choice of what is dropped."""
+    q, k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (q, k, v))
+    scores = q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5
+    if is_causal:
+        scores = jnp.where(jnp.tri(scores.shape[-1], dtype=bool), scores, -1e30)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if rate:
+        kept = round((1 - rate) * 65536)
+        rows, heads = fused.drop_seeds(KEY, *scores.shape[:2])
+        bits = fused.drop_bits(rows[:, None, None, None], heads[:, None, None], *scores.shape[2:])
+        weights = jnp.where(bits < kept, weights * (65536 / kept), 0)
+    return (weights @ v).swapaxes(1, 2)
+
+
+def close(got, want) -> None:
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    assert np.abs(got - want).max() <= SIXTEEN_BITS * np.abs(want).max()
+
+
+MASKS = {"none": None, "one": (1, 1, 1), "keys": (3, 1, 1), "rows": (3, 1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "size", "mask", "is_causal", "rate"),
+    [
+        ((13, 13), 4, 64, "rows", False, 0.1),
+        ((13, 13), 4, 32, "keys", True, 0.1),
+        ((1, 40), 2, 64, "keys", False, 0.0),
+        ((16, 24), 2, 128, "one", False, 0.3),
+    ],
+)
+def test_attention_and_its_gradients(lengths, heads, size, mask, is_causal, rate):
+    length, columns = lengths
+    q, k, v = (drawn(3, n, heads, size, seed=n) for n in (length, columns, columns + 1000))
+    v = v[:, :columns]
+    seen = None
+    if MASKS[mask]:
+        shape = (*MASKS[mask][:2], MASKS[mask][2] or length, columns)
+        seen = jax.random.bernoulli(KEY, 0.6, shape).at[..., 0].set(True)
+    given = drawn(*q.shape, seed=7)
+    same = {"mask": seen, "is_causal": is_causal}
+    with jax.default_matmul_precision("highest"):
+        want, back = jax.vjp(functools.partial(plain, rate=rate, **same), q, k, v)
+        wanted = (want, *back(given.astype(jnp.float32)))
+    drop = {"dropout_rate": rate, "dropout_key": KEY if rate else None}
+    kernel = functools.partial(fused.fused_attention, interpret=True, **drop, **same)
+    assert fused.fused_fits(q, k, seen, is_causal)
+
+    @jax.jit
+    def ours(q, k, v):
+        got, back = jax.vjp(kernel, q, k, v)
+        return got, *back(given)
+
+    for got, expected in zip(ours(q, k, v), wanted, strict=True):
+        close(got, expected)
+
+
+def test_a_row_that_sees_nothing_is_the_mean_of_the_values():
+    q, k, v = (drawn(2, 8, 2, 64, seed=n) for n in range(3))
+    got = fused.fused_attention(q, k, v, mask=jnp.zeros((2, 1, 8, 8), bool), interpret=True)
+    close(got, jnp.broadcast_to(v.astype(jnp.float32).mean(1, keepdims=True), v.shape))
+
+
+def test_what_is_dropped_is_uniform_and_independent():
+    rows, heads = fused.drop_seeds(KEY, 4, 3)
+    bits = fused.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
+    bits = np.asarray(bits).reshape(12, -1)
+    assert bits.min() >= 0
+    assert bits.max() < 65536
+    counts = np.bincount(bits.ravel() // 4096, minlength=16)
+    expected = bits.size / 16
+    assert ((counts - expected) ** 2 / expected).sum() < 40  # 15 degrees of freedom: p < 0.001
+    dropped = bits < 0.1 * 65536
+    pairs = np.corrcoef(np.concatenate([dropped, np.roll(dropped, 1, axis=1)]))
+    assert np.abs(pairs - np.eye(len(pairs))).max() < 0.08  # 5 / sqrt(4,096)
+    assert len(np.unique(bits, axis=0)) == 12
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"dtype": jnp.float32},
+        {"size": 48},
+        {"heads": 3},  # of 64 columns: half a register is left
+        {"length": 1500},
+        {"is_causal": True, "columns": 24},
+        {"mask": (1, 2, 1, 16)},  # of heads
+    ],
+)
+def test_what_does_not_fit_is_left_to_xla(case):
+    sizes = {"length": 16, "columns": case.get("length", 16), "heads": 2, "size": 64} | case
+    q, k = (
+        jax.ShapeDtypeStruct((1, n, sizes["heads"], sizes["size"]), case.get("dtype", jnp.bfloat16))
+        for n in (sizes["length"], sizes["columns"])
+    )
+    mask = jax.ShapeDtypeStruct(case["mask"], bool) if "mask" in case else None
+    assert not fused.fused_fits(q, k, mask, sizes.get("is_causal", False))
+    assert fused.fused_fits(*(drawn(1, 16, 2, 64),) * 2, None, False)
+
+
+@pytest.mark.parametrize(("beams", "steps", "length", "size"), [(5, 4, 13, 64), (1, 2, 16, 32)])
+def test_beams_over_cached_columns(beams, steps, length, size):
+    heads, batch, rows = 4, 2, 2 * beams
+    q, k, v = (drawn(batch, rows, heads, size, seed=n) for n in range(3))
+    caches = [drawn(2, batch, length, heads * size, seed=n) for n in (3, 4)]
+    caches += [drawn(2, batch, steps * beams, heads * size, seed=n) for n in (5, 6)]
+    there = jax.random.bernoulli(KEY, 0.7, (batch, length))
+    own = jnp.arange(steps * beams + rows) - steps * beams == jnp.arange(rows)[:, None]
+    seen = jax.random.bernoulli(KEY, 0.5, (batch, rows, steps * beams + rows)) | own
+    kernel = jax.jit(functools.partial(fused_prefix.fused_prefix_attention, interpret=True))
+    got = kernel(jnp.array(1), q, tuple(caches[:2]), there, tuple(caches[2:]), (k, v), seen)
+    q, k, v, *caches = (x.astype(jnp.float32) for x in (q, k, v, *caches))
+    prefix_k, prefix_v, *past = (x[1].reshape(batch, -1, heads, size) for x in caches)
+    columns = [jnp.concatenate(pair, axis=1) for pair in zip(past, (k, v), strict=True)]
+    want = layers.prefix_attention(q, prefix_k, prefix_v, there, *columns, mask=seen[:, None])
+    close(got, want)
+
+
+@pytest.fixture
+def as_on_tpu(monkeypatch):
+    """Models take the TPU's forms; kernels are interpreted. What was called."""
+    called = []
+
+    def interpreted(kernel):
+        def call(*arguments, **options):
+            called.append(kernel.__name__)
+            return kernel(*arguments, interpret=True, **options)
+
+        return call
+
+    for module, name in (
+        (fused, "fused_attention"),
+        (fused_prefix, "fused_prefix_attention"),
+    ):
+        monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
+    for module in ASKING:
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
+    return called
+
+
+def both(monkeypatch, as_on_tpu, run):
+    """What `run` gives in the CPU's form and in the TPU's."""
+    with monkeypatch.context() as on_cpu:
+        for module in ASKING:
+            on_cpu.setattr(module, "platform", lambda: "cpu")
+        plainly = jax.jit(lambda: run())()
+        assert not as_on_tpu
+    return plainly, jax.jit(lambda: run())()  # not what was traced before
+
+
+def test_clips_towers(monkeypatch, as_on_tpu):
+    """17 patches and 9 tokens, padded to whole registers; vectors and their gradient."""
+    sizes = {"width": 128, "layers": 1, "heads": 2, "mlp_width": 64, "embed_dim": 32}
+    sizes |= {"dtype": "bfloat16"}
+    config = CLIPConfig(
+        VisionConfig(image_size=16, patch_size=4, **sizes),
+        TextConfig(vocab_size=50, context=9, **sizes),
+    )
+    graphdef, state = nnx.split(CLIP(config, rngs=nnx.Rngs(0)))
+    pixels = jax.random.normal(KEY, (3, 16, 16, 3))
+    ids = jax.random.randint(KEY, (3, 9), 0, 50).at[:, 5].set(49)
+    mask = jnp.arange(9) < jnp.array([9, 6, 7])[:, None]
+
+    def run():
+        def vectors(state):
+            model = nnx.merge(graphdef, state)
+            return jnp.stack([model.encode_image(pixels), model.encode_text(ids, mask)])
+
+        given = jax.random.normal(KEY, (2, 3, 32))
+        vector, back = jax.vjp(vectors, state)
+        return vector, back(given)[0]["vision"]["layers"]["q"]["kernel"][...]
+
+    plainly, fast = both(monkeypatch, as_on_tpu, run)
+    assert as_on_tpu
+    for theirs, ours in zip(plainly, fast, strict=True):
+        assert np.abs(ours - theirs).max() <= 0.03 * np.abs(theirs).max()
+
+
+def test_berts_states(monkeypatch, as_on_tpu):
+    config = BertConfig(vocab_size=50, hidden=128, layers=2, heads=2, mlp=64, dtype="bfloat16")
+    model = Bert(config, rngs=nnx.Rngs(0))
+    ids = jax.random.randint(KEY, (3, 16), 0, 50)
+    mask = jnp.arange(16) < jnp.array([16, 3, 9])[:, None]
+    plainly, fast = both(monkeypatch, as_on_tpu, lambda: model(ids, mask).astype(jnp.float32))
+    assert as_on_tpu == ["fused_attention"]  # once: layers are a loop
+    assert np.abs(fast - plainly).max() <= 0.03 * np.abs(plainly).max()
+
+
+def test_vlps_beams(monkeypatch, as_on_tpu):
+    config = VLPConfig(
+        BertConfig(
+            vocab_size=40, hidden=128, layers=2, heads=2, mlp=64, types=6, eps=1e-5,
+            positions=64, dtype="bfloat16", init_stddev=0.1,
+        ),
+        region_features=5, region_positions=4, visual_hidden=(),
+    )  # fmt: skip
+    graphdef, state = nnx.split(VLP(config, rngs=nnx.Rngs(1)))
+    batch, length = 3, 16
+    inputs = VLPInputs(
+        jax.random.randint(KEY, (batch, length), 0, 40),
+        jnp.full((batch, length), 4),
+        jnp.broadcast_to(jnp.arange(length), (batch, length)),
+        jnp.arange(length) < jnp.array([16, 9, 12])[:, None],
+        jnp.zeros((batch, length), bool),
+        jax.random.normal(KEY, (batch, 2, 5)),
+        jax.random.normal(KEY, (batch, 2, 4)),
+    )
+
+    def run():
+        search = beam_search.__wrapped__
+        return search(graphdef, state, inputs, mask_id=4, sep_id=3, num_beams=3, max_new_tokens=4)
+
+    plainly, fast = both(monkeypatch, as_on_tpu, run)
+    assert set(as_on_tpu) == {"fused_attention", "fused_prefix_attention"}
+    # Sums of four log-probabilities of about -3.7.
+    np.testing.assert_allclose(fast.scores[:, 0], plainly.scores[:, 0], rtol=0, atol=0.1)
+
+
+def test_the_platforms_form_is_chosen_where_it_is_traced():
+    """A TPU's program has the kernel in 16 bits alone; a CPU's and a GPU's have none."""
+    found = {}
+    for name, dtype in (("tpu", "bfloat16"), ("tpu", "float32"), ("cpu", "bfloat16")):
+        device = AbstractDevice(f"some {name}", None, name)
+        mesh = AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+        x = jax.ShapeDtypeStruct((2, 16, 2, 64), dtype)
+        attend = functools.partial(layers.attention, implementation="auto")
+        with jax.sharding.use_abstract_mesh(mesh):
+            found[name, dtype] = "pallas_call" in str(jax.make_jaxpr(attend)(x, x, x))
+    assert found == {
+        ("tpu", "bfloat16"): True,
+        ("tpu", "float32"): False,
+        ("cpu", "bfloat16"): False,
+    }
