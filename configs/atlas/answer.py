@@ -6,7 +6,7 @@ the model of both modalities sees them.
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 ONE_MODALITY = {"vlp_i": ("image", 339), "vlp_t": ("text", 111)}  # -> modality, of the 450 steps
 MODES = ("runlocal", *ONE_MODALITY)
@@ -85,7 +85,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "num_beams": 1,  # greedy
     }
     config.inference = {
-        "batch_size": 64,
+        "batch_size": auto(),
         "num_beams": 5,
         "max_new_tokens": 24,
         "length_penalty": 0.0,

@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 MODES = ("runlocal",)
 
@@ -67,7 +67,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     # With train.evaluate_every above 0: logged as eval/..., the best step's weights kept.
     config.validate = {"split": "val", "questions": 200, "sources": 1000, "metric": "recall@10"}
-    config.inference = {"batch_size": 64, "buckets": (16, 24, 32, 48, 64)}
+    config.inference = {"batch_size": auto(), "buckets": (16, 24, 32, 48, 64)}
 
     if mode == "runlocal":
         config_beside(__file__, "../small.py").make_small(config)

@@ -14,7 +14,7 @@ since a closed list of answers cannot hold new ones.
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 MODES = ("runlocal",)
 
@@ -83,7 +83,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     # Scored by WebQA's accuracy of the first candidate, without lemmas.
     config.validate = {"split": "val", "questions": 0, "metric": "accuracy"}
-    config.inference = {"batch_size": 64}
+    config.inference = {"batch_size": auto()}
 
     if mode == "runlocal":
         config_beside(__file__, "../small.py").make_small(config)

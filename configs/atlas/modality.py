@@ -28,7 +28,6 @@ def get_config(mode: str = "") -> ConfigDict:
     config.batches.update({"batch_size": 32, "length": 40})
     config.train.update({"steps": 30, "log_every": 5, "checkpoint_every": 30})
     config.train.optimizer.learning_rate = 1e-4
-    config.inference.batch_size = 64
     if mode == "frozen":  # the linear layer alone, of random weights
         config.train.optimizer.learning_rate = 1e-2
         config.train.steps = 120

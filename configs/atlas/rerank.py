@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 MODES = ("runlocal",)
 
@@ -69,7 +69,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     # With train.evaluate_every above 0: logged as eval/..., the best step's weights kept.
     config.validate = {"split": "val", "questions": 100, "metric": "source_f1"}
-    config.inference = {"batch_size": 32}
+    config.inference = {"batch_size": auto()}
 
     if mode == "runlocal":
         config_beside(__file__, "../small.py").make_small(config)

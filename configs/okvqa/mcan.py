@@ -23,6 +23,8 @@ Without pictures: `small`, on one half of the questions that have captions, and 
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import auto
+
 MODES = ("pretrain", "pretrain_pod", "head", "finetune", "openvqa", "small", "runlocal")
 
 _BATCH = 64  # over which the originals sum the loss
@@ -90,7 +92,7 @@ def get_config(mode: str = "finetune") -> ConfigDict:
         "accumulate": 1,
         "keep": 1,
     }
-    config.inference = {"batch_size": 64}
+    config.inference = {"batch_size": auto()}
     {
         "pretrain": _pretrain,
         "pretrain_pod": _pretrain_pod,

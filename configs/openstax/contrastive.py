@@ -7,7 +7,7 @@ negatives are what BM25 finds for the training paragraphs (`data.negatives`, fil
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 MODES = ("runlocal", "zero_shot")
 
@@ -68,7 +68,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     # With train.evaluate_every above 0: logged as eval/..., the best step's weights kept.
     config.validate = {"split": "val", "questions": 200, "sources": 2000, "metric": "recall@10"}
-    config.inference = {"batch_size": 64, "buckets": (32, 64, 96, 128, 192, 256)}
+    config.inference = {"batch_size": auto(), "buckets": (32, 64, 96, 128, 192, 256)}
 
     if mode == "zero_shot":
         config.model.picture_gate = 0.0

@@ -11,7 +11,7 @@ text tower is MiniLM, or with `model.clip` and `init` a converted CLIP's.
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 MODES = ("judge", "runlocal")
 _TEXT = "question_and_choices"  # what is embedded, as in the rows
@@ -86,7 +86,7 @@ def _training(mode: str) -> ConfigDict:
         "keep": 1,
     }
     config.validate = {"split": "val", "metric": "score_of_nearest"}
-    config.inference = {"batch_size": 64, "buckets": (16, 24, 32, 48, 64, 128)}
+    config.inference = {"batch_size": auto(), "buckets": (16, 24, 32, 48, 64, 128)}
 
     if mode == "runlocal":
         config_beside(__file__, "../small.py").make_small(config)

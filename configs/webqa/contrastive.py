@@ -19,7 +19,7 @@ batch, for a v5e-256, a v5p-64 or 8 to 64 H100s (8: `--config.tower_parts=64`). 
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 MODES = ("pod", "runlocal")
 
@@ -70,7 +70,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "keep": 2,
     }
     config.validate = {"split": "val", "questions": 250, "sources": 5000, "metric": "recall@20"}
-    config.inference = {"batch_size": 256, "buckets": (16, 32, 48, 77)}
+    config.inference = {"batch_size": auto(), "buckets": (16, 32, 48, 77)}
 
     if mode == "runlocal":
         config.pictures.size = 32

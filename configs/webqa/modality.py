@@ -13,7 +13,7 @@ The quotes around WebQA's image questions are left out, since they give the labe
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 MODES = ("frozen", "runlocal")
 
@@ -54,7 +54,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "accumulate": 1,
         "keep": 1,
     }
-    config.inference = {"batch_size": 512}
+    config.inference = {"batch_size": auto()}
 
     if mode == "runlocal":
         config_beside(__file__, "../small.py").make_small(config)

@@ -106,7 +106,6 @@ def make_pod(config: ConfigDict) -> None:
     """
     config.model.changes.dtype = "bfloat16"
     config.batches.threads = 16
-    config.inference.batch_size = 512  # 10 GiB: fits a v5e
 
 
 def make_local(config: ConfigDict) -> None:

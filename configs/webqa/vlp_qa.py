@@ -19,7 +19,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 ROWS = {  # -> frontend, modality, epochs
     "vlp": ("x101", None, 11),
@@ -64,7 +64,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "sources": "none" if row == "q_only" else "oracle",
     }
     config.inference = {
-        "batch_size": 32,
+        "batch_size": auto(),
         "num_beams": 5,
         "max_new_tokens": 30,  # max_tgt_len
         "length_penalty": 0.0,
@@ -85,7 +85,6 @@ def get_config(mode: str = "") -> ConfigDict:
         config.batches.batch_size = 128
         config.train = vlp.train(vlp.QUESTIONS[modality], epochs, 1e-4, batch=128, every=1)
         vlp.make_pod(config)
-        config.inference.batch_size = 256
     if mode.endswith("pod1024"):
         config.batches.batch_size = 1024
         config.train.steps = -(-config.train.steps // 8)

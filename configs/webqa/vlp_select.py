@@ -17,7 +17,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 ROWS = {"vlp": "x101", "vinvl": "vinvl", "clip_patches": "clip", "cached": "x101"}  # -> frontend
 SIZES = ("runlocal", "pod")
@@ -47,7 +47,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "cap": "webqa",
         "select": "above",
     }
-    config.inference = {"batch_size": 64, "always_truncate_tail": False}
+    config.inference = {"batch_size": auto(), "always_truncate_tail": False}
     if row == "cached":
         config.data.negatives = ()
         config.model.joint_layers = 1

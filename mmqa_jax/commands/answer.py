@@ -41,6 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="probability that a source needs to be cited (0.2); `mmqa rerank` sweeps it",
     )
     flags.add_select(parser)
+    flags.add_devices(parser, "questions")
     flags.add_shard(parser, "questions", _CHUNK)
     parser.add_argument("--out", required=True, help="predictions.jsonl to write")
 
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems.parts import open_reader
 
     data, out = Path(arguments.data), as_path(arguments.out)
+    options, placed = flags.serving_options(arguments), {}
     check_threshold(arguments.threshold, "--threshold")
     check_out(out)
     corpus = open_corpus(data)
@@ -88,7 +90,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         questions = answerable
 
     def open_answering() -> Any:
-        reader = open_reader(corpus, arguments.model)
+        reader = open_reader(corpus, arguments.model, options)
+        print(f"answer: {reader.serving}", file=sys.stderr)
+        placed.update(reader.serving.to_json())
 
         def answer(chunk: range) -> Part:
             asked = questions[chunk.start : chunk.stop]
@@ -121,8 +125,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         job.run(open_answering)
         rows = job.rows()
         if rows is None:
-            return {"questions": len(questions), **job.waiting()}
+            return {"questions": len(questions), **placed, **job.waiting()}
         write_jsonl(out, rows)
         job.done()
     print(f"{len(rows):,} answers: {out}")
-    return {"questions": len(rows), "predictions": str(out)}
+    return {"questions": len(rows), "predictions": str(out), **placed}

@@ -37,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="train",
         help="examples are the questions of this split that the model was trained on (train)",
     )
+    flags.add_devices(parser, "questions")
     parser.add_argument(
         "--out", required=True, help="folder for candidates.json and answer_aware_examples.json"
     )
@@ -61,4 +62,5 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         split=arguments.split,
         examples_split=arguments.examples_split,
         config=config,
+        options=flags.serving_options(arguments),
     )

@@ -31,17 +31,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, help="captions TSV to write")
     parser.add_argument("--tags", help="tags TSV to write: the detector's labels")
-    parser.add_argument("--batch_size", type=int, default=64, help="pictures at a time (64)")
+    flags.add_devices(parser, "pictures")
     parser.add_argument("--num_beams", type=int, default=5, help="beams; 1 is greedy (5)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the captions; continues an interrupted job."""
-    from mmqa_jax.core.errors import UserError
     from mmqa_jax.systems.captioning import caption_pictures
 
-    if arguments.batch_size < 1:
-        raise UserError(f"--batch_size={arguments.batch_size}: at least 1 was expected.")
     return caption_pictures(
         Path(arguments.features),
         Path(arguments.model),
@@ -50,6 +47,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         tags=flags.optional_path(arguments.tags),
         sizes=flags.optional_path(arguments.sizes),
         names=flags.optional_path(arguments.names),
-        batch_size=arguments.batch_size,
         num_beams=arguments.num_beams,
+        **flags.serving_options(arguments),
     )

@@ -28,6 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "CLIP ResNet (modified_resnet), for the grids that Prophet's MCAN reads",
     )
     parser.add_argument("--out", required=True, help="folder for the embeddings")
+    flags.add_devices(parser, "sources")
     flags.add_shard(parser, "sources", _CHUNK)
     parser.add_argument(
         "--overwrite",
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems.grid_features import embed_grids, is_image_tower
     from mmqa_jax.systems.indexing import embed
 
+    options = flags.serving_options(arguments)
     data, model, out = map(as_path, (arguments.data, arguments.model, arguments.out))
     if is_image_tower(local_copy(model)):
         if not flags.is_alone(arguments, shard) or arguments.overwrite:
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             raise UserError(
                 f"--out={out}: grids are written to the file system only; name a folder there."
             )
-        return embed_grids(local_copy(data), local_copy(model), out)
+        return embed_grids(local_copy(data), local_copy(model), out, **options)
     return embed(
         data,
         model,
@@ -63,4 +65,5 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         chunk=arguments.chunk,
         engine=flags.engine(arguments),
         overwrite=arguments.overwrite,
+        options=options,
     )

@@ -102,6 +102,34 @@ def add_shard(
         )
 
 
+def add_devices(parser: argparse.ArgumentParser, examples: str) -> None:
+    """`--batch_size` and `--mesh`, of a model that this process uses."""
+    parser.add_argument(
+        "--batch_size",
+        metavar="N",
+        help=f"{examples} at a time, over all devices; auto: from their kind and memory (default: "
+        "what the model's run says, or auto)",
+    )
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="how the process's devices share the work, such as fsdp=-1 (data=-1: a copy of the "
+        "model on each, the rows of a batch split over all)",
+    )
+
+
+def serving_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `add_devices` was given, as keys of a config's section `inference`."""
+    from mmqa_jax.core.serving import read_batch_size, read_mesh
+
+    options: dict[str, Any] = {}
+    if arguments.batch_size is not None:
+        options["batch_size"] = read_batch_size(arguments.batch_size)
+    if arguments.mesh is not None:
+        options["mesh"] = read_mesh(arguments.mesh)
+    return options
+
+
 def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
     """Prepares JAX; returns this process's share of the job.
 

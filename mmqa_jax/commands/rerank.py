@@ -70,6 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "relevance; 0 is VLP alone; the sweep shows the best on --split=val",
     )
     flags.add_select(parser)
+    flags.add_devices(parser, "pairs")
     flags.add_shard(parser, "questions", shown=f"{_CHUNK}; --candidates=all: {_CHUNK_ALL}")
     parser.add_argument("--out", required=True, help="JSON-lines file to write")
 
@@ -92,6 +93,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems.parts import RetrieverSpec, open_dense, open_reranker, with_similarity
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
+    options, placed = flags.serving_options(arguments), {}
     check_out(out)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
@@ -100,7 +102,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         given = read_rankings(arguments.candidates, [q.id for q in questions], corpus.row)
 
     def open_reading() -> Any:
-        reranker = open_reranker(corpus, arguments.model)
+        reranker = open_reranker(corpus, arguments.model, options)
+        print(f"rerank: {reranker.serving}", file=sys.stderr)
+        placed.update(reranker.serving.to_json())
         if arguments.retriever:
             dense = open_dense(corpus, arguments.retriever, arguments.index)
             reranker = with_similarity(reranker, dense, corpus, weight)
@@ -141,7 +145,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         job.run(open_reading)
         rows = job.rows()
         if rows is None:
-            return {"questions": len(questions), **job.waiting()}
+            return {"questions": len(questions), **placed, **job.waiting()}
         evidence = similarity.evidence_of(rows)
         relevance = similarity.combine(evidence, weight)
         write_rankings(out, relevance)
@@ -155,7 +159,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "swept; sweep it on --split=val",
             file=sys.stderr,
         )
-        return {"questions": len(questions)}
+        return {"questions": len(questions), **placed}
     scored = score_retrieval(corpus, questions, relevance)
     show_retrieval(f"{data.name}, {split}: reranked", scored)
     weights = sorted({*similarity.WEIGHTS, weight}) if _has_similarity(arguments) else (0.0,)
@@ -178,6 +182,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for (w, t), f1 in tuned.sweep.items()
         ],
         **scored,
+        **placed,
     }
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from mmqa_jax.core.errors import UserError
 
@@ -127,7 +127,7 @@ def _check_value(value: Any, name: str, key: Key) -> None:
             f"config key {name}={value!r:.60}: at most {_LARGEST:,} was expected, since arrays and "
             "random keys hold 32 bits; give a smaller number."
         )
-    elif key.minimum is not None and value is not None and value < key.minimum:
+    elif key.minimum is not None and isinstance(value, int | float) and value < key.minimum:
         raise UserError(
             f"config key {name}={value}: at least {key.minimum} was expected; give a larger number."
         )
@@ -136,6 +136,14 @@ def _check_value(value: Any, name: str, key: Key) -> None:
 def _whole_numbers(value: Any) -> list[int]:
     items = value if isinstance(value, list | tuple) else [value]
     return [item for item in items if type(item) is int]
+
+
+def auto() -> FieldReference:
+    """The value `auto` of a config file: what is best is chosen where it is used.
+
+    Files that change the config may assign a number to it.
+    """
+    return FieldReference("auto", field_type=object)
 
 
 def load_config(
@@ -323,7 +331,14 @@ def _override(config: ConfigDict, key: str, value: Any, file: Path) -> None:
 
 
 def _parse(value: Any, kind: type, current: Any) -> Any:
-    """Converts an override to the type `kind`; raises ValueError if that is impossible."""
+    """Converts an override to the type `kind`; raises ValueError if that is impossible.
+
+    A whole number and `auto` may replace each other; the config's check knows where.
+    """
+    if current == "auto" and type(number := _literal(value)) is int:
+        return number
+    if value == "auto" and kind is int:
+        return value
     if isinstance(value, str) and kind is not str:
         value = _literal(value)
     if value is None or kind is type(None):  # `current` is None: any type may replace it
@@ -354,8 +369,10 @@ def _parse_items(value: Any, kind: type, current: Any) -> Any:
     return kind(items)
 
 
-def _literal(text: str) -> Any:
-    """The python value that a text spells, or the text itself."""
+def _literal(text: Any) -> Any:
+    """The python value that a text spells, or the text itself; other values as they are."""
+    if not isinstance(text, str):
+        return text
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
@@ -388,7 +405,10 @@ def _describe(kind: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     names |= {dict: "a section", tuple: "a tuple", list: "a list"}
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
+        choices = ", ".join(map(str, get_args(kind)))
+        return f"one of {choices}" if len(get_args(kind)) > 1 else choices
+    if kind == int | Literal["auto"]:
+        return "a whole number or auto"
     if get_origin(kind) is tuple and get_args(kind)[1:] == (Ellipsis,):
         return f"a tuple whose items are each {_describe(get_args(kind)[0])}"
     if get_origin(kind) is tuple:

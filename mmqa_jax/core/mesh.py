@@ -43,6 +43,7 @@ DEFAULT_RULES: Rules = (
 )
 
 M = TypeVar("M", bound=nnx.Module)
+R = TypeVar("R")
 
 
 def make_mesh(
@@ -181,6 +182,15 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any
     return jax.tree.map(one, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
+def on_shardings(state: Any, shardings: Any) -> Any:
+    """The shapes and dtypes of a tree of arrays, with a tree of shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        shardings,
+    )
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch: first dimension over `data` and `fsdp`, the rest replicated."""
     return NamedSharding(mesh, PartitionSpec(_BATCH_AXES))
@@ -279,6 +289,17 @@ class RowPlacement:
             return jax.device_put(batch)  # explicit: allowed under the transfer guard
         return put_batch(self.mesh, batch)
 
+    def copied(self, arrays: Any) -> Any:
+        """A pytree of computed arrays, of which every device gets a copy."""
+        return arrays if self.mesh is None else _copying(self.mesh)(arrays)
+
+    def call(self, function: Callable[..., R], *arguments: Any, **options: Any) -> R:
+        """Calls a jitted function, traced for the mesh: kernels are split as `split_rows` is."""
+        if self.mesh is None:
+            return function(*arguments, **options)
+        with jax.set_mesh(self.mesh):
+            return function(*arguments, **options)
+
 
 DEFAULT_DEVICE = RowPlacement(None)
 
@@ -307,6 +328,11 @@ def fetch(tree: Any) -> Any:
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(tree, tiled=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _copying(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda arrays: arrays, out_shardings=replicated(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import on_shardings, state_shardings
+from mmqa_jax.core.serving import loading_mesh
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.answer_vocabulary import FILE as ANSWERS
 from mmqa_jax.data.answer_vocabulary import read_vocabulary
@@ -21,6 +25,7 @@ from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.from_config import make_packing, make_vlp_config, text_of, two_sides
 from mmqa_jax.inference.question_classifier import QuestionClassifier
 from mmqa_jax.inference.reader import Reader
+from mmqa_jax.inference.row_costs import embed_cost
 from mmqa_jax.inference.vqa_model import VQAModel
 from mmqa_jax.models.dual_encoder import DualEncoder
 from mmqa_jax.models.presets import dual_encoder_from_config, text_classifier_from_config
@@ -31,19 +36,24 @@ from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.modality import MODALITIES
 from mmqa_jax.weights.folder import load_converted, load_weights, read_metadata, read_record
 
+Options = Mapping[str, Any]  # of the section `inference`, in place of the run's own
+
 
 def load_embedder(
-    folder: str | os.PathLike, *, one_shape: bool = False
+    folder: str | os.PathLike, options: Options | None = None, *, one_shape: bool = False
 ) -> tuple[Embedder, ConfigDict]:
     """The trained dual encoder of a contrastive or example-retrieval run, and the run's config.
 
-    `one_shape`: for a few texts, see `_one_shape`.
+    Args:
+      options: here and below, of the section `inference`, in place of the run's own.
+      one_shape: for a few texts, see `_one_shape`.
     """
-    config, tokenizer = _read_run(folder, ("contrastive", "example_retrieval"))
+    config, tokenizer = _read_run(folder, ("contrastive", "example_retrieval"), options)
     if one_shape:
         _one_shape(config)
     model_config = dual_encoder_from_config(config.model, tokenizer.vocab_size)
-    model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs()))
+    mesh = None if one_shape else _mesh(config)
+    model = _load(folder, lambda: DualEncoder(model_config, rngs=nnx.Rngs()), mesh)
     return make_embedder(config, tokenizer, model), config
 
 
@@ -59,6 +69,7 @@ def make_embedder(
         image_size=config.pictures.size,
         buckets=tuple(config.inference.buckets),
         batch_size=config.inference.batch_size,
+        cost=embed_cost(config),
         text_of=text_of(config),
     )
 
@@ -77,15 +88,10 @@ class SourceHead(NamedTuple):
 
 
 def load_source_head(
-    folder: str | os.PathLike, batch_size: int | None = None, *, one_shape: bool = False
+    folder: str | os.PathLike, options: Options | None = None, *, one_shape: bool = False
 ) -> SourceHead:
-    """The source selector of a rerank run.
-
-    Args:
-      batch_size: overrides its config's.
-      one_shape: for a few pairs, see `_one_shape`.
-    """
-    config, tokenizer, vlp = _load_vlp(folder, "rerank", batch_size, one_shape)
+    """The source selector of a rerank run; `one_shape`: for a few pairs, see `_one_shape`."""
+    config, tokenizer, vlp = _load_vlp(folder, "rerank", options, one_shape)
     sides = two_sides(config.model, make_packing(config), vlp.config)
     return SourceHead(config, tokenizer, vlp, sides)
 
@@ -93,12 +99,12 @@ def load_source_head(
 def load_reader(
     folder: str | os.PathLike,
     corpus: Corpus,
-    batch_size: int | None = None,
+    options: Options | None = None,
     *,
     one_shape: bool = False,
 ) -> Reader:
     """The trained reader of an answer run; the arguments are those of `load_source_head`."""
-    config, tokenizer, vlp = _load_vlp(folder, "answer", batch_size, one_shape)
+    config, tokenizer, vlp = _load_vlp(folder, "answer", options, one_shape)
     return Reader(config, corpus, tokenizer, vlp)
 
 
@@ -115,12 +121,14 @@ def load_question_classifier(folder: str | os.PathLike) -> QuestionClassifier:
     """The trained modality classifier of a modality run."""
     config, tokenizer = _read_run(folder, ("modality",))
     model_config = text_classifier_from_config(config.model, tokenizer.vocab_size, len(MODALITIES))
-    model = _load(folder, lambda: TextClassifier(model_config, rngs=nnx.Rngs()))
-    length, batch_size = config.batches.length, config.inference.batch_size
-    return QuestionClassifier(model, tokenizer, length, batch_size)
+    mesh = _mesh(config)
+    model = _load(folder, lambda: TextClassifier(model_config, rngs=nnx.Rngs()), mesh)
+    return QuestionClassifier(config, model, tokenizer)
 
 
-def load_vqa_model(folder: str | os.PathLike, corpus: Corpus | None = None) -> VQAModel:
+def load_vqa_model(
+    folder: str | os.PathLike, corpus: Corpus | None = None, options: Options | None = None
+) -> VQAModel:
     """The trained MCAN of a VQA run.
 
     Args:
@@ -129,7 +137,7 @@ def load_vqa_model(folder: str | os.PathLike, corpus: Corpus | None = None) -> V
     Raises:
       UserError: another task's run, or answers.json is not that of the weights.
     """
-    config, tokenizer = _read_run(folder, ("vqa",))
+    config, tokenizer = _read_run(folder, ("vqa",), options)
     answers = read_vocabulary(folder)
     heads = _answer_heads(read_record(folder).config)
     if heads != len(answers):
@@ -137,10 +145,13 @@ def load_vqa_model(folder: str | os.PathLike, corpus: Corpus | None = None) -> V
             f"{Path(folder) / ANSWERS}: {len(answers)} answers, but the weights beside it have "
             f"{heads}; copy both from the same run."
         )
-    return VQAModel(config, tokenizer, answers, load_converted(folder), corpus)
+    model = load_converted(folder, mesh=_mesh(config))
+    return VQAModel(config, tokenizer, answers, model, corpus)
 
 
-def load_prophets_mcan(folder: str | os.PathLike, config: ConfigDict) -> VQAModel:
+def load_prophets_mcan(
+    folder: str | os.PathLike, config: ConfigDict, options: Options | None = None
+) -> VQAModel:
     """A checkpoint of Prophet's authors that `mmqa convert` wrote.
 
     Args:
@@ -173,9 +184,10 @@ def load_prophets_mcan(folder: str | os.PathLike, config: ConfigDict) -> VQAMode
                 f"{expected:,}; give the file that they were trained with."
             )
     config = copy.deepcopy(config)
+    _change(config, options)
     config.model.update({"grid": sizes.grid, "image_features": sizes.image_features})
     config.model.fusion.flat_out = sizes.fusion.flat_out
-    return VQAModel(config, tokenizer, answers, load_converted(folder))
+    return VQAModel(config, tokenizer, answers, load_converted(folder, mesh=_mesh(config)))
 
 
 def _answer_heads(sizes: Any) -> int:
@@ -184,20 +196,19 @@ def _answer_heads(sizes: Any) -> int:
 
 
 def _load_vlp(
-    folder: str | os.PathLike, task: str, batch_size: int | None, one_shape: bool = False
+    folder: str | os.PathLike, task: str, options: Options | None, one_shape: bool = False
 ) -> tuple[ConfigDict, WordPiece, ExtendedVLP]:
-    config, tokenizer = _read_run(folder, (task,))
-    if batch_size is not None:
-        config.inference.batch_size = batch_size
+    config, tokenizer = _read_run(folder, (task,), options)
     if one_shape:
         _one_shape(config)
     model_config = make_vlp_config(config, tokenizer.vocab_size)
-    model = _load(folder, lambda: ExtendedVLP(model_config, rngs=nnx.Rngs()))
+    mesh = None if one_shape else _mesh(config)
+    model = _load(folder, lambda: ExtendedVLP(model_config, rngs=nnx.Rngs()), mesh)
     return config, tokenizer, model
 
 
 def _read_run(
-    folder: str | os.PathLike, tasks: tuple[str, ...]
+    folder: str | os.PathLike, tasks: tuple[str, ...], options: Options | None = None
 ) -> tuple[ConfigDict, WordPiece | ClipTokenizer]:
     folder = Path(folder)
     metadata = read_metadata(folder)
@@ -212,15 +223,21 @@ def _read_run(
             f"{folder / 'config.json'}: belongs to another run than model.json; copy the run "
             "again, or train it again in a new --workdir."
         )
+    _change(config, options)
     return config, open_tokenizer(folder / "tokenizer.json")
+
+
+def _change(config: ConfigDict, options: Options | None) -> None:
+    with config.inference.unlocked(), config.inference.ignore_type():
+        config.inference.update(options or {})
 
 
 def _one_shape(config: ConfigDict) -> None:
     """Changes a run's config so that each of its functions is traced and compiled once, quickly.
 
     All inputs have the longest bucket's shape, texts of an encoder are encoded one by one, and the
-    layers run in a loop. That suits a process that answers a few questions, most of whose time
-    would go into tracing.
+    layers run in a loop, on one device. That suits a process that answers a few questions, most of
+    whose time would go into tracing.
     """
     config.model.changes = {**config.model.get("changes", {}), "unroll": 1}
     if config.task in ("contrastive", "example_retrieval"):
@@ -233,6 +250,13 @@ def _one_shape(config: ConfigDict) -> None:
     config.inference.packing = {**changes, "buckets": (longest,)}
 
 
-def _load(folder: str | os.PathLike, build: Any) -> Any:
+def _load(folder: str | os.PathLike, build: Any, mesh: Mesh | None) -> Any:
     graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    if mesh is not None:
+        abstract = on_shardings(abstract, state_shardings(abstract, mesh))
     return nnx.merge(graphdef, load_weights(folder, abstract))
+
+
+def _mesh(config: ConfigDict) -> Mesh | None:
+    """Where the model of a run is used."""
+    return loading_mesh(config.inference.get("mesh"))

@@ -9,9 +9,13 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float32
+from ml_collections import ConfigDict
 
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.serving import serve
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.tokenizers import WordPiece, text_inputs
+from mmqa_jax.inference.row_costs import modality_cost
 from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
 
@@ -28,28 +32,35 @@ def make_probabilities(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
 class QuestionClassifier:
     """Predicts the modality of the sources that a question needs.
 
+    All batches have one size and one length, so that one program is compiled.
+
     Args:
+      config: of the run.
       model: with the classes of MODALITIES.
       tokenizer: of the run.
-      length: tokens per question, as in training.
-      batch_size: questions at a time; all batches have this size, so that one program is compiled.
+
+    Attributes:
+      serving: its devices and batches.
     """
 
-    def __init__(self, model: TextClassifier, tokenizer: WordPiece, length: int, batch_size: int):
-        self._tokenizer, self._length, self._batch_size = tokenizer, length, batch_size
+    def __init__(self, config: ConfigDict, model: TextClassifier, tokenizer: WordPiece):
+        self._tokenizer, self._length = tokenizer, config.batches.length
         graphdef, self._state = nnx.split(model)
+        self.serving = serve(config.inference.batch_size, modality_cost(config), self._state)
         self._probabilities = make_probabilities(graphdef)
 
     def probabilities(self, texts: Sequence[str]) -> Float32[np.ndarray, "n 2"]:
         """The probability of each of MODALITIES."""
         tokens = self._tokenizer.encode_batch([without_quotes(text) for text in texts])
         found = np.zeros((len(tokens), len(MODALITIES)), np.float32)
-        for start in range(0, len(tokens), self._batch_size):
-            chunk = tokens[start : start + self._batch_size]
-            padding = [[]] * (self._batch_size - len(chunk))
+        placement, size = self.serving.placement, self.serving.batch_size
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            padding = [[]] * (size - len(chunk))
             ids, mask, _ = text_inputs([*chunk, *padding], self._length, self._tokenizer)
-            batch = self._probabilities(self._state, *jax.device_put((ids, mask)))
-            found[start : start + len(chunk)] = jax.device_get(batch)[: len(chunk)]
+            inputs = placement.put((ids, mask))
+            batch = fetch(placement.call(self._probabilities, self._state, *inputs))
+            found[start : start + len(chunk)] = batch[: len(chunk)]
         return found
 
     def predict(self, texts: Sequence[str]) -> list[Modality]:

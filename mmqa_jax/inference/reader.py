@@ -9,8 +9,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, category_modality
 from mmqa_jax.data.tokenizers import WordPiece
@@ -18,6 +19,7 @@ from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.inference.batches import answer_inputs
 from mmqa_jax.inference.from_config import make_packer, make_source_reader
 from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
+from mmqa_jax.inference.row_costs import answer_cost
 from mmqa_jax.models.vlp import VLP
 
 
@@ -29,6 +31,7 @@ class Reader:
     Attributes:
       modality: of the sources it was trained on, if only one (VLP_I, VLP_T), else None.
       max_pictures: the most pictures that it takes at once.
+      serving: its devices and batches.
     """
 
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
@@ -39,10 +42,14 @@ class Reader:
         self.max_pictures = self._packer.config.max_pictures
         self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
         self._graphdef, self._state = nnx.split(model)
+        self._cost = answer_cost(config)
+        self.serving = serve(self.options.batch_size, self._cost, self._state)
 
     def use(self, model: VLP) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
+        given = self.options.batch_size
+        self.serving = serve(given, self._cost, self._state, beside_training=True)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """Answers every question from its cited sources, or from the question alone if none.
@@ -69,8 +76,7 @@ class Reader:
         )
         wanted = [self._wanted(question) for question in questions]
         readable = [self.readable(*pair) for pair in zip(questions, cited, strict=True)]
-        placement = placement_of(self._state)
-        batch_size = placement.padded(self.options.batch_size)
+        placement, batch_size = self.serving.placement, self.serving.batch_size
         batches = answer_inputs(
             self._reader,
             self._packer,
@@ -84,7 +90,8 @@ class Reader:
         )
         with Progress("Answering", len(questions), "questions") as progress:
             for batch in batches:
-                result = beam_search(
+                result = placement.call(
+                    beam_search,
                     self._graphdef,
                     self._state,
                     vlp_inputs(batch, placement),

@@ -10,14 +10,16 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.batches import rerank_pairs
 from mmqa_jax.inference.from_config import make_packer, make_source_reader
 from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
+from mmqa_jax.inference.row_costs import rerank_cost
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.rankings import rescored
 
@@ -48,6 +50,9 @@ class Reranker:
     """P(relevant) of given sources, with every pair encoded from scratch.
 
     `model` may be abstract (nnx.eval_shape) if `use` gives the parameters.
+
+    Attributes:
+      serving: its devices and batches.
     """
 
     def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
@@ -55,11 +60,15 @@ class Reranker:
         self._packer = make_packer(config, tokenizer, inference=True)
         self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
         graphdef, self._state = nnx.split(model)
+        self._cost = rerank_cost(config)
+        self.serving = serve(self.options.batch_size, self._cost, self._state)
         self._relevance = make_relevance(graphdef)
 
     def use(self, model: VLP) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
+        given = self.options.batch_size
+        self.serving = serve(given, self._cost, self._state, beside_training=True)
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The same sources by P(relevant), best first; ties keep their order."""
@@ -72,8 +81,7 @@ class Reranker:
         warn_truncated(questions, self._packer)
         texts = [question.question for question in questions]
         rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
-        placement = placement_of(self._state)
-        batch_size = placement.padded(self.options.batch_size)
+        placement, batch_size = self.serving.placement, self.serving.batch_size
         batches = rerank_pairs(
             self._reader,
             self._packer,
@@ -86,7 +94,8 @@ class Reranker:
         with Progress("Scoring sources", sum(map(len, rows)), "pairs") as progress:
             for batch in batches:
                 real = batch["weights"] > 0
-                scores = fetch(self._relevance(self._state, vlp_inputs(batch, placement)))
+                inputs = vlp_inputs(batch, placement)
+                scores = fetch(placement.call(self._relevance, self._state, inputs))
                 yield ScoredPairs(batch["index"][real], scores[real])
                 progress.advance(int(real.sum()))
         self._reader.warn_missing()

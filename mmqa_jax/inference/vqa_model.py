@@ -12,12 +12,14 @@ from flax import nnx
 from jaxtyping import Float32
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import serve
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.from_config import make_vqa_features, make_vqa_inputs
+from mmqa_jax.inference.row_costs import candidates_cost
 
 CANDIDATES = 10  # Prophet's CANDIDATE_NUM
 
@@ -42,6 +44,9 @@ class VQAModel:
       answers: of the run.
       model: possibly abstract, if `use` gives the parameters.
       corpus: of the questions; only a model on patches needs it.
+
+    Attributes:
+      serving: its devices and batches.
     """
 
     def __init__(
@@ -56,13 +61,16 @@ class VQAModel:
         self.features = make_vqa_features(config, corpus)
         longest = max(config.batches.lengths)
         self._inputs = make_vqa_inputs(config, tokenizer, self.features, longest)
-        self._batch_size = config.inference.batch_size
         graphdef, self._state = nnx.split(model)
+        self._cost = candidates_cost(config)
+        self.serving = serve(config.inference.batch_size, self._cost, self._state)
         self._run = make_answer_scores(graphdef)
 
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
+        given = self.config.inference.batch_size
+        self.serving = serve(given, self._cost, self._state, beside_training=True)
 
     def candidates(
         self, questions: Sequence[Question], count: int = CANDIDATES
@@ -93,13 +101,12 @@ class VQAModel:
     def _batches(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[Sequence[Question], np.ndarray, np.ndarray]]:
-        placement = placement_of(self._state)
-        size = placement.padded(self._batch_size)
+        placement, size = self.serving.placement, self.serving.batch_size
         own = placement.rows(size)
         for start in range(0, len(questions), size):
             batch = questions[start : start + size]
             filled = [*batch, *[batch[-1]] * (size - len(batch))]
             arrays = self._inputs([filled[row] for row in own])
             inputs = placement.put((arrays["question_ids"], arrays["image"]))
-            scores, latents = map(fetch, self._run(self._state, *inputs))
+            scores, latents = map(fetch, placement.call(self._run, self._state, *inputs))
             yield batch, scores[: len(batch)], latents[: len(batch)]

@@ -7,26 +7,40 @@ CLIP's 77 tokens; questions are embedded as written (reference.md 3).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.clip_tokenizer import load_clip_tokenizer
 from mmqa_jax.models.clip import CLIP
 from mmqa_jax.models.dual_encoder import DualEncoder, clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.encoder_costs import dual_encoder_cost
 from mmqa_jax.weights.folder import load_converted, read_record
 
 _BUCKETS = (16, 32, 48, 77)
 
 
-def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Embedder:
+def load_clip_embedder(
+    folder: str | os.PathLike,
+    *,
+    batch_size: BatchSize = AUTO,
+    mesh: Mapping[str, int] | None = None,
+) -> Embedder:
     """The embedder of a CLIP converted by `mmqa convert --model=clip`.
 
     Pictures must be resized as CLIP does: `PictureStore(..., embedder.resize, alpha="dropped")`.
     Texts and pictures are prepared as by the code that the checkpoint was published with, or by the
     one that `mmqa convert --preprocessing` named.
+
+    Args:
+      batch_size: texts or pictures per call, over all devices.
+      mesh: see core.serving.serving_mesh.
 
     Raises:
       UserError: a folder of another model, or no tokenizer beside the weights.
@@ -46,12 +60,15 @@ def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Em
             f"{folder}: the tokenizer's ids do not fit the model's {config.text.vocab_size} "
             "tokens; put the checkpoint's own tokenizer there."
         )
-    clip: CLIP = load_converted(folder)
+    devices = loading_mesh(mesh)
+    clip: CLIP = load_converted(folder, mesh=devices)
     dual_config = clip_dual_encoder(config, fusion="image")
     model = nnx.eval_shape(lambda: DualEncoder(dual_config, rngs=nnx.Rngs()))
     nnx.update(model, nnx.state(clip))
     model.picture_gate.set_value(jnp.ones(()))  # CLIP has none; `image` does not use it
     graphdef, state = nnx.split(model)
+    if devices is not None:  # the gate, too
+        state = jax.device_put(state, state_shardings(state, devices))
     context = config.text.context
     return Embedder(
         graphdef,
@@ -60,6 +77,7 @@ def load_clip_embedder(folder: str | os.PathLike, *, batch_size: int = 64) -> Em
         image_size=config.vision.image_size,
         buckets=tuple(sorted({min(size, context) for size in _BUCKETS})),
         batch_size=batch_size,
+        cost=dual_encoder_cost(dual_config, context),
         text_of=lambda source: source.text,
         resize="crop_openai" if tokenizer.preprocessing == "openai" else "crop",
     )

@@ -16,8 +16,9 @@ from flax import nnx
 from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import BatchSize, RowCost, serve
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import Resize
@@ -29,6 +30,7 @@ from mmqa_jax.retrieval.vectors import check_finite, not_finite
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
 _MANY = 2_000  # texts or pictures, from which on their progress is shown
+_ANY_COST = RowCost("texts", 64, 64, 1 << 24)  # of an encoder whose caller names a size
 _IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and picture decoder
 
 
@@ -61,10 +63,14 @@ class Embedder:
       tokenizer: texts are encoded as [CLS] tokens [SEP].
       image_size: side of the pictures in pixels.
       buckets: lengths in tokens, including special tokens, increasing.
-      batch_size: texts or pictures per call.
+      batch_size: texts or pictures per call, over all devices, or `auto`.
+      cost: of a source, for `auto`.
       text_of: the text of a source, as the encoder was trained on it.
       fingerprint: of the encoder; None: computed from all of the above when it is asked for.
       resize: how pictures are to be made square for it, see data/images.py.
+
+    Attributes:
+      serving: its devices and batches.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class Embedder:
         *,
         image_size: int,
         buckets: Sequence[int] = (16, 32, 64, 96),
-        batch_size: int = 64,
+        batch_size: BatchSize = 64,
+        cost: RowCost = _ANY_COST,
         text_of: Callable[[Source], str] = source_text,
         fingerprint: str | None = None,
         resize: Resize = "crop",
@@ -87,9 +94,10 @@ class Embedder:
         self.tokenizer = tokenizer
         self.image_size, self.resize = image_size, resize
         self.buckets = tuple(buckets)
-        self.batch_size = batch_size
+        self._given, self._cost = batch_size, cost
         self.text_of = text_of
-        self._state, self._placement = state, placement_of(state)
+        self._state = state
+        self.serving = serve(batch_size, cost, state)
         self._encode_text = make_encode_text(graphdef)
         self._encode_image = jax.jit(
             lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels)
@@ -110,7 +118,7 @@ class Embedder:
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
-        self._placement = placement_of(self._state)
+        self.serving = serve(self._given, self._cost, self._state, beside_training=True)
         self._fingerprint = None
 
     def embed_questions(
@@ -128,7 +136,7 @@ class Embedder:
         """
         vectors = np.zeros((len(texts), self.dim), np.float32)
         encoded = (
-            (indices, self._encode_text(self._state, *self._put(ids, mask)))
+            (indices, self._call(self._encode_text, *self._put(ids, mask)))
             for indices, ids, mask in self._text_batches(texts)
         )
         self._collect(encoded, vectors, "texts")
@@ -218,14 +226,15 @@ class Embedder:
         def encoded() -> Iterator[tuple[np.ndarray, jax.Array]]:
             snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
             for indices, ids, mask in self._text_batches([texts[i] for i in snippets]):
-                yield snippets[indices], self._encode_text(self._state, *self._put(ids, mask))
+                yield snippets[indices], self._call(self._encode_text, *self._put(ids, mask))
             for indices, ids, mask in self._text_batches([texts[i] for i in captions]):
-                own = self._placement.rows(len(ids))
+                own = self.serving.placement.rows(len(ids))
                 shown = [rows[captions[indices[n]]] for n in own if n < len(indices)]
                 decoded = list(pool.map(pictures.pixels, shown))
                 pixels, has_image = self._stack(decoded, len(own))
-                batch = self._placement.put((ids[own], mask[own], pixels, has_image))
-                yield captions[indices], self._encode_source(self._state, *batch)
+                batch = (ids[own], mask[own], pixels, has_image)
+                batch = self.serving.placement.put(batch)
+                yield captions[indices], self._call(self._encode_source, *batch)
 
         self._collect(encoded(), vectors)
         if len(bad := not_finite(vectors)):
@@ -260,18 +269,18 @@ class Embedder:
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
         for indices in self._batches(np.arange(len(pictures))):
             size = self._padded_size(len(indices))
-            own = self._placement.rows(size)
+            own = self.serving.placement.rows(size)
             shown = [pictures[indices[n]] for n in own if n < len(indices)]
             pixels, _ = self._stack(shown, len(own))
-            yield indices, self._encode_image(self._state, self._placement.put(pixels))
+            yield indices, self._call(self._encode_image, self.serving.placement.put(pixels))
 
     def _batches(self, members: np.ndarray) -> list[np.ndarray]:
-        size = self._placement.padded(self.batch_size)
+        size = self.serving.batch_size
         return [members[start : start + size] for start in range(0, len(members), size)]
 
     def _padded_size(self, count: int) -> int:
-        small = count <= _SMALL_BATCH < self.batch_size
-        return self._placement.padded(_SMALL_BATCH if small else self.batch_size)
+        size = self.serving.batch_size
+        return self.serving.placement.padded(_SMALL_BATCH) if count <= _SMALL_BATCH < size else size
 
     def _stack(
         self, pictures: Sequence[np.ndarray | None], size: int
@@ -293,8 +302,11 @@ class Embedder:
 
     def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
         """The whole batch's arrays [B, ...] on the devices."""
-        own = self._placement.rows(len(arrays[0]))
-        return self._placement.put(tuple(array[own] for array in arrays))
+        own = self.serving.placement.rows(len(arrays[0]))
+        return self.serving.placement.put(tuple(array[own] for array in arrays))
+
+    def _call(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        return self.serving.placement.call(function, self._state, *arrays)
 
     @staticmethod
     def _collect(

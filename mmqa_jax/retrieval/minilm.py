@@ -7,11 +7,14 @@ import functools
 import jax
 from flax import nnx
 
+from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert import Bert, minilm_l6
 from mmqa_jax.models.clip import l2_normalize
 from mmqa_jax.models.dual_encoder import mean_pool
 from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.encoder_costs import text_cost
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.pretrained import fill_bert
 
@@ -31,7 +34,7 @@ class SentenceEncoder(nnx.Module):
 
 
 @functools.cache
-def load_minilm_embedder(batch_size: int = 64) -> Embedder:
+def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
     """The embedder of the installed package; it takes texts alone.
 
     `fill_bert` checks that its sentences are means of their tokens (1_Pooling).
@@ -42,6 +45,9 @@ def load_minilm_embedder(batch_size: int = 64) -> Embedder:
     bert = Bert(minilm_l6(), rngs=nnx.Rngs(0))
     fill_bert(bert, minilm_path())
     graphdef, state = nnx.split(SentenceEncoder(bert))
+    mesh = loading_mesh()
+    if mesh is not None:
+        state = jax.device_put(state, state_shardings(state, mesh))
     return Embedder(
         graphdef,
         state,
@@ -49,4 +55,5 @@ def load_minilm_embedder(batch_size: int = 64) -> Embedder:
         image_size=0,
         buckets=_BUCKETS,
         batch_size=batch_size,
+        cost=text_cost(bert.config, _BUCKETS[-1]),
     )

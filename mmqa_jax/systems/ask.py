@@ -64,10 +64,11 @@ class Answerer:
         dense = open_dense(
             self.corpus, str(folder / "contrastive"), str(folder / "index"), one_shape=True
         )
-        reranker = open_reranker(self.corpus, folder / "rerank", batch_size=10, one_shape=True)
+        pairs, one = {"batch_size": 10}, {"batch_size": 1}
+        reranker = open_reranker(self.corpus, folder / "rerank", pairs, one_shape=True)
         self._retriever = SecondHopRetriever(dense, self.corpus)
         self._reranker = with_similarity(reranker, dense, self.corpus, tuned["weight"])
-        self._reader = open_reader(self.corpus, folder / "answer", batch_size=1, one_shape=True)
+        self._reader = open_reader(self.corpus, folder / "answer", one, one_shape=True)
 
     def answer(self, text: str, picture: bytes | None = None) -> Answer:
         """Answers a question, citing sources of the demo's corpus.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ def write_stage(
     split: str,
     examples_split: str,
     config: ConfigDict | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Candidates of the questions of a split and of their examples, and which examples are near.
 
@@ -49,6 +51,7 @@ def write_stage(
     Args:
       config: of converted checkpoints, which lack one of their own; its section `data` says what
         they were trained on.
+      options: see parts.open_embedder.
 
     Raises:
       UserError: a question that no model may serve, or two do.
@@ -62,12 +65,14 @@ def write_stage(
     served: Candidates = {}
     of_examples: Candidates = {}
     examples: dict[str, list[str]] = {}
-    missing = 0
+    missing, placed = 0, {}
     for folder, share in zip(models, shares, strict=True):
         if config is None:
-            model = load_vqa_model(folder, corpus)
+            model = load_vqa_model(folder, corpus, options)
         else:
-            model = load_prophets_mcan(folder, config)
+            model = load_prophets_mcan(folder, config, options)
+        print(f"candidates: {model.serving}", file=sys.stderr)
+        placed = model.serving.to_json()
         found, latents = model.candidates_and_latents(share.asked)
         found_own, latents_own = model.candidates_and_latents(share.own)
         served |= found
@@ -90,6 +95,7 @@ def write_stage(
         "pictures_without_features": missing,
         "scores": scores,
         "out": str(out),
+        **placed,
     }
 
 

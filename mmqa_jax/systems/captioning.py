@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mmqa_jax.core.files import atomic_write, check_out
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.data.regions import (
     Detections,
     RegionError,
@@ -33,7 +35,9 @@ from mmqa_jax.data.regions import (
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 from mmqa_jax.data.vinvl_rows import PictureRow, VinVLRows, read_sizes
 from mmqa_jax.decoding.oscar_caption import write_captions
+from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout
+from mmqa_jax.retrieval.encoder_costs import tower_bytes
 from mmqa_jax.weights.folder import load_converted, read_metadata, read_record
 
 
@@ -46,7 +50,8 @@ def caption_pictures(
     tags: Path | None = None,
     sizes: Path | None = None,
     names: Path | None = None,
-    batch_size: int = 64,
+    batch_size: BatchSize = AUTO,
+    mesh: Mapping[str, int] | None = None,
     num_beams: int = 5,
 ) -> dict[str, Any]:
     """Captions every picture of a TSV of regions; continues an interrupted job.
@@ -60,6 +65,8 @@ def caption_pictures(
       out, tags: TSVs of captions and of object labels to write.
       sizes: hw.tsv, where the rows of `features` do not hold image_h and image_w.
       names: the detector's class names, where the rows do not hold them.
+      batch_size: pictures of a call, over all devices.
+      mesh: see core.serving.serving_mesh.
 
     Raises:
       UserError: another model, or a picture whose size is not known.
@@ -70,7 +77,8 @@ def caption_pictures(
     rows = VinVLRows(features)
     known = {} if sizes is None else read_sizes(sizes)
     words = None if names is None else read_class_names(names, VinVLFeatures)
-    captioner = OscarCaptioner(model, load_tokenizer(tokenizer), num_beams)
+    captioner = OscarCaptioner(model, load_tokenizer(tokenizer), num_beams, batch_size, mesh)
+    batch_size = captioner.serving.batch_size
     status = features.stat()
     inputs = {
         "features": [str(features.resolve()), status.st_size, status.st_mtime_ns],
@@ -86,7 +94,7 @@ def caption_pictures(
             numbers = range(start, min(start + batch_size, len(rows)))
             if not all(str(number) in journal for number in numbers):
                 batch = [_complete(rows[number], known, words) for number in numbers]
-                journal.add(_captioned(captioner, numbers, batch, batch_size))
+                journal.add(_captioned(captioner, numbers, batch))
             progress.advance(len(numbers))
         done = [journal[str(number)] for number in range(len(rows))]
     _write_tsv(out, ((row["name"], row["captions"]) for row in done))
@@ -95,7 +103,9 @@ def caption_pictures(
     journal_file.unlink()
     missing = {row["name"]: row["problem"] for row in done if row["problem"]}
     print(f"{len(done):,} pictures, {len(missing):,} of them without regions: {out}")
-    return {"pictures": len(done), "without_regions": len(missing), "captions": str(out)}
+    print(f"caption: {captioner.serving}", file=sys.stderr)
+    found = {"pictures": len(done), "without_regions": len(missing), "captions": str(out)}
+    return {**found, **captioner.serving.to_json()}
 
 
 class OscarCaptioner:
@@ -105,16 +115,29 @@ class OscarCaptioner:
       folder: converted Oscar.
       tokenizer: its.
       num_beams: see decoding.oscar_caption.
+      batch_size: pictures of a call, over all devices.
+      mesh: see core.serving.serving_mesh.
+
+    Attributes:
+      serving: its devices and batches.
     """
 
-    def __init__(self, folder: Path, tokenizer: WordPiece, num_beams: int):
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: WordPiece,
+        num_beams: int,
+        batch_size: BatchSize = AUTO,
+        mesh: Mapping[str, int] | None = None,
+    ):
         record = read_record(folder)
         if record.architecture.name != "oscar":
             raise UserError(
                 f"--model={folder}: holds a model of kind {record.architecture.name!r}, oscar was "
                 "expected; convert one with `mmqa convert --model=oscar`."
             )
-        self._model = nnx.split(load_converted(folder))
+        self._graphdef, self._state = nnx.split(load_converted(folder, mesh=loading_mesh(mesh)))
+        self.serving = serve(batch_size, _cost(record.config, num_beams), self._state)
         self._tokenizer, self._num_beams = tokenizer, num_beams
         self._layout = OscarLayout(
             region_features=record.config.region_features,
@@ -125,17 +148,19 @@ class OscarCaptioner:
         )
 
     def __call__(self, pictures: Sequence[tuple[Detections, tuple[int, int]]]) -> list[dict]:
-        """Each picture's best caption, {"caption", "conf"}."""
+        """The best caption of each picture of a batch, {"caption", "conf"}."""
         labels, regions = [], []
         for found, size in pictures:
             order = np.argsort(-found.scores, kind="stable")
             regions.append(oscar_regions(found, size)[order])
             words = tag_words(found)
             labels.append(self._tokenizer.encode(" ".join(words[n] for n in order)))
-        tokenizer = self._tokenizer
-        result = write_captions(
-            *self._model,
-            self._layout.prompt(labels, regions),
+        tokenizer, placement = self._tokenizer, self.serving.placement
+        result = placement.call(
+            write_captions,
+            self._graphdef,
+            self._state,
+            placement.put(self._layout.prompt(labels, regions)),
             mask_id=tokenizer.mask_id,
             sep_id=tokenizer.sep_id,
             pad_id=tokenizer.pad_id,
@@ -158,6 +183,12 @@ class OscarCaptioner:
         return decoders.WordPiece(cleanup=True).decode(words)
 
 
+def _cost(config: OscarConfig, num_beams: int) -> RowCost:
+    """Of a picture, with the words of its beams."""
+    beams = num_beams * config.bert.vocab_size * 3 * 4.0
+    return RowCost("pictures", 64, 64, tower_bytes(config.bert, config.bert.positions) + beams)
+
+
 def _complete(
     row: PictureRow, known: Mapping[str, tuple[int, int]], names: Sequence[str] | None
 ) -> PictureRow:
@@ -175,14 +206,14 @@ def _complete(
 
 
 def _captioned(
-    captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[PictureRow], batch_size: int
+    captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[PictureRow]
 ) -> dict[str, dict[str, Any]]:
     """Row number -> what the journal keeps of it."""
     shown = [(row.found, row.size) for row in batch if not isinstance(row.found, RegionError)]
     captions = iter(())
     if shown:
         # One shape: the last batch is filled up.
-        filled = [*shown, *[shown[-1]] * (batch_size - len(shown))]
+        filled = [*shown, *[shown[-1]] * (captioner.serving.batch_size - len(shown))]
         captions = iter(captioner(filled))
     values = {}
     for number, row in zip(numbers, batch, strict=True):

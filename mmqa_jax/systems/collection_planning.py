@@ -34,7 +34,7 @@ class CollectionPlan:
     """A number of sources on a topology.
 
     Attributes:
-      embed: the program that embeds a batch on one device.
+      embed: the program that embeds a batch on one host's devices.
       hosts: kinds of index outside of accelerators.
       mesh: kind of index -> its search over all devices; top 100 of a batch of queries.
     """
@@ -52,7 +52,8 @@ class CollectionPlan:
         if self.embed.bound is None:
             return None
         calls = self.sources / self.embed.compiled.program.examples
-        return calls * self.embed.bound.seconds / len(self.topology.devices)
+        hosts = len(self.topology.devices) / self.embed.compiled.program.devices
+        return calls * self.embed.bound.seconds / hosts
 
     def devices_needed(self, kind: str) -> int:
         """How many such devices hold a mesh index: its vectors, and what one search adds."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.grid_records import write_grids
 from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
@@ -30,7 +32,6 @@ from mmqa_jax.models.modified_resnet import STRIDE
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
 
 SIDE = 512  # of the pictures, in pixels (Prophet's IMG_RESOLUTION)
-_BATCH = 8
 
 
 def is_image_tower(model: Path) -> bool:
@@ -38,11 +39,21 @@ def is_image_tower(model: Path) -> bool:
     return is_weights_folder(model) and read_record(model).architecture.name == "modified_resnet"
 
 
-def embed_grids(data: Path, model: Path, out: Path, *, side: int = SIDE) -> dict[str, Any]:
+def embed_grids(
+    data: Path,
+    model: Path,
+    out: Path,
+    *,
+    side: int = SIDE,
+    batch_size: BatchSize = AUTO,
+    mesh: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Writes the grid of every picture of a benchmark's questions; continues an interrupted job.
 
     Args:
       side: of the pictures; the grid has side / 32 cells a side.
+      batch_size: pictures of a call, over all devices.
+      mesh: see core.serving.serving_mesh.
 
     Raises:
       UserError: no pictures.
@@ -55,10 +66,11 @@ def embed_grids(data: Path, model: Path, out: Path, *, side: int = SIDE) -> dict
             f"--data={data}: its questions have no pictures; put the benchmark's pictures into the "
             "raw folder and run `mmqa prepare` again."
         )
-    tower = load_converted(model)
+    tower = load_converted(model, mesh=loading_mesh(mesh))
     broken = BrokenPictures(len(pictures), remedy="fetch those pictures again")
     shape = (side // STRIDE, side // STRIDE, tower.config.features)
-    encoder = _Encoder(tower, corpus, side)
+    encoder = _Encoder(tower, corpus, side, batch_size)
+    print(f"embed: {encoder.serving}", file=sys.stderr)
     with Progress("Grid features", len(pictures), "pictures") as progress:
         write_grids(
             out,
@@ -71,15 +83,19 @@ def embed_grids(data: Path, model: Path, out: Path, *, side: int = SIDE) -> dict
         )
     sizes = " x ".join(map(str, shape))
     print(f"{len(pictures) - broken.count:,} pictures x {sizes}: {out}")
-    return {"pictures": len(pictures), "shape": list(shape), "broken_pictures": broken.count}
+    found = {"pictures": len(pictures), "shape": list(shape), "broken_pictures": broken.count}
+    return {**found, **encoder.serving.to_json()}
 
 
 class _Encoder:
     """Names of pictures -> their grids, in batches of one size."""
 
-    def __init__(self, tower: nnx.Module, corpus: Corpus, side: int):
+    def __init__(self, tower: nnx.Module, corpus: Corpus, side: int, batch_size: BatchSize):
         self._corpus, self._side = corpus, side
         graphdef, self._state = nnx.split(tower)
+        # Thrice the widest activations: floats at half of the side.
+        cost = RowCost("pictures", 8, 8, 3 * 4 * tower.config.width * (side / 2) ** 2)
+        self.serving = serve(batch_size, cost, self._state)
         self._run = jax.jit(
             lambda state, pixels: nnx.merge(graphdef, state).grid_features(normalize_pixels(pixels))
         )
@@ -97,11 +113,12 @@ class _Encoder:
             decoded = list(pool.map(self._decode, names))
         found: list[np.ndarray | PictureError] = list(decoded)
         readable = [n for n, pixels in enumerate(decoded) if not isinstance(pixels, PictureError)]
-        for start in range(0, len(readable), _BATCH):
-            part = readable[start : start + _BATCH]
-            pixels = np.zeros((_BATCH, self._side, self._side, 3), np.uint8)
+        placement, size = self.serving.placement, self.serving.batch_size
+        for start in range(0, len(readable), size):
+            part = readable[start : start + size]
+            pixels = np.zeros((size, self._side, self._side, 3), np.uint8)
             pixels[: len(part)] = [decoded[n] for n in part]
-            grids = fetch(self._run(self._state, jax.device_put(pixels)))
+            grids = fetch(placement.call(self._run, self._state, placement.put(pixels)))
             for n, grid in zip(part, grids, strict=False):
                 found[n] = np.asarray(grid, np.float32)
         return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def embed(
     chunk: int = 1024,
     overwrite: bool = False,
     engine: Engine | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Embeds every source of a corpus; continues an interrupted job.
 
@@ -48,6 +50,7 @@ def embed(
       chunk: sources that are written together.
       overwrite: replace embeddings of another model or corpus in `out`.
       engine: computes the chunks instead of this process.
+      options: see parts.open_embedder.
     """
     check_chunk(chunk)
     check_out(out / EMBEDDINGS, folder=True)
@@ -56,7 +59,7 @@ def embed(
         count = -(-len(corpus) // chunk)  # a part for each chunk
 
         def open_one() -> Callable[[int], None]:
-            embedder, pictures = open_embedder(local_copy(model), corpus)
+            embedder, pictures = open_embedder(local_copy(model), corpus, options)
 
             def one(number: int) -> None:
                 embedder.embed_sources(
@@ -69,7 +72,7 @@ def embed(
         engine.compute(_missing(out / EMBEDDINGS, count), open_one)
         write_json(out / "embed.json", {"data": str(data), "model": str(model)})
         return merge_embeddings(out)
-    embedder, pictures = open_embedder(local_copy(model), corpus)
+    embedder, pictures = open_embedder(local_copy(model), corpus, options)
     with Progress("Embedding sources", len(corpus), "sources") as progress:
         embeddings = embedder.embed_sources(
             corpus,
@@ -82,6 +85,8 @@ def embed(
         )
     write_json(out / "embed.json", {"data": str(data), "model": str(model)})
     result = {"sources": len(corpus), "dim": embedder.dim, "broken_pictures": pictures.broken.count}
+    result |= embedder.serving.to_json()
+    print(f"embed: {embedder.serving}", file=sys.stderr)
     if embeddings is None:
         print(f"This process's part is in {out}; other processes have not finished theirs.")
         return {**result, "waiting_for_other_shards": True}

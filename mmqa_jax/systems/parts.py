@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,25 +180,33 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
 
 
 def open_embedder(
-    model: Path, corpus: Corpus, *, one_shape: bool = False
+    model: Path,
+    corpus: Corpus,
+    options: Mapping[str, Any] | None = None,
+    *,
+    one_shape: bool = False,
 ) -> tuple[Any, PictureStore]:
-    """The embedder of a contrastive run or a converted CLIP, and pictures sized for it."""
+    """The embedder of a contrastive run or a converted CLIP, and pictures sized for it.
+
+    Args:
+      options: here and below, `batch_size` and `mesh`, in place of those of the run's `inference`.
+    """
     from mmqa_jax.inference.from_config import make_pictures
     from mmqa_jax.inference.loading import load_embedder
     from mmqa_jax.retrieval.clip import load_clip_embedder
     from mmqa_jax.weights.folder import is_converted
 
     if is_converted(model):
-        embedder = load_clip_embedder(model)
+        embedder = load_clip_embedder(model, **(options or {}))
         return embedder, PictureStore(corpus, embedder.image_size, embedder.resize, alpha="dropped")
-    embedder, config = load_embedder(model, one_shape=one_shape)
+    embedder, config = load_embedder(model, options, one_shape=one_shape)
     return embedder, make_pictures(config, corpus)
 
 
 def open_reranker(
     corpus: Corpus,
     model: str | Path,
-    batch_size: int | None = None,
+    options: Mapping[str, Any] | None = None,
     *,
     one_shape: bool = False,
 ) -> Any:
@@ -206,7 +214,7 @@ def open_reranker(
     from mmqa_jax.inference.loading import load_source_head
     from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
 
-    head = load_source_head(model, batch_size, one_shape=one_shape)
+    head = load_source_head(model, options, one_shape=one_shape)
     vlp = head.model if head.sides is None else TwoSidedVLP.of(head.model, head.sides)
     return make_reranker(head.config, corpus, head.tokenizer, vlp)
 
@@ -231,14 +239,14 @@ def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float
 def open_reader(
     corpus: Corpus,
     model: str | Path,
-    batch_size: int | None = None,
+    options: Mapping[str, Any] | None = None,
     *,
     one_shape: bool = False,
 ) -> Any:
     """The reader of an answer run."""
     from mmqa_jax.inference.loading import load_reader
 
-    return load_reader(model, corpus, batch_size, one_shape=one_shape)
+    return load_reader(model, corpus, options, one_shape=one_shape)
 
 
 def _open_classifier(corpus: Corpus, spec: RetrieverSpec) -> Any:

@@ -22,6 +22,7 @@ from mmqa_jax.systems.programs import (
     program_names,
     remat_keys,
     set_key,
+    settled,
     whole_meshes,
 )
 
@@ -154,7 +155,7 @@ def _remedies(
     name: str, config: ConfigDict, topology: Topology, model: str | None
 ) -> Iterator[Remedy]:
     """Changed configs, compiled: each kind of change until one fits."""
-    left = _MOST_REMEDIES
+    left, config = _MOST_REMEDIES, settled(name, config, topology.devices)
     for kind in _alternatives(name, config, len(topology.devices), model):
         for changes in kind:
             if left == 0:
@@ -252,6 +253,7 @@ def best_settings(
     """
     name = chosen(config, only)[0]
     found: list[Found] = []
+    config = settled(name, config, topology.devices)
     for mesh, batches in _space(name, config, len(topology.devices)):
         fitted = 0  # of the batches, with the recomputation so far
         for remat in _all_remat(name, config):
@@ -281,7 +283,7 @@ def _space(
     prefix = "model.mesh" if engine else "mesh"
     key = "engine.slots" if engine else _BATCH
     section, last = key.split(".")
-    if name not in ("train", *ENGINE):  # runs on one device
+    if name not in ("train", *ENGINE):  # a copy on each device
         key = "inference.batch_size"
         size = config.inference.batch_size
         yield {}, [{key: size * factor} for factor in (1, 2, 4)]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -24,27 +23,13 @@ from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops, traced_flops
-from mmqa_jax.core.mesh import make_mesh, replicated
-from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.serving import AUTO
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.inference.from_config import make_packing, make_vlp_config
-from mmqa_jax.inference.question_classifier import make_probabilities
-from mmqa_jax.inference.reranker import make_relevance
-from mmqa_jax.inference.vqa_model import make_answer_scores
 from mmqa_jax.models import llama_config
-from mmqa_jax.models.dual_encoder import DualEncoder
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.presets import dual_encoder_from_config
-from mmqa_jax.models.vlp_extensions import ExtendedVLP
-from mmqa_jax.retrieval.embedder import make_encode_source, make_encode_text
-from mmqa_jax.systems.batch_shapes import (
-    VQA_ANSWERS,
-    Struct,
-    training_batch,
-    vlp_batch,
-    vocabulary_size,
-    vqa_inputs,
-)
+from mmqa_jax.systems.batch_shapes import VQA_ANSWERS, training_batch, vocabulary_size
+from mmqa_jax.systems.programs_in_use import OF_TASK, program_in_use
 from mmqa_jax.training import tasks
 from mmqa_jax.training.base_llm import SCRATCH, base_path, llama_of, lora_of
 from mmqa_jax.training.checks import check_config
@@ -54,14 +39,6 @@ from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import Task, abstract_state, make_step, split_model
 
 ENGINE = ("decode", "prefill")
-_INFERENCE = {  # task -> the program that uses what it trains
-    "contrastive": "embed",
-    "rerank": "rerank",
-    "answer": "answer",
-    "vqa": "candidates",
-    "modality": "modality",
-    "example_retrieval": "embed",
-}
 # Language models whose sizes are known without their weights.
 PRESETS: dict[str, Callable[..., LlamaConfig]] = {
     "smollm2": llama_config.smollm2_135m,
@@ -89,7 +66,7 @@ def program_names(config: ConfigDict) -> tuple[str, ...]:
       UserError: a config of neither.
     """
     if "task" in config:
-        own = _INFERENCE.get(config.task)
+        own = OF_TASK.get(config.task)
         return ("train",) if own is None else ("train", own)
     if "engine" in config:
         return ENGINE
@@ -106,7 +83,7 @@ def make_program(
 
     Args:
       devices: possibly compile-only ones; training and the engine take them all, the other
-        programs run on one.
+        programs those of one host, where a process does its share of the job.
       model: of a language model, a name of PRESETS in place of its weights.
 
     Raises:
@@ -116,15 +93,17 @@ def make_program(
         return _engine(config, devices, model)[name]
     if name == "train":
         return _train(config, devices, model)
-    makers: dict[str, Callable[[ConfigDict, Mesh], Program]] = {
-        "embed": _embed,
-        "rerank": _rerank,
-        "answer": _answer,
-        "candidates": _candidates,
-        "modality": _modality,
-    }
     check_config(config, devices, files=False)
-    return makers[name](config, make_mesh({"data": 1}, devices[:1]))
+    return program_in_use(name, config, devices)
+
+
+def settled(name: str, config: ConfigDict, devices: Sequence[jax.Device]) -> ConfigDict:
+    """The config with the number that a program's batch size `auto` stands for."""
+    if name in ("train", *ENGINE) or config.inference.batch_size != AUTO:
+        return config
+    copy = ConfigDict(config.to_dict())
+    set_key(copy, "inference.batch_size", make_program(name, config, devices).examples)
+    return copy
 
 
 def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None) -> Program:
@@ -336,142 +315,3 @@ def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:
         {"data": 1, "fsdp": devices // tensor, "tensor": tensor}
         for tensor in sorted({devices, by_heads}, reverse=True)
     ]
-
-
-def _on_one(
-    name: str,
-    mesh: Mesh,
-    make: Callable[[Any], Any],
-    build: Callable[[], nnx.Module],
-    inputs: tuple[Any, ...],
-    examples: int,
-    unit: str,
-    **options: Any,
-) -> Program:
-    """A jitted function (state, *inputs) of a model on one device.
-
-    Args:
-      make: graphdef -> the jitted function.
-      options: static arguments.
-    """
-    graphdef, state = nnx.split(nnx.eval_shape(build))
-    whole = replicated(mesh)
-    state, placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), (state, inputs)
-    )
-    function = make(graphdef)
-
-    @functools.cache
-    def trace() -> jax.stages.Traced:
-        with jax.set_mesh(mesh):
-            return function.trace(state, *placed, **options)
-
-    return Program(
-        name=name,
-        lower=lambda: trace().lower(),
-        mesh=dict(mesh.shape),
-        model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
-        kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
-        parameters=shard_bytes(state),
-        examples=examples,
-        unit=unit,
-        input_bytes=tree_bytes(inputs),
-    )
-
-
-def _embed(config: ConfigDict, mesh: Mesh) -> Program:
-    """Sources: captions with pictures, or texts where the config trains on texts alone."""
-    model = dual_encoder_from_config(config.model, vocabulary_size(config))
-    rows, length = config.inference.batch_size, max(config.inference.buckets)
-    texts = Struct((rows, length), np.int32), Struct((rows, length), np.bool_)
-    side = config.pictures.size
-    pictures = Struct((rows, side, side, 3), np.uint8), Struct((rows,), np.bool_)
-    has_pictures = config.task == "contrastive"
-    return _on_one(
-        "embed",
-        mesh,
-        make_encode_source if has_pictures else make_encode_text,
-        lambda: DualEncoder(model, rngs=nnx.Rngs(0)),
-        (*texts, *pictures) if has_pictures else texts,
-        rows,
-        "sources",
-    )
-
-
-def _rerank(config: ConfigDict, mesh: Mesh) -> Program:
-    model = make_vlp_config(config, vocabulary_size(config))
-    rows = config.inference.batch_size
-    inputs = (vlp_batch(config, rows, inference=True),)
-    build = functools.partial(_vlp, model)
-    return _on_one("rerank", mesh, make_relevance, build, inputs, rows, "pairs")
-
-
-def _answer(config: ConfigDict, mesh: Mesh) -> Program:
-    """Beam search; its loop is counted to `max_new_tokens`, the longest answer."""
-    model, options = make_vlp_config(config, vocabulary_size(config)), config.inference
-    rows = options.batch_size
-    inputs = (vlp_batch(config, rows, inference=True),)
-
-    def make(graphdef: Any) -> Any:
-        return _WithGraph(beam_search, graphdef)
-
-    return _on_one(
-        "answer",
-        mesh,
-        make,
-        functools.partial(_vlp, model),
-        inputs,
-        rows,
-        "questions",
-        mask_id=103,  # any token: ids change no shape
-        sep_id=102,
-        num_beams=options.num_beams,
-        max_new_tokens=options.max_new_tokens,
-        token_type=make_packing(config, inference=True).segments[1],
-        length_penalty=options.length_penalty,
-        no_repeat_ngram=options.get("no_repeat_ngram", 0),
-        only_best=options.get("only_best", False),
-    )
-
-
-class _WithGraph:
-    """A jitted function whose first argument is the graph of the model."""
-
-    def __init__(self, function: Any, graphdef: Any):
-        self._function, self._graphdef = function, graphdef
-
-    def trace(self, *arguments: Any, **options: Any) -> jax.stages.Traced:
-        return self._function.trace(self._graphdef, *arguments, **options)
-
-
-def _vlp(model: Any) -> ExtendedVLP:
-    return ExtendedVLP(model, rngs=nnx.Rngs(0))
-
-
-def _candidates(config: ConfigDict, mesh: Mesh) -> Program:
-    rows = config.inference.batch_size
-    task = tasks.vqa(config, vocabulary_size(config), VQA_ANSWERS)
-    return _on_one(
-        "candidates",
-        mesh,
-        make_answer_scores,
-        lambda: task.init(jax.random.key(0)),
-        vqa_inputs(config, rows),
-        rows,
-        "questions",
-    )
-
-
-def _modality(config: ConfigDict, mesh: Mesh) -> Program:
-    rows, length = config.inference.batch_size, config.batches.length
-    task = tasks.modality(config, vocabulary_size(config))
-    inputs = Struct((rows, length), np.int32), Struct((rows, length), np.bool_)
-    return _on_one(
-        "modality",
-        mesh,
-        make_probabilities,
-        lambda: task.init(jax.random.key(0)),
-        inputs,
-        rows,
-        "questions",
-    )

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.config import Key, check_section, optional, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
+from mmqa_jax.core.serving import BatchSize
 from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import contrastive_batches
 from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
@@ -44,6 +45,11 @@ from mmqa_jax.training.recipes import DUAL_ENCODERS, FEED_SPEC
 from mmqa_jax.training.validation import SECTIONS
 
 _POSITIVE = Key(int, minimum=1)
+# Of a model in use: examples of a call over all devices, and how these share the work.
+_SERVING = {
+    "batch_size": Key(BatchSize, minimum=1),
+    "mesh": optional(dict.fromkeys(MESH_AXES, optional(int))),
+}
 _DATA = {
     "dir": str,
     "split": str,
@@ -82,7 +88,7 @@ _SOURCES: dict[str, Any] = {  # of the tasks that read sources
 }
 _PACKING = ("slots_per_picture", "region_dim", "position_dim")  # follow from other sections
 _VLP_INFERENCE = {
-    "batch_size": _POSITIVE,
+    **_SERVING,
     "always_truncate_tail": optional(bool),
     "packing": optional(spec_of(PackingConfig, *_PACKING, partial=True)),
 }
@@ -104,14 +110,14 @@ _OF_TASK: dict[str, dict[str, Any]] = {
     "contrastive": {
         **_SOURCES,
         "tower_parts": optional(int, minimum=1),
-        "inference": {"batch_size": _POSITIVE, "buckets": tuple[int, ...]},
+        "inference": {**_SERVING, "buckets": tuple[int, ...]},
     },
     "rerank": {
         **_SOURCES,
         "packing": spec_of(PackingConfig, *_PACKING),
         "inference": _VLP_INFERENCE,
     },
-    "modality": {"inference": {"batch_size": _POSITIVE}},
+    "modality": {"inference": _SERVING},
     "vqa": {
         "data": {
             **_DATA,
@@ -125,14 +131,14 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         ),
         "pictures": optional(_PICTURES),
         "augment": optional(dict),  # its factory's arguments
-        "inference": {"batch_size": _POSITIVE},
+        "inference": _SERVING,
         "validate": optional(dict),  # see training.validation
     },
     "example_retrieval": {
         "data": {"dir": str, "split": str, "scores": str, "text": Literal[tuple(TEXTS)]},
         "pictures": _PICTURES,
         "target_temperature": Key(float, minimum=1e-3),
-        "inference": {"batch_size": _POSITIVE, "buckets": tuple[int, ...]},
+        "inference": {**_SERVING, "buckets": tuple[int, ...]},
         "validate": optional(dict),
     },
     "language_model": {

@@ -33,7 +33,8 @@ def test_rerank_then_answer_from_what_is_selected(data, models, bm25, tmp_path):
         "answer", f"--data={data}", f"--model={models / 'answer'}", f"--sources={reranked}",
         "--threshold=0.0", f"--out={answers}",
     )  # fmt: skip
-    assert result == {"questions": 5, "predictions": str(answers)}
+    one = {"devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "batch_size": 4}
+    assert result == {"questions": 5, "predictions": str(answers), **one}
     for prediction, row in zip(rows_of(answers), rows_of(reranked), strict=True):
         assert prediction["question_id"] == row["question_id"]
         assert prediction["sources"] == row["sources"][:2]  # above a threshold of 0
@@ -140,7 +141,8 @@ def test_gold_sources_that_are_hidden_are_asked_for(data, models, refused, tmp_p
     refused("answer", *flags, "--model=nowhere", message=message)  # before the model is opened
     ended = mmqa("rerank", *flags, f"--model={models / 'rerank'}", "--cap=webqa", "--json")
     assert ended.code == 0, ended.err
-    assert ended.value == {"questions": 3}
+    one = {"devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "batch_size": 8}
+    assert ended.value == {"questions": 3, **one}
     assert "cap=webqa: 3 of 3 questions hide their gold sources, so all of their" in ended.err
     assert (
         "--split=val: gold sources are hidden, so nothing is scored and no threshold" in ended.err

@@ -121,7 +121,8 @@ def test_embedding_jobs_are_shared_and_indexes_built_once(data, models, index, t
     flags = ("embed", f"--data={data}", f"--model={models / 'contrastive'}")
     folder = f"--out={tmp_path / 'shared'}"
     assert done(*flags, folder, "--shard=1/2")["waiting_for_other_shards"]
-    assert done(*flags, folder, "--shard=0/2") == {"sources": 11, "dim": 32, "broken_pictures": 0}
+    result = done(*flags, folder, "--shard=0/2")
+    assert result.items() >= {"sources": 11, "dim": 32, "broken_pictures": 0}.items()
     whole, shared = (
         path / "embeddings" / "embeddings.npy" for path in (index, tmp_path / "shared")
     )

@@ -39,7 +39,9 @@ def test_grids_of_a_benchmarks_pictures(tower, tmp_path):
     raw = write_okvqa(tmp_path / "raw", pictures=True)  # pictures 1 and 2 of 1, 2 and 3
     done("prepare", "okvqa", f"--raw={raw}", f"--out={tmp_path / 'data'}")
     result = embed_grids(tmp_path / "data", folder, tmp_path / "grids", side=64)
-    assert result == {"pictures": 2, "shape": [2, 2, 256], "broken_pictures": 0}
+    found = {"pictures": 2, "shape": [2, 2, 256], "broken_pictures": 0}
+    one = {"data": 1, "fsdp": 1, "tensor": 1}
+    assert result == {**found, "devices": 1, "mesh": one, "batch_size": 8}
     features = open_features(
         {"root": tmp_path / "grids"}, {"image": "grid", "grid": 2, "image_features": 256}
     )

@@ -4,7 +4,8 @@ The model is models.two_sided_vlp: a source's side of a pair is computed once pe
 question's side once per question, and what remains per pair is the work of a few tokens. So VLP
 itself can rank the whole collection (`search`), which WebQA's section 6.2 considers infeasible.
 
-Memory: all questions of a call are kept on the device, sources one block at a time.
+Memory: all questions of a call are kept on every device; sources one block at a time, whose rows
+are split over the devices.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import Example, Packed, batch, clean
@@ -29,6 +31,7 @@ from mmqa_jax.data.truncation import coins
 from mmqa_jax.inference.from_config import make_packer, make_source_reader
 from mmqa_jax.inference.inputs import vlp_inputs, warn_truncated
 from mmqa_jax.inference.reranker import ScoredPairs, gather
+from mmqa_jax.inference.row_costs import rerank_cost
 from mmqa_jax.models.two_sided_vlp import QuestionStates, SourceMemory, TwoSidedVLP
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.retrieval.rankings import rescored, to_rankings
@@ -62,7 +65,10 @@ class CachedReranker:
     Args:
       config: of the rerank run; `inference.batch_size` sources are encoded at a time.
       model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
-      pairs: number of pairs scored at a time in `search`; by default chosen for the model.
+      pairs: that a device scores at a time in `search`; by default chosen for the model.
+
+    Attributes:
+      serving: its devices and batches of sources.
     """
 
     def __init__(
@@ -74,7 +80,8 @@ class CachedReranker:
         *,
         pairs: int | None = None,
     ):
-        self.corpus, self.batch_size = corpus, config.inference.batch_size
+        self.corpus, self._given = corpus, config.inference.batch_size
+        self._cost = rerank_cost(config)
         self._pairs = pairs or (
             _PAIRS_ONE_LAYER if model.sides.joint_layers == 1 else _PAIRS_MORE_LAYERS
         )
@@ -82,6 +89,7 @@ class CachedReranker:
         self._packer = make_packer(config, tokenizer, inference=True)
         self._reader = make_source_reader(config, corpus, tokenizer)
         graphdef, self._state = nnx.split(model)
+        self.serving = serve(self._given, self._cost, self._state)
 
         def log_odds(
             state: Any, sources: SourceMemory, questions: QuestionStates
@@ -135,6 +143,7 @@ class CachedReranker:
     def use(self, model: TwoSidedVLP) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
+        self.serving = serve(self._given, self._cost, self._state, beside_training=True)
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The same sources by P(relevant), best first; ties keep their order.
@@ -154,7 +163,7 @@ class CachedReranker:
         group_of = np.zeros(len(rows), int)
         for number, group in enumerate(groups):
             group_of[np.isin(question, group.indices)] = number
-        chunk_size = _CHUNK * self.batch_size  # small: each pair has a copy of its source
+        chunk_size = _CHUNK * self.serving.batch_size  # small: each pair has a copy of its source
         scores = np.zeros(len(rows), np.float32)  # all pairs, concatenated
         with Progress("Scoring sources", len(scores), "pairs") as progress:
             for block in self._blocks(np.unique(rows)):
@@ -164,8 +173,8 @@ class CachedReranker:
                 for number, group in enumerate(groups):
                     members = np.flatnonzero(in_block & (group_of == number))
                     for pairs in _chunks(members, chunk_size):
-                        relevance = self._of_pairs(
-                            self._state,
+                        relevance = self._call(
+                            self._of_pairs,
                             block.memory,
                             group.states,
                             index_in_block[rows[pairs]],
@@ -183,7 +192,8 @@ class CachedReranker:
         """
         groups = self._questions(questions)
         top_k = min(top_k, len(self.corpus))
-        size = max(1, min(self._pairs // self.batch_size, len(questions)))
+        pairs = self._pairs * self.serving.placement.padded(1)
+        size = max(1, min(pairs // self.serving.batch_size, len(questions)))
         parts = [
             QuestionGroup(
                 group.indices[chunk], jax.tree.map(lambda x, chunk=chunk: x[chunk], group.states)
@@ -199,7 +209,7 @@ class CachedReranker:
                 rows = np.where(np.arange(len(block.rows)) < block.count, block.rows, -1)
                 rows = jax.device_put(rows)
                 for i, part in enumerate(parts):
-                    kept[i] = self._best(self._state, block.memory, part.states, rows, kept[i])
+                    kept[i] = self._call(self._best, block.memory, part.states, rows, kept[i])
                 jax.block_until_ready(kept)  # keeps the progress bar from running ahead
                 progress.advance(len(questions) * block.count)
         self._reader.warn_missing()
@@ -225,36 +235,47 @@ class CachedReranker:
         groups: list[QuestionGroup] = []
         for longest in np.unique(columns):
             indices, encoded = np.flatnonzero(columns == longest), []
-            for chunk in _chunks(indices, self.batch_size):
+            for chunk in _chunks(indices, self.serving.batch_size):
                 packed = [
                     self._pack(Example((), tokens[i]), bucket, questions[i].id) for i in chunk
                 ]
                 arrays = batch([_columns(one, slots, longest) for one in packed])
-                encoded.append(self._encode_questions(self._state, vlp_inputs(arrays)))
+                encoded.append(self._call(self._encode_questions, self._put(arrays)))
             joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *encoded)
             count = len(indices)
             states = jax.tree.map(lambda x, n=count: x[:n], joined)
+            states = self.serving.placement.copied(states)
             groups.append(QuestionGroup(indices, states))
         return groups
 
     def _blocks(self, rows: np.ndarray) -> Iterator[SourceBlock]:
         """Encodes the sources at `rows`, in blocks of similar length and the same modality."""
         config, is_image = self._packer.config, self._reader.is_image[rows]
+        size = self.serving.batch_size
         length = self._reader.text_length(rows[:, None])
         for picture in (False, True):
             members = np.flatnonzero(is_image == picture)
             members = members[np.argsort(length[members], kind="stable")]
             bucket = config.bucket_index(int(picture), _LONGEST, 2)
-            for start in range(0, len(members), self.batch_size):
-                chunk = members[start : start + self.batch_size]
-                filled = np.resize(rows[chunk], self.batch_size)
+            for start in range(0, len(members), size):
+                chunk = members[start : start + size]
+                filled = np.resize(rows[chunk], size)
                 packed = [self._source(int(row), bucket) for row in rows[chunk]]
                 longest = max(int(np.flatnonzero(one["context_mask"])[-1]) + 1 for one in packed)
                 longest = -(-longest // _SOURCE_COLUMNS) * _SOURCE_COLUMNS
                 packed = [_columns(one, 0, longest) for one in packed]
-                arrays = batch([packed[i % len(packed)] for i in range(self.batch_size)])
-                memory = self._encode_sources(self._state, vlp_inputs(arrays))
+                arrays = batch([packed[i % len(packed)] for i in range(size)])
+                memory = self._call(self._encode_sources, self._put(arrays))
                 yield SourceBlock(filled, len(chunk), memory)
+
+    def _put(self, arrays: Packed) -> VLPInputs:
+        """A whole batch on the devices."""
+        placement = self.serving.placement
+        own = placement.rows(self.serving.batch_size)
+        return vlp_inputs({name: array[own] for name, array in arrays.items()}, placement)
+
+    def _call(self, function: Any, *arrays: Any) -> Any:
+        return self.serving.placement.call(function, self._state, *arrays)
 
     def _source(self, row: int, bucket: int) -> Packed:
         example = self._reader.example(RawExample("", (self._reader.raw(row),)), (), ())

@@ -1,0 +1,174 @@
+"""Where a trained model is used, and how many examples a call takes.
+
+`mmqa embed`, `rerank`, `answer`, `candidates`, `caption` and what `mmqa plan` compiles for them ask
+the functions here. By default every device of the process holds a copy of the model, and the rows
+of a batch are split over all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from mmqa_jax.core.chips import chip_of_kind
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import MESH_AXES, RowPlacement, batch_blocks, make_mesh, placement_of
+
+AUTO: Literal["auto"] = "auto"
+BatchSize = int | Literal["auto"]
+
+_SHARE = 0.5  # of what is free: other parts of a row have their own batches
+_BESIDE_TRAINING = 8  # examples a device: the training state has the memory
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCost:
+    """What decides how many examples a call of a program takes.
+
+    Attributes:
+      unit: what the examples are.
+      on_cpu: examples of a call on CPUs, which larger ones do not make faster.
+      most: examples of a call for each device of another kind; beyond them its units are busy, and
+        the last batch of a bucket only has more padding.
+      bytes: of an example's inputs and activations on a device, with room.
+    """
+
+    unit: str
+    on_cpu: int
+    most: int
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """How a model's batches run, as given or chosen.
+
+    Attributes:
+      batch_size: examples of a whole call, a multiple of what the mesh splits them into.
+    """
+
+    placement: RowPlacement
+    batch_size: int
+    unit: str
+
+    def to_json(self) -> dict[str, Any]:
+        """`devices`, `mesh` (axis -> size) and `batch_size`."""
+        mesh = self.placement.mesh
+        shape = dict.fromkeys(MESH_AXES, 1) if mesh is None else dict(mesh.shape)
+        return {"devices": math.prod(shape.values()), "mesh": shape, "batch_size": self.batch_size}
+
+    def __str__(self) -> str:
+        """`8 devices (data=8), 1,024 pairs a batch`."""
+        said = self.to_json()
+        axes = " ".join(f"{axis}={size}" for axis, size in said["mesh"].items() if size > 1)
+        devices = f"{said['devices']} devices ({axes})" if axes else "1 device"
+        return f"{devices}, {self.batch_size:,} {self.unit} a batch"
+
+
+def serving_mesh(
+    shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """The mesh that a trained model is used on.
+
+    Args:
+      shape: size of each mesh axis, as of `make_mesh`; None: a copy on each device.
+      devices: those of this process by default; of a launch of several, each has its own mesh and
+        does its share of the job.
+
+    Raises:
+      UserError: axes or sizes that do not fit the devices.
+    """
+    return make_mesh(shape or None, jax.local_devices() if devices is None else devices)
+
+
+def loading_mesh(shape: Mapping[str, int] | None = None) -> Mesh | None:
+    """`serving_mesh` for weights that are loaded; None where it has one device, the default one."""
+    mesh = serving_mesh(shape)
+    return mesh if mesh.size > 1 else None
+
+
+def serve(
+    given: BatchSize, cost: RowCost, parameters: Any, *, beside_training: bool = False
+) -> Serving:
+    """How batches run with a model's parameters, which are on their devices.
+
+    Args:
+      given: examples of a whole call, or AUTO.
+      parameters: pytree of arrays.
+      beside_training: with AUTO few examples a device, the same on all processes of the mesh.
+    """
+    placement = placement_of(parameters)
+    devices = [jax.local_devices()[0]] if placement.mesh is None else placement.mesh.devices.flat
+    blocks = placement.padded(1)
+    if given != AUTO:
+        size = given
+    elif beside_training:
+        size = max(cost.on_cpu, 0 if _is_cpu(devices[0]) else _BESIDE_TRAINING * blocks)
+    else:
+        size = chosen_batch_size(cost, blocks, devices[0])
+    return Serving(placement, placement.padded(size), cost.unit)
+
+
+def planned_batch_size(given: BatchSize, cost: RowCost, mesh: Mesh, held: float) -> int:
+    """Examples of a whole call on a mesh of devices that need not be there.
+
+    Args:
+      held: bytes of the parameters on one device.
+    """
+    if given == AUTO:
+        given = chosen_batch_size(cost, batch_blocks(mesh), mesh.devices.flat[0], held)
+    return RowPlacement(mesh).padded(given)
+
+
+def chosen_batch_size(
+    cost: RowCost, blocks: int, device: jax.Device, held: float | None = None
+) -> int:
+    """Examples of a whole call whose rows are split into `blocks`, on devices of this kind.
+
+    Args:
+      held: bytes of the parameters on one device that is not there; None: what this device holds.
+    """
+    if _is_cpu(device):
+        return cost.on_cpu
+    rows = min(cost.most, _SHARE * _free(device, held) / cost.bytes)
+    return blocks * 2 ** int(math.log2(max(rows, 1)))
+
+
+def _is_cpu(device: jax.Device) -> bool:
+    return device.platform == "cpu"
+
+
+def _free(device: jax.Device, held: float | None) -> float:
+    """Bytes of a device's memory beside what it holds; no limit where it does not say."""
+    stats = {} if held is not None else device.memory_stats() or {}
+    chip = chip_of_kind(device.device_kind)
+    limit = stats.get("bytes_limit") or (math.inf if chip is None else chip.hbm_bytes)
+    return max(limit - (stats.get("bytes_in_use", 0) if held is None else held), 0.0)
+
+
+def read_batch_size(text: str) -> BatchSize:
+    """`--batch_size`: UserError for what is neither a positive number nor `auto`."""
+    if text == AUTO:
+        return AUTO
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UserError(f"--batch_size={text}: at least 1 was expected, or auto; correct it.")
+
+
+def read_mesh(text: str) -> dict[str, int]:
+    """`--mesh`: `fsdp=4,tensor=2` -> sizes by axis; UserError for another form."""
+    shape = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or not size.removeprefix("-").isdecimal():
+            raise UserError(
+                f"--mesh={text}: AXIS=SIZE,... was expected, with the axes {', '.join(MESH_AXES)}, "
+                "such as fsdp=4,tensor=2; correct it."
+            )
+        shape[axis] = int(size)
+    return shape
