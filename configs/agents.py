@@ -60,7 +60,7 @@ def paper_rows(dataset: str, published: Mapping[str, Sequence[Figure]], scorer: 
       dataset: whose files of Prophet's authors are in downloads/prophet.
       published: row -> its figures; rows that are not there are left out.
     """
-    llm = _rows.language_model(LLAMA, length=4096, buckets=(32, 128, 512), prefill_tokens=1024)
+    llm = _rows.language_model(LLAMA, length=4096)
     heuristics = _rows.heuristics(*_prophets_files(dataset))
     parts = {
         "llm": llm,

@@ -5,6 +5,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import auto
+
+AUTO = "auto"  # chosen where it is used
+
 _SHOWN = {"order": "most_similar_first", "seed": 0}
 _HEURISTICS = {"similarity": "answer_aware", "seed": 0}
 # Setting of a prompted system -> its options with their defaults, so that each can be overridden.
@@ -93,7 +97,7 @@ def llava15(
         "paper": "llava",
         "system": "llava",
         "setting": "llava",
-        "parts": {"llm": language_model(LLAVA15[name][0], slots=16, length=4096)},
+        "parts": {"llm": language_model(LLAVA15[name][0], length=4096)},
         "options": options,
         "published": tuple(
             {
@@ -118,15 +122,16 @@ def language_model(
     Args:
       model: as `mmqa prompt --model`.
       cache: file of kept responses that several rows share; "" is each workdir's own.
-      engine: sizes that differ from these (see configs/prompt/default.py).
+      engine: values that differ from these (see configs/prompt/default.py). `length` is what
+        prompts are shortened to; the other sizes and the devices are chosen.
     """
-    sizes = {"slots": 32, "length": 1024, "buckets": (32, 128), "prefill_tokens": 256, "block": 128}
+    sizes = {"slots": AUTO, "length": 1024, "buckets": AUTO, "prefill_tokens": AUTO, "block": 128}
     return {
         "model": model,
         "backend": backend,
         "tokenizer": "",
         "dtype": "auto",
-        "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
+        "mesh": {"data": AUTO, "fsdp": AUTO, "tensor": AUTO},
         "engine": {**sizes, **engine},
         "server": {
             "concurrency": 8,
@@ -191,6 +196,11 @@ def make_row(
         **{key: row[key] for key in ("where", "context") if key in row},
     }
     config.parts = row["parts"]
+    for name in ("engine", "mesh"):
+        section = config.parts.get("llm", {}).get(name, {})
+        for key in [key for key, value in section.items() if value == AUTO]:
+            with section.ignore_type():
+                section[key] = auto()  # which a number may replace
     config.options = {**OPTIONS.get(row["setting"], {}), **row.get("options", {})}
     # lemmatizer: "" is spaCy where it is installed; bart: "" leaves fluency out (WebQA's scores).
     config.scoring = {"lemmatizer": "", "bart": ""}

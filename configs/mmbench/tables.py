@@ -35,7 +35,7 @@ COLUMNS = {
 _rows = config_beside(__file__, "../rows.py")
 MADE_BY |= dict(_rows.LLAVA15.values())
 _GEMINI = _rows.language_model("gemini-pro-vision", "openai")
-_LLAVA = _rows.language_model(LLAVA, slots=16, length=4096)
+_LLAVA = _rows.language_model(LLAVA, length=4096)
 _SMOLLM2 = _rows.language_model("smollm2", length=2048)
 _LIBRARY = _rows.library(data=SCIENCEQA, text_model=CLIP, image_model=CLIP)
 _MINILM = _rows.library(data=SCIENCEQA, text="question_and_choices")

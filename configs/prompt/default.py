@@ -2,6 +2,8 @@
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.config import auto
+
 MODES = ("runlocal",)
 
 
@@ -22,13 +24,18 @@ def get_config(mode: str = "") -> ConfigDict:
         "length_penalty": 0.0,
     }
     # --backend=engine. dtype: auto (float32 on a CPU, bfloat16 elsewhere), float32, bfloat16.
-    config.model = {"dtype": "auto", "mesh": {"data": 1, "fsdp": 1, "tensor": 1}}
-    # See EngineConfig in mmqa_jax/decoding/slot_runner.py.
+    # mesh auto: a copy of the weights on each device of the process, split over `tensor` where no
+    # useful cache fits beside them; all 1 is one device.
+    config.model = {"dtype": "auto", "mesh": {"data": auto(), "fsdp": auto(), "tensor": auto()}}
+    # See EngineConfig in mmqa_jax/decoding/slot_runner.py. auto: chosen for model, device, its free
+    # memory and the prompts (decoding/sizes.py), printed, and named in what --json prints. A number
+    # as `length` is the most tokens of a prompt with its answer; auto is what the model reads. Of
+    # the cache a slot has as many as the prompts at hand need.
     config.engine = {
-        "slots": 16,
-        "length": 2048,
-        "buckets": (32, 128),
-        "prefill_tokens": 256,
+        "slots": auto(),
+        "length": auto(),
+        "buckets": auto(),
+        "prefill_tokens": auto(),
         "block": 128,
         "decode_block": 0,
         "scan_layers": None,

@@ -32,7 +32,7 @@ _SCORER = "scienceqa/letter_or_wrong"
 _rows = config_beside(__file__, "../rows.py")
 MADE_BY |= dict(_rows.LLAVA15.values())
 _MODELS = {
-    "llava": _rows.language_model(LLAVA, slots=16, length=4096),
+    "llava": _rows.language_model(LLAVA, length=4096),
     "qwen_vl": _rows.language_model("qwen-vl", "openai"),
     "internlm": _rows.language_model("internlm-xcomposer2-vl", "openai"),
     "gemini": _rows.language_model("gemini-pro-vision", "openai"),

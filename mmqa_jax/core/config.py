@@ -333,11 +333,11 @@ def _override(config: ConfigDict, key: str, value: Any, file: Path) -> None:
 def _parse(value: Any, kind: type, current: Any) -> Any:
     """Converts an override to the type `kind`; raises ValueError if that is impossible.
 
-    A whole number and `auto` may replace each other; the config's check knows where.
+    A whole number, or several, and `auto` may replace each other; the config's check knows where.
     """
-    if current == "auto" and type(number := _literal(value)) is int:
-        return number
-    if value == "auto" and kind is int:
+    if current == "auto" and type(given := _literal(value)) in (int, tuple, list):
+        return given
+    if value == "auto" and kind in (int, tuple):
         return value
     if isinstance(value, str) and kind is not str:
         value = _literal(value)
@@ -407,8 +407,8 @@ def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         choices = ", ".join(map(str, get_args(kind)))
         return f"one of {choices}" if len(get_args(kind)) > 1 else choices
-    if kind == int | Literal["auto"]:
-        return "a whole number or auto"
+    if get_origin(kind) in (Union, types.UnionType) and Literal["auto"] in get_args(kind):
+        return " or ".join(map(_describe, get_args(kind)))
     if get_origin(kind) is tuple and get_args(kind)[1:] == (Ellipsis,):
         return f"a tuple whose items are each {_describe(get_args(kind)[0])}"
     if get_origin(kind) is tuple:

@@ -146,7 +146,7 @@ def chosen_batch_size(
     """
     if _is_cpu(device):
         return cost.on_cpu
-    rows = min(cost.most, _SHARE * _free(device, held) / cost.bytes)
+    rows = min(cost.most, _SHARE * free_bytes(device, held) / cost.bytes)
     return blocks * 2 ** int(math.log2(max(rows, 1)))
 
 
@@ -154,8 +154,12 @@ def _is_cpu(device: jax.Device) -> bool:
     return device.platform == "cpu"
 
 
-def _free(device: jax.Device, held: float | None) -> float:
-    """Bytes of a device's memory beside what it holds; no limit where it does not say."""
+def free_bytes(device: jax.Device, held: float | None = None) -> float:
+    """Bytes of a device's memory beside what it holds; no limit where it does not say.
+
+    Args:
+      held: by a device that is not there; None: what this device says.
+    """
     stats = {} if held is not None else device.memory_stats() or {}
     chip = chip_of_kind(device.device_kind)
     limit = stats.get("bytes_limit") or (math.inf if chip is None else chip.hbm_bytes)

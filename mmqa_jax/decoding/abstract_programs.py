@@ -67,10 +67,10 @@ def engine_programs(
     programs = Programs(model, sizes, mesh)
 
     def array(kind: str, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=programs.whole)
+        return jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=programs.rows)
 
     columns, bucket = columns or sizes.length, sizes.buckets[-1]
-    rows = sizes.rows(bucket)
+    rows = sizes.rows(bucket, programs.shards)
     of_row = array("int32", rows)
     branches = None
     if not programs.scanned:
@@ -78,7 +78,7 @@ def engine_programs(
     limit = sizes.read(columns)
     before = max(columns - bucket, 0)  # columns in front of the chunk
     chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None)
-    active = array("bool", sizes.slots)
+    active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
     of_prompt = sizes.read(before if programs.scanned else columns)
     return {
         "decode": Program(programs.step, (state, programs.cache, programs.slots, active, limit)),

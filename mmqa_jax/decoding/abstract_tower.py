@@ -9,11 +9,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.mesh import replicated
+from mmqa_jax.core.mesh import batch_sharding, replicated
 from mmqa_jax.decoding.abstract_programs import Program
 from mmqa_jax.decoding.image_patches import PatchIds
 from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
-from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.decoding.slot_runner import EngineConfig, slot_shards
 from mmqa_jax.models.llava import Llava, LlavaConfig
 
 
@@ -29,7 +29,9 @@ def tower_programs(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh) -> dict
       {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks}.
     """
     tower = nnx.eval_shape(lambda: tower_of(Llava(config, rngs=nnx.Rngs(0))))
-    programs = TowerPrograms(tower, config, replicated(mesh), mesh)
+    shards = slot_shards(sizes.slots, mesh)
+    of_rows = batch_sharding(mesh) if shards > 1 else replicated(mesh)
+    programs = TowerPrograms(tower, config, of_rows, mesh)
     dtype, size = np.dtype(config.llama.dtype), config.vision.image_size
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=programs.parameters),
@@ -40,7 +42,7 @@ def tower_programs(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh) -> dict
     patches = (config.vision.patches, config.llama.hidden)
     picture = jax.ShapeDtypeStruct(patches, dtype, sharding=programs.features)
     bucket = sizes.buckets[-1]
-    rows = sizes.rows(bucket)
+    rows = sizes.rows(bucket, shards)
     index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
     pictures = (picture,) * (rows * PatchIds(config).in_chunk(bucket))
     return {

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 Shorten = Callable[[Request, int], Request | None]
 AnySequence = GeneratedSequence | ScoredSequence
+Batch = dict[int, AnySequence]  # by row
 Tokenized = TokenizedRequest | TokenizedScoring
 
 _LOOK_AHEAD = 4  # times the slots: this many requests are sorted so that common prefixes meet
@@ -102,27 +103,40 @@ class Engine:
             unstack_layers(model)
         if config.weights == "int8":
             quantize_weights(model)
-        self.config, self.throughput = config, Throughput()
-        self._runner = SlotRunner(model, config, mesh)
+        self.mesh, self.throughput = mesh, Throughput()
+        self._model, self._llava = model, llava
+        self._text, self._end_ids = tokenizer, frozenset(end_ids)
+        self._running = False
+        self._allocate(config)
+
+    def resize(self, config: EngineConfig) -> None:
+        """Other sizes, with a new cache; weights and what they are held as stay the same."""
+        assert not self._running, "an engine cannot be resized while it serves"
+        del self._runner, self._pictures  # their memory is free before the new is taken
+        self._allocate(config)
+
+    def _allocate(self, config: EngineConfig) -> None:
+        model, llava = self._model, self._llava
+        self.config = config
+        self._runner = SlotRunner(model, config, self.mesh)
         self._tokenizer = RequestTokenizer(
-            tokenizer,
-            frozenset(end_ids),
-            vocab_size,
+            self._text,
+            self._end_ids,
+            model.config.vocab_size,
             config.length,
             config.buckets,
             llava and PatchIds(llava.config),
         )
-        self._prefixes = PrefixCache(config.slots)
+        self._prefixes = PrefixCache(config.slots, self._runner.shards)
         self._pictures = llava and PictureFeatures(
             llava,
             config.slots,
             self._runner.rows,
             lambda one: self._prefixes.reusable(one.chunks, one.reusable),
             self.throughput,
-            mesh,
+            self.mesh,
         )
-        self._beams = BeamBatches(model, config, frozenset(end_ids))
-        self._running = False
+        self._beams = BeamBatches(model, config, self._end_ids)
         self._encoding: list[AnySequence] = []  # in slots, their prompts not yet in the cache
         # The output of a decode step that the host has not read yet.
         self._unread: tuple[dict[int, GeneratedSequence], Any] | None = None
@@ -259,7 +273,7 @@ class Engine:
             ended: list[AnySequence] = []
             if batches:
                 ended = self._prefill(batches)
-                for one in (one for batch in batches for one in batch):
+                for one in (one for batch in batches for one in batch.values()):
                     if isinstance(one, GeneratedSequence) and one.whole and not one.finish:
                         active[one.slot] = one
             elif decoding:
@@ -291,8 +305,10 @@ class Engine:
                     one.encoded = one.reused
         self._copy_prefixes()
 
-    def _batches(self, *, partial: bool) -> list[list[AnySequence]]:
-        """Sequences whose next chunks fill a batch of one program.
+    def _batches(self, *, partial: bool) -> list[Batch]:
+        """Sequences whose next chunks fill a batch of one program, by row.
+
+        Each shard of the slots has its own rows.
 
         Args:
           partial: if none is full, the fullest will do.
@@ -303,22 +319,35 @@ class Engine:
                 chunk = one.chunks[one.encoded]
                 bucket = bucket_of(len(chunk.tokens), self.config.buckets)
                 groups[bucket, chunk.trunk > 0].append(one)  # branches may be another program
+        shards = self._runner.shards
         full, rest = [], []
         for (bucket, _), group in groups.items():
-            rows = self.config.rows(bucket)
-            whole = len(group) - len(group) % rows
-            full += [group[n : n + rows] for n in range(0, whole, rows)]
-            rest.append((len(group) / rows, group))
+            count = self.config.rows(bucket, shards)
+            share = count // shards
+            of_shard: list[list[AnySequence]] = [[] for _ in range(shards)]
+            for one in group:
+                of_shard[self._prefixes.shard(one.slot)].append(one)
+            for first in range(0, max(map(len, of_shard)), share):
+                batch = {
+                    shard * share + row: one
+                    for shard, own in enumerate(of_shard)
+                    for row, one in enumerate(own[first : first + share])
+                }
+                if len(batch) == count:
+                    full.append(batch)
+                else:
+                    rest.append((len(batch) / count, batch))
         if full or not partial or not rest:
             return full
         return [max(rest, key=lambda one: one[0])[1]]
 
-    def _prefill(self, batches: Sequence[list[AnySequence]]) -> list[AnySequence]:
+    def _prefill(self, batches: Sequence[Batch]) -> list[AnySequence]:
         """Encodes the next chunks of batches; returns the sequences that this finished."""
         began = time.perf_counter()
         outputs: list[tuple[Callable[..., list[AnySequence]], Any]] = []
         for batch in batches:
-            chunk = batch[0].chunks[batch[0].encoded]
+            one = next(iter(batch.values()))
+            chunk = one.chunks[one.encoded]
             outputs += self._encode(batch, bucket_of(len(chunk.tokens), self.config.buckets))
         # Before a slot that others copy from can be given away.
         self._copy_prefixes()
@@ -341,19 +370,21 @@ class Engine:
                 one.encoded = one.reused
 
     def _encode(
-        self, batch: Sequence[AnySequence], bucket: int
+        self, batch: Batch, bucket: int
     ) -> list[tuple[Callable[..., list[AnySequence]], Any]]:
         """Encodes the next chunk of every sequence of a batch.
 
         Returns what must be read afterwards: a function, and the device arrays that it takes.
         """
-        count = self.config.rows(bucket)
+        count = self.config.rows(bucket, self._runner.shards)
         tokens = np.zeros((count, bucket), np.int32)
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rows = np.full(count, self.config.slots, np.int32)  # padding rows are not written
         branches = Branches(np.zeros(count, np.int32), np.zeros((count, bucket), np.int32))
-        chunks = [one.chunks[one.encoded] for one in batch]
-        pairs = list(enumerate(zip(batch, chunks, strict=True)))
+        chunks = [one.chunks[one.encoded] for one in batch.values()]
+        pairs = [
+            (row, (one, chunk)) for (row, one), chunk in zip(batch.items(), chunks, strict=True)
+        ]
         for row, (one, chunk) in pairs:
             tokens[row, : len(chunk.tokens)] = marked(chunk.tokens)
             starts[row], ends[row], rows[row] = chunk.start, chunk.end, one.slot

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,12 +85,15 @@ class PictureFeatures:
         self._drop()
 
     def rows(
-        self, batch: Sequence[SlotSequence], chunks: Sequence[Chunk], shape: tuple[int, int]
+        self,
+        batch: Mapping[int, SlotSequence],
+        chunks: Sequence[Chunk],
+        shape: tuple[int, int],
     ) -> jax.Array | None:
         """The embeddings of the patches in chunks that are about to be encoded.
 
         Args:
-          batch, chunks: sequences in slots and the next chunk of each.
+          batch, chunks: sequences in slots, by row, and the next chunk of each.
           shape: [R, L] of the batch with its padding.
 
         Returns:
@@ -100,7 +103,7 @@ class PictureFeatures:
         found = [self._ids.of(chunk.tokens) for chunk in chunks]
         needed = {
             number: one.pictures[number]
-            for one, patches in zip(batch, found, strict=True)
+            for one, patches in zip(batch.values(), found, strict=True)
             for _, number, _ in patches
         }
         if not needed:
@@ -111,12 +114,12 @@ class PictureFeatures:
         features += features[:1] * (most - len(features))
         first = {number: n * self._ids.patches for n, number in enumerate(needed)}
         index = np.zeros(shape, np.int32)
-        for row, patches in enumerate(found):
+        for row, patches in zip(batch, found, strict=True):
             for position, number, patch in patches:
                 index[row, position] = first[number] + patch
         index = jax.device_put(index, self._programs.parameters)
         embedded = self._run(self._programs.gather, tuple(features), index)
-        for one, chunk in zip(batch, chunks, strict=True):
+        for one, chunk in zip(batch.values(), chunks, strict=True):
             self._release(one, chunk.end)
         self._drop()
         return embedded

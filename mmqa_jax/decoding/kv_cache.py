@@ -18,7 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import partition_spec
 from mmqa_jax.models.layers import attention
@@ -153,6 +153,7 @@ def forward(
     branches: Branches | None = None,
     limit: int | None = None,
     implementation: str = "blocks",
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the decoder on tokens that follow what their rows hold, and caches keys and values.
 
@@ -170,6 +171,8 @@ def forward(
       limit: segments from this column on are not read, where no row reaches them; None reads all.
       implementation: "blocks" reads the cache in place; "cudnn", for many tokens of few rows on a
         GPU, takes the rows out and hands them to `layers.attention`.
+      mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
+        device's cache rows.
 
     Returns:
       Normed hidden states [R, L, H] and the cache.
@@ -186,6 +189,7 @@ def forward(
         all_rows=all_rows,
         limit=limit,
         implementation=implementation,
+        mesh=mesh,
     )
     return model.norm(x), cache
 
@@ -198,7 +202,7 @@ class Tokens:
     cos: jax.Array  # float32 [R, L, 1, D / 2], of their positions
     sin: jax.Array
     starts: jax.Array  # int [R]
-    furthest: jax.Array  # int: nothing from this column on is read
+    ends: jax.Array  # int [R]: nothing from this column on is read
     rows: jax.Array  # int [R]
     branches: Branches | None
 
@@ -216,7 +220,7 @@ def tokens_in(
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
     angles = positions[:, :, None, None] * inverse_frequencies(config)
-    return Tokens(columns, jnp.cos(angles), jnp.sin(angles), starts, ends.max(), rows, branches)
+    return Tokens(columns, jnp.cos(angles), jnp.sin(angles), starts, ends, rows, branches)
 
 
 def run_layers(
@@ -241,7 +245,7 @@ def run_layers(
 # Within a program too: all layers are then traced and lowered once, and XLA inlines them.
 @functools.partial(
     jax.jit,
-    static_argnames=("graphdef", "block", "all_rows", "limit", "implementation"),
+    static_argnames=("graphdef", "block", "all_rows", "limit", "implementation", "mesh"),
     donate_argnames="held",
 )
 def _layer(
@@ -255,23 +259,122 @@ def _layer(
     all_rows: bool = False,
     limit: int | None = None,
     implementation: str = "blocks",
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     layer = nnx.merge(graphdef, params)
     q, k, v = layer.project(x, of_tokens.cos, of_tokens.sin)
-    held = write(held, k, v, of_tokens.rows, of_tokens.starts, limit)
-    read, segments = None if all_rows else of_tokens.rows, held.within(limit)
-    where = (of_tokens.columns, of_tokens.branches, read)
-    if implementation == "blocks":
-        attended = _attend(q, segments, *where, block=block, end=of_tokens.furthest)
-    else:
-        attended = _attend_to_rows(q, segments, *where, implementation)
+
+    def attend(q, k, v, held, rows, starts, ends, columns, branches):
+        held = write(held, k, v, rows, starts, limit)
+        read = None if all_rows else rows
+        segments = held.within(limit)
+        if implementation == "blocks":
+            out = _attend(q, segments, columns, branches, read, block=block, end=ends.max())
+        else:
+            out = _attend_to_rows(q, segments, columns, branches, read, implementation)
+        return out, held
+
+    of_rows = _axes_of_rows(held, mesh)
+    if of_rows is not None:
+        attend = _on_own_rows(attend, held, of_rows, mesh)
+    where = (of_tokens.rows, of_tokens.starts, of_tokens.ends, of_tokens.columns)
+    attended, held = attend(q, k, v, held, *where, of_tokens.branches)
     return layer.finish(x, attended), held
 
 
+def _specs(layer: LayerCache, mesh: Mesh) -> LayerCache:
+    """How the mesh splits a layer's arrays, as `layout` says."""
+
+    def of(x: jax.Array | None, names: tuple[str, ...]) -> PartitionSpec | None:
+        return None if x is None else partition_spec(names, x.shape, mesh)
+
+    return LayerCache(
+        tuple(
+            Segment(
+                of(one.key, _KEY_NAMES),
+                of(one.value, _VALUE_NAMES),
+                of(one.key_scale, _SCALE_NAMES),
+                of(one.value_scale, _SCALE_NAMES),
+            )
+            for one in layer.segments
+        )
+    )
+
+
+def _axes_of_rows(layer: LayerCache, mesh: Mesh | None) -> Any:
+    """The mesh axes that a cache's rows are split over; None if they are not."""
+    return None if mesh is None else _specs(layer, mesh).segments[0].key[0]
+
+
+def _on_own_rows(attend: Callable[..., Any], layer: LayerCache, of_rows: Any, mesh: Mesh) -> Any:
+    """`attend` of `forward` where rows are split: each device does its own, and its own heads.
+
+    Left to itself, XLA would exchange rows, since it does not know which device a row is on.
+    """
+    specs = _specs(layer, mesh)
+    row = PartitionSpec(of_rows)
+    of_token = PartitionSpec(of_rows, None, specs.segments[0].key[1])
+
+    def local(q, k, v, held, rows, *rest):
+        count = held.segments[0].key.shape[0]
+        return attend(q, k, v, held, rows - jax.lax.axis_index(of_rows) * count, *rest)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(of_token, of_token, of_token, specs, row, row, row, row, row),
+        out_specs=(of_token, specs),
+        check_vma=False,
+    )
+
+
 def copy(
+    cache: KVCache,
+    source: jax.Array,
+    target: jax.Array,
+    end: jax.Array,
+    block: int,
+    mesh: Mesh | None = None,
+) -> KVCache:
+    """Row `source`'s columns below `end`, in whole blocks, into row `target`; donate the cache.
+
+    mesh: where the cache lies; if its rows are split, both are on the same device.
+    """
+    of_rows = _axes_of_rows(cache[0], mesh)
+    if of_rows is None:
+        return _copy(cache, source, target, end, block)
+
+    def local(cache, source, target, end):
+        own, source, target = own_rows(of_rows, cache[0].segments[0].key.shape[0], source, target)
+        return _copy(cache, source, target, jnp.where(own, end, 0), block)
+
+    specs, whole = (_specs(cache[0], mesh),) * len(cache), PartitionSpec()
+    local = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, whole, whole, whole),
+        out_specs=specs,
+        check_vma=False,
+    )
+    return local(cache, source, target, end)
+
+
+def own_rows(
+    axes: Any, count: int, source: jax.Array, target: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Within a shard_map: whether this device has a pair of rows, and their numbers there.
+
+    axes: of the mesh, that rows are split over, `count` to a device. Of rows elsewhere, 0.
+    """
+    first = jax.lax.axis_index(axes) * count
+    own = (source >= first) & (source < first + count)
+    return own, jnp.where(own, source - first, 0), jnp.where(own, target - first, 0)
+
+
+def _copy(
     cache: KVCache, source: jax.Array, target: jax.Array, end: jax.Array, block: int
 ) -> KVCache:
-    """Row `source`'s columns below `end`, in whole blocks, into row `target`; donate the cache."""
+    """`copy` on one device."""
 
     def move(x: jax.Array | None, axis: int, first: jax.Array, size: int) -> jax.Array | None:
         if x is None:

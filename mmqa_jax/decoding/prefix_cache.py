@@ -7,6 +7,7 @@ copying them from another slot changes no bit.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -71,13 +72,27 @@ class Placement(NamedTuple):
     reused: int  # the number of these chunks
 
 
-class PrefixCache:
-    """Which prompt every slot holds, also after its request is finished."""
+_SPARE = 4  # a shard may have a quarter of its slots fewer free than another for a common prefix
 
-    def __init__(self, slots: int):
+
+class PrefixCache:
+    """Which prompt every slot holds, also after its request is finished.
+
+    Args:
+      slots: their number.
+      shards: devices, or groups of them, that hold equally many consecutive slots each. A prefix is
+        copied within a shard alone: each encodes it once, at the same time.
+    """
+
+    def __init__(self, slots: int, shards: int = 1):
+        self._of_shard = slots // shards
         self._held: list[list[Chunk]] = [[] for _ in range(slots)]
         self._used = [0] * slots  # when the slot was last used
         self._now = 0
+
+    def shard(self, slot: int) -> int:
+        """The shard that a slot belongs to."""
+        return slot // self._of_shard
 
     def reusable(self, chunks: Sequence[Chunk], most: int) -> int:
         """How many of a prompt's first chunks, up to `most`, some slot holds."""
@@ -88,16 +103,21 @@ class PrefixCache:
 
         A free slot that holds the longest common prefix is taken itself. Otherwise the prefix is
         copied into the least recently used one; its source is not free, so that it is not
-        overwritten before the copy.
+        overwritten before the copy. Shards are filled evenly.
         """
         free = set(free)
-        common = [min(common_prefix(held, chunks), most) for held in self._held]
-        source = max(range(len(common)), key=lambda slot: (common[slot], slot in free))
+        spare = collections.Counter(map(self.shard, free))
+        least = max(spare.values()) - self._of_shard // _SPARE
+        near = [n for n in range(len(self._held)) if spare[self.shard(n)] >= max(least, 1)]
+        common = {n: min(common_prefix(self._held[n], chunks), most) for n in near}
+        source = max(near, key=lambda n: (common[n], n in free, spare[self.shard(n)]))
         reused = common[source]
         if reused and source in free:
             slot = source
         else:
-            slot = min(free, key=lambda slot: (self._used[slot], slot))
+            own = self.shard(source) if reused else max(spare, key=lambda n: (spare[n], -n))
+            within = (n for n in free if self.shard(n) == own)
+            slot = min(within, key=lambda n: (self._used[n], n))
         self._now += 1
         self._held[slot] = chunks
         self._used[slot] = self._used[source] = self._now

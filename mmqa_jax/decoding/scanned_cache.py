@@ -10,6 +10,7 @@ itself makes would be copied first). Tests hold the compiled programs to this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import flax.struct
 import jax
@@ -19,7 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import partition_spec, split_rows
-from mmqa_jax.decoding.kv_cache import Branches, quantize
+from mmqa_jax.decoding.kv_cache import Branches, own_rows, quantize
 from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -164,7 +165,8 @@ def prefill(
       limit: cached columns read, 0 if all start at 0; no start is beyond.
       branches: of the tokens; None: every row is one sequence.
       implementation: of `layers.attention`, "blocks" or "splash" (not for branches).
-      mesh: where the cache lies.
+      mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
+        device's cache rows.
 
     Returns:
       Normed hidden states [R, L, H] and the cache.
@@ -180,9 +182,16 @@ def prefill(
         own = (column < branches.trunk[:, None, None]) | (column >= branches.begin[:, :, None])
         mask = mask & own[:, None]  # [R, 1, L, limit + L]
 
+    def read(cache: ScannedCache, layer: jax.Array, rows: jax.Array) -> ScannedCache:
+        return cache.map(lambda x: _rows(x, layer, rows, limit))
+
+    of_rows = _axes_of_rows(cache, mesh)
+    if of_rows is not None:
+        read = _of_own_rows(read, cache, of_rows, mesh)
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
         if limit:
-            held = cache.map(lambda x: _rows(x, layer, rows, limit))
+            held = read(cache, layer, rows)
             k = jnp.concatenate([_as_given(held.key, held.key_scale, k.dtype), k], axis=1)
             v = jnp.concatenate([_as_given(held.value, held.value_scale, v.dtype), v], axis=1)
         return attention(
@@ -195,9 +204,68 @@ def prefill(
 
 
 def copy(
+    cache: ScannedCache,
+    source: jax.Array,
+    target: jax.Array,
+    end: jax.Array,
+    block: int,
+    mesh: Mesh | None = None,
+) -> ScannedCache:
+    """Row `source`'s columns below `end`, in whole blocks, into row `target`; donate the cache.
+
+    mesh: where the cache lies; if its rows are split, both are on the same device.
+    """
+    of_rows = _axes_of_rows(cache, mesh)
+    if of_rows is None:
+        return _copy(cache, source, target, end, block)
+
+    def local(cache, source, target, end):
+        own, source, target = own_rows(of_rows, cache.key.shape[1], source, target)
+        return _copy(cache, source, target, jnp.where(own, end, 0), block)
+
+    specs, whole = _specs(cache, mesh), PartitionSpec()
+    local = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, whole, whole, whole),
+        out_specs=specs,
+        check_vma=False,
+    )
+    return local(cache, source, target, end)
+
+
+def _specs(cache: ScannedCache, mesh: Mesh) -> ScannedCache:
+    """How the mesh splits the arrays, as `layout` says."""
+    return cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
+
+
+def _axes_of_rows(cache: ScannedCache, mesh: Mesh | None) -> Any:
+    """The mesh axes that the rows are split over; None if they are not."""
+    return None if mesh is None else _specs(cache, mesh).key[1]
+
+
+def _of_own_rows(
+    read: Callable[..., ScannedCache], cache: ScannedCache, of_rows: Any, mesh: Mesh
+) -> Callable[..., ScannedCache]:
+    """`read` of `prefill` where rows are split: each device takes its own out of its cache."""
+    specs = _specs(cache, mesh)
+
+    def local(cache, layer, rows):
+        return read(cache, layer, rows - jax.lax.axis_index(of_rows) * cache.key.shape[1])
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec(), PartitionSpec(of_rows)),
+        out_specs=specs.map(lambda spec: PartitionSpec(*spec[1:])),
+        check_vma=False,
+    )
+
+
+def _copy(
     cache: ScannedCache, source: jax.Array, target: jax.Array, end: jax.Array, block: int
 ) -> ScannedCache:
-    """Row `source`'s columns below `end`, in whole blocks, into row `target`; donate the cache."""
+    """`copy` on one device."""
 
     def one(n: jax.Array, cache: ScannedCache) -> ScannedCache:
         def move(x: jax.Array) -> jax.Array:
@@ -317,11 +385,7 @@ def _write(
         return _write_rows(cache, new, rows, active, starts, 0)
     specs = _specs(cache, mesh)
     of_rows = specs.key[1]  # mesh axes of the rows
-    if rows is None:
-        news, per_row = specs, PartitionSpec(of_rows)
-    else:  # some rows, wherever they lie: every device gets all
-        news = specs.map(lambda spec: PartitionSpec(None, None, *spec[2:]))
-        per_row = PartitionSpec()
+    per_row = PartitionSpec(of_rows)
 
     def local(cache, new, chosen, starts):
         first = jax.lax.axis_index(of_rows) * cache.key.shape[1] if of_rows else 0
@@ -331,7 +395,7 @@ def _write(
     write = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs, news, per_row, per_row),
+        in_specs=(specs, specs, per_row, per_row),
         out_specs=specs,
         check_vma=False,
     )

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import replicated
+from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
 from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.kv_cache import Branches
 from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
@@ -113,9 +113,10 @@ class EngineConfig:
         """How many log-probabilities one program computes: few tokens of a prompt are scored."""
         return max(1, self.prefill_tokens // 4)
 
-    def rows(self, bucket: int) -> int:
-        """How many chunks of a bucket are encoded at once."""
-        return max(1, min(self.prefill_tokens // bucket, self.slots))
+    def rows(self, bucket: int, shards: int = 1) -> int:
+        """How many chunks of a bucket are encoded at once: equally many, and one at least, of each
+        shard of the slots."""
+        return shards * max(1, min(self.prefill_tokens // bucket, self.slots) // shards)
 
 
 def scans(config: EngineConfig, mesh: Mesh | None) -> bool:
@@ -124,6 +125,12 @@ def scans(config: EngineConfig, mesh: Mesh | None) -> bool:
         return config.scan_layers
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return device.platform == "tpu"
+
+
+def slot_shards(slots: int, mesh: Mesh | None) -> int:
+    """Over how many shards of a mesh so many slots are split; 1 where they do not divide."""
+    shards = 1 if mesh is None else batch_blocks(mesh)
+    return 1 if slots % shards else shards
 
 
 @flax.struct.dataclass
@@ -162,6 +169,9 @@ class Programs:
         # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
         computed = "float32" if device.platform == "cpu" else model.config.dtype
         dtype = config.cache_dtype or computed
+        self.shards = slot_shards(config.slots, mesh)
+        # Of arrays whose rows are those of the slots, or of chunks that go to them.
+        self.rows = batch_sharding(mesh) if self.shards > 1 else self.whole
         sizes = (model.config, config.slots, columns, dtype, mesh)
         if self.scanned:
             self.cache = scanned_cache.layout(*sizes)
@@ -174,7 +184,7 @@ class Programs:
 
         def encode(state, cache, tokens, starts, ends, rows, branches, patches, limit):
             model = nnx.merge(graphdef, state)
-            embedded = embed(model, tokens, patches)
+            embedded = by_rows(embed(model, tokens, patches))
             if self.scanned:
                 return scanned_cache.prefill(
                     model,
@@ -198,6 +208,7 @@ class Programs:
                 branches=branches,
                 limit=limit,
                 implementation=implementation,
+                mesh=mesh,
             )
 
         def begin(state, slots, hidden, lengths, rows, positions, parameters):
@@ -211,7 +222,7 @@ class Programs:
         def step(state, cache, slots, active, limit):
             model = nnx.merge(graphdef, state)
             position = jnp.where(active, slots.position, 0)
-            embedded = model.embed(slots.token[:, None])
+            embedded = by_rows(model.embed(slots.token[:, None]))
             if self.scanned:
                 hidden, cache = scanned_cache.decode(
                     model,
@@ -234,22 +245,27 @@ class Programs:
                     block=columns,
                     all_rows=True,
                     limit=limit,
+                    mesh=mesh,
                 )
             return cache, *next_tokens(model, slots, hidden, active)
 
         def score(state, hidden, rows, offsets, targets):
-            logits = nnx.merge(graphdef, state).logits(hidden[rows, offsets])  # [N, V]
+            predicting = by_rows(hidden[rows, offsets])  # each device some of them
+            logits = nnx.merge(graphdef, state).logits(predicting)  # [N, V]
             chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
             return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == targets
 
         def copy(cache, source, target, end):
             of_layers = scanned_cache if self.scanned else kv_cache
-            return of_layers.copy(cache, source, target, end, min(block, config.segment))
+            return of_layers.copy(cache, source, target, end, min(block, config.segment), mesh)
+
+        def by_rows(x: jax.Array) -> jax.Array:
+            return split_rows(x) if self.shards > 1 else x
 
         whole = self.whole
         of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
         self.encode = jax.jit(
-            encode, static_argnums=8, donate_argnums=1, out_shardings=(whole, of_cache)
+            encode, static_argnums=8, donate_argnums=1, out_shardings=(self.rows, of_cache)
         )
         self.begin = jax.jit(begin, donate_argnums=1, out_shardings=(whole, whole, whole))
         self.step = jax.jit(
@@ -333,6 +349,7 @@ class SlotRunner:
     ) -> jax.Array:
         """Encodes chunks [R, L] into the cache; hidden states [R, L, H]. See `kv_cache.forward`.
 
+        The n-th of `shards` equal parts of the R rows is of slots of the n-th part of all slots.
         patches: [R, L, H] on the device, as `rows` says, used where tokens are negative; None if
         there are none (a separate program).
         """
@@ -340,7 +357,7 @@ class SlotRunner:
         if self._programs.scanned:  # it reads what is in front of the chunks
             limit = self.config.read(starts.max())
             branches = branches if branches.trunk.any() else None
-        inputs = self.put((tokens, starts, ends, rows, branches, patches))
+        inputs = self._put_rows((tokens, starts, ends, rows, branches, patches))
         hidden, self.cache = self._run(
             self._programs.encode, self._state, self.cache, *inputs, limit
         )
@@ -366,7 +383,7 @@ class SlotRunner:
         Returns:
           Tokens [R] and their log-probabilities.
         """
-        inputs = self.put((lengths, rows, positions, parameters))
+        inputs = self._put_rows((lengths, rows, positions, parameters))
         self._slots, token, logprob = self._run(
             self._programs.begin, self._outer, self._slots, hidden, *inputs
         )
@@ -410,9 +427,18 @@ class SlotRunner:
     @property
     def rows(self) -> Sharding:
         """Where the embeddings of a batch of chunks lie."""
-        return self._programs.whole
+        return self._programs.rows
+
+    @property
+    def shards(self) -> int:
+        """Into how many equal shards the slots, and the rows of a batch of chunks, are split."""
+        return self._programs.shards
 
     def put(self, inputs: Any) -> Any:
         """Moves host arrays to the device, replicated over a mesh."""
         # The caller must not modify them afterwards: on CPU JAX may alias them.
         return jax.device_put(inputs, self._programs.whole)
+
+    def _put_rows(self, inputs: Any) -> Any:
+        """Moves host arrays of chunks [R, ...] to the devices of their slots."""
+        return jax.device_put(inputs, self._programs.rows)

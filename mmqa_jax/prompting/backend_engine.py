@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.data import images
 from mmqa_jax.data.llava_images import llava_pixels
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, TooLong, Unanswerable
+from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
 from mmqa_jax.decoding.throughput import Throughput
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting import llava_prompt
@@ -30,6 +32,8 @@ from mmqa_jax.prompting.chat_template import VicunaV1, pictures_of
 from mmqa_jax.prompting.read_ahead import read_ahead
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 
+_SHARED = 512  # tokens of continuations that are scored side by side, the most that are foreseen
+
 
 class _Prompt(NamedTuple):
     tokens: list[int]  # one placeholder per picture
@@ -43,37 +47,76 @@ class EngineBackend:
     """Serves from a LLaMA or LLaVA in this process; see backends.Backend.
 
     Args:
-      make_engine: called for the first query, so that a run whose answers are all cached loads no
-        weights. The engine must have the same tokenizer.
+      make_engine: called for the first queries with what they need, so that a run whose answers
+        are all cached loads no weights. The engine must have the same tokenizer.
       tokenizer: of the model, with its chat template.
-      length: the engine's.
+      length: the most tokens of a prompt with its answer.
       fingerprint: of weights and numerics (see local_model).
       llava: the config of a LLaVA, None for a LLaMA.
+      resize: gives the engine the sizes for later queries that need larger ones; None: its sizes
+        are enough for all.
     """
 
     def __init__(
         self,
-        make_engine: Callable[[], Engine],
+        make_engine: Callable[[Demand], Engine],
         tokenizer: TextTokenizer,
         *,
         length: int,
         fingerprint: str,
         llava: LlavaConfig | None = None,
+        resize: Callable[[Engine, Demand], None] | None = None,
     ):
         self._make_engine, self._tokenizer, self._llava = make_engine, tokenizer, llava
         self._length, self._fingerprint = length, fingerprint
         self._chat_format = tokenizer.template if llava is None else VicunaV1()
         self._throughput = Throughput()  # the engine's, once it is made
         self._warm = Throughput()  # at the first result: most of it compiling
+        self._resize, self._engine, self._demand = resize, None, UNKNOWN
+        self._counted: dict[int, tuple[weakref.ref[Query], int]] = {}  # by id()
         self.usage = Usage()
         self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
 
-    @functools.cached_property
+    @property
     def engine(self) -> Engine:
         """The engine, made on first use."""
-        engine = self._make_engine()
-        self._throughput = engine.throughput
+        return self._engine_for(UNKNOWN)
+
+    def _engine_for(self, demand: Demand) -> Engine:
+        if self._engine is None:
+            self._engine, self._demand = self._make_engine(demand), demand
+            self._throughput = self._engine.throughput
+        return self._engine
+
+    def _prepared(self, queries: Sequence[Query]) -> Engine:
+        """The engine with sizes for queries; resized at most twice, each time for all to come.
+
+        More sequences than at first are served in turn, up to twice as many.
+        """
+        needed = Demand(
+            sum(1 if isinstance(one, Choices) else one.decoding.n for one in queries),
+            max(map(self._needs, queries)),
+        )
+        engine, first = self._engine_for(needed), self._demand
+        if self._resize is None:
+            return engine
+        sequences, tokens = first.sequences, first.tokens
+        if sequences is not None and needed.sequences > 2 * sequences:
+            sequences = None
+        if tokens is not None and needed.tokens > engine.config.length:
+            tokens = None if needed.tokens <= LENGTH else needed.tokens
+        if (sequences, tokens) != (first.sequences, first.tokens):
+            self._demand = Demand(sequences, tokens)
+            self._resize(engine, self._demand)
         return engine
+
+    def sizes(self) -> dict[str, Any] | None:
+        """Devices, mesh and sizes of the engine; None: it was not needed."""
+        if self._engine is None:
+            return None
+        mesh = self._engine.mesh
+        shape = dict.fromkeys(MESH_AXES, 1) if mesh is None else dict(mesh.shape)
+        return sizes_json(shape, self._engine.config)
 
     @property
     def fingerprint(self) -> str:
@@ -104,16 +147,34 @@ class EngineBackend:
                 images.verify(picture.data, picture.name)
             except images.PictureError as error:
                 raise Unanswerable(str(error)) from error
-        count = len(prompt.tokens)
-        if isinstance(request, Choices):
-            more = max(map(len, self._continuations(request, prompt)))
-        else:
+        if not isinstance(request, Choices):
             request.decoding.request(request.id, images=prompt.pictures)
-            more = request.decoding.max_new_tokens
-        if self._llava is not None:
-            count += len(prompt.pictures) * (self._llava.vision.patches - 1)
+        count, more, _ = self._count_tokens(request, prompt)
         if count + more > self._length:
             raise TooLong(request.id, count, more, self._length)
+
+    def _count_tokens(self, request: Query, prompt: _Prompt) -> tuple[int, int, int]:
+        """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
+        count = len(prompt.tokens)
+        if self._llava is not None:
+            count += len(prompt.pictures) * (self._llava.vision.patches - 1)
+        if isinstance(request, Choices):
+            lengths = [len(one) for one in self._continuations(request, prompt)]
+            together = max(max(lengths), min(sum(lengths), _SHARED))
+        else:
+            lengths, together = [request.decoding.max_new_tokens], request.decoding.max_new_tokens
+        counts = count, max(lengths), together
+        # Prompts are checked before they are answered: they need not be tokenized again for this.
+        self._counted[id(request)] = weakref.ref(request), count + together
+        return counts
+
+    def _needs(self, request: Query) -> int:
+        """Tokens of a query and its answer, at most those that a query may have."""
+        known, tokens = self._counted.pop(id(request), (None, 0))
+        if known is None or known() is not request:
+            count, _, together = self._count_tokens(request, self._prompt(request))
+            tokens = count + together
+        return min(tokens, self._length)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend. Continuations of a conversation begin the assistant's next message.
@@ -121,7 +182,10 @@ class EngineBackend:
         Pictures are decoded ahead in threads, as many as the engine reads requests at once. A query
         whose picture is broken is a failure.
         """
-        for result in self.engine.serve(self._requests(queries)):
+        queries = list(queries)
+        if not queries:
+            return
+        for result in self._prepared(queries).serve(self._requests(queries)):
             self._count()
             if isinstance(result, Result):
                 self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)

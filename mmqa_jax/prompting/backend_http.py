@@ -73,6 +73,9 @@ class OpenAIBackend:
             "decode": self.usage.completion_tokens / seconds,
         }
 
+    def sizes(self) -> None:
+        """A server does not say."""
+
     def check(self, request: Query) -> None:
         """Rejects what the API cannot express, and what a server that counts tokens would refuse.
 

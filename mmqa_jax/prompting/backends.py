@@ -170,3 +170,6 @@ class Backend(Protocol):
 
     def rates(self) -> dict[str, float]:
         """Tokens per second by kind of work, such as `prefill` and `decode`."""
+
+    def sizes(self) -> dict[str, Any] | None:
+        """Devices and sizes of what answered in this process; None: nothing did."""

@@ -239,6 +239,10 @@ class Cached:
         """The backend's."""
         return self._backend.rates()
 
+    def sizes(self) -> dict[str, Any] | None:
+        """The backend's."""
+        return self._backend.sizes()
+
     def close(self) -> None:
         """Closes the cache's file."""
         self._cache.close()

@@ -5,20 +5,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax import __version__
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.mesh import make_mesh, platform
+from mmqa_jax.core.mesh import MESH_AXES, platform
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.sizes import SIZES, UNKNOWN, Demand, EngineSizes, choose_sizes
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
@@ -47,10 +54,10 @@ _CHUNK = 1 << 22
 class ModelConfig:
     """How a model is loaded. `dtype` is that of parameters and arithmetic: float32 or bfloat16, or
     "auto": float32 on a CPU, bfloat16 elsewhere. `mesh` is the size of each mesh axis; all 1 is
-    the default device."""
+    one device, "auto" is chosen (see decoding/sizes.py), as is what is left out."""
 
     dtype: str = "auto"
-    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    mesh: dict[str, int | Literal["auto"]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -64,7 +71,7 @@ def open_backend(
     *,
     tokenizer: str | os.PathLike | None = None,
     config: ModelConfig | None = None,
-    engine: EngineConfig | None = None,
+    engine: EngineConfig | Mapping[str, Any] | None = None,
     flag: str = "--model",
 ) -> EngineBackend:
     """Opens a LLaMA or LLaVA as a backend; its weights are loaded on first use.
@@ -74,8 +81,9 @@ def open_backend(
         its folder best), a published checkpoint in any layout that `mmqa convert --model=llama` (or
         llava) reads, or a name on the Hugging Face hub (see weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
-      config, engine: see ModelConfig and EngineConfig; an engine without config is as long as the
-        model, up to 2,048 tokens.
+      config: see ModelConfig.
+      engine: an EngineConfig, or values of one of which some may be "auto", as are those left out;
+        what is chosen is printed when the engine is made (see decoding/sizes.py).
       flag: that named the model, for messages.
 
     Raises:
@@ -87,29 +95,102 @@ def open_backend(
     kind = _kind(path, flag)
     shape = _config_of(kind, path)
     llama = shape.llama if isinstance(shape, LlavaConfig) else shape
-    engine = engine or EngineConfig(length=min(EngineConfig.length, llama.positions))
-    text = open_tokenizer(path if tokenizer is None else tokenizer)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else "bfloat16"
+    if isinstance(engine, EngineConfig):
+        engine = dataclasses.asdict(engine)
+    sizing = Sizing(
+        dataclasses.replace(llama, dtype=dtype),
+        {**dict.fromkeys(SIZES, AUTO), **(engine or {})},
+        config.mesh,
+        shape.vision if isinstance(shape, LlavaConfig) else None,
+    )
+    sizing.choose()  # sizes that do not fit are refused before any weights are read
+    text = open_tokenizer(path if tokenizer is None else tokenizer)
     # Engine sizes change answers at most in their last bits; rounding changes more.
-    numerics = [dtype, engine.cache_dtype, engine.weights, platform(), __version__]
-    parts = [kind, weights_hash(path), text.fingerprint, numerics]
+    numerics = [dtype, sizing.given("cache_dtype"), sizing.given("weights"), platform()]
+    parts = [kind, weights_hash(path), text.fingerprint, [*numerics, __version__]]
 
-    def make_engine() -> Engine:
-        mesh = None
-        if any(size != 1 for size in config.mesh.values()):
-            mesh = make_mesh(config.mesh)
+    def make_engine(demand: Demand) -> Engine:
+        sizes = sizing.choose(demand)
+        print(f"{path.name}: {sizes}", file=sys.stderr)
+        mesh = sizes.mesh() if len(sizes.devices) > 1 else None
         model = _load(kind, path, dtype, mesh)
-        return Engine(model, text, end_ids=text.end_ids, config=engine, mesh=mesh)
+        return Engine(model, text, end_ids=text.end_ids, config=sizes.engine, mesh=mesh)
+
+    def resize(engine: Engine, demand: Demand) -> None:
+        sizes = sizing.choose(demand)
+        if sizes.engine != engine.config:
+            print(f"{path.name}: {sizes}", file=sys.stderr)
+            engine.resize(sizes.engine)
 
     return EngineBackend(
         make_engine,
         text,
-        length=engine.length,
+        length=sizing.given("length") if sizing.given("length") != AUTO else llama.positions,
         fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
         llava=shape if isinstance(shape, LlavaConfig) else None,
+        resize=resize,
     )
+
+
+class Sizing:
+    """The devices and sizes of one model's engine; the memory is what was free at first.
+
+    Args:
+      llama: with the dtype that it is loaded in.
+      settings, mesh: see `decoding.sizes.choose_sizes`.
+      vision: of a LLaVA.
+    """
+
+    def __init__(
+        self,
+        llama: LlamaConfig,
+        settings: Mapping[str, Any],
+        mesh: Mapping[str, Any],
+        vision: VisionConfig | None,
+    ):
+        self._llama, self._settings, self._mesh = llama, settings, mesh
+        # Layers' matrices and the projector.
+        self._beside = 0.0
+        if vision is not None:
+            count = 12 * vision.layers * vision.hidden**2
+            count += llama.hidden * (vision.hidden + llama.hidden)
+            self._beside = count * (4 if llama.dtype == "float32" else 2)
+        self._free: float | None = None
+
+    def given(self, name: str) -> Any:
+        """A value of the settings, or EngineConfig's own."""
+        return self._settings.get(name, getattr(EngineConfig, name))
+
+    def choose(self, demand: Demand | None = None) -> EngineSizes:
+        """For a demand; None only checks what is given."""
+        devices = devices_for(self._mesh)
+        free = self._free
+        if free is None:
+            free = min(map(free_bytes, devices))
+        if demand is not None:
+            self._free = free
+        sizes = choose_sizes(
+            self._llama,
+            self._settings,
+            self._mesh,
+            devices,
+            demand or UNKNOWN,
+            free=free,
+            beside=self._beside,
+        )
+        if len(sizes.devices) > 1:
+            sizes.mesh()  # sizes that the devices do not have
+        return sizes
+
+
+def devices_for(mesh: Mapping[str, Any]) -> Sequence[jax.Device]:
+    """The devices of this process, or those of the whole launch where the mesh names as many."""
+    sizes = [mesh.get(axis, AUTO) for axis in MESH_AXES]
+    whole = AUTO not in sizes and math.prod(sizes) == jax.device_count()
+    return jax.devices() if whole else jax.local_devices()
 
 
 def _find(model: str | os.PathLike, flag: str) -> Path:

@@ -41,16 +41,16 @@ def open_backend(
             raise UserError(f"{named}={tokenizer}: a server has its own; leave it out.")
         return OpenAIBackend(model, ServerConfig(**config.server), flag)
     from mmqa_jax.core import distributed
-    from mmqa_jax.decoding.slot_runner import EngineConfig
+    from mmqa_jax.decoding.sizes import ENGINE_SPEC
     from mmqa_jax.prompting import local_model
 
-    check_section(config.engine, "engine", spec_of(EngineConfig))
+    check_section(config.engine, "engine", ENGINE_SPEC)
     check_section(config.model, "model", spec_of(local_model.ModelConfig))
     distributed.start()
     return local_model.open_backend(
         model,
         tokenizer=tokenizer,
-        config=local_model.ModelConfig(**config.model),
-        engine=EngineConfig(**config.engine),
+        config=local_model.ModelConfig(config.model.dtype, config.model.mesh.to_dict()),
+        engine=config.engine.to_dict(),
         flag=flag,
     )

@@ -108,6 +108,7 @@ def run_prompts(
         "completion_tokens": usage.completion_tokens,
         "seconds": round(seconds, 3),
         "requests_per_second": round(usage.requests / seconds, 3),
+        "engine": served.sizes(),
         "tokens_per_second": {kind: round(rate, 1) for kind, rate in served.rates().items()},
         **waiting,
     }

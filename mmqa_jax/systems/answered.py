@@ -47,7 +47,9 @@ def answering(
             }
             for i, prediction in enumerate(predictions)
         ]
-        return Part(rows, {"llm": {k: n - before[k] for k, n in _work(parts).items()}})
+        work = {k: n - before[k] for k, n in _work(parts).items()}
+        llm = parts.get("llm")
+        return Part(rows, {"llm": work, "engine": None if llm is None else llm.sizes()})
 
     return answer
 
@@ -73,12 +75,14 @@ class Answered:
       rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
       seconds: question id -> seconds that the parts spent on it.
       llm: what the language model's answers cost (prompting.cache.Work); empty without one.
+      engine: its last devices and sizes; None: a server, or all answers were kept ones.
     """
 
     predictions: list[Prediction]
     rankings: dict[str, list[Ranking]]
     seconds: dict[str, float]
     llm: dict[str, int]
+    engine: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Answered:
@@ -98,7 +102,8 @@ class Answered:
         llm: Counter[str] = Counter()
         for part in parts:
             llm.update(part.notes["llm"])
-        return cls(predictions, rankings, seconds, dict(llm))
+        engines = [part.notes["engine"] for part in parts if part.notes.get("engine")]
+        return cls(predictions, rankings, seconds, dict(llm), engines[-1] if engines else None)
 
 
 def _work(parts: dict[str, Any]) -> dict[str, int]:

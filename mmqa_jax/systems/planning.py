@@ -17,7 +17,6 @@ from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.systems.programs import (
     ENGINE,
-    engine_mesh,
     make_program,
     program_names,
     remat_keys,
@@ -154,7 +153,7 @@ def _remedies(
     name: str, config: ConfigDict, topology: Topology, model: str | None
 ) -> Iterator[Remedy]:
     """Changed configs, compiled: each kind of change until one fits."""
-    left, config = _MOST_REMEDIES, settled(name, config, topology.devices)
+    left, config = _MOST_REMEDIES, settled(name, config, topology.devices, model)
     for kind in _alternatives(name, config, len(topology.devices), model):
         for changes in kind:
             if left == 0:
@@ -176,7 +175,7 @@ def _alternatives(
     if name == "train":
         return [_stronger_remat(config), _whole_fsdp(config, devices), _halved(config, _BATCH)]
     if name in ENGINE:
-        present = engine_mesh(config, devices)
+        present = config.model.mesh.to_dict()
         split = [
             {f"model.mesh.{axis}": size for axis, size in mesh.items()}
             for mesh in whole_meshes(devices, model)
@@ -252,7 +251,7 @@ def best_settings(
     """
     name = chosen(config, only)[0]
     found: list[Found] = []
-    config = settled(name, config, topology.devices)
+    config = settled(name, config, topology.devices, model)
     for mesh, batches in _space(name, config, len(topology.devices)):
         fitted = 0  # of the batches, with the recomputation so far
         for remat in _all_remat(name, config):

@@ -24,12 +24,13 @@ from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops, traced_flops
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.core.serving import AUTO
-from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.core.serving import AUTO, free_bytes
+from mmqa_jax.decoding import sizes as sizes_of_engine
+from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.models import llama_config
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.systems.batch_shapes import VQA_ANSWERS, training_batch, vocabulary_size
-from mmqa_jax.systems.programs_in_use import OF_TASK, program_in_use
+from mmqa_jax.systems.programs_in_use import OF_TASK, of_one_host, program_in_use
 from mmqa_jax.training import tasks
 from mmqa_jax.training.base_llm import SCRATCH, base_path, llama_of, lora_of
 from mmqa_jax.training.checks import check_config
@@ -97,11 +98,20 @@ def make_program(
     return program_in_use(name, config, devices)
 
 
-def settled(name: str, config: ConfigDict, devices: Sequence[jax.Device]) -> ConfigDict:
-    """The config with the number that a program's batch size `auto` stands for."""
-    if name in ("train", *ENGINE) or config.inference.batch_size != AUTO:
+def settled(
+    name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
+) -> ConfigDict:
+    """The config with the numbers that `auto` stands for in a program's mesh and sizes."""
+    if name == "train" or (name not in ENGINE and config.inference.batch_size != AUTO):
         return config
     copy = ConfigDict(config.to_dict())
+    if name in ENGINE:
+        sizes = engine_sizes(config, devices, model)
+        for key in sizes_of_engine.SIZES:
+            set_key(copy, f"engine.{key}", getattr(sizes.engine, key))
+        for axis, size in sizes.shape.items():
+            set_key(copy, f"model.mesh.{axis}", size)
+        return copy
     set_key(copy, "inference.batch_size", make_program(name, config, devices).examples)
     return copy
 
@@ -249,17 +259,8 @@ def _engine(
         )
     from mmqa_jax.decoding.abstract_programs import engine_programs
 
-    mesh = make_mesh(engine_mesh(config, len(devices)), devices)
-    sizes = EngineConfig(**config.engine.to_dict())
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
-    llama = dataclasses.replace(preset(model), dtype=dtype)
-    if sizes.length > llama.positions:
-        raise UserError(
-            f"config key engine.length={sizes.length}: {model} reads at most {llama.positions} "
-            "tokens; lower it."
-        )
+    chosen, llama = engine_sizes(config, devices, model), _llama(config, devices, model)
+    mesh, sizes = chosen.mesh(), chosen.engine
     made = engine_programs(llama, sizes, mesh)
 
     def program(name: str, examples: int) -> Program:
@@ -289,18 +290,40 @@ def _engine(
         )
 
     bucket = sizes.buckets[-1]
+    rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
     return {
         "decode": program("decode", sizes.slots),
-        "prefill": program("prefill", bucket * sizes.rows(bucket)),
+        "prefill": program("prefill", bucket * rows),
     }
 
 
-def engine_mesh(config: ConfigDict, devices: int) -> dict[str, int]:
-    """The engine's mesh; one that asks for a single device is spread over all, on `tensor`."""
-    mesh = config.model.mesh.to_dict()
-    if all(size == 1 for size in mesh.values()):
-        return {**mesh, "tensor": devices}
-    return mesh
+def _llama(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> LlamaConfig:
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    return dataclasses.replace(preset(model), dtype=dtype)
+
+
+def engine_sizes(
+    config: ConfigDict, devices: Sequence[jax.Device], model: str
+) -> sizes_of_engine.EngineSizes:
+    """Mesh and sizes as `mmqa prompt` takes them for prompts up to `engine.length`.
+
+    By default those of one process, of one host's devices; a mesh of numbers is over as many of
+    the topology's as it names.
+    """
+    mesh, settings = config.model.mesh.to_dict(), config.engine.to_dict()
+    if AUTO in mesh.values():
+        devices = of_one_host(devices)
+    tokens = None if settings["length"] == AUTO else settings["length"]
+    return sizes_of_engine.choose_sizes(
+        _llama(config, devices, model),
+        settings,
+        mesh,
+        devices,
+        sizes_of_engine.Demand(tokens=tokens),
+        free=min(free_bytes(device, 0.0) for device in devices),
+    )
 
 
 def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:

@@ -67,11 +67,11 @@ def program_in_use(name: str, config: ConfigDict, devices: Sequence[jax.Device])
         "candidates": _candidates,
         "modality": _modality,
     }
-    mesh = serving_mesh(config.inference.get("mesh"), _of_one_host(devices))
+    mesh = serving_mesh(config.inference.get("mesh"), of_one_host(devices))
     return makers[name](config, mesh)
 
 
-def _of_one_host(devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
+def of_one_host(devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
     """The devices of the first process.
 
     A whole slice of eight v5e or v6e chips is one host's (Google's machine types that end in 8t);

@@ -43,7 +43,7 @@ class LLMSpec:
     backend: Literal["engine", "openai"] = "engine"
     tokenizer: str = ""
     dtype: str = "auto"
-    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    mesh: dict[str, int | Literal["auto"]] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
     cache: str = ""

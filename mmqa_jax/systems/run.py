@@ -218,6 +218,8 @@ def write_results(
     if _answers(config):
         evaluation.notes += notes_of_counts(evaluation, predictions)
     scores = _scores(config, questions, predictions, evaluation, limit, answered.llm)
+    if answered.engine is not None:
+        scores["engine"] = answered.engine
     row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
     _write(folder, row_run, answered.seconds, limit)
     return row_run

@@ -36,6 +36,9 @@ class FakeLLM:
     def rates(self) -> dict[str, float]:
         return {}
 
+    def sizes(self) -> None:
+        return None
+
     def text(self, query: Query) -> str:
         return query.messages[-1].text if isinstance(query, Chat) else query.prompt
 

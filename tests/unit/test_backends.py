@@ -124,7 +124,7 @@ def test_with_cache_and_without_the_same_answers(engine, requests, kept):
 
 
 def test_what_does_not_fit_is_refused_before_weights_are_loaded():
-    def no_engine():
+    def no_engine(demand):
         raise AssertionError("the engine was made")
 
     lazy = EngineBackend(no_engine, text_tokenizer(), length=SIZES.length, fingerprint="x")
@@ -162,7 +162,7 @@ def test_a_llava_sees_the_pictures_of_a_conversation():
     model = Llava(config, rngs=nnx.Rngs(3))
     engine = Engine(model, text_tokenizer(), config=sizes)
     backend = EngineBackend(
-        lambda: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
+        lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
     )
     red, blue = flag(), flag((20, 30, 240), (3, 9))
     first = Message("user", (red, "What is it"))

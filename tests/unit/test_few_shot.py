@@ -48,6 +48,9 @@ class FakeBackend:
     def rates(self):
         return {}
 
+    def sizes(self):
+        return None
+
     def answer(self, queries):
         for query in queries:
             self.seen.append(query.id)

@@ -396,7 +396,7 @@ PROMPT = f"--config={ROOT}/configs/prompt/default.py"
         ([SELECT, "--config.model.frontend=x102"], r"model\.frontend=x102: unknown"),
         ([PROMPT], r"--model is missing: .*llama2_7b"),
         ([PROMPT, "--model=llama2_8b"], r"--model=llama2_8b: .*did you mean 'llama.*_.*b'"),
-        ([PROMPT, "--model=smollm2", "--config.engine.length=100000"], r"engine\.length=100000"),
+        ([PROMPT, "--model=smollm2", "--config.engine.length=100000"], r"engine\.length is 100000"),
         ([f"--config={ROOT}/configs/webqa/tables.py:vlp"], r"--config.* neither a `task`"),
     ],
 )

@@ -74,7 +74,7 @@ def make_engine() -> Engine:
 def tiny_backend(engine: Engine, fingerprint: str = "tiny") -> EngineBackend:
     """A backend over an engine that is there."""
     return EngineBackend(
-        lambda: engine, text_tokenizer(), length=SIZES.length, fingerprint=fingerprint
+        lambda demand: engine, text_tokenizer(), length=SIZES.length, fingerprint=fingerprint
     )
 
 

@@ -1,0 +1,132 @@
+"""Plans and runs an engine on the devices that JAX has; prints what test_engine_sizes.py compares."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding.abstract_programs import engine_programs
+from mmqa_jax.decoding.slot_runner import EngineConfig, Programs
+from mmqa_jax.models.llama import Llama, unstack_layers
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.prompting.backends import Completion, Decoding
+from mmqa_jax.prompting.open import open_backend
+from mmqa_jax.prompting.stream import answer_all
+from mmqa_jax.systems import programs
+from mmqa_jax.weights.registry import architecture
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from tiny_llm import write_folder
+
+LENGTH, NEW = 128, 6
+CONFIG = Path(__file__).parents[2] / "configs/prompt/default.py"
+ONE = {"model.mesh.data": 1, "model.mesh.fsdp": 1, "model.mesh.tensor": 1}
+_COLLECTIVE = re.compile(
+    r"(?:\w+\[([\d,]*)\]\S* )(all-gather|all-reduce|all-to-all|collective-permute)[-(\w]"
+)
+
+
+def main(folder: Path) -> None:
+    write_folder(folder)
+    model = architecture("llama").open(folder).config
+    programs.PRESETS["tiny"] = lambda: model
+    found = {
+        "auto": of(folder, {}),
+        "tensor": of(folder, {"model.mesh.tensor": 2}),
+        "one": of(folder, ONE),
+        "scanned": compiled(model, True),
+        "unscanned": compiled(model, False),
+    }
+    print(json.dumps(found))
+
+
+def of(folder: Path, changes: dict) -> dict:
+    """What is planned and held on each device, and the answers."""
+    config = load_config(
+        CONFIG, {**changes, "engine.length": LENGTH, "engine.decode_block": LENGTH}
+    )
+    decode = programs.make_program("decode", config, jax.devices(), "tiny")
+    backend = open_backend("engine", str(folder), None, config)
+    decoding = Decoding(max_new_tokens=NEW, logprobs=True)
+    texts = [f"{'abc' * (n % 3 * 12)} {'xyz'[: n % 4]} {n % 7 * 'q'}" for n in range(39)]
+    texts.append("w" * (LENGTH - NEW))
+    queries = [Completion(n, text, decoding) for n, text in enumerate(texts)]
+    for query in queries:
+        backend.check(query)
+    answers, _ = answer_all(backend, queries)
+    engine = backend.engine
+    candidates = [answers[n].candidates[0] for n in range(len(queries))]
+    return {
+        "planned": {"parameters": decode.parameters, "cache": decode.cache},
+        "held": [
+            {
+                "parameters": bytes_on(device, nnx.state(engine._model)),
+                "cache": bytes_on(device, engine.cache),
+            }
+            for device in jax.devices()
+        ],
+        "sizes": backend.sizes(),
+        "answers": [{"tokens": one.tokens, "logprobs": one.logprobs} for one in candidates],
+    }
+
+
+def bytes_on(device: jax.Device, tree) -> int:
+    """Of the arrays' shards on a device."""
+    shards = (shard for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def compiled(model: LlamaConfig, scan: bool) -> dict:
+    """The engine's programs on eight copies: what each computes and exchanges."""
+    sizes = EngineConfig(
+        slots=16, length=64, buckets=(32,), prefill_tokens=256, block=32, scan_layers=scan
+    )
+    mesh = make_mesh({"data": 8})
+    one = make_mesh({"data": 1}, jax.devices()[:1])
+    made = facts(model, sizes, mesh)
+    for name, alone in facts(model, sizes, one).items():
+        made[name]["of_one"] = alone["flops"]
+    return made
+
+
+def facts(model: LlamaConfig, sizes: EngineConfig, mesh: Mesh) -> dict[str, dict]:
+    """Program -> FLOPs of a device, its collectives and the elements of their results."""
+    made = dict(engine_programs(model, sizes, mesh))
+    _, cache, *_ = made["decode"].arguments
+    number = jax.ShapeDtypeStruct((), "int32")
+    made["copy"] = (
+        Programs(nnx.eval_shape(lambda: built(model, sizes)), sizes, mesh).copy,
+        (*(cache, number, number, number),),
+    )
+    found = {}
+    for name, (function, arguments) in made.items():
+        with jax.set_mesh(mesh):
+            program = function.lower(*arguments).compile()
+        moved = _COLLECTIVE.findall(program.as_text())
+        found[name] = {
+            "flops": program.cost_analysis().get("flops", 0),
+            "collectives": [kind for _, kind in moved],
+            "gathered": sum(math.prod(map(int, shape.split(","))) for shape, _ in moved if shape),
+        }
+    return found
+
+
+def built(model: LlamaConfig, sizes: EngineConfig) -> Llama:
+    """The model as an engine holds it."""
+    llama = Llama(model, rngs=nnx.Rngs(0))
+    if not sizes.scan_layers:
+        unstack_layers(llama)
+    return llama
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

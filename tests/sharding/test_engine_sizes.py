@@ -1,0 +1,53 @@
+"""What `mmqa plan` says of an engine on eight devices lies there when `mmqa prompt` runs it.
+
+The device count is fixed when JAX starts, so that engine_on_mesh.py is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found(run_on_devices, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return json.loads(run_on_devices(8, "engine_on_mesh.py", folder).splitlines()[-1])
+
+
+CASES = ("auto", "tensor")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_each_device_lies_what_the_plan_says(found, case):
+    planned, held = found[case]["planned"], found[case]["held"]
+    assert len(held) == 8
+    for of_device in held:
+        assert of_device == planned
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_of_one_device(found, case):
+    for got, want in zip(found[case]["answers"], found["one"]["answers"], strict=True):
+        assert got["tokens"] == want["tokens"]
+        assert got["logprobs"] == pytest.approx(want["logprobs"], abs=1e-4)
+
+
+def test_the_devices_of_the_process_are_used(found):
+    sizes = found["auto"]["sizes"]
+    assert (sizes["devices"], sizes["mesh"]["data"], sizes["slots"]) == (8, 8, 16)
+    assert found["tensor"]["sizes"]["mesh"] == {"data": 4, "fsdp": 1, "tensor": 2}
+    assert found["one"]["sizes"]["devices"] == 1
+
+
+@pytest.mark.parametrize("scanned", ["scanned", "unscanned"])
+def test_copies_of_the_weights_exchange_nothing_but_tokens(found, scanned):
+    """Each computes an eighth, and neither rows nor cache move: prompts and prefixes of its slots."""
+    programs = found[scanned]
+    assert not programs["prefill"]["collectives"]
+    assert not programs["copy"]["collectives"]
+    assert set(programs["decode"]["collectives"]) <= {"all-gather"}  # of the tokens
+    assert programs["decode"]["gathered"] <= 2 * 4 * 16
+    for one in ("prefill", "decode"):
+        assert programs[one]["flops"] == pytest.approx(programs[one]["of_one"] / 8, rel=0.02)
