@@ -192,8 +192,7 @@ def prefill(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
         if limit:
             held = read(cache, layer, rows)
-            k = jnp.concatenate([_as_given(held.key, held.key_scale, k.dtype), k], axis=1)
-            v = jnp.concatenate([_as_given(held.value, held.value_scale, v.dtype), v], axis=1)
+            k, v = _behind(held.key, held.key_scale, k), _behind(held.value, held.value_scale, v)
         return attention(
             q, k, v, mask=mask, is_causal=True, implementation=implementation, mesh=mesh
         )
@@ -232,11 +231,6 @@ def copy(
         check_vma=False,
     )
     return local(cache, source, target, end)
-
-
-def _specs(cache: ScannedCache, mesh: Mesh) -> ScannedCache:
-    """How the mesh splits the arrays, as `layout` says."""
-    return cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
 
 
 def _axes_of_rows(cache: ScannedCache, mesh: Mesh | None) -> Any:
@@ -322,11 +316,13 @@ def _rows(x: jax.Array, layer: jax.Array, rows: jax.Array, limit: int) -> jax.Ar
     return jnp.concatenate([jax.lax.dynamic_slice(x, (layer, row, *rest), size)[0] for row in rows])
 
 
-def _as_given(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Cached [R, kv, T, D] as `layers.attention` takes it, [R, T, kv, D] in `dtype`."""
+def _behind(held: jax.Array, scale: jax.Array | None, new: jax.Array) -> jax.Array:
+    """Cached [R, kv, T, D] and new [R, L, kv, D] behind it, as `layers.attention` takes them."""
     if scale is not None:
-        x = x * scale[..., None]
-    return x.astype(dtype).swapaxes(1, 2)
+        held = held * scale[..., None]
+    # Joined as the cache lies: only the whole changes its layout, which a kernel changes back.
+    both = jnp.concatenate([held.astype(new.dtype), new.swapaxes(1, 2)], axis=2)
+    return both.swapaxes(1, 2)  # [R, T + L, kv, D]
 
 
 def _one_token(
