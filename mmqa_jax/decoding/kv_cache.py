@@ -180,17 +180,9 @@ def forward(
     of_tokens = tokens_in(
         model.config, embedded.shape[1], starts=starts, ends=ends, rows=rows, branches=branches
     )
-    x, cache = run_layers(
-        map(nnx.split, model.each_layer()),
-        embedded,
-        cache,
-        of_tokens,
-        block=block,
-        all_rows=all_rows,
-        limit=limit,
-        implementation=implementation,
-        mesh=mesh,
-    )
+    options = {"block": block, "all_rows": all_rows, "limit": limit, "mesh": mesh}
+    options["implementation"] = implementation
+    x, cache = run_layers(map(nnx.split, model.each_layer()), embedded, cache, of_tokens, **options)
     return model.norm(x), cache
 
 
