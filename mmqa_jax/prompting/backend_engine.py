@@ -98,7 +98,7 @@ class EngineBackend:
 
         More sequences than at first are served in turn, up to twice as many.
         """
-        tokens = max(self._checked.tokens, *map(self._needs, queries))
+        tokens = max(self._checked.tokens, max(map(self._needs, queries)))
         needed = Demand(sum(map(_sequences, queries)), tokens)
         # All that is checked, so that a job that goes on elsewhere takes the same sizes.
         most = max(needed.sequences, self._checked.sequences)
