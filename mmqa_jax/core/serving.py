@@ -23,6 +23,7 @@ AUTO: Literal["auto"] = "auto"
 BatchSize = int | Literal["auto"]
 
 _SHARE = 0.5  # of what is free: other parts of a row have their own batches
+_PARTS = (4, 2)  # of a batch, for what is left of a bucket
 _BESIDE_TRAINING = 8  # examples a device: the training state has the memory
 
 
@@ -50,11 +51,18 @@ class Serving:
 
     Attributes:
       batch_size: examples of a whole call, a multiple of what the mesh splits them into.
+      unit: what they are.
+      smaller: sizes for batches that are not full, each a program more, ascending.
     """
 
     placement: RowPlacement
     batch_size: int
     unit: str
+    smaller: tuple[int, ...] = ()
+
+    def size_for(self, count: int) -> int:
+        """The size of the batch that takes so many examples, at most `batch_size`."""
+        return next((size for size in self.smaller if count <= size), self.batch_size)
 
     def to_json(self) -> dict[str, Any]:
         """`devices`, `mesh` (axis -> size) and `batch_size`."""
@@ -111,7 +119,10 @@ def serve(
         size = max(cost.on_cpu, 0 if _is_cpu(devices[0]) else _BESIDE_TRAINING * blocks)
     else:
         size = chosen_batch_size(cost, blocks, devices[0])
-    return Serving(placement, placement.padded(size), cost.unit)
+    size, smaller = placement.padded(size), ()
+    if given == AUTO and not beside_training and not _is_cpu(devices[0]):
+        smaller = tuple(sorted({placement.padded(size // parts) for parts in _PARTS}))
+    return Serving(placement, size, cost.unit, smaller)
 
 
 def planned_batch_size(given: BatchSize, cost: RowCost, mesh: Mesh, held: float) -> int:

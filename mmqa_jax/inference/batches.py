@@ -6,8 +6,8 @@ rows that only pad the last batch of a bucket. Scatter results with
     real = batch["weights"] > 0
     results[batch["index"][real]] = outputs[real]
 
-Where several processes compute a batch, each makes some rows of it (`rows`, of
-core.mesh.RowPlacement): the arrays hold these, `index` and `weights` are of the whole batch.
+Where several processes compute a batch, each makes some rows of it (core.mesh.RowPlacement): the
+arrays hold these, `index` and `weights` are of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from mmqa_jax.core.serving import Serving
 from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.packing import Packed, Packer, batch, clean
 from mmqa_jax.data.source_reader import SourceReader
@@ -31,7 +32,7 @@ def rerank_pairs(
     *,
     batch_size: int,
     coin_ids: Sequence[str] | None = None,
-    rows: np.ndarray | None = None,
+    serving: Serving | None = None,
 ) -> Iterator[Packed]:
     """(question, candidate) pairs for the source head.
 
@@ -39,7 +40,8 @@ def rerank_pairs(
       candidates: corpus rows of each question's candidates; possibly none.
       coin_ids: the questions' ids; surplus tokens are then cut from head or tail as in training,
         by coins that depend on the ids of question and source. None: from the tail.
-      rows: int[n], of every batch, which to make; None: all.
+      serving: the sizes of batches that are not full, and which rows of a batch this process
+        makes; None: one size, and all rows.
 
     Yields:
       The arrays of packing.INPUT_FIELDS with `index` into the candidates of all questions,
@@ -61,7 +63,7 @@ def rerank_pairs(
             rng = coins(coin_ids[question[pair]], reader.corpus.sources[source[pair]].id)
         return packer.pack_for_selection(example, bucket, rng)
 
-    yield from _by_bucket(buckets, make, batch_size, rows)
+    yield from _by_bucket(buckets, make, batch_size, serving)
 
 
 def answer_inputs(
@@ -74,7 +76,7 @@ def answer_inputs(
     question_pixels: Sequence[np.ndarray | None] | None = None,
     about_pictures: Sequence[bool] | None = None,
     coin_ids: Sequence[str] | None = None,
-    rows: np.ndarray | None = None,
+    serving: Serving | None = None,
 ) -> Iterator[Packed]:
     """Questions with the sources to answer from, for the decoder.
 
@@ -85,7 +87,7 @@ def answer_inputs(
       about_pictures: which questions are laid out as picture questions whatever their sources;
         None: none of them.
       coin_ids: as in `rerank_pairs`, of the questions alone.
-      rows: as in `rerank_pairs`.
+      serving: as in `rerank_pairs`.
 
     Yields:
       The arrays of packing.INPUT_FIELDS and `length` int32[B] (see Packer.pack_for_decoding)
@@ -107,24 +109,24 @@ def answer_inputs(
         rng = None if coin_ids is None else coins(coin_ids[i])
         return packer.pack_for_decoding(example, bucket, rng)
 
-    yield from _by_bucket(buckets, make, batch_size, rows)
+    yield from _by_bucket(buckets, make, batch_size, serving)
 
 
 def _by_bucket(
     buckets: np.ndarray,
     make: Callable[[int, int], Packed],
     batch_size: int,
-    rows: np.ndarray | None,
+    serving: Serving | None,
 ) -> Iterator[Packed]:
-    rows = np.arange(batch_size) if rows is None else rows
     for bucket in np.unique(buckets):
         members = np.flatnonzero(buckets == bucket)
         for start in range(0, len(members), batch_size):
             chunk = members[start : start + batch_size]
-            missing = batch_size - len(chunk)
-            index = np.concatenate([chunk, np.repeat(chunk[-1], missing)])
+            size = batch_size if serving is None else serving.size_for(len(chunk))
+            rows = np.arange(size) if serving is None else serving.placement.rows(size)
+            index = np.concatenate([chunk, np.repeat(chunk[-1], size - len(chunk))])
             packed = {int(i): make(int(i), int(bucket)) for i in np.unique(index[rows])}
             arrays = batch([packed[int(i)] for i in index[rows]])
             arrays["index"] = index
-            arrays["weights"] = (np.arange(batch_size) < len(chunk)).astype(np.float32)
+            arrays["weights"] = (np.arange(size) < len(chunk)).astype(np.float32)
             yield arrays

@@ -86,7 +86,7 @@ class Reader:
             question_pixels=pixels,
             about_pictures=[modality == "image" for modality in wanted],
             coin_ids=coin_ids(questions, self.options),
-            rows=placement.rows(batch_size),
+            serving=self.serving,
         )
         with Progress("Answering", len(questions), "questions") as progress:
             for batch in batches:

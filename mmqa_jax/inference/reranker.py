@@ -89,7 +89,7 @@ class Reranker:
             rows,
             batch_size=batch_size,
             coin_ids=coin_ids(questions, self.options),
-            rows=placement.rows(batch_size),
+            serving=self.serving,
         )
         with Progress("Scoring sources", sum(map(len, rows)), "pairs") as progress:
             for batch in batches:

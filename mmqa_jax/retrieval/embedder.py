@@ -279,8 +279,10 @@ class Embedder:
         return [members[start : start + size] for start in range(0, len(members), size)]
 
     def _padded_size(self, count: int) -> int:
-        size = self.serving.batch_size
-        return self.serving.placement.padded(_SMALL_BATCH) if count <= _SMALL_BATCH < size else size
+        small = self.serving.placement.padded(_SMALL_BATCH)
+        if count <= _SMALL_BATCH < self.serving.batch_size:
+            return small
+        return self.serving.size_for(count)
 
     def _stack(
         self, pictures: Sequence[np.ndarray | None], size: int
