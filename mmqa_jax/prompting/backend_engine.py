@@ -94,9 +94,10 @@ class EngineBackend:
         return self._engine
 
     def _prepared(self, queries: Sequence[Query]) -> Engine:
-        """The engine with sizes for queries; resized at most twice, each time for all to come.
+        """The engine with sizes for queries.
 
-        More sequences than at first are served in turn, up to twice as many.
+        It is resized once for more sequences, more than twice the first ones, then for any number;
+        and once for longer prompts, then up to LENGTH tokens.
         """
         tokens = max(self._checked.tokens, max(map(self._needs, queries)))
         needed = Demand(sum(map(_sequences, queries)), tokens)
