@@ -24,6 +24,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "\n\nprompts: UTF-8, plain text with one per line, or .jsonl with, on each line,\n"
         "  prompt or messages [{role, content}], and optionally id, images, choices (to be\n"
         "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs\n"
+        "backend engine: on all devices of the process, in sizes chosen for model, memory and\n"
+        "  prompts, which are printed; --config.model.mesh.* and --config.engine.* set them\n"
         "backend openai: any server with OpenAI's API, at the address in the environment\n"
         "  variable OPENAI_BASE_URL, with the key in OPENAI_API_KEY if it requires one"
     )

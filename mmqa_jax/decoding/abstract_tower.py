@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.mesh import batch_sharding, replicated
+from mmqa_jax.core.mesh import replicated
 from mmqa_jax.decoding.abstract_programs import Program
 from mmqa_jax.decoding.image_patches import PatchIds
 from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
@@ -29,9 +29,7 @@ def tower_programs(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh) -> dict
       {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks}.
     """
     tower = nnx.eval_shape(lambda: tower_of(Llava(config, rngs=nnx.Rngs(0))))
-    shards = slot_shards(sizes.slots, mesh)
-    of_rows = batch_sharding(mesh) if shards > 1 else replicated(mesh)
-    programs = TowerPrograms(tower, config, of_rows, mesh)
+    programs = TowerPrograms(tower, config, replicated(mesh), mesh)
     dtype, size = np.dtype(config.llama.dtype), config.vision.image_size
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=programs.parameters),
@@ -42,7 +40,7 @@ def tower_programs(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh) -> dict
     patches = (config.vision.patches, config.llama.hidden)
     picture = jax.ShapeDtypeStruct(patches, dtype, sharding=programs.features)
     bucket = sizes.buckets[-1]
-    rows = sizes.rows(bucket, shards)
+    rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
     index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
     pictures = (picture,) * (rows * PatchIds(config).in_chunk(bucket))
     return {

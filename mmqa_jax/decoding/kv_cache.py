@@ -18,9 +18,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.core.mesh import batch_blocks, partition_spec
+from mmqa_jax.decoding.row_shards import copy_within, on_own_rows
 from mmqa_jax.models.layers import attention
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -268,7 +269,7 @@ def _layer(
 
     of_rows = _axes_of_rows(held, mesh)
     if of_rows is not None:
-        attend = _on_own_rows(attend, held, of_rows, mesh)
+        attend = on_own_rows(attend, _specs(held, mesh), of_rows, mesh)
     where = (of_tokens.rows, of_tokens.starts, of_tokens.ends, of_tokens.columns)
     attended, held = attend(q, k, v, held, *where, of_tokens.branches)
     return layer.finish(x, attended), held
@@ -277,47 +278,18 @@ def _layer(
 def _specs(layer: LayerCache, mesh: Mesh) -> LayerCache:
     """How the mesh splits a layer's arrays, as `layout` says."""
 
-    def of(x: jax.Array | None, names: tuple[str, ...]) -> PartitionSpec | None:
-        return None if x is None else partition_spec(names, x.shape, mesh)
+    names = (_KEY_NAMES, _VALUE_NAMES, _SCALE_NAMES, _SCALE_NAMES)
 
-    return LayerCache(
-        tuple(
-            Segment(
-                of(one.key, _KEY_NAMES),
-                of(one.value, _VALUE_NAMES),
-                of(one.key_scale, _SCALE_NAMES),
-                of(one.value_scale, _SCALE_NAMES),
-            )
-            for one in layer.segments
-        )
-    )
+    def of(one: Segment) -> Segment:
+        arrays = zip((one.key, one.value, one.key_scale, one.value_scale), names, strict=True)
+        return Segment(*(x if x is None else partition_spec(n, x.shape, mesh) for x, n in arrays))
+
+    return LayerCache(tuple(map(of, layer.segments)))
 
 
 def _axes_of_rows(layer: LayerCache, mesh: Mesh | None) -> Any:
     """The mesh axes that a cache's rows are split over; None if they are not."""
     return None if mesh is None else _specs(layer, mesh).segments[0].key[0]
-
-
-def _on_own_rows(attend: Callable[..., Any], layer: LayerCache, of_rows: Any, mesh: Mesh) -> Any:
-    """`attend` of `forward` where rows are split: each device does its own, and its own heads.
-
-    Left to itself, XLA would exchange rows, since it does not know which device a row is on.
-    """
-    specs = _specs(layer, mesh)
-    row = PartitionSpec(of_rows)
-    of_token = PartitionSpec(of_rows, None, specs.segments[0].key[1])
-
-    def local(q, k, v, held, rows, *rest):
-        count = held.segments[0].key.shape[0]
-        return attend(q, k, v, held, rows - jax.lax.axis_index(of_rows) * count, *rest)
-
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(of_token, of_token, of_token, specs, row, row, row, row, row),
-        out_specs=(of_token, specs),
-        check_vma=False,
-    )
 
 
 def copy(
@@ -333,34 +305,12 @@ def copy(
     mesh: where the cache lies; if its rows are split, both are on the same device.
     """
     of_rows = _axes_of_rows(cache[0], mesh)
-    if of_rows is None:
-        return _copy(cache, source, target, end, block)
-
-    def local(cache, source, target, end):
-        own, source, target = own_rows(of_rows, cache[0].segments[0].key.shape[0], source, target)
-        return _copy(cache, source, target, jnp.where(own, end, 0), block)
-
-    specs, whole = (_specs(cache[0], mesh),) * len(cache), PartitionSpec()
-    local = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, whole, whole, whole),
-        out_specs=specs,
-        check_vma=False,
-    )
-    return local(cache, source, target, end)
-
-
-def own_rows(
-    axes: Any, count: int, source: jax.Array, target: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Within a shard_map: whether this device has a pair of rows, and their numbers there.
-
-    axes: of the mesh, that rows are split over, `count` to a device. Of rows elsewhere, 0.
-    """
-    first = jax.lax.axis_index(axes) * count
-    own = (source >= first) & (source < first + count)
-    return own, jnp.where(own, source - first, 0), jnp.where(own, target - first, 0)
+    copied = functools.partial(_copy, block=block)
+    if of_rows is not None:
+        specs = (_specs(cache[0], mesh),) * len(cache)
+        count = cache[0].segments[0].key.shape[0] // batch_blocks(mesh)
+        copied = copy_within(copied, specs, of_rows, count, mesh)
+    return copied(cache, source, target, end)
 
 
 def _copy(

@@ -9,6 +9,7 @@ itself makes would be copied first). Tests hold the compiled programs to this.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,8 +20,9 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.mesh import partition_spec, split_rows
-from mmqa_jax.decoding.kv_cache import Branches, own_rows, quantize
+from mmqa_jax.core.mesh import batch_blocks, partition_spec, split_rows
+from mmqa_jax.decoding.kv_cache import Branches, quantize
+from mmqa_jax.decoding.row_shards import copy_within, first_row
 from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -215,22 +217,11 @@ def copy(
     mesh: where the cache lies; if its rows are split, both are on the same device.
     """
     of_rows = _axes_of_rows(cache, mesh)
-    if of_rows is None:
-        return _copy(cache, source, target, end, block)
-
-    def local(cache, source, target, end):
-        own, source, target = own_rows(of_rows, cache.key.shape[1], source, target)
-        return _copy(cache, source, target, jnp.where(own, end, 0), block)
-
-    specs, whole = _specs(cache, mesh), PartitionSpec()
-    local = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, whole, whole, whole),
-        out_specs=specs,
-        check_vma=False,
-    )
-    return local(cache, source, target, end)
+    copied = functools.partial(_copy, block=block)
+    if of_rows is not None:
+        count = cache.key.shape[1] // batch_blocks(mesh)
+        copied = copy_within(copied, _specs(cache, mesh), of_rows, count, mesh)
+    return copied(cache, source, target, end)
 
 
 def _axes_of_rows(cache: ScannedCache, mesh: Mesh | None) -> Any:
@@ -245,7 +236,7 @@ def _of_own_rows(
     specs = _specs(cache, mesh)
 
     def local(cache, layer, rows):
-        return read(cache, layer, rows - jax.lax.axis_index(of_rows) * cache.key.shape[1])
+        return read(cache, layer, rows - first_row(of_rows, cache.key.shape[1]))
 
     return jax.shard_map(
         local,
@@ -384,7 +375,7 @@ def _write(
     per_row = PartitionSpec(of_rows)
 
     def local(cache, new, chosen, starts):
-        first = jax.lax.axis_index(of_rows) * cache.key.shape[1] if of_rows else 0
+        first = first_row(of_rows, cache.key.shape[1]) if of_rows else 0
         rows_, active_ = (None, chosen) if rows is None else (chosen, None)
         return _write_rows(cache, new, rows_, active_, starts, first)
 

@@ -426,8 +426,8 @@ class SlotRunner:
 
     @property
     def rows(self) -> Sharding:
-        """Where the embeddings of a batch of chunks lie."""
-        return self._programs.rows
+        """Where the embeddings of patches in a batch of chunks are taken from."""
+        return self._programs.whole
 
     @property
     def shards(self) -> int:

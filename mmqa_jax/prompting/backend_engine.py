@@ -35,6 +35,10 @@ from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 _SHARED = 512  # tokens of continuations that are scored side by side, the most that are foreseen
 
 
+def _sequences(query: Query) -> int:
+    return 1 if isinstance(query, Choices) else query.decoding.n
+
+
 class _Prompt(NamedTuple):
     tokens: list[int]  # one placeholder per picture
     pictures: tuple[Picture, ...]
@@ -73,6 +77,7 @@ class EngineBackend:
         self._throughput = Throughput()  # the engine's, once it is made
         self._warm = Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
+        self._checked = Demand(0, 0)
         self._counted: dict[int, tuple[weakref.ref[Query], int]] = {}  # by id()
         self.usage = Usage()
         self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
@@ -89,15 +94,16 @@ class EngineBackend:
         return self._engine
 
     def _prepared(self, queries: Sequence[Query]) -> Engine:
-        """The engine with sizes for queries; resized at most twice, each time for all to come.
+        """The engine with sizes for queries.
 
-        More sequences than at first are served in turn, up to twice as many.
+        It is resized once for more sequences, more than twice the first ones, then for any number;
+        and once for longer prompts, then up to LENGTH tokens.
         """
-        needed = Demand(
-            sum(1 if isinstance(one, Choices) else one.decoding.n for one in queries),
-            max(map(self._needs, queries)),
-        )
-        engine, first = self._engine_for(needed), self._demand
+        tokens = max(self._checked.tokens, max(map(self._needs, queries)))
+        needed = Demand(sum(map(_sequences, queries)), tokens)
+        # All that is checked, so that a job that goes on elsewhere takes the same sizes.
+        most = max(needed.sequences, self._checked.sequences)
+        engine, first = self._engine_for(Demand(most, tokens)), self._demand
         if self._resize is None:
             return engine
         sequences, tokens = first.sequences, first.tokens
@@ -152,6 +158,8 @@ class EngineBackend:
         count, more, _ = self._count_tokens(request, prompt)
         if count + more > self._length:
             raise TooLong(request.id, count, more, self._length)
+        asked = self._checked.sequences + _sequences(request)
+        self._checked = Demand(asked, max(self._checked.tokens, self._needs(request, keep=True)))
 
     def _count_tokens(self, request: Query, prompt: _Prompt) -> tuple[int, int, int]:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
@@ -168,9 +176,11 @@ class EngineBackend:
         self._counted[id(request)] = weakref.ref(request), count + together
         return counts
 
-    def _needs(self, request: Query) -> int:
+    def _needs(self, request: Query, *, keep: bool = False) -> int:
         """Tokens of a query and its answer, at most those that a query may have."""
-        known, tokens = self._counted.pop(id(request), (None, 0))
+        known, tokens = self._counted.get(id(request), (None, 0))
+        if not keep:
+            self._counted.pop(id(request), None)
         if known is None or known() is not request:
             count, _, together = self._count_tokens(request, self._prompt(request))
             tokens = count + together

@@ -1,4 +1,4 @@
-"""Plans and runs an engine on the devices that JAX has; prints what test_engine_sizes.py compares."""
+"""Plans and runs an engine on the devices that JAX has; prints what test_engine_layout.py compares."""
 
 from __future__ import annotations
 

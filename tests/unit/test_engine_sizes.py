@@ -1,0 +1,151 @@
+"""Which devices and sizes an engine takes, by model, memory, prompts and kind of device."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from tiny_llm import write_folder
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.prefix_cache import PrefixCache, split
+from mmqa_jax.decoding.sizes import SIZES, Demand, choose_sizes
+from mmqa_jax.models.llama_config import llama2_7b, llama2_70b, smollm2_135m
+from mmqa_jax.prompting.backends import Choices, Completion, Decoding
+from mmqa_jax.prompting.local_model import ModelConfig, open_backend
+from mmqa_jax.prompting.stream import answer_all
+
+GIB = 2**30
+V5E = 15.75 * GIB
+AUTO = dict.fromkeys(SIZES, "auto")
+SEVEN = dataclasses.replace(llama2_7b(), dtype="bfloat16")
+
+
+def chosen(model, settings=AUTO, mesh=None, count=8, free=V5E, platform="tpu", **demand):
+    devices = [SimpleNamespace(platform=platform) for _ in range(count)]
+    return choose_sizes(model, settings, mesh or {}, devices, Demand(**demand), free=free)
+
+
+def shape(sizes):
+    return tuple(sizes.shape[axis] for axis in ("data", "fsdp", "tensor"))
+
+
+def test_a_copy_a_chip_where_a_useful_cache_fits():
+    """7B in bfloat16 leaves a v5e no room, in int8 for 8 slots of 1,024 tokens but not of 2,048."""
+    assert shape(chosen(SEVEN, AUTO | {"weights": "int8"}, tokens=1000)) == (8, 1, 1)
+    assert shape(chosen(SEVEN, AUTO | {"weights": "int8"})) == (4, 1, 2)
+    assert shape(chosen(SEVEN)) == (4, 1, 2)
+    assert shape(chosen(SEVEN, free=95 * GIB)) == (8, 1, 1)
+    large = dataclasses.replace(llama2_70b(), dtype="bfloat16")
+    assert shape(chosen(large)) == (1, 1, 8)
+    assert shape(chosen(large, free=95 * GIB)) == (4, 1, 2)
+
+
+def test_weights_cache_and_steps_fit():
+    for free in (V5E, 31 * GIB, 95 * GIB):
+        for tokens in (300, 2000, 4096):
+            sizes = chosen(SEVEN, free=free, tokens=tokens)
+            data, _, tensor = shape(sizes)
+            cache = 2 * 32 * 4096 * 2 * sizes.engine.columns * sizes.engine.slots
+            used = 2 * 6.74e9 / tensor + cache / (data * tensor)
+            assert used < 0.95 * free
+            assert sizes.engine.slots % data == 0
+
+
+def test_a_slot_is_as_long_as_the_prompts_need():
+    assert chosen(SEVEN, tokens=700).engine.length == 1024
+    assert chosen(SEVEN, tokens=300).engine.buckets == (32, 128)
+    assert chosen(SEVEN, tokens=300).engine.length == 384
+    assert chosen(SEVEN, tokens=4000).engine.length == 4096
+    assert chosen(SEVEN).engine.length == 2048
+    given = AUTO | {"length": 1000}  # the most that a prompt may have
+    assert chosen(SEVEN, given, tokens=100).engine.length == 128
+    assert chosen(SEVEN, given, tokens=999).engine.length == 1000
+    with pytest.raises(UserError, match=r"engine\.length is 5000: expected at most .* 4096"):
+        chosen(SEVEN, AUTO | {"length": 5000})
+
+
+def test_no_more_slots_than_prompts():
+    small = smollm2_135m()
+    assert chosen(small, sequences=10**6).engine.slots == 8 * 128
+    assert chosen(small, sequences=100).engine.slots == 8 * 16
+    assert chosen(small, sequences=1).engine.slots == 8
+    on_cpu = {"platform": "cpu", "count": 1, "free": float("inf")}
+    assert chosen(small, **on_cpu, sequences=40).engine.slots == 16
+    assert chosen(small, **on_cpu, sequences=1000).engine.slots == 32
+    assert chosen(small, **on_cpu, sequences=3).engine.slots == 4
+
+
+def test_what_is_given_is_kept():
+    given = {"slots": 24, "length": 512, "buckets": (32, 64), "prefill_tokens": 320, "block": 64}
+    sizes = chosen(SEVEN, given, {"data": 2, "fsdp": 2, "tensor": 2}, tokens=512)
+    assert {name: getattr(sizes.engine, name) for name in given} == given
+    assert shape(sizes) == (2, 2, 2)
+    assert shape(chosen(SEVEN, mesh={"tensor": 4})) == (2, 1, 4)
+    assert shape(chosen(SEVEN, mesh={"data": 1, "fsdp": 1, "tensor": 1})) == (1, 1, 1)
+    assert shape(chosen(SEVEN, mesh={"data": -1, "fsdp": 1, "tensor": 2})) == (4, 1, 2)
+
+
+def test_sizes_say_what_they_are():
+    sizes = chosen(SEVEN, sequences=100, tokens=700)
+    assert str(sizes) == (
+        "8 devices (data=4 tensor=2), 96 slots of 1,024 tokens, prompts 8,192 tokens at a time in "
+        "chunks of 128 or 512"
+    )
+    assert sizes.to_json() == {
+        "devices": 8,
+        "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
+        "slots": 96,
+        "length": 1024,
+        "prefill_tokens": 8192,
+        "buckets": [128, 512],
+    }
+
+
+def test_shards_are_filled_evenly_and_copy_within_themselves():
+    """8 slots of 2 shards; prompts that begin alike, and one that does not."""
+    cache, free = PrefixCache(8, 2), list(range(8))
+    placed = []
+    for n in range(8):
+        chunks = split([1] * 8 + [n], (8,))
+        placed.append(cache.place(chunks, free, 1))
+        free.remove(placed[-1].slot)
+    of_shard = [[one for one in placed if cache.shard(one.slot) == shard] for shard in (0, 1)]
+    assert [len(own) for own in of_shard] == [4, 4]
+    for own in of_shard:
+        assert [one.reused for one in own] == [0, 1, 1, 1]
+        assert {cache.shard(one.source) for one in own[1:]} == {cache.shard(own[0].slot)}
+
+
+def test_later_prompts_may_be_longer_and_more(tmp_path, capsys):
+    """An agent's next step: its prompts hold the answers of the step before."""
+    folder = write_folder(tmp_path / "model")
+    engine = AUTO | {"buckets": (8, 32), "block": 32}
+    backend = open_backend(folder, config=ModelConfig(), engine=engine)
+    fixed = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
+    whole = open_backend(folder, config=ModelConfig(), engine=fixed)
+    assert backend.fingerprint == whole.fingerprint
+    decoding = Decoding(max_new_tokens=4, logprobs=True)
+    steps = [
+        [Completion(n, f"ab{n * 'c'}", decoding) for n in range(3)],
+        [Completion(n, f"ab{n * 'c'} {'d' * 150}", decoding) for n in range(9)],
+        [Choices(n, "ab", ("cc", "d" * 20)) for n in range(40)],
+    ]
+    assert backend.sizes() is None
+    found = []
+    for queries in steps:
+        for query in queries:
+            backend.check(query)
+        got, want = (answer_all(one, queries).by_id for one in (backend, whole))
+        for query in queries[:9]:
+            if isinstance(query, Choices):
+                totals = [[score.total for score in one[query.id].scores] for one in (got, want)]
+            else:
+                assert got[query.id].text == want[query.id].text
+                totals = [one[query.id].candidates[0].logprobs for one in (got, want)]
+            assert totals[0] == pytest.approx(totals[1], abs=1e-4)
+        found.append((backend.sizes()["slots"], backend.sizes()["length"]))
+    assert found == [(4, 32), (16, 192), (16, 192)]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model: ")]
+    assert len(said) == 4  # twice each: `length` is the most, not what a slot has from the start
