@@ -4,7 +4,8 @@ One layer is compiled, whatever their number. The scan reads the cache and never
 carried cache would be copied); a new token's keys and values come out of the scan, are attended to
 directly, and are written for all layers at once. The slice of a layer is part of the product that
 reads it: it must be one slice, of layer and columns, straight from the array (a slice that the scan
-itself makes would be copied first). Tests hold the compiled programs to this.
+itself makes would be copied first). Tests hold the compiled programs to this. Where a TPU decodes by
+a kernel that alone reads and writes the cache (`ragged_attention`), the scan carries it.
 """
 
 from __future__ import annotations
@@ -183,8 +184,8 @@ def prefill(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
         if limit:
             held = cache.map(lambda x: _rows(x, layer, rows, limit))
-            k = jnp.concatenate([_as_given(held.key, held.key_scale, k.dtype), k], axis=1)
-            v = jnp.concatenate([_as_given(held.value, held.value_scale, v.dtype), v], axis=1)
+            k = _behind(held.key, held.key_scale, k)
+            v = _behind(held.value, held.value_scale, v)
         return attention(
             q, k, v, mask=mask, is_causal=True, implementation=implementation, mesh=mesh
         )
@@ -254,11 +255,14 @@ def _rows(x: jax.Array, layer: jax.Array, rows: jax.Array, limit: int) -> jax.Ar
     return jnp.concatenate([jax.lax.dynamic_slice(x, (layer, row, *rest), size)[0] for row in rows])
 
 
-def _as_given(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Cached [R, kv, T, D] as `layers.attention` takes it, [R, T, kv, D] in `dtype`."""
+def _behind(x: jax.Array, scale: jax.Array | None, new: jax.Array) -> jax.Array:
+    """new [R, L, kv, D] behind what is cached, [R, kv, T, D]: [R, T + L, kv, D] in new's type.
+
+    Joined as it is cached: TPU's kernel wants that order, and XLA drops the two exchanges.
+    """
     if scale is not None:
         x = x * scale[..., None]
-    return x.astype(dtype).swapaxes(1, 2)
+    return jnp.concatenate([x.astype(new.dtype), new.swapaxes(1, 2)], axis=2).swapaxes(1, 2)
 
 
 def _one_token(
