@@ -4,8 +4,8 @@ One layer is compiled, whatever their number. The scan reads the cache and never
 carried cache would be copied); a new token's keys and values come out of the scan, are attended to
 directly, and are written for all layers at once. The slice of a layer is part of the product that
 reads it: it must be one slice, of layer and columns, straight from the array (a slice that the scan
-itself makes would be copied first). Tests hold the compiled programs to this. Where a TPU decodes by
-a kernel that alone reads and writes the cache (`ragged_attention`), the scan carries it.
+itself makes would be copied first). Tests hold the compiled programs to this. A TPU decodes by a
+kernel that alone reads and writes the cache (`ragged_attention`): there the scan carries it.
 """
 
 from __future__ import annotations
