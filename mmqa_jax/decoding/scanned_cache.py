@@ -4,7 +4,8 @@ One layer is compiled, whatever their number. The scan reads the cache and never
 carried cache would be copied); a new token's keys and values come out of the scan, are attended to
 directly, and are written for all layers at once. The slice of a layer is part of the product that
 reads it: it must be one slice, of layer and columns, straight from the array (a slice that the scan
-itself makes would be copied first). Tests hold the compiled programs to this.
+itself makes would be copied first). Tests hold the compiled programs to this. A TPU decodes by a
+kernel that alone reads and writes the cache (`ragged_attention`): there the scan carries it.
 """
 
 from __future__ import annotations
@@ -307,13 +308,14 @@ def _rows(x: jax.Array, layer: jax.Array, rows: jax.Array, limit: int) -> jax.Ar
     return jnp.concatenate([jax.lax.dynamic_slice(x, (layer, row, *rest), size)[0] for row in rows])
 
 
-def _behind(held: jax.Array, scale: jax.Array | None, new: jax.Array) -> jax.Array:
-    """Cached [R, kv, T, D] and new [R, L, kv, D] behind it, as `layers.attention` takes them."""
+def _behind(x: jax.Array, scale: jax.Array | None, new: jax.Array) -> jax.Array:
+    """new [R, L, kv, D] behind what is cached, [R, kv, T, D]: [R, T + L, kv, D] in new's type.
+
+    Joined as it is cached: TPU's kernel wants that order, and XLA drops the two exchanges.
+    """
     if scale is not None:
-        held = held * scale[..., None]
-    # Joined as the cache lies: only the whole changes its layout, which a kernel changes back.
-    both = jnp.concatenate([held.astype(new.dtype), new.swapaxes(1, 2)], axis=2)
-    return both.swapaxes(1, 2)  # [R, T + L, kv, D]
+        x = x * scale[..., None]
+    return jnp.concatenate([x.astype(new.dtype), new.swapaxes(1, 2)], axis=2).swapaxes(1, 2)
 
 
 def _one_token(
