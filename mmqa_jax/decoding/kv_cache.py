@@ -1,4 +1,4 @@
-"""The KV cache and the forward pass over it: written in place, read block by block.
+"""The KV cache and the forward pass over it: written in place.
 
 Columns lie in segments, arrays of their own, so that a program reads the first few of them in
 place: XLA on CPU copies a slice of an array before it multiplies by it. Attention runs over
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import flax.struct
@@ -21,12 +21,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.mesh import batch_blocks, partition_spec
+from mmqa_jax.decoding.cached_attention import attend, attend_to_rows, count_blocks, read_columns
 from mmqa_jax.decoding.row_shards import copy_within, on_own_rows
-from mmqa_jax.models.layers import attention
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
 
-_MASKED = -1e30  # as in models.layers: exp gives 0, and nothing becomes NaN
 # Logical axes, for `core.mesh.partition_spec`.
 _KEY_NAMES = ("batch", "heads", "head_dim", "positions")
 _VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
@@ -257,21 +256,21 @@ def _layer(
     layer = nnx.merge(graphdef, params)
     q, k, v = layer.project(x, of_tokens.cos, of_tokens.sin)
 
-    def attend(q, k, v, held, rows, starts, ends, columns, branches):
+    def write_and_attend(q, k, v, held, rows, starts, ends, columns, branches):
         held = write(held, k, v, rows, starts, limit)
         read = None if all_rows else rows
         segments = held.within(limit)
         if implementation == "blocks":
-            out = _attend(q, segments, columns, branches, read, block=block, end=ends.max())
+            out = attend(q, segments, columns, branches, read, block=block, end=ends.max())
         else:
-            out = _attend_to_rows(q, segments, columns, branches, read, implementation)
+            out = attend_to_rows(q, segments, columns, branches, read, implementation)
         return out, held
 
     of_rows = _axes_of_rows(held, mesh)
     if of_rows is not None:
-        attend = on_own_rows(attend, _specs(held, mesh), of_rows, mesh)
+        write_and_attend = on_own_rows(write_and_attend, _specs(held, mesh), of_rows, mesh)
     where = (of_tokens.rows, of_tokens.starts, of_tokens.ends, of_tokens.columns)
-    attended, held = attend(q, k, v, held, *where, of_tokens.branches)
+    attended, held = write_and_attend(q, k, v, held, *where, of_tokens.branches)
     return layer.finish(x, attended), held
 
 
@@ -322,7 +321,7 @@ def _copy(
         if x is None:
             return None
         return _set(
-            x, axis, _columns(x, axis, first, size, source[None]), target[None], first[None]
+            x, axis, read_columns(x, axis, first, size, source[None]), target[None], first[None]
         )
 
     def copied(start: int, of_layers: tuple[Segment, ...]) -> tuple[Segment, ...]:
@@ -340,135 +339,12 @@ def _copy(
                 for segment in of_layers
             )
 
-        return jax.lax.fori_loop(0, _blocks(end, start, of_layers[0], size), one, of_layers)
+        return jax.lax.fori_loop(0, count_blocks(end, start, of_layers[0], size), one, of_layers)
 
     starts = [start for start, _ in cache[0].within(None)]
     of_layers = zip(*(layer.segments for layer in cache), strict=True)  # segment by segment
     done = [copied(*pair) for pair in zip(starts, of_layers, strict=True)]
     return tuple(LayerCache(segments) for segments in zip(*done, strict=True))
-
-
-def _blocks(end: jax.Array, start: int, segment: Segment, block: int) -> jax.Array:
-    """How many blocks of a segment that begins at column `start` lie below column `end`."""
-    return jnp.clip((end - start + block - 1) // block, 0, segment.columns // block)
-
-
-def _attend(
-    q: jax.Array,
-    segments: Sequence[tuple[int, Segment]],
-    columns: jax.Array,
-    branches: Branches | None,
-    rows: jax.Array | None,
-    *,
-    block: int,
-    end: jax.Array,
-) -> jax.Array:
-    """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows of the segments.
-
-    The query heads of one key head become rows of one product. Returns [R, L, heads, D].
-    """
-    batch, length, heads, size = q.shape
-    kv_heads = segments[0][1].key.shape[1]
-    groups = heads // kv_heads
-    grouped = q.reshape(batch, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, kv_heads, groups * length, size)  # [R, kv, G * L, D]
-
-    def of_queries(x):  # [R, L] -> [R, 1, G * L, 1]
-        return jnp.tile(x, (1, groups))[:, None, :, None]
-
-    last = of_queries(columns)
-    if branches is not None:
-        trunk, begin = branches.trunk[:, None, None, None], of_queries(branches.begin)
-
-    def visible(column: jax.Array) -> jax.Array:  # int [T] -> bool [R, 1, G * L, T]
-        seen = column <= last
-        if branches is not None:
-            seen &= (column < trunk) | (column >= begin)
-        return seen
-
-    shape = grouped.shape[:3]
-    carry = (
-        jnp.full((*shape, 1), -jnp.inf),
-        jnp.zeros((*shape, 1)),
-        jnp.zeros((*shape, size)),
-    )
-    for start, segment in segments:
-        read = functools.partial(_read, grouped, segment, start, rows, visible)
-        if block >= segment.columns:  # no loop, which costs a GPU a synchronization per block
-            carry = read(segment.columns, 0, carry)
-        else:
-            blocks = _blocks(end, start, segment, block)
-            carry = jax.lax.fori_loop(0, blocks, functools.partial(read, block), carry)
-    _, total, out = carry
-    out = (out / total).astype(q.dtype).reshape(batch, kv_heads, groups, length, size)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
-
-
-def _attend_to_rows(
-    q: jax.Array,
-    segments: Sequence[tuple[int, Segment]],
-    columns: jax.Array,
-    branches: Branches | None,
-    rows: jax.Array | None,
-    implementation: str,
-) -> jax.Array:
-    """As `_attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type."""
-
-    def taken(x: jax.Array, scale: jax.Array | None, axis: int, count: int) -> jax.Array:
-        x = _columns(x, axis, 0, count, rows)
-        x = x.swapaxes(2, 3) if axis == 3 else x  # [R, kv, T, D]
-        if scale is not None:
-            x = x * _columns(scale, 2, 0, count, rows)[..., None]
-        return x.astype(q.dtype).swapaxes(1, 2)  # [R, T, kv, D]
-
-    held = [segment for _, segment in segments]
-    key = jnp.concatenate([taken(s.key, s.key_scale, 3, s.columns) for s in held], axis=1)
-    value = jnp.concatenate([taken(s.value, s.value_scale, 2, s.columns) for s in held], axis=1)
-    column = jnp.arange(key.shape[1])
-    mask = column <= columns[:, :, None]  # [R, L, T]
-    if branches is not None:
-        of_trunk = column < branches.trunk[:, None, None]
-        mask &= of_trunk | (column >= branches.begin[:, :, None])
-    return attention(q, key, value, mask=mask[:, None], implementation=implementation)
-
-
-Softmax = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted values
-
-
-def _read(
-    q: jax.Array,
-    segment: Segment,
-    start: int,
-    rows: jax.Array | None,
-    visible: Callable[[jax.Array], jax.Array],
-    block: int,
-    n: jax.Array | int,
-    carry: Softmax,
-) -> Softmax:
-    """The n-th block of a segment, which begins at column `start`, added to the softmax so far.
-
-    q [R, kv, Q, D]; the carry float32 [R, kv, Q, 1] twice and [R, kv, Q, D].
-    """
-    dtype = q.dtype
-    if segment.key_scale is None and block == segment.columns:
-        # Whole segments are read in place: casting them to q's dtype would copy the cache.
-        dtype = jnp.promote_types(q.dtype, segment.key.dtype)
-    top, total, out = carry
-    first = n * block
-    key = _columns(segment.key, 3, first, block, rows).astype(dtype)
-    value = _columns(segment.value, 2, first, block, rows).astype(dtype)
-    scores = jnp.matmul(q.astype(dtype), key, preferred_element_type=jnp.float32)
-    scores *= q.shape[-1] ** -0.5
-    if segment.key_scale is not None:
-        scores *= _columns(segment.key_scale, 2, first, block, rows)[:, :, None]
-    scores = jnp.where(visible(start + first + jnp.arange(block)), scores, _MASKED)
-    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-    weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
-    total = total * decay + weights.sum(-1, keepdims=True)
-    if segment.value_scale is not None:
-        weights *= _columns(segment.value_scale, 2, first, block, rows)[:, :, None]
-    of_block = jnp.matmul(weights.astype(dtype), value, preferred_element_type=jnp.float32)
-    return new_top, total, out * decay + of_block
 
 
 def write(
@@ -509,24 +385,6 @@ def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(x).max(axis, keepdims=True), 1e-30) / 127
     return jnp.round(x / scale).astype(jnp.int8), scale.squeeze(axis)
-
-
-def _columns(
-    x: jax.Array, axis: int, start: jax.Array, size: int, rows: jax.Array | None
-) -> jax.Array:
-    """Columns start..start + size (along `axis`) of some rows, or of all: [R, ...]."""
-    if rows is None:
-        if size == x.shape[axis]:
-            return x
-        return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
-    window = (1, *x.shape[1:axis], size, *x.shape[axis + 1 :])
-
-    def one(row):
-        at = [row, *(0,) * (x.ndim - 1)]
-        at[axis] = start
-        return jax.lax.dynamic_slice(x, at, window)[0]
-
-    return jax.vmap(one)(rows)
 
 
 def _set(x: jax.Array, axis: int, new: jax.Array, rows: jax.Array, starts: jax.Array) -> jax.Array:

@@ -1,0 +1,158 @@
+"""Attention over a layer's cached keys and values, segment by segment and block by block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from mmqa_jax.models.layers import attention
+
+if TYPE_CHECKING:
+    from mmqa_jax.decoding.kv_cache import Branches, Segment
+
+_MASKED = -1e30  # as in models.layers: exp gives 0, and nothing becomes NaN
+
+
+def count_blocks(end: jax.Array, start: int, segment: Segment, block: int) -> jax.Array:
+    """How many blocks of a segment that begins at column `start` lie below column `end`."""
+    return jnp.clip((end - start + block - 1) // block, 0, segment.columns // block)
+
+
+def attend(
+    q: jax.Array,
+    segments: Sequence[tuple[int, Segment]],
+    columns: jax.Array,
+    branches: Branches | None,
+    rows: jax.Array | None,
+    *,
+    block: int,
+    end: jax.Array,
+) -> jax.Array:
+    """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows of the segments.
+
+    The query heads of one key head become rows of one product. Returns [R, L, heads, D].
+    """
+    batch, length, heads, size = q.shape
+    kv_heads = segments[0][1].key.shape[1]
+    groups = heads // kv_heads
+    grouped = q.reshape(batch, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, groups * length, size)  # [R, kv, G * L, D]
+
+    def of_queries(x):  # [R, L] -> [R, 1, G * L, 1]
+        return jnp.tile(x, (1, groups))[:, None, :, None]
+
+    last = of_queries(columns)
+    if branches is not None:
+        trunk, begin = branches.trunk[:, None, None, None], of_queries(branches.begin)
+
+    def visible(column: jax.Array) -> jax.Array:  # int [T] -> bool [R, 1, G * L, T]
+        seen = column <= last
+        if branches is not None:
+            seen &= (column < trunk) | (column >= begin)
+        return seen
+
+    shape = grouped.shape[:3]
+    carry = (
+        jnp.full((*shape, 1), -jnp.inf),
+        jnp.zeros((*shape, 1)),
+        jnp.zeros((*shape, size)),
+    )
+    for start, segment in segments:
+        read = functools.partial(_read, grouped, segment, start, rows, visible)
+        if block >= segment.columns:  # no loop, which costs a GPU a synchronization per block
+            carry = read(segment.columns, 0, carry)
+        else:
+            blocks = count_blocks(end, start, segment, block)
+            carry = jax.lax.fori_loop(0, blocks, functools.partial(read, block), carry)
+    _, total, out = carry
+    out = (out / total).astype(q.dtype).reshape(batch, kv_heads, groups, length, size)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+
+
+def attend_to_rows(
+    q: jax.Array,
+    segments: Sequence[tuple[int, Segment]],
+    columns: jax.Array,
+    branches: Branches | None,
+    rows: jax.Array | None,
+    implementation: str,
+) -> jax.Array:
+    """As `attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type."""
+
+    def taken(x: jax.Array, scale: jax.Array | None, axis: int, count: int) -> jax.Array:
+        x = read_columns(x, axis, 0, count, rows)
+        x = x.swapaxes(2, 3) if axis == 3 else x  # [R, kv, T, D]
+        if scale is not None:
+            x = x * read_columns(scale, 2, 0, count, rows)[..., None]
+        return x.astype(q.dtype).swapaxes(1, 2)  # [R, T, kv, D]
+
+    held = [segment for _, segment in segments]
+    key = jnp.concatenate([taken(s.key, s.key_scale, 3, s.columns) for s in held], axis=1)
+    value = jnp.concatenate([taken(s.value, s.value_scale, 2, s.columns) for s in held], axis=1)
+    column = jnp.arange(key.shape[1])
+    mask = column <= columns[:, :, None]  # [R, L, T]
+    if branches is not None:
+        of_trunk = column < branches.trunk[:, None, None]
+        mask &= of_trunk | (column >= branches.begin[:, :, None])
+    return attention(q, key, value, mask=mask[:, None], implementation=implementation)
+
+
+Softmax = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted values
+
+
+def _read(
+    q: jax.Array,
+    segment: Segment,
+    start: int,
+    rows: jax.Array | None,
+    visible: Callable[[jax.Array], jax.Array],
+    block: int,
+    n: jax.Array | int,
+    carry: Softmax,
+) -> Softmax:
+    """The n-th block of a segment, which begins at column `start`, added to the softmax so far.
+
+    q [R, kv, Q, D]; the carry float32 [R, kv, Q, 1] twice and [R, kv, Q, D].
+    """
+    dtype = q.dtype
+    if segment.key_scale is None and block == segment.columns:
+        # Whole segments are read in place: casting them to q's dtype would copy the cache.
+        dtype = jnp.promote_types(q.dtype, segment.key.dtype)
+    top, total, out = carry
+    first = n * block
+    key = read_columns(segment.key, 3, first, block, rows).astype(dtype)
+    value = read_columns(segment.value, 2, first, block, rows).astype(dtype)
+    scores = jnp.matmul(q.astype(dtype), key, preferred_element_type=jnp.float32)
+    scores *= q.shape[-1] ** -0.5
+    if segment.key_scale is not None:
+        scores *= read_columns(segment.key_scale, 2, first, block, rows)[:, :, None]
+    scores = jnp.where(visible(start + first + jnp.arange(block)), scores, _MASKED)
+    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+    weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+    total = total * decay + weights.sum(-1, keepdims=True)
+    if segment.value_scale is not None:
+        weights *= read_columns(segment.value_scale, 2, first, block, rows)[:, :, None]
+    of_block = jnp.matmul(weights.astype(dtype), value, preferred_element_type=jnp.float32)
+    return new_top, total, out * decay + of_block
+
+
+def read_columns(
+    x: jax.Array, axis: int, start: jax.Array, size: int, rows: jax.Array | None
+) -> jax.Array:
+    """Columns start..start + size (along `axis`) of some rows, or of all: [R, ...]."""
+    if rows is None:
+        if size == x.shape[axis]:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+    window = (1, *x.shape[1:axis], size, *x.shape[axis + 1 :])
+
+    def one(row):
+        at = [row, *(0,) * (x.ndim - 1)]
+        at[axis] = start
+        return jax.lax.dynamic_slice(x, at, window)[0]
+
+    return jax.vmap(one)(rows)
