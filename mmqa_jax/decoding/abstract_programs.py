@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, state_shardings
+from mmqa_jax.decoding.cached_segments import Branches
 from mmqa_jax.decoding.key_heads import repeat_key_heads
-from mmqa_jax.decoding.kv_cache import Branches
 from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans
 from mmqa_jax.models.llama import Llama, unstack_layers

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from mmqa_jax.decoding.cached_segments import Branches, Segment
 from mmqa_jax.models.layers import attention
-
-if TYPE_CHECKING:
-    from mmqa_jax.decoding.kv_cache import Branches, Segment
 
 _MASKED = -1e30  # as in models.layers: exp gives 0, and nothing becomes NaN
 

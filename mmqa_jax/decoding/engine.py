@@ -23,10 +23,11 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.beam_batches import BeamBatches
+from mmqa_jax.decoding.cached_segments import Branches
 from mmqa_jax.decoding.image_features import PictureFeatures
 from mmqa_jax.decoding.image_patches import PatchIds, marked
 from mmqa_jax.decoding.key_heads import repeat_key_heads
-from mmqa_jax.decoding.kv_cache import Branches, KVCache
+from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
 from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.requests import Request, Result, Score, Scores, Scoring, Tokenizer, TooLong
