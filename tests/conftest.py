@@ -89,7 +89,7 @@ def _optimized(request) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run_on_devices(request) -> Callable[..., str]:
     """Runs a script of the test's folder on fake CPU devices, and returns what it prints.
 
