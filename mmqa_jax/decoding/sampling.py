@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_DIGIT = 2  # bits of a threshold that one pass over the scores finds
+from mmqa_jax.core.mesh import platform
 
 
 @flax.struct.dataclass
@@ -73,22 +73,24 @@ def _heaviest(scores: jax.Array, weights: jax.Array, target: jax.Array) -> jax.A
     """bool [S, V]: the fewest highest scores of a row whose weights sum to at least `target`.
 
     Scores equal to the lowest kept one are kept with it. The threshold is found digit by digit,
-    which is exact and cheaper than sorting a vocabulary; a digit costs one pass over the scores.
+    which is exact and cheaper than sorting a vocabulary. A digit costs one pass over the scores and
+    2^bits - 1 sums: on a CPU these take longer, elsewhere the passes (and a mesh's collectives).
     """
+    digit_bits = 1 if platform() == "cpu" else 2
     bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     ranks = jnp.where(bits & sign, ~bits, bits | sign)  # ordered as the scores are
 
     def one(n, threshold):
-        shift = jnp.uint32(32 - _DIGIT) - jnp.uint32(_DIGIT) * n.astype(jnp.uint32)
+        shift = jnp.uint32(32 - digit_bits) - jnp.uint32(digit_bits) * n.astype(jnp.uint32)
         highest = threshold
-        for digit in range(1, 2**_DIGIT):  # the weight falls as the digit rises
+        for digit in range(1, 2**digit_bits):  # the weight falls as the digit rises
             higher = threshold | (jnp.uint32(digit) << shift)
             weight = jnp.where(ranks >= higher[:, None], weights, 0).sum(-1)
             highest = jnp.where(weight >= target, higher, highest)
         return highest
 
-    threshold = jax.lax.fori_loop(0, 32 // _DIGIT, one, jnp.zeros(scores.shape[0], jnp.uint32))
+    threshold = jax.lax.fori_loop(0, 32 // digit_bits, one, jnp.zeros(scores.shape[0], jnp.uint32))
     return ranks >= threshold[:, None]
 
 
