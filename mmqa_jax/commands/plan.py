@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC (needs the extra `plan`), a100:N,\n"
         "  h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
         "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
-        "  of configs/prompt/default.py decode and prefill\n"
+        "  of configs/prompt/default.py decode and prefill, and of a LLaVA its tower\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
     flags.add_config(parser)
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="of a language model: smollm2, llama2_7b, llama2_13b, llama2_70b, ...",
+        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...",
     )
     flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
     parser.add_argument(
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.systems import planning
 
     config = load_config(arguments.config, arguments.overrides)
-    planning.chosen(config, arguments.only)  # refused before a compiler is loaded
+    planning.chosen(config, arguments.only, arguments.model)  # refused before a compiler is loaded
     topology = open_topology(arguments.topology)
     options = {"model": arguments.model, "only": arguments.only}
     if arguments.sources is not None:

@@ -111,7 +111,7 @@ def plan(
     Raises:
       UserError: a config, mesh or program that cannot be; see programs.make_program.
     """
-    names = chosen(config, only)
+    names = chosen(config, only, model)
     planned = {name: _planned(name, config, topology, model) for name in names}
     remedies = {
         name: tuple(_remedies(name, config, topology, model))
@@ -121,9 +121,9 @@ def plan(
     return Plan(topology, tuple(planned.values()), remedies, calibration)
 
 
-def chosen(config: ConfigDict, only: Sequence[str]) -> tuple[str, ...]:
-    """The programs of a config that `--only` asks for."""
-    names = program_names(config)
+def chosen(config: ConfigDict, only: Sequence[str], model: str | None = None) -> tuple[str, ...]:
+    """The programs of a config that `--only` asks for; `model` as in `plan`."""
+    names = program_names(config, model)
     for name in only:
         if name not in names:
             raise UserError(f"--only={name}: the config has the programs {', '.join(names)}.")
@@ -249,7 +249,7 @@ def best_settings(
     Raises:
       UserError: as `plan`.
     """
-    name = chosen(config, only)[0]
+    name = chosen(config, only, model)[0]
     found: list[Found] = []
     config = settled(name, config, topology.devices, model)
     for mesh, batches in _space(name, config, len(topology.devices)):

@@ -29,6 +29,7 @@ from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.models import llama_config
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.systems.batch_shapes import VQA_ANSWERS, training_batch, vocabulary_size
 from mmqa_jax.systems.programs_in_use import OF_TASK, of_one_host, program_in_use
 from mmqa_jax.training import tasks
@@ -53,15 +54,28 @@ PRESETS: dict[str, Callable[..., LlamaConfig]] = {
 }
 
 
+# Those with a tower for pictures in front.
+LLAVAS: dict[str, Callable[..., LlavaConfig]] = {
+    "llava15_7b": llava_1_5_7b,
+    "llava15_13b": llava_1_5_13b,
+}
+TOWER = "tower"
+
+
 def preset(name: str) -> LlamaConfig:
-    """The sizes of a language model by name; UserError for an unknown one."""
+    """The sizes of a language model by name, a LLaVA's too; UserError for an unknown one."""
+    if name in LLAVAS:
+        return LLAVAS[name]().llama
     if name not in PRESETS:
-        raise UserError(f"--model={name}: sizes are not known; {nearest(name, PRESETS)}")
+        raise UserError(f"--model={name}: sizes are not known; {nearest(name, PRESETS | LLAVAS)}")
     return PRESETS[name]()
 
 
-def program_names(config: ConfigDict) -> tuple[str, ...]:
+def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ...]:
     """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
+
+    Args:
+      model: that an engine serves: a LLaVA has its tower, too.
 
     Raises:
       UserError: a config of neither.
@@ -70,7 +84,7 @@ def program_names(config: ConfigDict) -> tuple[str, ...]:
         own = OF_TASK.get(config.task)
         return ("train",) if own is None else ("train", own)
     if "engine" in config:
-        return ENGINE
+        return (*ENGINE, TOWER) if model in LLAVAS else ENGINE
     raise UserError(
         "--config: has neither a `task` to train nor an `engine`; name a config of `mmqa train` or "
         "configs/prompt/default.py."
@@ -92,6 +106,8 @@ def make_program(
     """
     if name in ENGINE:
         return _engine(config, devices, model)[name]
+    if name == TOWER and model is not None:
+        return _tower(config, devices, model)
     if name == "train":
         return _train(config, devices, model)
     check_config(config, devices, files=False)
@@ -255,7 +271,7 @@ def _engine(
     if model is None:
         raise UserError(
             "--model is missing: the config's engine serves any language model; name one of "
-            f"{', '.join(sorted(PRESETS))}."
+            f"{', '.join(sorted(PRESETS | LLAVAS))}."
         )
     from mmqa_jax.decoding.abstract_programs import engine_programs
 
@@ -295,6 +311,35 @@ def _engine(
         "decode": program("decode", sizes.slots),
         "prefill": program("prefill", bucket * rows),
     }
+
+
+def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Program:
+    """A full batch of pictures of a LLaVA, beside its language model."""
+    from mmqa_jax.decoding.abstract_tower import feature_bytes, tower_programs
+
+    chosen = engine_sizes(config, devices, model)
+    mesh, sizes = chosen.mesh(), chosen.engine
+    llava = dataclasses.replace(LLAVAS[model](), llama=_llama(config, devices, model))
+    function, arguments = tower_programs(llava, sizes, mesh)[TOWER]
+    state, pixels = arguments
+
+    @functools.cache
+    def trace() -> jax.stages.Traced:
+        with jax.set_mesh(mesh):
+            return function.trace(*arguments)
+
+    return Program(
+        name=TOWER,
+        lower=lambda: trace().lower(),
+        mesh=dict(mesh.shape),
+        model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
+        kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+        parameters=shard_bytes(state),
+        cache=feature_bytes(llava, sizes, mesh),
+        examples=pixels.shape[0],
+        unit="pictures",
+        input_bytes=tree_bytes(pixels),
+    )
 
 
 def _llama(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> LlamaConfig:
