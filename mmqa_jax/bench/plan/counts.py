@@ -37,6 +37,7 @@ _NO_WORK = {  # custom calls that only hand on or mark memory
         "PinToDevice",
         "PrepareAsyncCallStart",
         "PrepareAsyncCallDone",
+        "GatherScatterIndicesBitpacked",
     ),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
