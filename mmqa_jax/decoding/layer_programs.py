@@ -47,7 +47,6 @@ def encode_and_step(
         after its cache.
     """
 
-    @jax.jit
     def enter(outer, tokens, starts, ends, rows, branches, patches):
         model = nnx.merge(graphdef, outer)
         of_tokens = tokens_in(
@@ -55,33 +54,32 @@ def encode_and_step(
         )
         return embed(model, tokens, patches), of_tokens
 
-    @jax.jit
     def enter_step(outer, state, active):
         starts = jnp.where(active, state.position, 0)
         rows = jnp.where(active, jnp.arange(slots), slots)
         return enter(outer, state.token[:, None], starts, starts + 1, rows, None, None)
 
-    @jax.jit
-    def norm(outer, x):
+    def leave(outer, x):
         return nnx.merge(graphdef, outer).norm(x)
 
     def leave_step(outer, state, x, active):
-        return next_tokens(nnx.merge(graphdef, outer), state, norm(outer, x), active)
+        return next_tokens(nnx.merge(graphdef, outer), state, leave(outer, x), active)
 
-    leave_step = jax.jit(leave_step, donate_argnums=1)
+    begin, end = jax.jit(enter), jax.jit(leave)
+    begin_step, end_step = jax.jit(enter_step), jax.jit(leave_step, donate_argnums=1)
 
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
         *chunk, limit = chunk
-        x, of_tokens = enter(state.outer, *chunk)
+        x, of_tokens = begin(state.outer, *chunk)
         x, cache = run_layers(state.layers, x, cache, of_tokens, block=block, limit=limit)
-        return norm(state.outer, x), cache
+        return end(state.outer, x), cache
 
     def step(state: SplitState, cache: KVCache, of_slots: Any, active: jax.Array, limit: int):
-        x, of_tokens = enter_step(state.outer, of_slots, active)
+        x, of_tokens = begin_step(state.outer, of_slots, active)
         whole = sum(segment.columns for segment in cache[0].segments)
         x, cache = run_layers(
             state.layers, x, cache, of_tokens, block=whole, all_rows=True, limit=limit
         )
-        return cache, *leave_step(state.outer, of_slots, x, active)
+        return cache, *end_step(state.outer, of_slots, x, active)
 
     return encode, step
