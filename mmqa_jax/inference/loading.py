@@ -241,8 +241,7 @@ def _one_shape(config: ConfigDict) -> None:
     """
     config.model.changes = {**config.model.get("changes", {}), "unroll": 1}
     if config.task in ("contrastive", "example_retrieval"):
-        config.inference.buckets = (max(config.inference.buckets),)
-        config.inference.batch_size = 1
+        _change(config, {"buckets": (max(config.inference.buckets),), "batch_size": 1})
         return
     changes = config.inference.get("packing", {})
     buckets = changes.get("buckets", config.packing.buckets)
