@@ -6,7 +6,7 @@ Left to itself, XLA would exchange rows, since it does not know which device a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp

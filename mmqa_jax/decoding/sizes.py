@@ -137,9 +137,10 @@ def choose_sizes(
     length = min(most, -(-needed // unit) * unit)
     free = _SHARE * (min(map(free_bytes, devices)) if free is None else free) - beside
     cost = _Cost(model, base, length, cpu)
-    shape = choose_mesh(mesh, len(devices), _tensor(cost, free, len(devices), demand))
+    tensor = _tensor(cost, free, len(devices), demand)
+    shape = choose_mesh(mesh, len(devices), tensor, given.get("slots", 0))
     copies = shape["data"] * shape["fsdp"]
-    of_copy = cost.slots(free, shape["tensor"])
+    of_copy = cost.slots(free, shape["tensor"], shape["fsdp"])
     if cpu:
         few, many = _CPU_SLOTS
         of_copy = max(1, (many if (demand.sequences or 0) > 2 * many else few) // copies)
@@ -158,12 +159,16 @@ def _prefill(cpu: bool, copies: int, buckets: Buckets) -> int:
     return max(_CPU_PREFILL, copies * buckets[-1]) if cpu else copies * _PREFILL
 
 
-def choose_mesh(given: Mapping[str, Any], devices: int, tensor: int) -> dict[str, int]:
+def choose_mesh(
+    given: Mapping[str, Any], devices: int, tensor: int, slots: int = 0
+) -> dict[str, int]:
     """The size of each mesh axis.
 
     Args:
       given: axis -> size or AUTO. Where all are AUTO, `tensor` is the one given here; beside a
         number `fsdp` and `tensor` are 1. `data` is the rest. All 1 is one device.
+      slots: as given; 0: not yet known. Of the rest `data` takes what divides them: slots that a
+        mesh does not divide are whole on every device, and computed on each.
     """
     sizes = {axis: given.get(axis, AUTO) for axis in MESH_AXES}
     chosen = {"fsdp": 1, "tensor": tensor if set(sizes.values()) == {AUTO} else 1}
@@ -171,6 +176,8 @@ def choose_mesh(given: Mapping[str, Any], devices: int, tensor: int) -> dict[str
     if sizes["data"] == AUTO:
         split = shape["fsdp"] * shape["tensor"]
         shape["data"] = max(1, devices // split) if split > 0 else 1
+        if shape["fsdp"] > 0 and slots % shape["fsdp"] == 0:
+            shape["data"] = math.gcd(shape["data"], slots // shape["fsdp"])
     rest = [axis for axis, size in shape.items() if size == -1]
     if len(rest) == 1:
         split = -math.prod(shape.values())
@@ -216,9 +223,12 @@ class _Cost:
         of_token = self.token(tensor, model.dtype) + 4 * (6 * model.hidden + 3 * model.mlp / tensor)
         return _PREFILL * of_token + 8 * rows * model.vocab_size / tensor
 
-    def slots(self, free: float, tensor: int) -> int:
-        """Of a copy of the weights, split over so many devices; at least 1."""
-        room = free - self.weights(tensor) - self.step(tensor)
+    def slots(self, free: float, tensor: int, fsdp: int) -> int:
+        """Of a device's rows, with weights split over `tensor` and `fsdp`; at least 1."""
+        weights = self.weights(tensor)
+        if fsdp > 1:  # a layer is whole while it is used, and the next while it is gathered
+            weights = min(weights, weights / fsdp + 2 * weights / self.model.layers)
+        room = free - weights - self.step(tensor)
         count = min(_SLOTS, room / (self.token(tensor) * self.length))
         return int(count) // 8 * 8 if count >= 8 else max(1, int(count))
 

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax import __version__
+from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import MESH_AXES, platform
@@ -25,6 +26,7 @@ from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import SIZES, UNKNOWN, Demand, EngineSizes, choose_sizes
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
@@ -169,7 +171,7 @@ class Sizing:
         devices = devices_for(self._mesh)
         free = self._free
         if free is None:
-            free = min(map(free_bytes, devices))
+            free = _least_free(devices, agreed=demand is not None)
         if demand is not None:
             self._free = free
         sizes = choose_sizes(
@@ -184,6 +186,16 @@ class Sizing:
         if len(sizes.devices) > 1:
             sizes.mesh()  # sizes that the devices do not have
         return sizes
+
+
+def _least_free(devices: Sequence[jax.Device], *, agreed: bool) -> float:
+    """Bytes of the devices of this process; `agreed`: of all whose devices these are, which take
+    the same sizes. Another process's device does not say."""
+    me = jax.process_index()
+    free = min(free_bytes(device) for device in devices if device.process_index == me)
+    if agreed and any(device.process_index != me for device in devices):
+        free = min(distributed.gather("free bytes", free))
+    return free
 
 
 def devices_for(mesh: Mapping[str, Any]) -> Sequence[jax.Device]:

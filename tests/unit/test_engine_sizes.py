@@ -87,6 +87,29 @@ def test_what_is_given_is_kept():
     assert shape(chosen(SEVEN, mesh={"data": -1, "fsdp": 1, "tensor": 2})) == (4, 1, 2)
 
 
+def test_slots_as_given_are_split_over_the_devices():
+    """What a mesh does not divide would be whole, and computed, on every device."""
+    for slots, count, data in ((4, 8, 4), (100, 8, 4), (24, 8, 8), (7, 8, 1), (16, 6, 2)):
+        sizes = chosen(smollm2_135m(), AUTO | {"slots": slots}, count=count)
+        assert (sizes.engine.slots, *shape(sizes)) == (slots, data, 1, 1)
+        assert len(sizes.devices) == data
+    assert shape(chosen(SEVEN, AUTO | {"slots": 6})) == (2, 1, 2)
+    assert shape(chosen(SEVEN, AUTO | {"slots": 8}, {"fsdp": 4})) == (2, 4, 1)
+    assert shape(chosen(SEVEN, AUTO | {"slots": 6}, {"data": 4, "fsdp": 1, "tensor": 2})) == (
+        4,
+        1,
+        2,
+    )
+
+
+def test_weights_split_over_fsdp_leave_room_for_slots():
+    whole, split = (chosen(SEVEN, mesh={"data": 8 // n, "fsdp": n, "tensor": 1}) for n in (1, 8))
+    assert whole.engine.slots == 8  # 13.5 GB on each: one slot a device
+    cache = 2 * 32 * 4096 * 2 * split.engine.columns * split.engine.slots / 8
+    assert split.engine.slots == 8 * 8
+    assert 2 * 6.74e9 / 8 + cache < V5E
+
+
 def test_sizes_say_what_they_are():
     sizes = chosen(SEVEN, sequences=100, tokens=700)
     assert str(sizes) == (
