@@ -28,7 +28,7 @@ def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = Tr
     """As `traced_flops`, of a jaxpr.
 
     Args:
-      kernels_only: counts the Pallas kernels in it alone.
+      kernels_only: counts the Pallas kernels in it alone, of those that state no cost.
       recomputed: whether to count what jax.checkpoint computes once more in the backward pass.
     """
     return sum(_equation(equation, kernels_only, recomputed) for equation in jaxpr.eqns)
@@ -39,6 +39,9 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> float:
     if not recomputed and _RECOMPUTED in str(equation.source_info.name_stack):
         return 0.0
     if name == "pallas_call":
+        stated = params.get("cost_estimate")
+        if stated is not None:  # its body may multiply padding, too
+            return 0.0 if kernels_only else float(stated.flops)
         inner = sum(map(jaxpr_flops, _inner(params)))
         return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
     if kernels_only and name in ("dot_general", "conv_general_dilated", *_CUDNN):

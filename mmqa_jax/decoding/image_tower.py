@@ -16,10 +16,10 @@ from mmqa_jax.core.mesh import replicated
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.llava import Llava, LlavaConfig
 
-# Pictures that a device encodes at once: a TPU has the scores of two in its vector memory, and
-# takes longer for each of four; a CPU gains nothing, and would compute the padding.
-_AT_ONCE = {"cpu": (1,), "tpu": (1, 2)}
-_OTHERS = (1, 8)
+# Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
+# would compute the padding.
+_AT_ONCE = (1, 8)
+_AT_ONCE_ON_CPU = (1,)
 
 
 def tower_of(model: Llava) -> nnx.Dict:
@@ -69,7 +69,7 @@ class TowerPrograms:
             self.parameters = replicated(mesh)
             self.pixels = NamedSharding(mesh, PartitionSpec(axes))
             self.features = NamedSharding(mesh, PartitionSpec(None, columns))
-        each = _AT_ONCE.get(device.platform, _OTHERS)
+        each = _AT_ONCE_ON_CPU if device.platform == "cpu" else _AT_ONCE
         self.batches = tuple(size * count for size in each)
 
         def of_pictures(state, pixels):  # [B, S, S, 3] -> [B, patches, H]

@@ -39,6 +39,7 @@ from mmqa_jax.training.language_model import LanguageModelTask
 from mmqa_jax.training.loop import read_section
 from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import Task, abstract_state, make_step, split_model
+from mmqa_jax.weights.config_json import replace_fields
 
 ENGINE = ("decode", "prefill")
 # Language models whose sizes are known without their weights.
@@ -319,7 +320,8 @@ def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Pro
 
     chosen = engine_sizes(config, devices, model)
     mesh, sizes = chosen.mesh(), chosen.engine
-    llava = dataclasses.replace(LLAVAS[model](), llama=_llama(config, devices, model))
+    llama = _llama(config, devices, model)
+    llava = replace_fields(LLAVAS[model](), dtype=llama.dtype)  # as it is loaded
     function, arguments = tower_programs(llava, sizes, mesh)[TOWER]
     state, pixels = arguments
 

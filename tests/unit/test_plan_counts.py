@@ -12,7 +12,8 @@ import pytest
 from mmqa_jax.bench.plan.collectives import Collective, axis_of, groups
 from mmqa_jax.bench.plan.counts import count
 from mmqa_jax.bench.plan.hlo import arrays, parse
-from mmqa_jax.core.flops import traced_flops
+from mmqa_jax.core.flops import jaxpr_flops, traced_flops
+from mmqa_jax.models.fused import fused_attention
 
 LAYERS, ROWS, WIDTH = 5, 8, 16
 
@@ -334,3 +335,16 @@ def test_a_layer_read_from_an_int8_stack_is_one_layer():
     layer, scalar, rows, out = 256 * 128, 4, 64 * 256 * 2, 64 * 128 * 2
     assert counts.bytes == layer + scalar + rows + out
     assert counts.cycles == 1500
+
+
+def test_a_kernels_flops_are_those_that_it_states():
+    """Heads of 64 columns fill half of what the matrix unit multiplies at once."""
+    rows, length, heads, size = 2, 16, 4, 64
+    shape = jnp.ones((rows, length, heads, size), jnp.bfloat16)
+
+    def attend(q):
+        return fused_attention(q, q, q, interpret=True)
+
+    assert traced_flops(attend, shape) == 4 * rows * heads * length * length * size
+    traced = jax.make_jaxpr(attend)(shape).jaxpr
+    assert jaxpr_flops(traced, kernels_only=True) == 0  # the compiled program states it, too
