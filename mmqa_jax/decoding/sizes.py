@@ -22,6 +22,7 @@ from mmqa_jax.core.mesh import MESH_AXES, make_mesh
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
@@ -98,6 +99,15 @@ def sizes_json(shape: Mapping[str, int], engine: EngineConfig) -> dict[str, Any]
     return {"devices": math.prod(shape.values()), "mesh": dict(shape), **sizes}
 
 
+def tower_bytes(llama: LlamaConfig, vision: VisionConfig | None) -> float:
+    """Of the matrices of a LLaVA's picture tower and projector, which each device holds whole."""
+    if vision is None:
+        return 0.0
+    of_layer = 4 * vision.width**2 + 2 * vision.width * vision.mlp_width
+    projector = llama.hidden * (vision.width + llama.hidden)
+    return (vision.layers * of_layer + projector) * np.dtype(_numpy(llama.dtype)).itemsize
+
+
 def choose_sizes(
     model: LlamaConfig,
     settings: Mapping[str, Any],
@@ -117,7 +127,7 @@ def choose_sizes(
       mesh: axis -> size or AUTO, see `choose_mesh`.
       devices: of the process, or compile-only ones.
       free: bytes on each device before the weights are there; None: what the devices say.
-      beside: bytes of other weights that each device holds (a picture tower).
+      beside: bytes of other weights that each device holds, see `tower_bytes`.
 
     Raises:
       UserError: sizes that contradict each other, or a length beyond the model's.

@@ -24,7 +24,7 @@ from mmqa_jax.core.mesh import MESH_AXES, platform
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.sizes import SIZES, UNKNOWN, Demand, EngineSizes, choose_sizes
+from mmqa_jax.decoding.sizes import SIZES, UNKNOWN, Demand, EngineSizes, choose_sizes, tower_bytes
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -154,12 +154,7 @@ class Sizing:
         vision: VisionConfig | None,
     ):
         self._llama, self._settings, self._mesh = llama, settings, mesh
-        # Layers' matrices and the projector.
-        self._beside = 0.0
-        if vision is not None:
-            count = 12 * vision.layers * vision.hidden**2
-            count += llama.hidden * (vision.hidden + llama.hidden)
-            self._beside = count * (4 if llama.dtype == "float32" else 2)
+        self._beside = tower_bytes(llama, vision)
         self._free: float | None = None
 
     def given(self, name: str) -> Any:

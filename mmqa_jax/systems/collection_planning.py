@@ -118,7 +118,8 @@ def plan_collections(
             "such as configs/webqa/contrastive.py."
         )
     model = dual_encoder_from_config(config.model, vocabulary_size(config))
-    embed = _compiled(make_program("embed", config, topology.devices), topology)
+    host = topology.host
+    embed = _compiled(make_program("embed", config, host.devices), host)
     return [_planned(size, model.embed_dim, topology, embed) for size in sizes]
 
 

@@ -18,6 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.systems.programs import (
     ENGINE,
     make_program,
+    on_one_host,
     program_names,
     remat_keys,
     set_key,
@@ -112,9 +113,9 @@ def plan(
       UserError: a config, mesh or program that cannot be; see programs.make_program.
     """
     names = chosen(config, only, model)
-    planned = {name: _planned(name, config, topology, model) for name in names}
+    planned = {name: _planned(name, config, place(name, config, topology), model) for name in names}
     remedies = {
-        name: tuple(_remedies(name, config, topology, model))
+        name: tuple(_remedies(name, config, place(name, config, topology), model))
         for name, one in planned.items()
         if not one.fits
     }
@@ -128,6 +129,11 @@ def chosen(config: ConfigDict, only: Sequence[str], model: str | None = None) ->
         if name not in names:
             raise UserError(f"--only={name}: the config has the programs {', '.join(names)}.")
     return tuple(name for name in names if not only or name in only)
+
+
+def place(name: str, config: ConfigDict, topology: Topology) -> Topology:
+    """The devices of a topology that a program runs on: all, or those of one host."""
+    return topology.host if on_one_host(name, config) else topology
 
 
 def _planned(name: str, config: ConfigDict, topology: Topology, model: str | None) -> Planned:
@@ -251,6 +257,7 @@ def best_settings(
     """
     name = chosen(config, only, model)[0]
     found: list[Found] = []
+    topology = place(name, config, topology)
     config = settled(name, config, topology.devices, model)
     for mesh, batches in _space(name, config, len(topology.devices)):
         fitted = 0  # of the batches, with the recomputation so far

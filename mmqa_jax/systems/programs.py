@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.flops import jaxpr_flops, traced_flops
+from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding import sizes as sizes_of_engine
@@ -31,7 +31,7 @@ from mmqa_jax.models import llama_config
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.systems.batch_shapes import VQA_ANSWERS, training_batch, vocabulary_size
-from mmqa_jax.systems.programs_in_use import OF_TASK, of_one_host, program_in_use
+from mmqa_jax.systems.programs_in_use import OF_TASK, program_in_use
 from mmqa_jax.training import tasks
 from mmqa_jax.training.base_llm import SCRATCH, base_path, llama_of, lora_of
 from mmqa_jax.training.checks import check_config
@@ -98,8 +98,7 @@ def make_program(
     """One of `program_names(config)`.
 
     Args:
-      devices: possibly compile-only ones; training and the engine take them all, the other
-        programs those of one host, where a process does its share of the job.
+      devices: possibly compile-only ones, all of which the program takes; see `on_one_host`.
       model: of a language model, a name of PRESETS in place of its weights.
 
     Raises:
@@ -113,6 +112,16 @@ def make_program(
         return _train(config, devices, model)
     check_config(config, devices, files=False)
     return program_in_use(name, config, devices)
+
+
+def on_one_host(name: str, config: ConfigDict) -> bool:
+    """Whether each process runs a program on its own devices, and does its share of a job.
+
+    Only training, and an engine whose mesh is given in numbers, may span the hosts of a launch.
+    """
+    if name in (*ENGINE, TOWER):
+        return AUTO in config.model.mesh.values()
+    return name != "train"
 
 
 def settled(
@@ -283,21 +292,14 @@ def _engine(
     def program(name: str, examples: int) -> Program:
         function, arguments = made[name]
         state, cache = arguments[:2]
-
-        @functools.cache
-        def trace() -> jax.stages.Traced:
-            with jax.set_mesh(mesh):
-                return function.trace(*arguments)
-
         weights, held = shard_bytes(state), shard_bytes(cache)
         # Of an embedding table that is no output head only the rows of the tokens are read.
         looked_up = 0 if llama.tied else shard_bytes(nnx.to_pure_dict(state)["tokens"])
-        return Program(
-            name=name,
-            lower=lambda: trace().lower(),
-            mesh=dict(mesh.shape),
-            model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
-            kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+        return Program.of(
+            name,
+            function,
+            arguments,
+            mesh,
             parameters=weights,
             cache=held,
             floor_bytes=weights - looked_up + (held if name == "decode" else 0),
@@ -324,18 +326,11 @@ def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Pro
     llava = replace_fields(LLAVAS[model](), dtype=llama.dtype)  # as it is loaded
     function, arguments = tower_programs(llava, sizes, mesh)[TOWER]
     state, pixels = arguments
-
-    @functools.cache
-    def trace() -> jax.stages.Traced:
-        with jax.set_mesh(mesh):
-            return function.trace(*arguments)
-
-    return Program(
-        name=TOWER,
-        lower=lambda: trace().lower(),
-        mesh=dict(mesh.shape),
-        model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
-        kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+    return Program.of(
+        TOWER,
+        function,
+        arguments,
+        mesh,
         parameters=shard_bytes(state),
         cache=feature_bytes(llava, sizes, mesh),
         examples=pixels.shape[0],
@@ -354,22 +349,19 @@ def _llama(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Lla
 def engine_sizes(
     config: ConfigDict, devices: Sequence[jax.Device], model: str
 ) -> sizes_of_engine.EngineSizes:
-    """Mesh and sizes as `mmqa prompt` takes them for prompts up to `engine.length`.
-
-    By default those of one process, of one host's devices; a mesh of numbers is over as many of
-    the topology's as it names.
-    """
+    """Mesh and sizes as `mmqa prompt` takes them for prompts up to `engine.length`."""
     mesh, settings = config.model.mesh.to_dict(), config.engine.to_dict()
-    if AUTO in mesh.values():
-        devices = of_one_host(devices)
     tokens = None if settings["length"] == AUTO else settings["length"]
+    llama = _llama(config, devices, model)
+    vision = LLAVAS[model]().vision if model in LLAVAS else None
     return sizes_of_engine.choose_sizes(
-        _llama(config, devices, model),
+        llama,
         settings,
         mesh,
         devices,
         sizes_of_engine.Demand(tokens=tokens),
         free=min(free_bytes(device, 0.0) for device in devices),
+        beside=sizes_of_engine.tower_bytes(llama, vision),
     )
 
 

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
-from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, on_shardings, state_shardings
 from mmqa_jax.core.serving import RowCost, planned_batch_size, serving_mesh
 from mmqa_jax.decoding.masked_lm import beam_search
@@ -56,10 +55,7 @@ OF_TASK = {
 
 
 def program_in_use(name: str, config: ConfigDict, devices: Sequence[jax.Device]) -> Program:
-    """The program of a name of OF_TASK, on the devices of one host.
-
-    Of a launch on several hosts each does its share of the job on its own.
-    """
+    """The program of a name of OF_TASK; `devices` are those of one process."""
     makers: dict[str, Callable[[ConfigDict, Mesh], Program]] = {
         "embed": _embed,
         "rerank": _rerank,
@@ -67,19 +63,8 @@ def program_in_use(name: str, config: ConfigDict, devices: Sequence[jax.Device])
         "candidates": _candidates,
         "modality": _modality,
     }
-    mesh = serving_mesh(config.inference.get("mesh"), of_one_host(devices))
+    mesh = serving_mesh(config.inference.get("mesh"), devices)
     return makers[name](config, mesh)
-
-
-def of_one_host(devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
-    """The devices of the first process.
-
-    A whole slice of eight v5e or v6e chips is one host's (Google's machine types that end in 8t);
-    compile-only devices of it say two.
-    """
-    if len(devices) <= 8 and devices[0].device_kind in ("TPU v5 lite", "TPU v6 lite"):
-        return devices
-    return [one for one in devices if one.process_index == devices[0].process_index]
 
 
 def _in_use(
@@ -106,19 +91,12 @@ def _in_use(
     batch = inputs(examples)
     rows = batch_sharding(mesh)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
-    function = make(graphdef)
-
-    @functools.cache
-    def trace() -> jax.stages.Traced:
-        with jax.set_mesh(mesh):
-            return function.trace(state, *placed, **options)
-
-    return Program(
-        name=name,
-        lower=lambda: trace().lower(),
-        mesh=dict(mesh.shape),
-        model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
-        kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+    return Program.of(
+        name,
+        make(graphdef),
+        (state, *placed),
+        mesh,
+        options,
         parameters=held,
         examples=examples,
         unit=cost.unit,

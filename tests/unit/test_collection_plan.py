@@ -71,3 +71,13 @@ def test_only_encoders_embed_sources(refused):
     message = "--sources: the config trains no encoder of sources"
     refused("plan", "--config=configs/atlas/rerank.py", "--sources=1k", message=message)
     refused("plan", CONFIG, "--sources=many", message="'many' is not a number of sources")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the TPU's compiler is made for Linux alone")
+def test_sources_are_embedded_on_each_host_of_a_slice():
+    """Two of eight chips, each with its share."""
+    alone, together = (
+        done("plan", CONFIG, f"--topology=v5e:{shape}", "--sources=1k")["collections"][0]["embed"]
+        for shape in ("2x4", "4x4")
+    )
+    assert together["hours_bound"] == alone["hours_bound"] / 2

@@ -82,3 +82,12 @@ def test_a_mesh_lies_on_the_links_that_it_has():
     assert len({*slice_.placement({}).hosts}) == 1
     measured = dataclasses.replace(slice_, data_sheet=GPUS["h100"])
     assert measured.placement({"data": 8}).links is None
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("v5e:4x4", "v5e:2x4"), ("v5e:2x2", "v5e:2x2"), ("v5p:2x2x2", "v5p:2x2x1"), ("v4:2x2x1", "v4:2x2x1")],
+)  # fmt: skip
+def test_the_devices_of_one_host_are_a_slice(name, host):
+    """The TPU's compiler refuses a mesh of some devices of a larger one."""
+    assert open_topology(name).host.name == host

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from mmqa_jax.bench.plan.collectives import Collective
 from mmqa_jax.bench.plan.counts import KERNEL, Counts, count
 from mmqa_jax.bench.plan.links import Placement
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import jaxpr_flops
 
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
 _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) ?(?:i?B)? of ([\d.]+)([KMGT]?) ?(?:i?B)? hbm")
@@ -53,6 +56,35 @@ class Program:
     unit: str = "examples"
     input_bytes: float = 0
     steps: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        function: Any,
+        arguments: Sequence[Any],
+        mesh: Mesh,
+        options: Mapping[str, Any] | None = None,
+        **sizes: Any,
+    ) -> Program:
+        """A jitted function with arguments as shapes; `options` are its static ones.
+
+        It is traced once, for the mesh, when that is needed first. `sizes`: the other attributes.
+        """
+
+        @functools.cache
+        def trace() -> jax.stages.Traced:
+            with jax.set_mesh(mesh):
+                return function.trace(*arguments, **(options or {}))
+
+        return cls(
+            name=name,
+            lower=lambda: trace().lower(),
+            mesh=dict(mesh.shape),
+            model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
+            kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+            **sizes,
+        )
 
     @property
     def devices(self) -> int:

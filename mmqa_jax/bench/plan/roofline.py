@@ -53,6 +53,8 @@ def bound(compiled: Compiled, chip: Chip) -> Bound | None:
         sum(one.exposed_seconds(chip) for one in compiled.collectives),
     )
     model = compiled.program.model_flops() / compiled.program.devices
+    if counts.total_flops and not counts.unknown:  # XLA drops what no result needs
+        model = min(model, counts.total_flops)
     mfu = model / (found.seconds * chip.peak) if found.seconds else 0.0
     return dataclasses.replace(found, mfu=mfu)
 

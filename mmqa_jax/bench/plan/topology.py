@@ -30,6 +30,8 @@ KNOWN = (
 _TPU = re.compile(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)")
 _GPU = re.compile(r"(?:(\d+)x ?)?(a100|h100|h200):(\d+)")
 _AXES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+# A whole host's slice: Google's machine types that end in 8t, and in 4t.
+_OF_HOST = {"v4": "2x2x1", "v5p": "2x2x1", "v5e": "2x4", "v6e": "2x4"}
 _TARGETS = Path(__file__).parent / "targets"
 
 
@@ -51,6 +53,20 @@ class Topology:
     def chip(self) -> Chip:
         """What a device does, by its data sheet or measured on this machine (seconds)."""
         return self.data_sheet or _measured(self.devices[0], len(self.devices))
+
+    @functools.cached_property
+    def host(self) -> Topology:
+        """What one process sees: the devices of one host, of a TPU as a slice of their own.
+
+        (The TPU's compiler takes one device of a slice or all of them.)
+        """
+        tpu = _TPU.fullmatch(self.name)
+        if tpu is None:
+            own = [n for n, host in enumerate(self.hosts) if host == self.hosts[0]]
+            devices = tuple(self.devices[n] for n in own)
+            return dataclasses.replace(self, devices=devices, hosts=self.hosts[: len(own)])
+        alone = open_topology(f"{tpu[1]}:{_OF_HOST[tpu[1]]}")
+        return alone if len(alone.devices) < len(self.devices) else self
 
     def placement(self, mesh: Mapping[str, int]) -> Placement:
         """Where the devices of a mesh (axis -> size; {} is one device) lie."""
