@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from mmqa_jax.decoding.cached_segments import Branches, Segment
 from mmqa_jax.models.layers import attention
-
-_MASKED = -1e30  # as in models.layers: exp gives 0, and nothing becomes NaN
+from mmqa_jax.models.masked import MASKED
 
 
 def count_blocks(end: jax.Array, start: int, segment: Segment, block: int) -> jax.Array:
@@ -127,7 +126,7 @@ def _read(
     scores *= q.shape[-1] ** -0.5
     if segment.key_scale is not None:
         scores *= read_columns(segment.key_scale, 2, first, block, rows)[:, :, None]
-    scores = jnp.where(visible(start + first + jnp.arange(block)), scores, _MASKED)
+    scores = jnp.where(visible(start + first + jnp.arange(block)), scores, MASKED)
     new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
     weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
     total = total * decay + weights.sum(-1, keepdims=True)

@@ -25,8 +25,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.decoding.kv_cache import quantize
+from mmqa_jax.models.masked import MASKED
 
-_MASKED = -1e30  # as in models.layers
 _LANES = 128  # columns of a block are a multiple of this
 _LARGEST = 1024  # columns of a block
 _BLOCK_BYTES = 2**19  # of one block's keys; four such lie in VMEM, of keys and values, two each
@@ -258,7 +258,7 @@ def _kernel(
     if scaled:
         scores *= repeated(held[2][...])
     column = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    scores = jnp.where(column < columns, scores, _MASKED)
+    scores = jnp.where(column < columns, scores, MASKED)
     top = top_ref[...]
     new_top = jnp.maximum(top, scores.max(1, keepdims=True))
     weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)

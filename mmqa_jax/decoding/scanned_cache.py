@@ -28,8 +28,8 @@ from mmqa_jax.decoding.row_shards import copy_within, first_row
 from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.masked import MASKED
 
-_MASKED = -1e30  # as in models.layers: exp gives 0, and nothing becomes NaN
 # Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
 # of its own) XLA multiplies and adds on the vector unit.
 _QUERY_ROWS = 8
@@ -342,7 +342,7 @@ def _one_token(
     if held.key_scale is not None:
         scores *= held.key_scale[:, :, None]
     visible = jnp.arange(held.key.shape[2]) < positions[:, None, None, None]
-    scores = jnp.where(visible, scores * size**-0.5, _MASKED)
+    scores = jnp.where(visible, scores * size**-0.5, MASKED)
     own = jnp.sum(grouped.astype(jnp.float32) * k, -1, keepdims=True) * size**-0.5
     top = jnp.maximum(scores.max(-1, keepdims=True), own)
     weights, of_own = jnp.exp(scores - top), jnp.exp(own - top)

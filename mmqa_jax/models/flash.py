@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.masked import MASKED
 
-_MASKED = -1e30  # as in models.layers
 _OLDEST_CUDNN_GPU = 8.0  # compute capability (Ampere) from which cuDNN has flash attention
 
 
@@ -84,7 +84,7 @@ def block_attention(
             if mask.shape[-1] > 1:
                 part = jax.lax.dynamic_slice_in_dim(mask, first, block, 3)
             visible &= part[:, :, None]
-        scores = jnp.where(visible, scores, _MASKED)
+        scores = jnp.where(visible, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
         read = jnp.einsum(
@@ -94,7 +94,7 @@ def block_attention(
         return (new_top, total, out * decay + read), None
 
     shape = (batch, kv_heads, groups, length)
-    start = (jnp.full((*shape, 1), _MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
+    start = (jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
     (_, total, out), _ = jax.lax.scan(one, start, jnp.arange(0, columns + padding, block))
     out = (out / total).astype(q.dtype)  # [B, kv, G, Lq, D]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)

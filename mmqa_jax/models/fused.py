@@ -24,10 +24,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.models.masked import MASKED
 
-_MASKED = -1e30  # as in models.layers
-_LANES = 128  # columns of a register
-_MEMORY = 13 * 2**20  # of the 16 MiB of VMEM that a kernel may use by default
+LANES = 128  # columns of a register
+MEMORY = 13 * 2**20  # of the 16 MiB of VMEM that a kernel may use by default
 _SUBLANES = 16  # rows of a register of bfloat16
 
 
@@ -51,7 +51,12 @@ class _Plan:
     @property
     def group(self) -> int:
         """Columns that are multiplied at once: those of the heads in one register's lanes."""
-        return max(self.size, _LANES)
+        return max(self.size, LANES)
+
+
+def fill_registers(heads: int, size: int) -> bool:
+    """Whether heads of so many columns, side by side, fill whole registers."""
+    return (LANES % size == 0 or size % LANES == 0) and heads * size % LANES == 0
 
 
 def fused_fits(q: jax.Array, k: jax.Array, mask: jax.Array | None, is_causal: bool) -> bool:
@@ -63,13 +68,12 @@ def fused_fits(q: jax.Array, k: jax.Array, mask: jax.Array | None, is_causal: bo
     length, heads, size = q.shape[1:]
     columns = k.shape[1]
     half = q.dtype == k.dtype == jnp.bfloat16
-    whole = (_LANES % size == 0 or size % _LANES == 0) and heads * size % _LANES == 0
     plain = mask is None or (mask.ndim == 4 and mask.shape[1] == 1)
     aligned = not is_causal or length == columns
-    if not (half and whole and plain and aligned and k.shape[2] == heads):
+    if not (half and fill_registers(heads, size) and plain and aligned and k.shape[2] == heads):
         return False
-    group = max(size, _LANES)
-    return _working_set(length, columns, group, _BACKWARD_ARRAYS, mask is not None) <= _MEMORY
+    group = max(size, LANES)
+    return _working_set(length, columns, group, _BACKWARD_ARRAYS, mask is not None) <= MEMORY
 
 
 def fused_attention(
@@ -105,7 +109,7 @@ def fused_attention(
 
     mesh = mesh or jax.sharding.get_abstract_mesh()
     if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
-        registers = heads * size // max(size, _LANES)
+        registers = heads * size // max(size, LANES)
         of_rows, of_heads = (*partition_spec(("batch", "heads"), (rows, registers), mesh), None)[:2]
         whole = PartitionSpec(of_rows, None, of_heads)
         attend = jax.shard_map(
@@ -174,7 +178,7 @@ _SCORES = 6  # arrays [Lq, Lk] of float32 that are alive at once, at most
 def _working_set(length: int, columns: int, lanes: int, arrays: int, masked: bool) -> int:
     """Bytes of VMEM for one row's `lanes` columns; all that comes and goes is there twice."""
     longest = -(-max(length, columns) // _SUBLANES) * _SUBLANES
-    across = -(-columns // _LANES) * _LANES
+    across = -(-columns // LANES) * LANES
     down = -(-length // _SUBLANES) * _SUBLANES
     return 4 * longest * lanes * arrays + down * across * (4 * _SCORES + 2 * masked)
 
@@ -188,7 +192,7 @@ def _call(plan, kernel, arrays, like, mask, seeds):
         lanes
         for lanes in range(plan.group, width + 1, plan.group)
         if width % lanes == 0
-        and _working_set(length, columns, lanes, count, mask is not None) <= _MEMORY
+        and _working_set(length, columns, lanes, count, mask is not None) <= MEMORY
     ]
     lanes = max(fitting)
 
@@ -300,7 +304,7 @@ def _weights(plan, query, key, seen):
     """float32 exp(scores - their maximum) [Lq, Lk], and their sums [Lq, 1]."""
     scores = _product(query, key, transposed=True)
     if seen is not None:
-        scores = jnp.where(seen, scores, _MASKED)
+        scores = jnp.where(seen, scores, MASKED)
     top = jnp.max(scores, axis=1, keepdims=True)
     weights = jnp.exp((scores - top) * plan.size**-0.5)
     return weights, jnp.sum(weights, axis=1, keepdims=True)

@@ -16,18 +16,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from mmqa_jax.core.mesh import partition_spec
-
-_MASKED = -1e30  # as in models.layers
-_LANES = 128  # columns of a register
-_MEMORY = 13 * 2**20  # of the 16 MiB of VMEM that a kernel may use by default
+from mmqa_jax.models.fused import LANES, MEMORY, fill_registers
+from mmqa_jax.models.masked import MASKED
 
 Columns = tuple[jax.Array, jax.Array]
 
 
 def fused_prefix_fits(heads: int, size: int, columns: int) -> bool:
     """Whether `fused_prefix_attention` takes so many heads, their size and cached columns."""
-    whole = (_LANES % size == 0 or size % _LANES == 0) and heads * size % _LANES == 0
-    return whole and 2 * 4 * columns * heads * size <= _MEMORY  # keys, values: bfloat16, twice
+    held = 2 * 4 * columns * heads * size  # keys, values: bfloat16, twice
+    return fill_registers(heads, size) and held <= MEMORY
 
 
 def fused_prefix_attention(
@@ -55,7 +53,7 @@ def fused_prefix_attention(
     Returns [B, R, heads, D]. On the mesh of `jax.set_mesh` questions are split as a batch is.
     """
     questions, rows, heads, size = query.shape
-    group = max(size, _LANES)
+    group = max(size, LANES)
     each = group // size  # heads in a register
     width, number = heads * size, past[0].shape[2]
     lanes = jnp.arange(width) % group // size == jnp.arange(each)[:, None]  # [each, H]
@@ -129,7 +127,7 @@ def _kernel(size, layer, query, *refs):
     del layer  # the blocks are of it
     keys, values, masks, out = refs[0:6:2], refs[1:6:2], refs[6:9], refs[9]
     seen = [x[0].astype(jnp.int32) != 0 for x in masks]  # [1 or rows, columns] each
-    group = max(size, _LANES)
+    group = max(size, LANES)
 
     def one(number, _):
         lanes = pl.ds(number * group, group)
@@ -141,7 +139,7 @@ def _kernel(size, layer, query, *refs):
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )  # [rows, columns]
-            scores.append(jnp.where(there, score, _MASKED))
+            scores.append(jnp.where(there, score, MASKED))
         tops = [score.max(axis=1, keepdims=True) for score in scores]
         top = functools.reduce(jnp.maximum, tops)
         weights = [jnp.exp((score - top) * size**-0.5) for score in scores]

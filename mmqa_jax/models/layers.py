@@ -34,6 +34,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.masked import MASKED
 
 Names = tuple[str | None, ...]
 
@@ -54,7 +55,6 @@ def uniform_init(bound: float) -> Initializer:
 default_init = normal_init(0.02)
 
 _IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blocks", "splash")
-_MASKED = -1e30  # score of a masked column: exp gives 0, and an entirely masked row stays finite
 
 
 def param(
@@ -286,7 +286,7 @@ def attention(
         causal = jnp.tril(jnp.ones(scores.shape[2:], bool))
         mask = causal if mask is None else mask & causal
     if mask is not None:
-        scores = jnp.where(mask, scores, _MASKED)
+        scores = jnp.where(mask, scores, MASKED)
     weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
     return jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
 
@@ -337,10 +337,10 @@ def prefix_attention(
     prefixes, columns = prefix_mask.shape
     grouped = (q * size**-0.5).reshape(prefixes, -1, heads, size)  # [B, K * Lq, heads, head_dim]
     shared = jnp.einsum("bqhd,bkhd->bqhk", grouped, prefix_k, preferred_element_type=jnp.float32)
-    shared = jnp.where(prefix_mask[:, None, None, :], shared, _MASKED)
+    shared = jnp.where(prefix_mask[:, None, None, :], shared, MASKED)
     shared = shared.reshape(rows, length, heads, columns)
     own = jnp.einsum("nqhd,nkhd->nhqk", q * size**-0.5, k, preferred_element_type=jnp.float32)
-    own = jnp.where(mask, own, _MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
+    own = jnp.where(mask, own, MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
     weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1), axis=-1).astype(v.dtype)
     of_prefix = weights[..., :columns].reshape(prefixes, -1, heads, columns)
     out = jnp.einsum("bqhk,bkhd->bqhd", of_prefix, prefix_v).reshape(q.shape)

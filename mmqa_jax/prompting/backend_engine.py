@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +77,6 @@ class EngineBackend:
         self._warm = Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
         self._checked = Demand(0, 0)
-        self._counted: dict[int, tuple[weakref.ref[Query], int]] = {}  # by id()
         self.usage = Usage()
         self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
 
@@ -93,14 +91,14 @@ class EngineBackend:
             self._throughput = self._engine.throughput
         return self._engine
 
-    def _prepared(self, queries: Sequence[Query]) -> Engine:
+    def _prepared(self, prompts: Sequence[tuple[Query, _Prompt]]) -> Engine:
         """The engine with sizes for queries.
 
         It is resized once for more sequences, more than twice the first ones, then for any number;
         and once for longer prompts, then up to LENGTH tokens.
         """
-        tokens = max(self._checked.tokens, max(map(self._needs, queries)))
-        needed = Demand(sum(map(_sequences, queries)), tokens)
+        tokens = max(self._checked.tokens, *(self._needs(*one) for one in prompts))
+        needed = Demand(sum(_sequences(query) for query, _ in prompts), tokens)
         # All that is checked, so that a job that goes on elsewhere takes the same sizes.
         most = max(needed.sequences, self._checked.sequences)
         engine, first = self._engine_for(Demand(most, tokens)), self._demand
@@ -159,7 +157,7 @@ class EngineBackend:
         if count + more > self._length:
             raise TooLong(request.id, count, more, self._length)
         asked = self._checked.sequences + _sequences(request)
-        self._checked = Demand(asked, max(self._checked.tokens, self._needs(request, keep=True)))
+        self._checked = Demand(asked, max(self._checked.tokens, self._needs(request, prompt)))
 
     def _count_tokens(self, request: Query, prompt: _Prompt) -> tuple[int, int, int]:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
@@ -171,20 +169,12 @@ class EngineBackend:
             together = max(max(lengths), min(sum(lengths), _SHARED))
         else:
             lengths, together = [request.decoding.max_new_tokens], request.decoding.max_new_tokens
-        counts = count, max(lengths), together
-        # Prompts are checked before they are answered: they need not be tokenized again for this.
-        self._counted[id(request)] = weakref.ref(request), count + together
-        return counts
+        return count, max(lengths), together
 
-    def _needs(self, request: Query, *, keep: bool = False) -> int:
+    def _needs(self, request: Query, prompt: _Prompt) -> int:
         """Tokens of a query and its answer, at most those that a query may have."""
-        known, tokens = self._counted.get(id(request), (None, 0))
-        if not keep:
-            self._counted.pop(id(request), None)
-        if known is None or known() is not request:
-            count, _, together = self._count_tokens(request, self._prompt(request))
-            tokens = count + together
-        return min(tokens, self._length)
+        count, _, together = self._count_tokens(request, prompt)
+        return min(count + together, self._length)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend. Continuations of a conversation begin the assistant's next message.
@@ -192,10 +182,10 @@ class EngineBackend:
         Pictures are decoded ahead in threads, as many as the engine reads requests at once. A query
         whose picture is broken is a failure.
         """
-        queries = list(queries)
-        if not queries:
+        prompts = [(query, self._prompt(query)) for query in queries]
+        if not prompts:
             return
-        for result in self._prepared(queries).serve(self._requests(queries)):
+        for result in self._prepared(prompts).serve(self._requests(prompts)):
             self._count()
             if isinstance(result, Result):
                 self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
@@ -207,8 +197,7 @@ class EngineBackend:
         self.usage.requests += 1
         self.usage.prompt_tokens = self._throughput.prefill_tokens + self._throughput.reused_tokens
 
-    def _requests(self, queries: Iterable[Query]) -> Iterator[Request | Scoring]:
-        prompts = ((query, self._prompt(query)) for query in queries)
+    def _requests(self, prompts: Sequence[tuple[Query, _Prompt]]) -> Iterator[Request | Scoring]:
         if self._llava is None:
             yield from (self._request(query, prompt, ()) for query, prompt in prompts)
             return
