@@ -174,12 +174,15 @@ def _pipeline_rate(
     reader: SourceReader, workers: int, sizes: dict[str, int]
 ) -> tuple[float, float]:
     """Pictures a second once the batches made ahead are gone, and how many were shown."""
-    from mmqa_jax.data.batches.contrastive import contrastive_batches
+    from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
     from mmqa_jax.data.batches.feed import FeedConfig
 
     feed = FeedConfig(sizes["batch"], threads=-(-threads() // max(1, workers)), workers=workers)
     batches = contrastive_batches(
-        reader, reader.corpus.questions("train"), feed, query_length=32, source_lengths=(64,)
+        reader,
+        reader.corpus.questions("train"),
+        feed,
+        ContrastSampling(query_length=32, source_lengths=(64,)),
     )
     with contextlib.closing(batches):
         for _ in range(_BUFFERED):
@@ -195,8 +198,8 @@ def _waiting(task: str, place: str, workdir: Path, steps: int, mode: str) -> Cas
     from mmqa_jax.core.distributed import start
     from mmqa_jax.core.mesh import make_mesh
     from mmqa_jax.data.corpus import open_corpus
+    from mmqa_jax.tasks.reading import read_task
     from mmqa_jax.training.loop import train
-    from mmqa_jax.training.recipes import make_recipe, make_tokenizer
 
     start()
     config = load_config(f"configs/atlas/{task}.py:{mode}")
@@ -206,15 +209,16 @@ def _waiting(task: str, place: str, workdir: Path, steps: int, mode: str) -> Cas
     if corpus.manifest["name"] != "atlas":  # its augmentation knows the names of countries
         config.augment.entities = 0.0
     workdir.mkdir()
-    tokenizer = make_tokenizer(config.tokenizer, corpus, workdir)
-    recipe = make_recipe(config, corpus, tokenizer)
-    made = _Made(make_recipe(config, corpus, tokenizer).batches)
+    task = read_task(config)
+    tokenizer = task.make_tokenizer(corpus, workdir)
+    recipe = task.recipe(corpus, tokenizer)
+    made = _Made(task.recipe(corpus, tokenizer).batches)
     with contextlib.closing(recipe.batches) as batches:
         timed = _Timed(batches)
         mesh = make_mesh(config.mesh.to_dict())
         train(
             config.train.to_dict(),
-            task=recipe.task, batches=timed, mesh=mesh, workdir=workdir, seed=0,
+            objective=recipe.objective, batches=timed, mesh=mesh, workdir=workdir, seed=0,
         )  # fmt: skip
     waited, whole, counted = timed.totals()
     return Case(

@@ -226,7 +226,7 @@ def _bert(suite: Suite) -> Iterator[Case]:
 
 
 def _vlp(suite: Suite) -> Iterator[Case]:
-    from mmqa_jax.training.answer import AnswerTask
+    from mmqa_jax.tasks.answer import AnswerObjective
 
     config, trunk = ExtendedVLPConfig.of(suite.vlp), suite.vlp.bert
 
@@ -257,7 +257,7 @@ def _vlp(suite: Suite) -> Iterator[Case]:
     # Parameters that are trained stay float32 in every compute type.
     model = ours(suite.dtype, "float32")
     unrolled = ours(suite.dtype, "float32", abstract=True, unroll=True)
-    task = AnswerTask(config)
+    task = AnswerObjective(config)
     yield from _training(suite, "vlp_train", work, (model, unrolled, task, batch), theirs, arrays)
 
 
@@ -303,7 +303,7 @@ def _training(
 
 
 def _mcan(suite: Suite) -> Iterator[Case]:
-    from mmqa_jax.training.vqa import VQATask
+    from mmqa_jax.tasks.vqa import VQAObjective
 
     config = suite.mcan
 
@@ -320,7 +320,7 @@ def _mcan(suite: Suite) -> Iterator[Case]:
     model = ours(suite.dtype, "float32")
     unrolled = ours(suite.dtype, "float32", abstract=True, unroll=True)
     yield from _training(
-        suite, "mcan_train", work, (model, unrolled, VQATask(config), batch), theirs, batch
+        suite, "mcan_train", work, (model, unrolled, VQAObjective(config), batch), theirs, batch
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
-    from mmqa_jax.training.rerank import RerankTask
+    from mmqa_jax.tasks.rerank import RerankObjective
 
 _SEED = 0
 _WARM_STEPS = 8  # until the program is compiled and the pipeline of steps is full
@@ -114,10 +114,10 @@ def make_batches(sizes: Sizes, mesh: Mesh) -> list[dict[str, Any]]:
     return [one() for _ in range(sizes.batches)]
 
 
-def _task(sizes: Sizes) -> RerankTask:
-    from mmqa_jax.training.rerank import RerankTask
+def _task(sizes: Sizes) -> RerankObjective:
+    from mmqa_jax.tasks.rerank import RerankObjective
 
-    return RerankTask(vlp(sizes))
+    return RerankObjective(vlp(sizes))
 
 
 def _config(steps: int, log_every: int) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _in_the_loop(sizes: Sizes, batches: list[Any], mesh: Mesh, steps: int) -> fl
     feed = InMemory(batches)
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder:
         config = _config(_WARM_STEPS + steps, log_every=10)
-        train(config, task=_task(sizes), batches=feed, mesh=mesh, workdir=folder, seed=_SEED)
+        train(config, objective=_task(sizes), batches=feed, mesh=mesh, workdir=folder, seed=_SEED)
     return feed.seconds_per_step()
 
 
@@ -225,7 +225,7 @@ def curve(sizes: Sizes, steps: int, folder: str) -> list[float]:
     mesh = make_mesh()
     feed = InMemory(make_batches(sizes, mesh))
     config = _config(steps, log_every=1)
-    train(config, task=_task(sizes), batches=feed, mesh=mesh, workdir=folder, seed=_SEED)
+    train(config, objective=_task(sizes), batches=feed, mesh=mesh, workdir=folder, seed=_SEED)
     return [row["loss"] for row in read_metrics(Path(folder))]
 
 

@@ -60,11 +60,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.data.predictions import prediction_row
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.source_selection import check_threshold
-    from mmqa_jax.inference.loading import reader_modality
     from mmqa_jax.retrieval.modality import of_modality
     from mmqa_jax.retrieval.rankings import read_rankings
     from mmqa_jax.systems import identity, webqa
-    from mmqa_jax.systems.parts import open_reader
+    from mmqa_jax.tasks.answer import load_reader, reader_modality
 
     data, out = Path(arguments.data), as_path(arguments.out)
     options, placed = flags.serving_options(arguments), {}
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         questions = answerable
 
     def open_answering() -> Any:
-        reader = open_reader(corpus, arguments.model, options)
+        reader = load_reader(arguments.model, corpus, options)
         print(f"answer: {reader.serving}", file=sys.stderr)
         placed.update(reader.serving.to_json())
 

@@ -90,7 +90,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
     from mmqa_jax.systems import identity, webqa
     from mmqa_jax.systems.extensions import similarity
-    from mmqa_jax.systems.parts import RetrieverSpec, open_dense, open_reranker, with_similarity
+    from mmqa_jax.systems.parts import RetrieverSpec, open_dense, with_similarity
+    from mmqa_jax.tasks.rerank import load_reranker
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     options, placed = flags.serving_options(arguments), {}
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         given = read_rankings(arguments.candidates, [q.id for q in questions], corpus.row)
 
     def open_reading() -> Any:
-        reranker = open_reranker(corpus, arguments.model, options)
+        reranker = load_reranker(arguments.model, corpus, options)
         print(f"rerank: {reranker.serving}", file=sys.stderr)
         placed.update(reranker.serving.to_json())
         if arguments.retriever:

@@ -63,16 +63,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     distributed.start()
     from mmqa_jax.core.config import load_config
-    from mmqa_jax.systems.extensions.trainable_rmr import make_examples
-    from mmqa_jax.systems.validation import make_validation
-    from mmqa_jax.training.run import run_training
+    from mmqa_jax.tasks.run import run_training
 
     config = load_config(arguments.config, arguments.overrides)
     return run_training(
         config,
         as_path(arguments.workdir),
-        make_validation=make_validation,
-        make_examples=make_examples,
         only_start=arguments.only_start,
         profile=arguments.profile,
         wandb=arguments.wandb,

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,29 +146,28 @@ class RegionFeatures(PictureFeatures):
         return array.T[:slots]
 
 
-def open_features(section: Mapping[str, Any], model: Mapping[str, Any]) -> PictureFeatures:
+def open_features(section: Any, model: Any) -> PictureFeatures:
     """The features that a config names.
 
     Args:
-      section: `root`, a folder of npz files or of `mmqa embed`; `max_missing`, see BrokenPictures;
-        `slots` of regions (100).
+      section: tasks.vqa.PictureFeaturesSection.
       model: `image` (grid or regions) and the sizes of what the model takes.
 
     Raises:
       UserError: no features there.
     """
-    root = section["root"]
+    root = section.root
     files = GridRecords(root) if is_grid_records(root) else NpzFiles(root)
     missing = BrokenPictures(
         len(files),
-        section.get("max_missing"),
+        section.max_missing,
         "extract their features or raise features.max_missing",
         "have no features",
     )
-    if model["image"] == "grid":
-        shape = model["grid"] ** 2, model["image_features"]
+    if model.image == "grid":
+        shape = model.grid**2, model.image_features
         return GridFeatures(files.read, shape, missing)
-    shape = section.get("slots", 100), model["region_features"]
+    shape = section.slots, model.region_features
     return RegionFeatures(files.read, shape, missing)
 
 

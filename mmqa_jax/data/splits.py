@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,13 +42,8 @@ def fold_of(name: str, folds: int) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % folds
 
 
-def trains_on(data: Mapping[str, Any], question: Question) -> bool:
-    """Whether a run with the config section `data` trains on a question.
-
-    Args:
-      data: `split`, of which only the part `fold` of `folds` if it is given, and `more_splits`.
-    """
-    if question.split in data.get("more_splits", ()):
+def trains_on(data: Any, question: Question) -> bool:
+    """Whether a run with the section `data` (tasks.vqa.FoldedData) trains on a question."""
+    if question.split in data.more_splits:
         return True
-    folds = data.get("folds", 1)
-    return question.split == data["split"] and fold_of(question.id, folds) == data.get("fold", 0)
+    return question.split == data.split and fold_of(question.id, data.folds) == data.fold

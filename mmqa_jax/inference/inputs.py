@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import first_names
 from mmqa_jax.core.mesh import DEFAULT_DEVICE, RowPlacement
@@ -20,13 +20,13 @@ def vlp_inputs(batch: dict[str, np.ndarray], placement: RowPlacement = DEFAULT_D
     return VLPInputs(**placement.put({name: batch[name] for name in INPUT_FIELDS}))
 
 
-def coin_ids(questions: Sequence[Question], options: ConfigDict) -> list[str] | None:
+def coin_ids(questions: Sequence[Question], options: Any) -> list[str] | None:
     """The ids that seed truncation if the section `inference` asks for it, else None.
 
     Without --always_truncate_tail the baseline draws its coins at inference too (webqa_loader.py
     l.49).
     """
-    if options.get("always_truncate_tail", True):
+    if options.always_truncate_tail:
         return None
     return [question.id for question in questions]
 

@@ -9,13 +9,11 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float32
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.serving import serve
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.tokenizers import WordPiece, text_inputs
-from mmqa_jax.inference.row_costs import modality_cost
 from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
 
@@ -35,7 +33,7 @@ class QuestionClassifier:
     All batches have one size and one length, so that one program is compiled.
 
     Args:
-      config: of the run.
+      task: tasks.modality.ModalityTask, of the run.
       model: with the classes of MODALITIES.
       tokenizer: of the run.
 
@@ -43,10 +41,10 @@ class QuestionClassifier:
       serving: its devices and batches.
     """
 
-    def __init__(self, config: ConfigDict, model: TextClassifier, tokenizer: WordPiece):
-        self._tokenizer, self._length = tokenizer, config.batches.length
+    def __init__(self, task: Any, model: TextClassifier, tokenizer: WordPiece):
+        self._tokenizer, self._length = tokenizer, task.batches.length
         graphdef, self._state = nnx.split(model)
-        self.serving = serve(config.inference.batch_size, modality_cost(config), self._state)
+        self.serving = serve(task.inference.batch_size, task.cost(), self._state)
         self._probabilities = make_probabilities(graphdef)
 
     def probabilities(self, texts: Sequence[str]) -> Float32[np.ndarray, "n 2"]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
@@ -17,16 +17,16 @@ from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, catego
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.inference.batches import answer_inputs
-from mmqa_jax.inference.from_config import make_packer, make_source_reader
 from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
-from mmqa_jax.inference.row_costs import answer_cost
 from mmqa_jax.models.vlp import VLP
 
 
 class Reader:
     """Answers questions in words from cited sources.
 
-    `model` may be abstract (nnx.eval_shape) if `use` gives the parameters.
+    Args:
+      task: tasks.answer.Answer, of the run.
+      model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
 
     Attributes:
       modality: of the sources it was trained on, if only one (VLP_I, VLP_T), else None.
@@ -34,15 +34,15 @@ class Reader:
       serving: its devices and batches.
     """
 
-    def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
-        self.corpus, self.tokenizer, self.options = corpus, tokenizer, config.inference
-        self.modality: Modality | None = config.data.get("modality")
-        self._by_category: bool = config.data.get("route_by_category", False)
-        self._packer = make_packer(config, tokenizer, inference=True)
+    def __init__(self, task: Any, corpus: Corpus, tokenizer: WordPiece, model: VLP):
+        self.corpus, self.tokenizer, self.options = corpus, tokenizer, task.inference
+        self.modality: Modality | None = task.data.modality
+        self._by_category: bool = task.data.route_by_category
+        self._packer = task.packer(tokenizer, inference=True)
         self.max_pictures = self._packer.config.max_pictures
-        self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
+        self._reader = task.source_reader(corpus, tokenizer, on_demand=True)
         self._graphdef, self._state = nnx.split(model)
-        self._cost = answer_cost(config)
+        self._cost = task.cost()
         self.serving = serve(self.options.batch_size, self._cost, self._state)
 
     def use(self, model: VLP) -> None:
@@ -101,8 +101,8 @@ class Reader:
                     max_new_tokens=self.options.max_new_tokens,
                     token_type=self._packer.config.segments[1],
                     length_penalty=self.options.length_penalty,
-                    no_repeat_ngram=self.options.get("no_repeat_ngram", 0),
-                    only_best=self.options.get("only_best", False),
+                    no_repeat_ngram=self.options.no_repeat_ngram,
+                    only_best=self.options.only_best,
                 )
                 tokens, scores = fetch((result.tokens, result.scores))
                 real = np.flatnonzero(batch["weights"] > 0)
@@ -139,7 +139,7 @@ class Reader:
 
     def _prediction(self, cited: Ranking, tokens: np.ndarray, scores: np.ndarray) -> Prediction:
         """tokens int[K, T], scores float[K], best first -> the answer with its beams."""
-        if self.options.get("only_best", False):
+        if self.options.only_best:
             tokens, scores = tokens[:1], scores[:1]  # the others are not exact
         texts = [self.tokenizer.decode(_until_end(beam, self.tokenizer)) for beam in tokens]
         beams = tuple((text, float(score)) for text, score in zip(texts, scores, strict=True))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
@@ -17,9 +16,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.batches import rerank_pairs
-from mmqa_jax.inference.from_config import make_packer, make_source_reader
 from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
-from mmqa_jax.inference.row_costs import rerank_cost
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.rankings import rescored
 
@@ -49,18 +46,20 @@ def make_relevance(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
 class Reranker:
     """P(relevant) of given sources, with every pair encoded from scratch.
 
-    `model` may be abstract (nnx.eval_shape) if `use` gives the parameters.
+    Args:
+      task: tasks.rerank.Rerank, of the run.
+      model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
 
     Attributes:
       serving: its devices and batches.
     """
 
-    def __init__(self, config: ConfigDict, corpus: Corpus, tokenizer: WordPiece, model: VLP):
-        self.corpus, self.options = corpus, config.inference
-        self._packer = make_packer(config, tokenizer, inference=True)
-        self._reader = make_source_reader(config, corpus, tokenizer, on_demand=True)
+    def __init__(self, task: Any, corpus: Corpus, tokenizer: WordPiece, model: VLP):
+        self.corpus, self.options = corpus, task.inference
+        self._packer = task.packer(tokenizer, inference=True)
+        self._reader = task.source_reader(corpus, tokenizer, on_demand=True)
         graphdef, self._state = nnx.split(model)
-        self._cost = rerank_cost(config)
+        self._cost = task.cost()
         self.serving = serve(self.options.batch_size, self._cost, self._state)
         self._relevance = make_relevance(graphdef)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float32
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
@@ -18,8 +17,6 @@ from mmqa_jax.core.serving import serve
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
-from mmqa_jax.inference.from_config import make_vqa_features, make_vqa_inputs
-from mmqa_jax.inference.row_costs import candidates_cost
 
 CANDIDATES = 10  # Prophet's CANDIDATE_NUM
 
@@ -39,7 +36,7 @@ class VQAModel:
     """Holds the parameters and the jitted function; all batches have one size and one length.
 
     Args:
-      config: of the run.
+      task: tasks.vqa.VQATask, of the run.
       tokenizer: of the run.
       answers: of the run.
       model: possibly abstract, if `use` gives the parameters.
@@ -51,25 +48,25 @@ class VQAModel:
 
     def __init__(
         self,
-        config: ConfigDict,
+        task: Any,
         tokenizer: Any,
         answers: AnswerVocabulary,
         model: nnx.Module,
         corpus: Corpus | None = None,
     ):
-        self.config, self.answers = config, answers
-        self.features = make_vqa_features(config, corpus)
-        longest = max(config.batches.lengths)
-        self._inputs = make_vqa_inputs(config, tokenizer, self.features, longest)
+        self.task, self.answers = task, answers
+        self.features = task.open_pictures(corpus)
+        longest = max(task.batches.lengths)
+        self._inputs = task.inputs(tokenizer, self.features, longest)
         graphdef, self._state = nnx.split(model)
-        self._cost = candidates_cost(config)
-        self.serving = serve(config.inference.batch_size, self._cost, self._state)
+        self._cost = task.cost()
+        self.serving = serve(task.inference.batch_size, self._cost, self._state)
         self._run = make_answer_scores(graphdef)
 
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
         _, self._state = nnx.split(model)
-        given = self.config.inference.batch_size
+        given = self.task.inference.batch_size
         self.serving = serve(given, self._cost, self._state, beside_training=True)
 
     def candidates(
@@ -96,7 +93,7 @@ class VQAModel:
     @property
     def latent_size(self) -> int:
         """Values of a latent."""
-        return self.config.model.fusion.flat_out
+        return self.task.model.fusion_config().flat_out
 
     def _batches(
         self, questions: Sequence[Question]

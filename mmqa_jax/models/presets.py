@@ -1,14 +1,18 @@
-"""Model configs from the `model` section of an experiment's config."""
+"""The section `model` of an experiment's config: the published models, by name and what differs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from mmqa_jax.core.config import spec_of
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least, changes_of, mapping
 from mmqa_jax.models import bert, clip, vlp
+from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.caption_mcan import CaptionMCANConfig
+from mmqa_jax.models.clip import TextConfig, VisionConfig
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.mcan import MCANConfig
@@ -30,141 +34,302 @@ CLIPS: dict[str, Callable[..., clip.CLIPConfig]] = {
     "vit_l_14": clip.vit_l_14,
     "vit_l_14_336": clip.vit_l_14_336,
 }
+Frontend = Literal["patches", "x101", "vinvl", "clip"]
+VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
 
-def vlp_from_config(section: Mapping[str, Any], vocab_size: int) -> ExtendedVLPConfig:
-    """VLP as the config describes it.
+@dataclasses.dataclass(frozen=True)
+class VLPModel:
+    """VLP.
 
-    Args:
-      section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ),
-        `frontend` (`patches`, `x101`, `vinvl` or `clip`); for clip those of `clip_vision` and
-        `vision_layer` (-2, the last but one); and, for patches, `patch` (side in pixels),
-        `visual_hidden` (sizes of further linears), `region_positions` (values of a patch's
-        position, 6), `tags` (slots hold tokens), `copy_head` (whether it has one) and
-        `written_words` (with a copy head: how many tokens are written, the first ones).
-      vocab_size: of the tokenizer.
-
-    Raises:
-      UserError: an unknown name or field.
+    Attributes:
+      trunk: a name of TRUNKS.
+      frontend: what a picture's regions are: `patches` of pixels (ours), a detector's (`x101`,
+        `vinvl`), or the patch features of a CLIP.
+      changes: fields of BertConfig that differ.
+      clip, vision, vision_layer: of the frontend clip: a name of CLIPS, fields of VisionConfig that
+        differ, and the layer whose features are taken (the last but one).
+      patch: of the frontend patches: their side in pixels.
+      whole, where, colors, tags: of the frontend patches: further regions and position values (see
+        data.patch_regions); with `tags` slots hold tokens.
+      visual_hidden: sizes of further linears between regions and trunk.
+      copy_head: whether answers may copy the context's tokens.
+      written_words: with a copy head: how many tokens are written, the first ones.
     """
-    trunk = _trunk(section, vocab_size, types=6)
-    frontend = section["frontend"]
-    if frontend == "patches":
-        return vlp_patches(
-            section["patch"],
-            bert=trunk,
-            visual_hidden=section.get("visual_hidden", ()),
-            region_positions=section.get("region_positions", 6),
-            region_tags=section.get("tags", False),
-            copy_head=section.get("copy_head", False),
-            written_words=section.get("written_words"),
+
+    trunk: str
+    frontend: Frontend
+    changes: Mapping[str, Any] = changes_of(BertConfig)
+    clip: str = ""
+    vision: Mapping[str, Any] = changes_of(VisionConfig)
+    vision_layer: int = -2
+    patch: int | None = None
+    whole: bool = False
+    where: bool = False
+    colors: bool = False
+    tags: bool = False
+    visual_hidden: tuple[int, ...] = ()
+    copy_head: bool = False
+    written_words: int | None = None
+
+    def __post_init__(self):
+        for frontend, key in (("patches", "patch"), ("clip", "clip")):
+            if self.frontend == frontend and not getattr(self, key):
+                raise UserError(f"config key model.{key} is missing; add it.")
+
+    def config(self, vocab_size: int, region_positions: int = 6) -> ExtendedVLPConfig:
+        """The model's sizes.
+
+        Args:
+          vocab_size: of the tokenizer.
+          region_positions: values of a patch's position.
+
+        Raises:
+          UserError: an unknown name or field.
+        """
+        trunk = _trunk(self.trunk, self.changes, vocab_size, types=6)
+        if self.frontend == "patches":
+            assert self.patch is not None
+            return vlp_patches(
+                self.patch,
+                bert=trunk,
+                visual_hidden=self.visual_hidden,
+                region_positions=region_positions,
+                region_tags=self.tags,
+                copy_head=self.copy_head,
+                written_words=self.written_words,
+            )
+        if self.frontend == "clip":
+            return vlp_clip(
+                self.clip_vision(),
+                bert=trunk,
+                layer=self.vision_layer,
+                visual_hidden=self.visual_hidden,
+            )
+        published = {"x101": vlp.vlp_base_x101, "vinvl": vlp.vlp_base_vinvl}[self.frontend]()
+        return ExtendedVLPConfig.of(dataclasses.replace(published, bert=trunk))
+
+    def clip_vision(self) -> VisionConfig:
+        """The vision tower of the frontend clip."""
+        return clip_vision(self.clip, self.vision)
+
+
+def _text_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = TextConfig if section.get("clip") else BertConfig
+    return spec_of(kind, minimum=1, partial=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DualEncoderModel:
+    """A text tower and a vision tower with one space of embeddings.
+
+    Attributes:
+      fusion, picture_gate: how a source's caption and picture become one vector (DualEncoder).
+      clip: a name of CLIPS, then CLIP itself; or "":
+      trunk: of a BERT text tower, a name of TRUNKS.
+      changes: fields of the text tower's config that differ.
+      vision: fields of VisionConfig that differ; its embed_dim is a BERT tower's hidden size unless
+        given.
+    """
+
+    fusion: str
+    picture_gate: float
+    clip: str = ""
+    trunk: str = ""
+    changes: Mapping[str, Any] = mapping(_text_changes)
+    vision: Mapping[str, Any] = changes_of(VisionConfig)
+
+    def __post_init__(self):
+        if not self.clip and not self.trunk:
+            raise UserError("config key model.trunk is missing; add it.")
+
+    def config(self, vocab_size: int) -> DualEncoderConfig:
+        """The model's sizes.
+
+        Args:
+          vocab_size: of the tokenizer; CLIP has its own.
+
+        Raises:
+          UserError: an unknown name or field.
+        """
+        if self.clip:
+            text: Any = _with(_clip(self.clip).text, self.changes, "model.changes")
+            vision = clip_vision(self.clip, self.vision)
+        else:
+            text = _trunk(self.trunk, self.changes, vocab_size, types=2)
+            vision = _with(VisionConfig(embed_dim=text.hidden), self.vision, "model.vision")
+        return DualEncoderConfig(text, vision, fusion=self.fusion, picture_gate=self.picture_gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextClassifierModel:
+    """A BERT with a linear layer.
+
+    Attributes:
+      trunk: a name of TRUNKS.
+      pooling: see TextClassifierConfig.
+      frozen: only the linear layer is trained.
+      changes: fields of BertConfig that differ.
+    """
+
+    trunk: str
+    pooling: str
+    frozen: bool
+    changes: Mapping[str, Any] = changes_of(BertConfig)
+
+    def config(self, vocab_size: int, classes: int) -> TextClassifierConfig:
+        """The model's sizes; `vocab_size`: of the tokenizer."""
+        trunk = _trunk(self.trunk, self.changes, vocab_size, types=2)
+        return TextClassifierConfig(trunk, classes, self.pooling)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fused:
+    """What the MCANs have in common.
+
+    Attributes:
+      image: what they see of a picture.
+      fusion: fields of FusionConfig that differ.
+    """
+
+    kind: ClassVar[str]
+    remat_keys: ClassVar[tuple[str, ...]] = ("model.changes.remat",)
+    frozen_text: ClassVar[bool] = False
+    answer_embeddings: ClassVar[bool] = False
+    image: str
+    fusion: Mapping[str, Any] = changes_of(FusionConfig)
+
+    def fusion_config(self) -> FusionConfig:
+        """The fusion's sizes."""
+        return _with(FusionConfig(), self.fusion, "model.fusion")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OnText(_Fused):
+    """MCANs whose questions a BERT encodes, as VLPModel's `trunk` and `changes` say."""
+
+    trunk: str
+    changes: Mapping[str, Any] = changes_of(BertConfig)
+
+    def _text(self, vocab_size: int) -> BertConfig:
+        return _trunk(self.trunk, self.changes, vocab_size, types=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridModel(_OnText):
+    """Prophet's MCAN on CLIP's grid features.
+
+    Attributes:
+      grid: cells of a side.
+      image_features: values of a cell.
+    """
+
+    kind: ClassVar[str] = "mcan"
+    grid: int = at_least(1)
+    image_features: int = at_least(1)
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> MCANConfig:
+        """The model's sizes.
+
+        Args:
+          vocab_size: of the tokenizer.
+          answers: size of the answer vocabulary, that of the pretraining where it is extended.
+          new_answers: by which it is extended.
+        """
+        return MCANConfig(
+            self._text(vocab_size),
+            self.fusion_config(),
+            image_features=self.image_features,
+            grid=self.grid,
+            answers=answers,
+            new_answers=new_answers,
         )
-    if frontend == "clip":
-        return vlp_clip(
-            clip_vision(section),
-            bert=trunk,
-            layer=section.get("vision_layer", -2),
-            visual_hidden=section.get("visual_hidden", ()),
-        )
-    published = {"x101": vlp.vlp_base_x101(), "vinvl": vlp.vlp_base_vinvl()}
-    if frontend not in published:
-        raise UserError(
-            f"config key model.frontend={frontend}: unknown; use patches, x101, vinvl or clip."
-        )
-    base = dataclasses.replace(published[frontend], bert=trunk)
-    return ExtendedVLPConfig.of(base)
 
 
-def dual_encoder_from_config(section: Mapping[str, Any], vocab_size: int) -> DualEncoderConfig:
-    """The dual encoder as the config describes it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegionsModel(_Fused):
+    """openvqa's MCAN: GloVe words and a detector's regions, of `region_features` values each."""
+
+    kind: ClassVar[str] = "mcan_openvqa"
+    remat_keys: ClassVar[tuple[str, ...]] = ()
+    word_features: int = at_least(1)
+    region_features: int = at_least(1)
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> MCANOpenVQAConfig:
+        """The model's sizes; see GridModel. Its answers cannot be extended."""
+        sizes = self.word_features, self.region_features
+        return MCANOpenVQAConfig(vocab_size, self.fusion_config(), *sizes, answers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptionModel(_OnText):
+    """Ours: a caption stands for the picture.
+
+    Attributes:
+      frozen_text: the question encoder is not trained.
+      answer_embeddings: the head starts from the answers' embeddings.
+    """
+
+    kind: ClassVar[str] = "caption_mcan"
+    frozen_text: bool = False
+    answer_embeddings: bool = False
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> CaptionMCANConfig:
+        """The model's sizes; see GridModel. Its answers cannot be extended."""
+        text = self._text(vocab_size)
+        return CaptionMCANConfig(text, self.fusion_config(), answers, self.frozen_text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchesModel(_OnText):
+    """Ours: an MCAN on the patches of pictures.
+
+    Attributes:
+      vision: fields of VisionConfig that differ.
+      pictures: of a question at most.
+      answer_embeddings: see CaptionModel.
+    """
+
+    kind: ClassVar[str] = "patch_mcan"
+    remat_keys: ClassVar[tuple[str, ...]] = ("model.changes.remat", "model.vision.remat")
+    pictures: int = at_least(1)
+    vision: Mapping[str, Any] = changes_of(VisionConfig)
+    answer_embeddings: bool = False
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> PatchMCANConfig:
+        """The model's sizes; see GridModel. Its answers cannot be extended."""
+        vision = _with(VisionConfig(), self.vision, "model.vision")
+        text = self._text(vocab_size)
+        return PatchMCANConfig(text, vision, self.fusion_config(), answers, self.pictures)
+
+
+VQAModelSection = GridModel | RegionsModel | CaptionModel | PatchesModel
+_VQA = {
+    "grid": GridModel,
+    "regions": RegionsModel,
+    "caption": CaptionModel,
+    "patches": PatchesModel,
+}
+
+
+def vqa_model(section: Mapping[str, Any]) -> type[VQAModelSection]:
+    """The dataclass of a VQA run's section `model`, by its `image`."""
+    image = section.get("image")
+    check_known("config key model.image", image, _VQA)
+    return _VQA[image]
+
+
+def clip_vision(name: str, changes: Mapping[str, Any]) -> VisionConfig:
+    """The vision tower of a CLIP.
 
     Args:
-      section: either `clip` (a name of CLIPS; then CLIP itself) or the `trunk` of a BERT text
-        tower; `changes` (fields of the text tower's config that differ) and `vision` (of
-        VisionConfig; its embed_dim is the BERT tower's hidden size unless given); and
-        `fusion`, `picture_gate`.
-      vocab_size: of the tokenizer; CLIP has its own.
+      name: of CLIPS.
+      changes: fields of VisionConfig that differ.
 
     Raises:
       UserError: an unknown name or field.
     """
-    if section.get("clip"):
-        text = _with(_clip(section["clip"]).text, section.get("changes", {}), "model.changes")
-        vision = clip_vision(section)
-    else:
-        text = _trunk(section, vocab_size, types=2)
-        vision = clip.VisionConfig(embed_dim=text.hidden)
-        vision = _with(vision, section.get("vision", {}), "model.vision")
-    return DualEncoderConfig(
-        text, vision, fusion=section["fusion"], picture_gate=section["picture_gate"]
-    )
-
-
-def text_classifier_from_config(
-    section: Mapping[str, Any], vocab_size: int, classes: int
-) -> TextClassifierConfig:
-    """The text classifier as the config describes it.
-
-    Args:
-      section: `trunk` (a name of TRUNKS), `changes` (fields of BertConfig that differ), `pooling`.
-      vocab_size: of the tokenizer.
-
-    Raises:
-      UserError: an unknown name or field.
-    """
-    trunk = _trunk(section, vocab_size, types=2)
-    return TextClassifierConfig(trunk, classes, section["pooling"])
-
-
-def vqa_from_config(
-    section: Mapping[str, Any], vocab_size: int, answers: int, new_answers: int = 0
-) -> MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig:
-    """The MCAN as the config describes it.
-
-    Args:
-      section: `image` (`grid`: Prophet's, `regions`: openvqa's, `caption` and `patches`: ours) and
-        `fusion` (fields of FusionConfig); the `trunk` of the question encoder and its `changes`,
-        but for regions; for a grid `grid` and `image_features`, for regions `region_features` and
-        `word_features`, for captions `frozen_text`, for patches `vision` (fields of VisionConfig)
-        and `pictures`.
-      vocab_size: of the tokenizer.
-      answers: size of the answer vocabulary, that of the pretraining where it is extended.
-      new_answers: by which a grid's is extended.
-
-    Raises:
-      UserError: an unknown name or field, or sizes that do not fit.
-    """
-    fusion = _with(FusionConfig(), section["fusion"], "model.fusion")
-    check_known("model.image", section["image"], ("grid", "regions", "caption", "patches"))
-    if section["image"] == "regions":
-        sizes = section["word_features"], section["region_features"]
-        return MCANOpenVQAConfig(vocab_size, fusion, *sizes, answers)
-    text = _trunk(section, vocab_size, types=2)
-    if section["image"] == "caption":
-        return CaptionMCANConfig(text, fusion, answers, section.get("frozen_text", False))
-    if section["image"] == "patches":
-        vision = _with(clip.VisionConfig(), section["vision"], "model.vision")
-        return PatchMCANConfig(text, vision, fusion, answers, section["pictures"])
-    return MCANConfig(
-        text,
-        fusion,
-        image_features=section["image_features"],
-        grid=section["grid"],
-        answers=answers,
-        new_answers=new_answers,
-    )
-
-
-def clip_vision(section: Mapping[str, Any]) -> clip.VisionConfig:
-    """The vision tower of a dual encoder that is a CLIP, or of VLP's frontend `clip`.
-
-    Args:
-      section: `clip` (a name of CLIPS) and `vision` (fields of VisionConfig that differ).
-
-    Raises:
-      UserError: an unknown name or field.
-    """
-    return _with(_clip(section["clip"]).vision, section.get("vision", {}), "model.vision")
+    return _with(_clip(name).vision, changes, "model.vision")
 
 
 def _clip(name: str) -> clip.CLIPConfig:
@@ -173,12 +338,11 @@ def _clip(name: str) -> clip.CLIPConfig:
     return CLIPS[name]()
 
 
-def _trunk(section: Mapping[str, Any], vocab_size: int, types: int) -> bert.BertConfig:
-    name = section["trunk"]
+def _trunk(name: str, changes: Mapping[str, Any], vocab_size: int, types: int) -> bert.BertConfig:
     if name not in TRUNKS:
         raise UserError(f"config key model.trunk={name}: unknown; use one of {', '.join(TRUNKS)}.")
-    changes = {"vocab_size": vocab_size, "types": types, **section.get("changes", {})}
-    return _with(TRUNKS[name](), changes, "model.changes")
+    sizes = {"vocab_size": vocab_size, "types": types, **changes}
+    return _with(TRUNKS[name](), sizes, "model.changes")
 
 
 def _with(config: Any, changes: Mapping[str, Any], key: str) -> Any:

@@ -12,8 +12,10 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, write_jsonl
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.numbers import real_number
 from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.retrieval.retriever import Retriever
 
 
 def to_rankings(
@@ -218,3 +220,51 @@ def by_score(question_id: str, scores: Mapping[str, float]) -> Ranking:
     check_scores(question_id, scores)
     order = sorted(scores, key=lambda name: -scores[name])
     return Ranking(question_id, tuple(order), tuple(float(scores[name]) for name in order))
+
+
+def restricted_candidates(
+    questions: Sequence[Question], corpus: Corpus, cap: int | None = None
+) -> list[Ranking]:
+    """Each question's own candidates (gold and hard negatives), without scores.
+
+    They are sorted by id, so that their order does not reveal which are gold.
+
+    Args:
+      cap: at most this many of each modality: gold sources first, then negatives in the file's
+        order (the baseline shuffles these once). Questions whose gold sources are hidden keep all
+        candidates: a cap could drop the gold ones.
+    """
+    rankings = []
+    for question in questions:
+        sources = [corpus.sources[row] for row in corpus.candidates(question)]
+        most = cap if question.positives else None
+        kept = [
+            source.id
+            for modality in ("text", "image")
+            for source in [source for source in sources if source.modality == modality][:most]
+        ]
+        rankings.append(Ranking(question.id, tuple(sorted(kept)), (0.0,) * len(kept)))
+    return rankings
+
+
+def check_gold(questions: Sequence[Question]) -> None:
+    """Raises UserError if the gold sources of all questions are hidden."""
+    if not any(question.positives for question in questions):
+        raise UserError(
+            f"oracle sources: the gold sources of all {len(questions):,} questions of this split "
+            "are hidden; choose a split that has them, such as val, or let `mmqa rerank` select."
+        )
+
+
+def gold_ranking(question: Question) -> Ranking:
+    """The question's gold sources, all with score 1."""
+    return Ranking(question.id, question.positives, (1.0,) * len(question.positives))
+
+
+def find_candidates(
+    questions: Sequence[Question], retriever: Retriever, top_k: int
+) -> list[Ranking]:
+    """The `top_k` sources of the whole collection, without the one a question was made from."""
+    made_from_source = any("from_source" in question.extra for question in questions)
+    rankings = retriever.search(questions, top_k + made_from_source)
+    return without_own_source(questions, rankings, top_k)

@@ -13,7 +13,9 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.inference.wording import as_written
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
-from mmqa_jax.systems.parts import open_dense, open_reader, open_reranker, with_similarity
+from mmqa_jax.systems.parts import open_dense, with_similarity
+from mmqa_jax.tasks.answer import load_reader
+from mmqa_jax.tasks.rerank import load_reranker
 
 NOT_FOUND = "Not found in the sources."
 _PICTURE = "question"  # name of the picture that belongs to the question
@@ -65,10 +67,10 @@ class Answerer:
             self.corpus, str(folder / "contrastive"), str(folder / "index"), one_shape=True
         )
         pairs, one = {"batch_size": 10}, {"batch_size": 1}
-        reranker = open_reranker(self.corpus, folder / "rerank", pairs, one_shape=True)
+        reranker = load_reranker(folder / "rerank", self.corpus, pairs, one_shape=True)
         self._retriever = SecondHopRetriever(dense, self.corpus)
         self._reranker = with_similarity(reranker, dense, self.corpus, tuned["weight"])
-        self._reader = open_reader(self.corpus, folder / "answer", one, one_shape=True)
+        self._reader = load_reader(folder / "answer", self.corpus, one, one_shape=True)
 
     def answer(self, text: str, picture: bytes | None = None) -> Answer:
         """Answers a question, citing sources of the demo's corpus.

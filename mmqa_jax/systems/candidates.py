@@ -13,13 +13,11 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
-from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import split_questions, trains_on
 from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.vqa import has_answers
-from mmqa_jax.inference.loading import load_prophets_mcan, load_vqa_model
 from mmqa_jax.prompting.candidates import (
     ANSWER_AWARE,
     CANDIDATES,
@@ -27,6 +25,9 @@ from mmqa_jax.prompting.candidates import (
     write_answer_aware,
     write_candidates,
 )
+from mmqa_jax.tasks.opening import read_run
+from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.vqa import FoldedData, VQATask, load_prophets_mcan, load_vqa_model
 from mmqa_jax.weights.folder import is_converted
 
 EXAMPLES = 100  # Prophet's EXAMPLE_NUM
@@ -51,7 +52,7 @@ def write_stage(
     Args:
       config: of converted checkpoints, which lack one of their own; its section `data` says what
         they were trained on.
-      options: see parts.open_embedder.
+      options: see tasks.embedder.open_embedder.
 
     Raises:
       UserError: a question that no model may serve, or two do.
@@ -60,17 +61,19 @@ def write_stage(
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
     library = [q for q in split_questions(corpus, data, examples_split) if q.answers]
-    shares = [_share(_trained_on(folder, config), questions, library) for folder in models]
+    described = None if config is None else _vqa_task(config)
+    trained = [_trained_on(folder, described) for folder in models]
+    shares = [_share(data, questions, library) for data in trained]
     _check(models, shares, questions, split, examples_split)
     served: Candidates = {}
     of_examples: Candidates = {}
     examples: dict[str, list[str]] = {}
     missing, placed = 0, {}
     for folder, share in zip(models, shares, strict=True):
-        if config is None:
+        if described is None:
             model = load_vqa_model(folder, corpus, options)
         else:
-            model = load_prophets_mcan(folder, config, options)
+            model = load_prophets_mcan(folder, described, options)
         print(f"candidates: {model.serving}", file=sys.stderr)
         placed = model.serving.to_json()
         found, latents = model.candidates_and_latents(share.asked)
@@ -124,10 +127,18 @@ class _Share(NamedTuple):
     own: list[Question]  # its examples
 
 
-def _trained_on(folder: Path, config: ConfigDict | None) -> ConfigDict:
+def _vqa_task(config: ConfigDict) -> VQATask:
+    """The task that a config of converted checkpoints describes."""
+    task = read_task(config)
+    if not isinstance(task, VQATask):
+        raise UserError(f"--config: is of the task {task.name}, vqa was expected; name another.")
+    return task
+
+
+def _trained_on(folder: Path, described: VQATask | None) -> FoldedData:
     """The section `data` of a model's run, or of the config that stands for it."""
     converted = is_converted(folder)
-    if converted != (config is not None):
+    if converted != (described is not None):
         remedy = (
             "a converted checkpoint does not say how it was trained; give its config, such as "
             "--config=configs/okvqa/mcan.py:finetune"
@@ -136,13 +147,10 @@ def _trained_on(folder: Path, config: ConfigDict | None) -> ConfigDict:
             "it out"
         )
         raise UserError(f"--model {folder}: {remedy}.")
-    data = (read_config(folder) if config is None else config).data
-    if "split" not in data:
-        raise UserError(f"--model {folder}: is no workdir of a VQA run; name one.")
-    return data
+    return (read_run(folder, (VQATask,))[0] if described is None else described).data
 
 
-def _share(data: ConfigDict, questions: Sequence[Question], library: Sequence[Question]) -> _Share:
+def _share(data: FoldedData, questions: Sequence[Question], library: Sequence[Question]) -> _Share:
     return _Share(
         [question for question in questions if not trains_on(data, question)],
         [question for question in library if trains_on(data, question)],

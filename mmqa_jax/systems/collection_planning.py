@@ -17,11 +17,10 @@ from mmqa_jax.bench.plan.topology import Topology
 from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.models.presets import dual_encoder_from_config
 from mmqa_jax.retrieval.index_sizes import IndexSize, index_sizes
 from mmqa_jax.retrieval.mesh_index import abstract_search
-from mmqa_jax.systems.batch_shapes import vocabulary_size
 from mmqa_jax.systems.programs import make_program, program_names
+from mmqa_jax.tasks.reading import read_task
 
 _TOP_K = 100
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
@@ -117,7 +116,7 @@ def plan_collections(
             "--sources: the config trains no encoder of sources; name one of the task contrastive, "
             "such as configs/webqa/contrastive.py."
         )
-    model = dual_encoder_from_config(config.model, vocabulary_size(config))
+    model = read_task(config).planned_config()
     host = topology.host
     embed = _compiled(make_program("embed", config, host.devices), host)
     return [_planned(size, model.embed_dim, topology, embed) for size in sizes]

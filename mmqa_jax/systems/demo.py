@@ -38,14 +38,13 @@ from mmqa_jax.systems.parts import (
     RetrieverSpec,
     open_dense,
     open_fusions,
-    open_reranker,
     with_similarity,
 )
 from mmqa_jax.systems.prepare import prepare_atlas
 from mmqa_jax.systems.run import run_row
-from mmqa_jax.systems.validation import make_validation
-from mmqa_jax.training.checks import check_config
-from mmqa_jax.training.run import run_training
+from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.rerank import load_reranker
+from mmqa_jax.tasks.run import run_training
 
 TASKS = ("contrastive", "rerank", "answer")
 DATA, INDEX, ROWS = "data", "index", "rows"
@@ -166,9 +165,7 @@ class _Demo:
         }
 
     def _train(self, task: str) -> None:
-        run_training(
-            self.config[task], self.folder / task, self.corpus, make_validation=make_validation
-        )
+        run_training(self.config[task], self.folder / task, self.corpus)
 
     def _embed(self) -> None:
         embed(self.folder / DATA, self.folder / "contrastive", self.folder / INDEX)
@@ -192,7 +189,7 @@ class _Demo:
         """Chooses the similarity weight and the thresholds on the validation split."""
         dev = evenly(self.corpus.questions("val"), self.config.select.dev_questions)
         dense = open_dense(self.corpus, str(self.folder / "contrastive"), str(self.folder / INDEX))
-        reranker = open_reranker(self.corpus, self.folder / "rerank")
+        reranker = load_reranker(self.folder / "rerank", self.corpus)
         evidence = similarity.read_restricted(
             dev, self.corpus, with_similarity(reranker, dense, self.corpus, 0.0)
         )

@@ -27,7 +27,8 @@ from mmqa_jax.evaluation.webqa import (
 )
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems.run_report import run_facts
-from mmqa_jax.systems.training_report import TASKS, run_curves
+from mmqa_jax.systems.training_report import run_curves
+from mmqa_jax.tasks.reading import TASKS
 from mmqa_jax.training.validation import read_best
 
 SETTINGS = ("question_only", "oracle", "restricted", "full")
@@ -223,7 +224,7 @@ def write_html(
     stages: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Writes report.html."""
-    best = {title: read_best(results.folder / task) for task, title in TASKS.items()}
+    best = {kind.product: read_best(results.folder / task) for task, kind in TASKS.items()}
     data = ReportData(
         title="Atlas: cited answers from pictures and prose",
         description=(
@@ -241,7 +242,7 @@ def write_html(
             "source F1, restricted": scores["scores"]["source_f1/reranked"],
         },
         tables=result_tables(results, scores),
-        curves={title: run_curves(results.folder / task) for task, title in TASKS.items()},
+        curves={kind.product: run_curves(results.folder / task) for task, kind in TASKS.items()},
         best_steps={title: found["step"] for title, found in best.items() if found is not None},
         recall={
             name: {int(k): v for k, v in values.items()}

@@ -26,7 +26,8 @@ from mmqa_jax.retrieval.index import build_index, is_current, load_index
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
 from mmqa_jax.retrieval.recall import recall_against
-from mmqa_jax.systems.parts import EMBEDDINGS, INDEX, open_embedder
+from mmqa_jax.systems.parts import EMBEDDINGS, INDEX
+from mmqa_jax.tasks.embedder import open_embedder
 
 _COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth
 
@@ -50,7 +51,7 @@ def embed(
       chunk: sources that are written together.
       overwrite: replace embeddings of another model or corpus in `out`.
       engine: computes the chunks instead of this process.
-      options: see parts.open_embedder.
+      options: see tasks.embedder.open_embedder.
     """
     check_chunk(chunk)
     check_out(out / EMBEDDINGS, folder=True)

@@ -23,22 +23,18 @@ from mmqa_jax.systems.parts import (
     ReaderSpec,
     RerankerSpec,
     RetrieverSpec,
-    open_reader,
-    open_reranker,
     open_retriever,
     with_similarity,
 )
 from mmqa_jax.systems.prompted_parts import (
-    LIBRARY,
     CaptionsSpec,
     KnowledgeSpec,
-    LibrarySpec,
     LLMSpec,
     open_knowledge,
-    open_library,
     open_llm,
 )
 from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+from mmqa_jax.tasks.library import LibrarySpec, open_library
 
 # Part -> specification of its config section.
 PART_SPECS: dict[str, Any] = {
@@ -46,7 +42,7 @@ PART_SPECS: dict[str, Any] = {
     "reranker": spec_of(RerankerSpec) | {"similarity": Key(spec_of(RetrieverSpec), False)},
     "reader": spec_of(ReaderSpec),
     "llm": spec_of(LLMSpec),
-    "library": LIBRARY,
+    "library": spec_of(LibrarySpec, minimum=1),
     "heuristics": spec_of(HeuristicsSpec),
     "finished": spec_of(FinishedSpec),
     "knowledge": {
@@ -104,7 +100,9 @@ class OpenedParts:
 
     def _reranker(self, section: Mapping[str, Any]) -> Any:
         def make(journal: Journal) -> Any:
-            return ResumableReranker(open_reranker(self.corpus, model), journal, self.seconds)
+            from mmqa_jax.tasks.rerank import load_reranker
+
+            return ResumableReranker(load_reranker(model, self.corpus), journal, self.seconds)
 
         model, similarity = section["model"], section.get("similarity")
         reranker = self._once("reranker", identity.of_folders(model), make)
@@ -116,7 +114,9 @@ class OpenedParts:
 
     def _reader(self, spec: ReaderSpec) -> Any:
         def make(journal: Journal) -> Any:
-            return ResumableReader(open_reader(self.corpus, spec.model), journal, self.seconds)
+            from mmqa_jax.tasks.answer import load_reader
+
+            return ResumableReader(load_reader(spec.model, self.corpus), journal, self.seconds)
 
         return self._once("reader", identity.of_folders(spec.model), make)
 

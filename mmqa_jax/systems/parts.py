@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.retriever import Retriever
@@ -153,9 +152,10 @@ def open_dense(
 
     Args:
       exact: refuse an index that searches approximately.
-      one_shape: here and below, for a few questions: see inference/loading.py.
+      one_shape: here and below, for a few questions: see tasks/vlp.py, in_one_shape.
     """
     from mmqa_jax.retrieval.dense import DenseRetriever
+    from mmqa_jax.tasks.embedder import open_embedder
 
     embedder, pictures = open_embedder(Path(model), corpus, one_shape=one_shape)
     loaded = _open_index(index, embedder.fingerprint, corpus.fingerprint)
@@ -179,56 +179,6 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
     return load_index(Path(index) / INDEX, embeddings, model_fingerprint)
 
 
-def open_embedder(
-    model: Path,
-    corpus: Corpus,
-    options: Mapping[str, Any] | None = None,
-    *,
-    one_shape: bool = False,
-) -> tuple[Any, PictureStore]:
-    """The embedder of a contrastive run or a converted CLIP, and pictures sized for it.
-
-    Args:
-      options: here and below, `batch_size` and `mesh`, in place of those of the run's `inference`.
-    """
-    from mmqa_jax.inference.from_config import make_pictures
-    from mmqa_jax.inference.loading import load_embedder
-    from mmqa_jax.retrieval.clip import load_clip_embedder
-    from mmqa_jax.weights.folder import is_converted
-
-    if is_converted(model):
-        embedder = load_clip_embedder(model, **(options or {}))
-        return embedder, PictureStore(corpus, embedder.image_size, embedder.resize, alpha="dropped")
-    embedder, config = load_embedder(model, options, one_shape=one_shape)
-    return embedder, make_pictures(config, corpus)
-
-
-def open_reranker(
-    corpus: Corpus,
-    model: str | Path,
-    options: Mapping[str, Any] | None = None,
-    *,
-    one_shape: bool = False,
-) -> Any:
-    """The reranker of a rerank run: over pairs or, with `joint_layers`, over cached sources."""
-    from mmqa_jax.inference.loading import load_source_head
-    from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
-
-    head = load_source_head(model, options, one_shape=one_shape)
-    vlp = head.model if head.sides is None else TwoSidedVLP.of(head.model, head.sides)
-    return make_reranker(head.config, corpus, head.tokenizer, vlp)
-
-
-def make_reranker(config: Any, corpus: Corpus, tokenizer: Any, model: Any) -> Any:
-    """The reranker of a rerank run's model, which may be abstract (see Reranker)."""
-    from mmqa_jax.inference.reranker import Reranker
-    from mmqa_jax.models.two_sided_vlp import TwoSidedVLP
-    from mmqa_jax.systems.extensions.cached_reranker import CachedReranker
-
-    kind = CachedReranker if isinstance(model, TwoSidedVLP) else Reranker
-    return kind(config, corpus, tokenizer, model)
-
-
 def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float) -> Any:
     """The reranker combined with the retriever's similarity and second hop (ours)."""
     from mmqa_jax.systems.extensions.second_hop import SecondHopReranker, SecondHopRetriever
@@ -236,22 +186,9 @@ def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float
     return SecondHopReranker(SecondHopRetriever(retriever, corpus), reranker, weight)
 
 
-def open_reader(
-    corpus: Corpus,
-    model: str | Path,
-    options: Mapping[str, Any] | None = None,
-    *,
-    one_shape: bool = False,
-) -> Any:
-    """The reader of an answer run."""
-    from mmqa_jax.inference.loading import load_reader
-
-    return load_reader(model, corpus, options, one_shape=one_shape)
-
-
 def _open_classifier(corpus: Corpus, spec: RetrieverSpec) -> Any:
     if spec.modality_model:
-        from mmqa_jax.inference.loading import load_question_classifier
+        from mmqa_jax.tasks.modality import load_question_classifier
 
         return load_question_classifier(spec.modality_model)
     from mmqa_jax.retrieval.modality import fit_classifier

@@ -41,10 +41,10 @@ from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity, seeded
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
+from mmqa_jax.retrieval.rankings import check_gold
 from mmqa_jax.systems.captioned import check_captions, check_no_tags, traced, with_captions
 from mmqa_jax.systems.captions import Captions
 from mmqa_jax.systems.pica_webqa import answer_with_sources, answer_without_sources
-from mmqa_jax.systems.webqa import check_gold
 
 ShotAnswer = Literal["first", "majority"]
 ShotCaptions = Literal["own", "people"]

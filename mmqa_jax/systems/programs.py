@@ -16,29 +16,24 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import traced_flops
-from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.core.serving import AUTO, free_bytes
+from mmqa_jax.core.mesh import batch_sharding, make_mesh, on_shardings, state_shardings
+from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_mesh
 from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.models import llama_config
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
-from mmqa_jax.systems.batch_shapes import VQA_ANSWERS, training_batch, vocabulary_size
-from mmqa_jax.systems.programs_in_use import OF_TASK, program_in_use
-from mmqa_jax.training import tasks
-from mmqa_jax.training.base_llm import SCRATCH, base_path, llama_of, lora_of
-from mmqa_jax.training.checks import check_config
-from mmqa_jax.training.language_model import LanguageModelTask
-from mmqa_jax.training.loop import read_section
+from mmqa_jax.tasks.base_llm import SCRATCH, base_path
+from mmqa_jax.tasks.reading import TASKS, check_config, read_task
+from mmqa_jax.tasks.task import Task
 from mmqa_jax.training.optimizer import make_optimizer
-from mmqa_jax.training.state import Task, abstract_state, make_step, split_model
+from mmqa_jax.training.state import abstract_state, make_step, split_model
 from mmqa_jax.weights.config_json import replace_fields
 
 ENGINE = ("decode", "prefill")
@@ -82,8 +77,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
       UserError: a config of neither.
     """
     if "task" in config:
-        own = OF_TASK.get(config.task)
-        return ("train",) if own is None else ("train", own)
+        kind = TASKS.get(config.task)
+        return ("train",) if kind is None or kind.program is None else ("train", kind.program)
     if "engine" in config:
         return (*ENGINE, TOWER) if model in LLAVAS else ENGINE
     raise UserError(
@@ -110,8 +105,8 @@ def make_program(
         return _tower(config, devices, model)
     if name == "train":
         return _train(config, devices, model)
-    check_config(config, devices, files=False)
-    return program_in_use(name, config, devices)
+    task = check_config(config, devices, files=False)
+    return program_in_use(name, task, devices)
 
 
 def on_one_host(name: str, config: ConfigDict) -> bool:
@@ -144,36 +139,60 @@ def settled(
 
 def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None) -> Program:
     """The jitted step of training, over all devices."""
-    config = _with_preset(config, model)
-    check_config(config, devices, files=False)
-    options = read_section(config.train.to_dict())
-    mesh = make_mesh(config.mesh.to_dict(), devices)
-    task = _task(config, mesh, model)
+    task = check_config(_with_preset(config, model), devices, files=False)
+    options, mesh = task.loop, make_mesh(task.mesh, devices)
+    objective = task.planned_objective(mesh)
     optimizer, schedule = make_optimizer(options.optimizer, options.steps)
-    split = split_model(task, config.seed)
+    split = split_model(objective, task.seed)
     abstract = abstract_state(split, optimizer, mesh, options.rules)
     step = make_step(
-        task,
+        objective,
         split,
         optimizer,
         schedule,
-        seed=config.seed,
+        seed=task.seed,
         accumulate=options.accumulate,
         abstract=abstract,
         mesh=mesh,
     )
-    batch = training_batch(config)
+    batch = task.batch()
     return Program(
         name="train",
         lower=lambda: step.lower(batch),
         mesh=dict(mesh.shape),
-        model_flops=functools.cache(lambda: _gradient_flops(config, model)),
+        model_flops=functools.cache(lambda: _gradient_flops(_with_preset(config, model))),
         parameters=shard_bytes(abstract.params),
         optimizer=shard_bytes(abstract.optimizer),
-        examples=config.batches.batch_size,
-        unit={"rerank": "pairs", "language_model": "rows"}.get(config.task, "questions"),
+        examples=task.batches.batch_size,
+        unit=task.unit,
         input_bytes=tree_bytes(batch),
         steps=options.steps,
+    )
+
+
+def program_in_use(name: str, task: Task, devices: Sequence[jax.Device]) -> Program:
+    """The program that uses what a task trains, as its verb makes it; `devices` of one process.
+
+    Mesh and batch size are those that the verb chooses, by the same functions (core/serving.py).
+    """
+    used, mesh = task.in_use(), serving_mesh(task.inference.mesh, devices)
+    graphdef, state = nnx.split(nnx.eval_shape(used.build))
+    state = on_shardings(state, state_shardings(state, mesh))
+    held = shard_bytes(state)
+    examples = planned_batch_size(task.inference.batch_size, used.cost, mesh, held)
+    batch = used.inputs(examples)
+    rows = batch_sharding(mesh)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
+    return Program.of(
+        name,
+        used.make(graphdef),
+        (state, *placed),
+        mesh,
+        used.options,
+        parameters=held,
+        examples=examples,
+        unit=used.cost.unit,
+        input_bytes=tree_bytes(batch),
     )
 
 
@@ -211,39 +230,22 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
     return changed
 
 
-def _task(config: ConfigDict, mesh: Mesh | None, model: str | None) -> Task:
-    """The config's task; `mesh` None: as on one device."""
-    size = vocabulary_size(config)
-    if config.task == "contrastive":
-        return tasks.contrastive(config, size, mesh)
-    if config.task == "vqa":
-        return tasks.vqa(config, size, VQA_ANSWERS)
-    if config.task == "language_model":
-        return LanguageModelTask(llama_of(config, size), lora_of(config))
-    makers = {
-        "rerank": tasks.rerank,
-        "answer": tasks.answer,
-        "modality": tasks.modality,
-        "example_retrieval": tasks.example_retrieval,
-    }
-    return makers[config.task](config, size)
-
-
-def _gradient_flops(config: ConfigDict, model: str | None) -> float:
+def _gradient_flops(config: ConfigDict) -> float:
     """Products of the loss and its gradient on the whole batch, nothing computed twice."""
     plain = ConfigDict(config.to_dict())
-    for path in remat_keys(plain):
+    for path in read_task(config).remat_keys():
         with plain.unlocked(), plain.ignore_type():
             set_key(plain, path, "none")
     if "tower_parts" in plain:
         plain.tower_parts = 1
-    task = _task(plain, None, model)
-    split = split_model(task, config.seed)
-    batch = training_batch(plain)
+    task = read_task(plain)
+    objective = task.planned_objective(None)
+    split = split_model(objective, task.seed)
+    batch = task.batch()
 
     def loss(params: Any, constants: Any, batch: Any) -> jax.Array:
         module = nnx.merge(split.graphdef, params, constants)
-        return task.loss(module, batch, jax.random.key(0))[0]
+        return objective.loss(module, batch, jax.random.key(0))[0]
 
     # For a CPU layers are unrolled, and nothing is recomputed (layers.scan_layers).
     with jax.set_mesh(make_mesh({"data": 1}, jax.devices("cpu")[:1])):
@@ -252,12 +254,7 @@ def _gradient_flops(config: ConfigDict, model: str | None) -> float:
 
 def remat_keys(config: ConfigDict) -> list[str]:
     """The keys that say what a config's model computes again in the backward pass."""
-    if "model" not in config or config.model.get("image") == "regions":
-        return []
-    keys = ["model.changes.remat"]
-    if config.model.get("clip") or "vision" in config.model:
-        keys.append("model.vision.remat")
-    return keys
+    return list(read_task(config).remat_keys()) if "task" in config else []
 
 
 def set_key(config: ConfigDict, path: str, value: Any) -> None:

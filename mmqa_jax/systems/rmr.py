@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from mmqa_jax.data.corpus import Corpus
@@ -33,7 +33,6 @@ from mmqa_jax.prompting.few_shot import (
     FewShot,
     Order,
     few_shot,
-    majority_answer,
     output_record,
     prompts_record,
 )
@@ -42,6 +41,7 @@ from mmqa_jax.prompting.multiple_choice import (
     check_choices,
     choose_options,
 )
+from mmqa_jax.prompting.rmr_fields import fields
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
@@ -194,26 +194,6 @@ def check_questions(setting: str, questions: Sequence[Question]) -> None:
     """Raises UserError for questions that a setting cannot answer; called before parts open."""
     if setting in ("rmr_choice", "rmr_letter"):
         check_choices(setting, questions)
-
-
-def fields(question: Question) -> Mapping[str, str]:
-    r"""The fields of RMR's templates; the context is the hint, then the picture's caption.
-
-    A rationale's line breaks are the two characters `\n` in `solution`, as in ScienceQA's prompts,
-    and blanks in `rationale`. The answer of a question without options is its short one.
-    """
-    hint, caption = (str(question.extra.get(key, "")) for key in ("hint", "caption"))
-    listed = (f"({LETTERS[i]}) {choice}" for i, choice in enumerate(question.choices))
-    known = question.answer_index is not None
-    return {
-        "question": question.question.strip(),
-        "context": f"{hint} {caption}".strip() or NO_CONTEXT,
-        "options": " ".join(listed),
-        "solution": question.rationale.replace("\n", "\\n"),
-        "rationale": " ".join(question.rationale.split()),
-        "answer": question.choices[question.answer_index] if known else majority_answer(question),
-        "letter": LETTERS[question.answer_index] if known else "",
-    }
 
 
 def _lettered(question: Question, chosen: Prediction) -> Prediction:

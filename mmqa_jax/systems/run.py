@@ -47,7 +47,7 @@ from mmqa_jax.systems import identity
 from mmqa_jax.systems.answered import Answered, answering
 from mmqa_jax.systems.mavl_record import agent_summary
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
-from mmqa_jax.systems.prompted_parts import check_prompted, has_picture
+from mmqa_jax.systems.prompted_parts import check_prompted
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import (
     SYSTEMS,
@@ -59,6 +59,7 @@ from mmqa_jax.systems.settings import (
     parts_of,
 )
 from mmqa_jax.systems.traces import llm_cost, trace_counts, trace_rows
+from mmqa_jax.tasks.library import has_picture
 from mmqa_jax.weights.hub import is_hub_name
 
 CHUNK = 512  # questions

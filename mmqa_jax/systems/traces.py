@@ -11,7 +11,7 @@ from mmqa_jax.evaluation.report import Trace
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.prompting.few_shot import lacks_caption
 from mmqa_jax.systems.mavl_record import agent_tree
-from mmqa_jax.systems.prompted_parts import has_picture
+from mmqa_jax.tasks.library import has_picture
 
 # Counts of `trace_counts` -> what is shown of those above 0.
 _SHOWN = {

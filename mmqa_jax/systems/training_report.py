@@ -13,18 +13,10 @@ from mmqa_jax.evaluation.plots import Points
 from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.systems.run_report import run_facts
+from mmqa_jax.tasks.reading import TASKS
 from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
 from mmqa_jax.training.validation import read_best
 
-TASKS = {
-    "contrastive": "retriever",
-    "rerank": "source selector",
-    "answer": "reader",
-    "modality": "modality classifier",
-    "vqa": "VQA model",
-    "example_retrieval": "retriever of examples",
-    "language_model": "language model",
-}
 METRICS = "metrics.jsonl"
 _VALIDATION = "eval/"
 
@@ -50,8 +42,8 @@ def write_training_report(folder: Path) -> dict[str, Any]:
             f"{folder}: holds no training run (config key task is {config.get('task')!r}); name "
             "the workdir of `mmqa train` or of `mmqa demo`."
         )
-    curves, best = run_curves(folder), read_best(folder)
-    title = f"Training of the {TASKS[config.task]}"
+    curves, best, product = run_curves(folder), read_best(folder), TASKS[config.task].product
+    title = f"Training of the {product}"
     tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
     headline = {} if best is None else {f"best {best['metric']}": best["value"]}
     if (found := goodput(read_attempts(folder))) is not None:
@@ -69,8 +61,8 @@ def write_training_report(folder: Path) -> dict[str, Any]:
         facts=facts,
         headline=headline,
         tables=tables,
-        curves={TASKS[config.task]: curves},
-        best_steps={} if best is None else {TASKS[config.task]: best["step"]},
+        curves={product: curves},
+        best_steps={} if best is None else {product: best["step"]},
     )
     write_report(folder / "report.html", data)
     Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)

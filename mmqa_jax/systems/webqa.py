@@ -15,11 +15,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, select_sources
-from mmqa_jax.retrieval.rankings import without_own_source
+from mmqa_jax.retrieval.rankings import (
+    check_gold,
+    find_candidates,
+    gold_ranking,
+    restricted_candidates,
+)
 from mmqa_jax.retrieval.retriever import Retriever
 
 
@@ -179,40 +183,6 @@ def notes(setting: str, questions: Sequence[Question], options: Mapping[str, Any
     return [note] if note else []
 
 
-def find_candidates(
-    questions: Sequence[Question], retriever: Retriever, top_k: int
-) -> list[Ranking]:
-    """The `top_k` sources of the whole collection, without the one a question was made from."""
-    made_from_source = any("from_source" in question.extra for question in questions)
-    rankings = retriever.search(questions, top_k + made_from_source)
-    return without_own_source(questions, rankings, top_k)
-
-
-def restricted_candidates(
-    questions: Sequence[Question], corpus: Corpus, cap: int | None = None
-) -> list[Ranking]:
-    """Each question's own candidates (gold and hard negatives), without scores.
-
-    They are sorted by id, so that their order does not reveal which are gold.
-
-    Args:
-      cap: at most this many of each modality: gold sources first, then negatives in the file's
-        order (the baseline shuffles these once). Questions whose gold sources are hidden keep all
-        candidates: a cap could drop the gold ones.
-    """
-    rankings = []
-    for question in questions:
-        sources = [corpus.sources[row] for row in corpus.candidates(question)]
-        most = cap if question.positives else None
-        kept = [
-            source.id
-            for modality in ("text", "image")
-            for source in [source for source in sources if source.modality == modality][:most]
-        ]
-        rankings.append(Ranking(question.id, tuple(sorted(kept)), (0.0,) * len(kept)))
-    return rankings
-
-
 def cap_note(questions: Sequence[Question], cap: Cap) -> str | None:
     """That a cap was not applied to questions with hidden gold sources; None if there are none."""
     hidden = sum(not question.positives for question in questions)
@@ -222,20 +192,6 @@ def cap_note(questions: Sequence[Question], cap: Cap) -> str | None:
         f"cap={cap}: {hidden:,} of {len(questions):,} questions hide their gold sources, so all of "
         f"their candidates are scored; the cap of {CAPS[cap]} + {CAPS[cap]} keeps the gold ones"
     )
-
-
-def check_gold(questions: Sequence[Question]) -> None:
-    """Raises UserError if the gold sources of all questions are hidden."""
-    if not any(question.positives for question in questions):
-        raise UserError(
-            f"oracle sources: the gold sources of all {len(questions):,} questions of this split "
-            "are hidden; choose a split that has them, such as val, or let `mmqa rerank` select."
-        )
-
-
-def gold_ranking(question: Question) -> Ranking:
-    """The question's gold sources, all with score 1."""
-    return Ranking(question.id, question.positives, (1.0,) * len(question.positives))
 
 
 def top(ranking: Ranking, top_k: int) -> Ranking:

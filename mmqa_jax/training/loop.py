@@ -35,8 +35,8 @@ from mmqa_jax.training.nonfinite import FiniteCheck, OnNan
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
 from mmqa_jax.training.profile import Profile, Steps
 from mmqa_jax.training.state import (
+    Objective,
     Step,
-    Task,
     TrainState,
     abstract_state,
     finished,
@@ -119,7 +119,7 @@ class Resuming:
 def train(
     config: Mapping[str, Any],
     *,
-    task: Task,
+    objective: Objective,
     batches: Any,
     mesh: Mesh,
     workdir: Any,
@@ -137,7 +137,7 @@ def train(
 
     Args:
       config: the section `train` of a config; see LoopOptions.
-      task: model and loss.
+      objective: model and loss.
       batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis the
         rows that this process feeds (core.mesh.local_rows). A step is compiled once per shape.
         Entries `ids` or `index` of a dict batch stay on the host and name the examples if the
@@ -170,10 +170,10 @@ def train(
     options = read_section(config)
     steps = 0 if only_start else options.steps
     optimizer, schedule = make_optimizer(options.optimizer, options.steps)
-    model = split_model(task, seed)
+    model = split_model(objective, seed)
     abstract = abstract_state(model, optimizer, mesh, options.rules)
     step_fn = make_step(
-        task,
+        objective,
         model,
         optimizer,
         schedule,
@@ -198,7 +198,7 @@ def train(
         ) as checkpoints,
     ):
         state, first, meta = _restore_or_start(
-            checkpoints, task, optimizer, seed, abstract, batches
+            checkpoints, objective, optimizer, seed, abstract, batches
         )
         check_steps(
             options.optimizer,
@@ -411,7 +411,7 @@ class _Run:
 
 def _restore_or_start(
     checkpoints: Checkpoints,
-    task: Task,
+    objective: Objective,
     optimizer: Any,
     seed: int,
     abstract: TrainState,
@@ -425,7 +425,7 @@ def _restore_or_start(
     )
     if restored is None:
         window = {"sums": {}, "count": 0}
-        return initial_state(task, optimizer, seed, abstract), 0, {"window": window}
+        return initial_state(objective, optimizer, seed, abstract), 0, {"window": window}
     state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"])
     return state, restored.step, restored.meta
 

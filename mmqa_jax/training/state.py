@@ -19,8 +19,8 @@ from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
 from mmqa_jax.training.optimizer import Schedule
 
 
-class Task(Protocol):
-    """What is trained: a model and its loss. One file per task in this folder."""
+class Objective(Protocol):
+    """What is trained: a model and its loss; each of tasks/ has one."""
 
     def init(self, key: jax.Array) -> nnx.Module:
         """Makes the model with its initial weights (traced)."""
@@ -30,7 +30,7 @@ class Task(Protocol):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Scalar loss and scalar metrics of one batch; pure and traced.
 
-        A task whose mean is not over the rows also has `whole(batch)`: the batch with further
+        An objective whose mean is not over the rows also has `whole(batch)`: the batch with further
         entries [B, ...], which the loss of a part of it needs to know of all of it.
         """
 
@@ -70,11 +70,11 @@ class Model:
         return nnx.merge(self.graphdef, params, self.constants)
 
 
-def split_model(task: Task, seed: int) -> Model:
+def split_model(objective: Objective, seed: int) -> Model:
     """The task's model without values for its parameters."""
 
     def build() -> nnx.Module:
-        return task.init(jax.random.key(seed))
+        return objective.init(jax.random.key(seed))
 
     graphdef, params, constants = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
     if jax.tree.leaves(constants):
@@ -95,13 +95,13 @@ def abstract_state(
 
 
 def initial_state(
-    task: Task, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
+    objective: Objective, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
 ) -> TrainState:
     """The state before the first step; each device makes its own shards of it."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def make() -> TrainState:
-        return _fresh(nnx.state(task.init(jax.random.key(seed)), nnx.Param), optimizer)
+        return _fresh(nnx.state(objective.init(jax.random.key(seed)), nnx.Param), optimizer)
 
     return jax.jit(make, out_shardings=shardings)()
 
@@ -195,7 +195,7 @@ class Step:
 
 
 def make_step(
-    task: Task,
+    objective: Objective,
     model: Model,
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
@@ -218,13 +218,13 @@ def make_step(
 
     def loss_fn(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
         module = nnx.merge(model.graphdef, params, constants)
-        loss, metrics = task.loss(module, batch, key)
+        loss, metrics = objective.loss(module, batch, key)
         return loss, {**metrics, "loss": loss}
 
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def accumulated(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
-        batch = task.whole(batch) if hasattr(task, "whole") else batch
+        batch = objective.whole(batch) if hasattr(objective, "whole") else batch
         # [B, ...] -> [B / k, k, ...]: part i is column i, so each device keeps its own rows.
         columns = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]), batch)
 

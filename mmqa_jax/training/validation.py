@@ -1,21 +1,17 @@
-"""Validation during training: what the section `validate` of a config says, and the best weights.
-
-How a model is judged is a setting of systems/, which a caller hands to the loop as a Validation.
-"""
+"""Validation during training, and the best weights; how a model is judged its task knows."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flax import nnx
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.checkpoint import Best, Checkpoints
 from mmqa_jax.core.checkpoint_files import find_damage_together
-from mmqa_jax.evaluation.source_selection import Cap, Select
 from mmqa_jax.training.state import Model, finished
 from mmqa_jax.weights.folder import (
     RECORD,
@@ -27,10 +23,6 @@ from mmqa_jax.weights.folder import (
 
 BEST = "best"  # in a run's workdir
 _KEPT = ("config.json", *RUN_FILES)
-RECALL_AT = (1, 2, 5, 10, 20, 100)
-RetrievalMetric = Literal[
-    "recall@1", "recall@2", "recall@5", "recall@10", "recall@20", "recall@100", "mrr"
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,117 +37,6 @@ class Validation:
 
     evaluate: Callable[[nnx.Module], Mapping[str, float]]
     metric: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidateRetrieval:
-    """The section `validate` of a contrastive run.
-
-    Attributes:
-      split: the questions', of those with gold sources.
-      questions: how many, evenly over the split; 0: all.
-      sources: further sources, evenly over the corpus, beside the questions' own gold sources and
-        negatives; 0: the whole collection.
-      metric: decides on the best step.
-    """
-
-    split: str
-    questions: int
-    sources: int
-    metric: RetrievalMetric
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidateSelection:
-    """The section `validate` of a rerank run: each question's own candidates.
-
-    Attributes:
-      split, questions: as in ValidateRetrieval.
-      metric: decides on the best step; `source_f1` is that of the best threshold.
-      cap: on the number of candidates (evaluation.source_selection.CAPS).
-      select: limits on the number of cited sources (evaluation.source_selection.SELECTIONS).
-    """
-
-    split: str
-    questions: int
-    metric: Literal["source_f1", "source_f1@0.2"]
-    cap: Cap = "none"
-    select: Select = "best"
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidateAnswers:
-    """The section `validate` of an answer run.
-
-    Attributes:
-      split, questions: as in ValidateRetrieval, of those with keywords.
-      metric: decides on the best step.
-      num_beams: 1 is greedy decoding; None: as `inference.num_beams`.
-      sources: `oracle` answers from the gold sources, `none` from the question alone.
-    """
-
-    split: str
-    questions: int
-    metric: Literal["webqa_acc/no_lemma"]
-    num_beams: int | None = None
-    sources: Literal["oracle", "none"] = "oracle"
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidateVQA:
-    """The section `validate` of a VQA run: questions of the split that it does not train on.
-
-    Attributes:
-      split, questions: as in ValidateRetrieval, of those with answers.
-      metric: decides on the best step (evaluation.candidates).
-    """
-
-    split: str
-    questions: int
-    metric: Literal["accuracy", "recall@10"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidateLanguageModel:
-    """The section `validate` of a language-model run: multiple choice by likelihood.
-
-    Attributes:
-      split, questions: as in ValidateRetrieval, of those with choices and a known answer.
-      shots: numbers of retrieved examples, each validated on its own.
-      template: of the prompts, after which the options' texts are scored.
-      metric: decides on the best step: the mean of the accuracies, or of the log-likelihoods per
-        token of the right options.
-    """
-
-    split: str
-    questions: int
-    shots: tuple[int, ...] = (0, 3)
-    template: str = "rmr.text"
-    metric: Literal["accuracy", "log_likelihood"] = "accuracy"
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidateExampleRetrieval:
-    """The section `validate` of an example-retrieval run: which of its candidates is nearest.
-
-    Attributes:
-      split: of the judged questions.
-      metric: decides on the best step: the language model's mean score of the nearest candidate,
-        or how often that is the most helpful one.
-    """
-
-    split: str
-    metric: Literal["score_of_nearest", "recall@1"] = "score_of_nearest"
-
-
-SECTIONS: Mapping[str, type] = {
-    "contrastive": ValidateRetrieval,
-    "rerank": ValidateSelection,
-    "answer": ValidateAnswers,
-    "vqa": ValidateVQA,
-    "example_retrieval": ValidateExampleRetrieval,
-    "language_model": ValidateLanguageModel,
-}
 
 
 class BestWeights:

@@ -17,11 +17,10 @@ from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import to_pixels
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.inference.loading import load_embedder
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.dense import DenseRetriever
-from mmqa_jax.systems.parts import open_embedder
-from mmqa_jax.training.run import run_training
+from mmqa_jax.tasks.embedder import load_embedder, open_embedder
+from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
 
 SIDE, CONTEXT = 32, 20

@@ -16,7 +16,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.lora import LoraConfig, add_lora, freeze_base, merge_lora
-from mmqa_jax.training.language_model import LanguageModelTask, target_log_probs
+from mmqa_jax.tasks.language_model import LanguageModelObjective, target_log_probs
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
 from mmqa_jax.weights.models.llama import publish_llama
@@ -64,7 +64,7 @@ def their_loss(model, examples) -> torch.Tensor:
 
 def our_loss(model: Llama, rows, lora: LoraConfig | None = None):
     """The task's loss, and its gradient by parameter name."""
-    task = LanguageModelTask(model.config, lora)
+    task = LanguageModelObjective(model.config, lora)
     batch = jax.tree.map(jnp.asarray, packed_batch(rows, SIZE))
     graphdef, state = nnx.split(model)
 
@@ -95,7 +95,7 @@ def test_packed_unpacked_and_transformers_losses_are_the_same(pair):
 def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(pair):
     """Rows of few targets and of many, so that the mean of the parts' own means would differ."""
     model = pair[1]
-    task = LanguageModelTask(model.config)
+    task = LanguageModelObjective(model.config)
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
     optimizer, schedule = make_optimizer(OptimizerOptions(), steps=10)
     rows = [*PACKED, [EXAMPLES[2]]]

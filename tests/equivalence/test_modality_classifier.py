@@ -16,7 +16,7 @@ from flax import nnx
 
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
-from mmqa_jax.training.modality import ModalityTask
+from mmqa_jax.tasks.modality import ModalityObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.weights.pretrained import fill_bert
 
@@ -78,7 +78,7 @@ def test_log_probabilities_loss_and_one_step_of_adamw(pair, batch):
     norm = torch.nn.utils.clip_grad_norm_(published.parameters(), 1.0)
     optimizer.step()
 
-    task = ModalityTask(dataclasses.replace(ours.config, bert=without_dropout(SIZES)))
+    task = ModalityObjective(dataclasses.replace(ours.config, bert=without_dropout(SIZES)))
     options = OptimizerOptions(
         "adamw", RATE, "constant", 0.0, eps=1e-6, weight_decay=0.0, clip_norm=1.0
     )
@@ -106,7 +106,7 @@ def test_a_frozen_bert_has_no_gradient(batch):
     model = TextClassifier(TextClassifierConfig(without_dropout(SIZES)), rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     for frozen in (True, False):
-        task = ModalityTask(model.config, frozen)
+        task = ModalityObjective(model.config, frozen)
         grads = jax.grad(lambda p, task=task: task.loss(nnx.merge(graphdef, p), batch, None)[0])(
             params
         )

@@ -20,9 +20,9 @@ from mmqa_jax.models import bert, layers, vlp
 from mmqa_jax.models.layers import dropout
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
-from mmqa_jax.training.answer import AnswerTask
-from mmqa_jax.training.rerank import RerankTask
-from mmqa_jax.training.state import Task
+from mmqa_jax.tasks.answer import AnswerObjective
+from mmqa_jax.tasks.rerank import RerankObjective
+from mmqa_jax.training.state import Objective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.models.vlp import vlp_key_map
 from mmqa_jax.weights.pretrained import start_vlp
@@ -35,7 +35,7 @@ def x101(tmp_path_factory) -> Pair:
     return make_pair("x101", tmp_path_factory.mktemp("x101"))
 
 
-def mean_over(task: Task, pair: Pair, batches: list[dict]) -> tuple[float, dict]:
+def mean_over(task: Objective, pair: Pair, batches: list[dict]) -> tuple[float, dict]:
     """Loss and gradient of an update: the means over its batches (optimizer's `every`)."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.init(jax.random.key(0))))
 
@@ -75,7 +75,7 @@ def test_selection_loss_is_the_originals_however_its_pairs_are_mixed(x101):
     # 1 in the mean over all pairs.
     weights = 4 * valid / valid.sum(1, keepdims=True)
     order = np.random.default_rng(3).permutation(12)
-    task = RerankTask(ExtendedVLPConfig.of(x101.config))
+    task = RerankObjective(ExtendedVLPConfig.of(x101.config))
     batches = [
         {
             "inputs": VLPInputs(**{name: array[rows] for name, array in x.items()}),
@@ -120,7 +120,7 @@ def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
     wanted = torch.stack(micro).mean()
     wanted.backward()
 
-    task = AnswerTask(ExtendedVLPConfig.of(x101.config), together)
+    task = AnswerObjective(ExtendedVLPConfig.of(x101.config), together)
     data = {
         "inputs": VLPInputs(**x),
         "masked_positions": positions,
@@ -254,7 +254,7 @@ def test_new_linears_start_as_torchs_and_the_trunk_as_berts(frontend):
     config = dataclasses.replace(CONFIGS[frontend], bert=trunk, **wide)
     if config.visual_hidden:
         config = dataclasses.replace(config, visual_hidden=(120,))
-    task = RerankTask(ExtendedVLPConfig.of(config))
+    task = RerankObjective(ExtendedVLPConfig.of(config))
     started = flatten_named(nnx.state(task.init(jax.random.key(0))))
     bounds = torch_bounds(config, started)
     assert len(bounds) == (8 if frontend == "x101" else 6)

@@ -24,8 +24,8 @@ from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.models.mcan import MCAN
+from mmqa_jax.tasks.vqa import VQAObjective
 from mmqa_jax.training.optimizer import make_optimizer, read_options
-from mmqa_jax.training.vqa import VQATask
 from mmqa_jax.weights.layouts import Checkpoint
 from mmqa_jax.weights.models.mcan import mcan_key_map, publish_mcan
 from mmqa_jax.weights.published import load_checkpoint
@@ -127,7 +127,7 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
         section["clip_norm"] *= 64 / ROWS
     options = read_options(section)
     transform, _ = make_optimizer(options, STEPS)
-    task = VQATask(config)
+    task = VQAObjective(config)
     graphdef, params = nnx.split(ours)
 
     def loss_of(params):

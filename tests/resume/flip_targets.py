@@ -28,7 +28,6 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.grid_records import GridRecords, write_grids
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.decoding.requests import Candidate, Result
-from mmqa_jax.inference.loading import load_question_classifier
 from mmqa_jax.prompting.backends import Completion, Usage
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
@@ -36,6 +35,7 @@ from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
 from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
 from mmqa_jax.systems.merging import merge_parts
+from mmqa_jax.tasks.modality import load_question_classifier
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import (
     load_converted,

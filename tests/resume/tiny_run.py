@@ -152,7 +152,7 @@ def run(
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
         train_config(**changes),
-        task=task or Regression(),
+        objective=task or Regression(),
         batches=batches,
         mesh=mesh or make_mesh(devices=jax.devices()[:1]),
         workdir=workdir,

@@ -29,8 +29,7 @@ from mmqa_jax.data.corpus import Corpus  # noqa: E402
 from mmqa_jax.data.schema import Question, Source  # noqa: E402
 from mmqa_jax.data.tokenizers import train_wordpiece  # noqa: E402
 from mmqa_jax.systems import webqa  # noqa: E402
-from mmqa_jax.systems.validation import make_validation  # noqa: E402
-from mmqa_jax.training.recipes import make_recipe  # noqa: E402
+from mmqa_jax.tasks.reading import read_task  # noqa: E402
 
 COUNT = 7  # not a multiple of any batch
 
@@ -59,16 +58,16 @@ def make_corpus(decoded: set[str]) -> Corpus:
 
 
 def vectors(made) -> list:
-    return made._embedder.embed_rows(made._pool, made._pictures, range(len(made._pool))).tolist()
+    return made.embedder.embed_rows(made.pool, made.pictures, range(len(made.pool))).tolist()
 
 
 def relevance(made) -> list:
-    given = webqa.restricted_candidates(made._questions, made._pool)
-    return [[r.sources, r.scores] for r in made._reranker.score(made._questions, given)]
+    given = webqa.restricted_candidates(made.questions, made.pool)
+    return [[r.sources, r.scores] for r in made.reranker.score(made.questions, given)]
 
 
 def answers(made) -> list:
-    return [p.beams for p in webqa.answer_oracle(made._questions, made._reader)]
+    return [p.beams for p in webqa.answer_oracle(made.questions, made.reader)]
 
 
 def main() -> None:
@@ -87,11 +86,12 @@ def main() -> None:
         texts = [source.text for source in corpus.sources]
         texts += [question.question for question in corpus.questions()]
         tokenizer = train_wordpiece(texts, 100, lowercase=True)
-        init = make_recipe(config, corpus, tokenizer).task.init
+        described = read_task(config)
+        init = described.recipe(corpus, tokenizer).objective.init
         decoded.clear()
         model = init_sharded(lambda init=init: init(jax.random.key(3)), mesh)
         abstract = nnx.eval_shape(lambda init=init: init(jax.random.key(3)))
-        made = make_validation(config, corpus, tokenizer, abstract).evaluate
+        made = described.validation(corpus, tokenizer, abstract).evaluate
         distributed.barrier(task)  # they have half a minute to meet in a program
         values = made(model)
         decoded_in_one = sorted(decoded)

@@ -14,7 +14,7 @@ from flax import nnx
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
-from mmqa_jax.training.contrastive import ContrastiveTask, contrastive_loss
+from mmqa_jax.tasks.contrastive import ContrastiveObjective, contrastive_loss
 
 # Tiny models: compiling is all the time.
 
@@ -59,7 +59,7 @@ def tiny_task(**options):
         ),
         logit_scale=0.0,  # at CLIP's, gradients of up to 16 differ by float32's rounding alone
     )  # fmt: skip
-    return ContrastiveTask(config, **options)
+    return ContrastiveObjective(config, **options)
 
 
 def make_params(task):

@@ -14,7 +14,7 @@ import numpy as np
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.training.language_model import LanguageModelTask
+from mmqa_jax.tasks.language_model import LanguageModelObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
 
@@ -50,7 +50,7 @@ def make_batch():
 def one_step(shape, devices, accumulate):
     """Metrics, and the optimizer's moments: the gradient, but for a factor."""
     mesh = make_mesh(shape, devices=devices)
-    task = LanguageModelTask(CONFIG)
+    task = LanguageModelObjective(CONFIG)
     optimizer, schedule = make_optimizer(OptimizerOptions(warmup=0.0), steps=10)
     model = split_model(task, 0)
     abstract = abstract_state(model, optimizer, mesh, DEFAULT_RULES)

@@ -28,11 +28,11 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.vlp import VLPConfig, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
-from mmqa_jax.training.answer import AnswerTask
-from mmqa_jax.training.contrastive import ContrastiveTask
-from mmqa_jax.training.language_model import LanguageModelTask
+from mmqa_jax.tasks.answer import AnswerObjective
+from mmqa_jax.tasks.contrastive import ContrastiveObjective
+from mmqa_jax.tasks.language_model import LanguageModelObjective
+from mmqa_jax.tasks.rerank import RerankObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
-from mmqa_jax.training.rerank import RerankTask
 from mmqa_jax.training.state import abstract_state, make_step, split_model
 
 ADAM = OptimizerOptions(name="adam", schedule="constant", warmup=0.0)
@@ -92,7 +92,7 @@ def vlp_select() -> dict[str, Any]:
         "topology": "v5e:2x4",
         "mesh": {"data": 8},
         "layers": layers,
-        "task": RerankTask(vlp_config(layers)),
+        "task": RerankObjective(vlp_config(layers)),
         "batch": batch,
         "flops": flops,
     }
@@ -112,7 +112,7 @@ def vlp_answer() -> dict[str, Any]:
     return {
         "topology": "v5e:2x4",
         "mesh": {"data": 2, "fsdp": 4},
-        "task": AnswerTask(vlp_config(layers, dropout=0.0), questions_per_mean=2),
+        "task": AnswerObjective(vlp_config(layers, dropout=0.0), questions_per_mean=2),
         "batch": batch,
         "flops": flops,
     }
@@ -152,7 +152,7 @@ def contrastive() -> dict[str, Any]:
     return {
         "topology": "v5e:16x16",
         "mesh": mesh,
-        "task": lambda mesh: ContrastiveTask(DualEncoderConfig(text, vision), mesh),
+        "task": lambda mesh: ContrastiveObjective(DualEncoderConfig(text, vision), mesh),
         "batch": batch,
         "flops": flops,
     }
@@ -177,7 +177,7 @@ def language_model(
         "topology": topology,
         "mesh": {axis: 8},
         "layers": layers,
-        "task": LanguageModelTask(config),
+        "task": LanguageModelObjective(config),
         "batch": batch,
         "flops": flops,
     }

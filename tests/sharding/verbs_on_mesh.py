@@ -26,7 +26,9 @@ from mmqa_jax.core.mesh import RowPlacement
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.answer_vocabulary import read_vocabulary
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
-from mmqa_jax.systems import programs_in_use
+from mmqa_jax.systems.programs import program_in_use
+from mmqa_jax.tasks import vqa
+from mmqa_jax.tasks.reading import read_task
 
 # Verb -> its model, its data, further flags.
 VERBS = {
@@ -71,8 +73,8 @@ def planned(name: str, run: Path, said: dict[str, Any]) -> list[float]:
         config.tokenizer = f"corpus:{open_tokenizer(run / 'tokenizer.json').vocab_size}"
         config.inference.update({"batch_size": said["batch_size"], "mesh": said["mesh"]})
         if name == "candidates":
-            patch.setattr(programs_in_use, "VQA_ANSWERS", len(read_vocabulary(run)))
-        program = programs_in_use.program_in_use(name, config, jax.local_devices())
+            patch.setattr(vqa, "PLANNED_ANSWERS", len(read_vocabulary(run)))
+        program = program_in_use(name, read_task(config), jax.local_devices())
         blocks = program.mesh["data"] * program.mesh["fsdp"]
         held = program.parameters + program.input_bytes / blocks
         return [held, taken(program.lower())]

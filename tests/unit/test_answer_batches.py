@@ -10,7 +10,7 @@ import pytest
 from tiny_corpus import CORPUS, PACKING, QUESTIONS, REGIONS, ROWS, epoch_of, make_reader, text_of
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.answer import answer_batches
+from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.packing import MaskingConfig, Packer
 from mmqa_jax.data.schema import Question
@@ -55,7 +55,7 @@ def test_a_distractor_joins_single_gold_sources_at_the_given_rate(reader, packer
     feed = FeedConfig(8, seed=4, threads=0)
     counts = Counter()
     iterator = answer_batches(
-        reader, QUESTIONS, packer, MaskingConfig(), feed, distractor_prob=0.3, shuffle_sources=False
+        reader, QUESTIONS, packer, MaskingConfig(), feed, AnswerSampling(distractor_prob=0.3, shuffle_sources=False)
     )
     for b in epoch_of(iterator, 30 * 40):
         for i, place in enumerate(b["index"]):
@@ -86,7 +86,7 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
     for seed in range(40):
         iterator = answer_batches(
             reader, questions, packer, MaskingConfig(), FeedConfig(2, seed=seed, threads=0),
-            shares={"text": 0.5},
+            AnswerSampling(shares={"text": 0.5}),
         )  # fmt: skip
         first = [next(iterator) for _ in range(6)]  # of about 10
         shown = {int(place) for b in first for place in b["index"]}
@@ -117,7 +117,7 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
 def test_shares_that_cannot_be(reader, packer, shares, message):
     with pytest.raises(UserError, match=message):
         answer_batches(
-            reader, in_categories(), packer, MaskingConfig(), FeedConfig(8), shares=shares
+            reader, in_categories(), packer, MaskingConfig(), FeedConfig(8), AnswerSampling(shares=shares)
         )
 
 
@@ -128,13 +128,13 @@ def test_a_category_without_answers_has_no_share(reader, packer):
     ]
     with pytest.raises(UserError, match=r"shares\.picture: no question .* use one of text\."):
         answer_batches(
-            reader, questions, packer, MaskingConfig(), FeedConfig(8), shares={"picture": 0.5}
+            reader, questions, packer, MaskingConfig(), FeedConfig(8), AnswerSampling(shares={"picture": 0.5})
         )
 
 
 def test_question_only_hides_all_sources(reader, packer):
     iterator = answer_batches(
-        reader, QUESTIONS, packer, MaskingConfig(), FeedConfig(8, threads=0), no_source_prob=1.0
+        reader, QUESTIONS, packer, MaskingConfig(), FeedConfig(8, threads=0), AnswerSampling(no_source_prob=1.0)
     )
     for b in epoch_of(iterator, 60):
         assert b["region_features"].shape[1] == 0

@@ -28,11 +28,10 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.webqa_formats import read_output_tsv, read_prediction_json
 from mmqa_jax.inference import reader as reader_module
 from mmqa_jax.inference import reranker as reranker_module
-from mmqa_jax.inference.from_config import make_packing, make_pictures
+from mmqa_jax.inference.cached_reranker import CachedReranker
 from mmqa_jax.inference.inputs import vlp_inputs
-from mmqa_jax.systems.extensions.cached_reranker import CachedReranker
-from mmqa_jax.training import recipes
-from mmqa_jax.training.checks import check_config
+from mmqa_jax.tasks.reading import check_config, read_task
+from mmqa_jax.tasks.vlp import VLPTask
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
 TOKENIZER = minilm_tokenizer()
@@ -63,18 +62,18 @@ class Regions:
         return (np.full((100, 1), source.row, np.float32), np.zeros((100, 1), np.float32))
 
 
-def small(monkeypatch, module, corpus):
-    """Lets `module` read short region vectors instead of a detector's files."""
+def small(monkeypatch):
+    """Lets VLP read short region vectors instead of a detector's files."""
 
-    def make_packer(config, tokenizer, inference=False):
-        packing = make_packing(config, inference=inference)
+    def packer(task, tokenizer, inference=False):
+        packing = task.packing_config(inference=inference)
         return Packer(tokenizer, dataclasses.replace(packing, region_dim=1, position_dim=1))
 
-    def make_reader(config, corpus, tokenizer, on_demand=False):
+    def source_reader(task, corpus, tokenizer, on_demand=False):
         return SourceReader(corpus, tokenizer, None, Regions(corpus))
 
-    monkeypatch.setattr(module, "make_packer", make_packer)
-    monkeypatch.setattr(module, "make_source_reader", make_reader)
+    monkeypatch.setattr(VLPTask, "packer", packer)
+    monkeypatch.setattr(VLPTask, "source_reader", source_reader)
 
 
 def seen_in_decoding(monkeypatch, config, corpus, questions, cited):
@@ -86,9 +85,9 @@ def seen_in_decoding(monkeypatch, config, corpus, questions, cited):
         count = len(inputs.input_ids)
         return SimpleNamespace(tokens=jnp.zeros((count, 1, 1), int), scores=jnp.zeros((count, 1)))
 
-    small(monkeypatch, reader_module, corpus)
+    small(monkeypatch)
     monkeypatch.setattr(reader_module, "beam_search", beam_search)
-    reader = reader_module.Reader(config, corpus, TOKENIZER, nnx.Module())
+    reader = reader_module.Reader(read_task(config), corpus, TOKENIZER, nnx.Module())
     seen = [None] * len(questions)
     for batch in reader.answer_batches(questions, cited):
         for row, (i, _) in enumerate(batch):
@@ -231,10 +230,10 @@ def test_the_official_predicted_sources_are_read_as_in_the_baseline(monkeypatch)
 
 def examples_of(monkeypatch, config, questions, epochs=1):
     """(question, packed) of every question, with the masked words put back."""
-    small(monkeypatch, recipes, CORPUS)
+    small(monkeypatch)
     config.batches.batch_size = 1
     corpus = Corpus(CORPUS.sources, questions)
-    recipe = recipes.make_recipe(config, corpus, TOKENIZER)
+    recipe = read_task(config).recipe(corpus, TOKENIZER)
     for _ in range(epochs * len(questions)):
         batch = next(recipe.batches)
         packed = {k: v[0] for k, v in dataclasses.asdict(batch["inputs"]).items() if v is not None}
@@ -369,9 +368,9 @@ def seen_in_selection(monkeypatch, config, corpus, questions, candidates):
         given.append({k: v for k, v in batch.items() if k != "weights"})
         return vlp_inputs(batch, placement)
 
-    small(monkeypatch, reranker_module, corpus)
+    small(monkeypatch)
     monkeypatch.setattr(reranker_module, "vlp_inputs", capture)
-    reranker = reranker_module.Reranker(config, corpus, TOKENIZER, Blank())
+    reranker = reranker_module.Reranker(read_task(config), corpus, TOKENIZER, Blank())
     seen = {}
     for batch in reranker.score_batches(questions, candidates):
         for row, i in enumerate(batch.indices):
@@ -411,7 +410,7 @@ def test_selection_draws_coins_by_question_and_source(monkeypatch):
 
 def test_sources_that_are_encoded_once_draw_coins_too():
     """CachedReranker: by the source's id, since a source is read without its question."""
-    packing = make_packing(read("vlp_select", "cached"))
+    packing = read_task(read("vlp_select", "cached")).packing_config()
     reranker = CachedReranker.__new__(CachedReranker)  # without a model
     reranker._packer = Packer(TOKENIZER, packing)
     example = Example((SourceTokens(range(2000, 2450)),), [])
@@ -446,11 +445,11 @@ def test_settings_that_cannot_be(name, change, message):
 def test_only_webqas_configs_read_as_the_authors_did():
     """Atlas reads sources of both modalities and lays its pictures on white."""
     clip = read("vlp_qa", "clip_patches")
-    assert make_pictures(clip, CORPUS).alpha == "dropped"
-    assert make_pictures(read("contrastive"), CORPUS).alpha == "dropped"
+    assert read_task(clip).pictures.open(CORPUS).alpha == "dropped"
+    assert read_task(read("contrastive")).pictures.open(CORPUS).alpha == "dropped"
     for name in ("answer", "rerank", "contrastive"):
         config = load_config(CONFIGS.parent / "atlas" / f"{name}.py")
-        assert make_pictures(config, CORPUS).alpha == "white"
+        assert read_task(config).pictures.open(CORPUS).alpha == "white"
         keys = {"route_by_category", "always_truncate_tail", "wording"}
         assert not keys & {*config.data, *config.inference, *config.batches}
 

@@ -13,13 +13,12 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Ranking
-from mmqa_jax.inference.loading import _load_vlp
+from mmqa_jax.inference.cached_reranker import CachedReranker
 from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.systems.extensions.cached_reranker import CachedReranker
 from mmqa_jax.systems.extensions.similarity import read_all
-from mmqa_jax.systems.parts import open_reranker
 from mmqa_jax.systems.webqa import restricted_candidates
+from mmqa_jax.tasks.rerank import load_reranker, load_source_head
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -56,13 +55,13 @@ def parts(run, corpus):
 
     Those of the source head are large from the beginning: larger ones bring all scores near 1.
     """
-    config, tokenizer, vlp = _load_vlp(run, "rerank", None)
+    task, tokenizer, vlp, _ = load_source_head(run)
     graphdef, state = nnx.split(vlp)
     head = state.pop("source_head")
     state = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, state)
     state["source_head"] = head
     model = TwoSidedVLP.of(nnx.merge(graphdef, state), TwoSides(1, 5, 1))
-    return config, corpus, tokenizer, model
+    return task, corpus, tokenizer, model
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +142,7 @@ def test_mmqa_rerank_takes_it(data, run, corpus, tmp_path):
     result = done(*flags, "--candidates=all", "--top_k=3", f"--out={tmp_path / 'all.jsonl'}")
     assert result["questions"] == 5
     assert 0 <= result["source_f1"] <= 1
-    reranker = open_reranker(corpus, run)
+    reranker = load_reranker(run, corpus)
     assert isinstance(reranker, CachedReranker)
     expected = reranker.search(corpus.questions("test"), 3)
     rows = rows_of(tmp_path / "all.jsonl")

@@ -12,7 +12,8 @@ from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
 from mmqa_jax.systems.extensions.similarity import combine, tune_selection
-from mmqa_jax.systems.parts import open_dense, open_reranker, with_similarity
+from mmqa_jax.systems.parts import open_dense, with_similarity
+from mmqa_jax.tasks.rerank import load_reranker
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -54,7 +55,7 @@ def test_rerank_with_a_retriever_is_the_demos_selection(data, models, index, tmp
     corpus = open_corpus(data)
     questions = corpus.questions("test")
     dense = open_dense(corpus, str(contrastive), str(index))
-    reranker = with_similarity(open_reranker(corpus, models / "rerank"), dense, corpus, 25.0)
+    reranker = with_similarity(load_reranker(models / "rerank", corpus), dense, corpus, 25.0)
     hops = reranker.read(questions, webqa.restricted_candidates(questions, corpus))
     expected = combine(hops, 25.0)
     found = read_rankings(path)

@@ -17,12 +17,11 @@ from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.systems.file_parts import HeuristicsSpec, open_heuristics
 from mmqa_jax.systems.prompted_parts import (
     KnowledgeSpec,
-    LibrarySpec,
     open_knowledge,
-    open_library,
 )
 from mmqa_jax.systems.settings import SYSTEMS, run_setting
-from mmqa_jax.training.checks import check_config
+from mmqa_jax.tasks.library import LibrarySpec, open_library
+from mmqa_jax.tasks.reading import check_config
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -16,10 +16,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.splits import fold_of
-from mmqa_jax.inference.loading import load_vqa_model
 from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
 from mmqa_jax.systems.candidates import nearest
-from mmqa_jax.training.run import run_training
+from mmqa_jax.tasks.run import run_training
+from mmqa_jax.tasks.vqa import load_vqa_model
 from mmqa_jax.weights.folder import load_converted
 
 pytestmark = pytest.mark.usefixtures("quiet")

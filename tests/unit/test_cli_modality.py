@@ -16,7 +16,7 @@ from cli_runs import (
 )
 from row_runs import row_flags
 
-from mmqa_jax.inference.loading import load_question_classifier
+from mmqa_jax.tasks.modality import load_question_classifier
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

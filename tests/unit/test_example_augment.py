@@ -15,7 +15,7 @@ from mmqa_jax.data.datasets.atlas.factbook import place_names
 from mmqa_jax.data.datasets.atlas.pictures import COLORS, color_map
 from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.schema import Question
-from mmqa_jax.training.augmentation import make_augmentation
+from mmqa_jax.tasks.augmentation import make_augmentation
 
 # OpenMoji's shades, one of each color that is exchanged (pictures.PALETTE).
 RGB = {

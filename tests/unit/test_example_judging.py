@@ -30,7 +30,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.systems.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
-from mmqa_jax.training.retriever_distillation import DistillationTask
+from mmqa_jax.tasks.example_retrieval import DistillationObjective
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -177,13 +177,13 @@ def word_of(ids, mask) -> str:
     return name
 
 
-def task(temperature: float = 0.5) -> DistillationTask:
+def task(temperature: float = 0.5) -> DistillationObjective:
     bert = BertConfig(vocab_size=80, hidden=16, layers=1, heads=2, mlp=16, positions=16, dropout=0.0,
                       attention_dropout=0.0, types=2)  # fmt: skip
     vision = VisionConfig(
         image_size=8, patch_size=8, width=16, layers=1, heads=2, mlp_width=16, embed_dim=16
     )
-    return DistillationTask(DualEncoderConfig(bert, vision), temperature)
+    return DistillationObjective(DualEncoderConfig(bert, vision), temperature)
 
 
 def test_the_loss_is_torchs_divergence():

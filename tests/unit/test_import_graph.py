@@ -148,14 +148,15 @@ def test_no_import_circles():
     [
         ("core", ours() - {"core"}),
         ("models", ours() - {"models", "core"}),
-        ("data", {"models", "weights", "training", "systems", "commands", "inference"}),
-        ("retrieval", {"training", "systems", "commands"}),
-        ("decoding", {"training", "systems", "commands"}),
-        ("prompting", {"training", "systems", "commands"}),
-        ("evaluation", {"training", "systems", "commands"}),
-        ("weights", {"training", "systems", "commands", "inference"}),
-        ("inference", {"training", "systems", "commands"}),
-        ("training", {"systems", "commands"}),
+        ("data", {"models", "weights", "training", "tasks", "systems", "commands", "inference"}),
+        ("retrieval", {"training", "tasks", "systems", "commands"}),
+        ("decoding", {"training", "tasks", "systems", "commands"}),
+        ("prompting", {"training", "tasks", "systems", "commands"}),
+        ("evaluation", {"training", "tasks", "systems", "commands"}),
+        ("weights", {"training", "tasks", "systems", "commands", "inference"}),
+        ("inference", {"training", "tasks", "systems", "commands"}),
+        ("training", {"inference", "tasks", "systems", "commands"}),
+        ("tasks", {"bench", "systems", "commands"}),
     ],
 )
 def test_dependencies_point_down(name, forbidden):

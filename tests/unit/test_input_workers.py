@@ -20,7 +20,7 @@ from tiny_corpus import PACKING, QUESTIONS, make_reader
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.answer import answer_batches
-from mmqa_jax.data.batches.contrastive import contrastive_batches
+from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
 from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
 from mmqa_jax.data.batches.modality import modality_batches
@@ -44,7 +44,7 @@ def built(feed: FeedConfig) -> dict:
     masking = MaskingConfig(0.5, 9)
     return {
         "contrastive": contrastive_batches(
-            reader, QUESTIONS, feed, query_length=24, source_lengths=(12, 40)
+            reader, QUESTIONS, feed, ContrastSampling(query_length=24, source_lengths=(12, 40))
         ),
         "rerank": rerank_batches(reader, QUESTIONS, packer, feed),
         "answer": answer_batches(reader, QUESTIONS, packer, masking, feed),

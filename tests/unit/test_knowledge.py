@@ -195,7 +195,7 @@ def embedder(monkeypatch, tmp_path):
     """In place of MiniLM."""
     made = TextEmbedder()
     store = PictureStore(CORPUS, size=1)
-    monkeypatch.setattr(prompted_parts, "_open_text_embedder", lambda model, corpus: (made, store))
+    monkeypatch.setattr(prompted_parts, "open_text_embedder", lambda model, corpus: (made, store))
     monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
     return made
 

@@ -16,18 +16,17 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.systems import prompted_parts
 from mmqa_jax.systems.extensions.example_judging import run_judging
-from mmqa_jax.systems.extensions.trainable_rmr import make_examples
 from mmqa_jax.systems.opened_parts import PART_SPECS
 from mmqa_jax.systems.prompted_parts import (
     KnowledgeSpec,
-    LibrarySpec,
     check_prompted,
     open_knowledge,
-    open_library,
 )
 from mmqa_jax.systems.run import check_row
+from mmqa_jax.tasks import library
+from mmqa_jax.tasks.library import LibrarySpec, open_library
+from mmqa_jax.tasks.reading import check_config
 
 
 def png(shade: int) -> bytes:
@@ -56,9 +55,9 @@ def opened(monkeypatch, tmp_path):
     fake = FakeEmbedder()
 
     def open_it(row: Corpus, home: Corpus, **spec):
-        monkeypatch.setattr("mmqa_jax.data.corpus.open_corpus", lambda folder: home)
+        monkeypatch.setattr(library, "open_corpus", lambda folder: home)
         monkeypatch.setattr(
-            prompted_parts, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
+            library, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
         )
         monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
         given = {"data": "elsewhere", "text_model": "clip", "image_model": "clip", **spec}
@@ -172,9 +171,8 @@ def test_two_spaces_of_training_and_judging(tmp_path):
         run_judging(config, tmp_path / "judged")
     config = load_config(f"{ROOT}/configs/scienceqa/rmr_finetune.py")
     config.library.update(models)
-    solved = [Question("1", "train", "?", choices=("a", "b"), answer_index=0)]
     with pytest.raises(UserError, match=r"similarity=bimodal: .* those of library\.text_model"):
-        make_examples(config, corpus_of("row", 1), solved, None, None)
+        check_config(config)
 
 
 @pytest.mark.parametrize("folds", [0, -2])

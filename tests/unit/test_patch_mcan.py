@@ -13,7 +13,7 @@ from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.patch_mcan import PatchMCANConfig
-from mmqa_jax.training.vqa import VQATask
+from mmqa_jax.tasks.vqa import VQAObjective
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -34,7 +34,7 @@ IDS = jnp.array([[1, 5, 6, 2, 0], [1, 7, 2, 0, 0]])
 
 @pytest.fixture(scope="module")
 def task():
-    return VQATask(CONFIG)
+    return VQAObjective(CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
@@ -24,14 +25,16 @@ from mmqa_jax.models import bert, clip, presets, vlp
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
-from mmqa_jax.training import recipes, run
-from mmqa_jax.training.answer import AnswerTask
-from mmqa_jax.training.contrastive import ContrastiveTask
-from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.tasks import run
+from mmqa_jax.tasks.answer import AnswerObjective
+from mmqa_jax.tasks.contrastive import ContrastiveObjective
+from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.rerank import RerankObjective
+from mmqa_jax.tasks.run_tokenizer import make_tokenizer
 from mmqa_jax.weights.bundled import minilm_path
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "atlas"
-TASKS = {"contrastive": ContrastiveTask, "rerank": RerankTask, "answer": AnswerTask}
+TASKS = {"contrastive": ContrastiveObjective, "rerank": RerankObjective, "answer": AnswerObjective}
 TREES = ["cedar", "baobab", "olive", "palm", "banyan", "kapok"]
 
 
@@ -63,7 +66,7 @@ def make_config(name: str, mode: str = "", **overrides) -> ConfigDict:
 @pytest.fixture(scope="module")
 def restricted(tmp_path_factory):
     """MiniLM's tokenizer with the vocabulary of CORPUS."""
-    return recipes.make_tokenizer("minilm:corpus", CORPUS, tmp_path_factory.mktemp("tokenizer"))
+    return make_tokenizer("minilm:corpus", CORPUS, tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ UNTOUCHED = -7.0
 
 def loaded(recipe) -> dict[str, np.ndarray]:
     """The recipe's model by parameter name, all UNTOUCHED before `load_pretrained`."""
-    model = nnx.eval_shape(lambda: recipe.task.init(jax.random.key(0)))
+    model = nnx.eval_shape(lambda: recipe.objective.init(jax.random.key(0)))
     graphdef, shapes = nnx.split(model)
     start = jax.tree.map(
         lambda leaf: jax.device_put(np.full(leaf.shape, UNTOUCHED, leaf.dtype)), shapes
@@ -96,19 +99,19 @@ def test_the_restricted_tokenizer_is_much_smaller_and_kept_with_the_run(restrict
     for source in CORPUS.sources:
         pieces = [restricted.token(i) for i in restricted.encode(source.text)]
         assert pieces == [full.token(i) for i in full.encode(source.text)]
-    first = recipes.make_tokenizer("minilm:corpus", CORPUS, tmp_path)
+    first = make_tokenizer("minilm:corpus", CORPUS, tmp_path)
     assert first.fingerprint == restricted.fingerprint
     # A run goes on with the tokenizer that it began with, whatever the name says later.
-    assert recipes.make_tokenizer("minilm", CORPUS, tmp_path).fingerprint == first.fingerprint
+    assert make_tokenizer("minilm", CORPUS, tmp_path).fingerprint == first.fingerprint
 
 
 def test_other_tokenizers(restricted, tmp_path):
-    assert recipes.make_tokenizer("minilm", CORPUS, tmp_path / "a").vocab_size == 30_522
-    trained = recipes.make_tokenizer("corpus:90", CORPUS, tmp_path / "b")
+    assert make_tokenizer("minilm", CORPUS, tmp_path / "a").vocab_size == 30_522
+    trained = make_tokenizer("corpus:90", CORPUS, tmp_path / "b")
     assert trained.vocab_size <= 90
     assert trained.unk_id not in trained.encode("how does the baobab grow?")
     restricted.save(tmp_path / "mine.json")
-    given = recipes.make_tokenizer(str(tmp_path / "mine.json"), CORPUS, tmp_path / "c")
+    given = make_tokenizer(str(tmp_path / "mine.json"), CORPUS, tmp_path / "c")
     assert given.fingerprint == restricted.fingerprint
     assert (tmp_path / "c" / "tokenizer.json").exists()
 
@@ -123,7 +126,7 @@ def test_other_tokenizers(restricted, tmp_path):
 )
 def test_wrong_tokenizers_are_named_and_none_is_kept(name, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        recipes.make_tokenizer(name, CORPUS, tmp_path)
+        make_tokenizer(name, CORPUS, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -134,17 +137,17 @@ def test_wrong_tokenizers_are_named_and_none_is_kept(name, message, tmp_path):
 @pytest.mark.parametrize("mode", ["", "runlocal"])
 def test_every_atlas_config_makes_its_task_and_batches(name, mode, restricted):
     config = make_config(name, mode)
-    recipe = recipes.make_recipe(config, CORPUS, restricted)
-    assert isinstance(recipe.task, TASKS[name])
+    recipe = read_task(config).recipe(CORPUS, restricted)
+    assert isinstance(recipe.objective, TASKS[name])
     assert (recipe.load_pretrained is None) == (mode == "runlocal")
     first = next(recipe.batches)
-    again = recipes.make_recipe(config, CORPUS, restricted)
+    again = read_task(config).recipe(CORPUS, restricted)
     jax.tree.map(np.testing.assert_array_equal, next(again.batches), first)
     if name == "contrastive":
         assert first["query_ids"].shape == (2, config.batches.query_length)
     else:
         assert isinstance(first["inputs"], VLPInputs)
-        slots = recipes.make_packer(config, restricted).config.slots_per_picture
+        slots = read_task(config).packer(restricted).config.slots_per_picture
         buckets = {shown * slots + text for shown, text in config.packing.buckets}
         assert first["inputs"].input_ids.shape[1] in buckets
 
@@ -152,8 +155,8 @@ def test_every_atlas_config_makes_its_task_and_batches(name, mode, restricted):
 def test_published_atlas_models_have_the_shapes_of_minilm(restricted):
     """What the README calls MiniLM is MiniLM: its widths, and its first layers."""
     for name in TASKS:
-        recipe = recipes.make_recipe(make_config(name), CORPUS, restricted)
-        model = nnx.eval_shape(lambda task=recipe.task: task.init(jax.random.key(0)))
+        recipe = read_task(make_config(name)).recipe(CORPUS, restricted)
+        model = nnx.eval_shape(lambda task=recipe.objective: task.init(jax.random.key(0)))
         trunk = (model.text if name == "contrastive" else model.bert).config
         assert (trunk.hidden, trunk.heads, trunk.mlp) == (384, 12, 1536)
         assert trunk.layers == (6 if name == "contrastive" else 3)
@@ -164,7 +167,7 @@ def test_published_atlas_models_have_the_shapes_of_minilm(restricted):
 def test_minilms_rows_of_the_restricted_vocabulary_are_loaded(name, trunk, restricted, published):
     config = make_config(name)
     config.model.changes.layers = 1
-    parameters = loaded(recipes.make_recipe(config, CORPUS, restricted))
+    parameters = loaded(read_task(config).recipe(CORPUS, restricted))
 
     table = published["embeddings.word_embeddings.weight"]
     words = parameters[f"{trunk}/embeddings/word/table"]
@@ -192,11 +195,11 @@ def test_minilms_rows_of_the_restricted_vocabulary_are_loaded(name, trunk, restr
 def test_a_folder_without_weights_and_a_vocabulary_that_does_not_fit(restricted, tmp_path):
     config = make_config("answer", init=str(tmp_path), model__changes__layers=1)
     with pytest.raises(UserError, match=str(tmp_path)):
-        loaded(recipes.make_recipe(config, CORPUS, restricted))
+        loaded(read_task(config).recipe(CORPUS, restricted))
     # MiniLM's whole table into a smaller vocabulary that is not called minilm:corpus.
     config = make_config("answer", tokenizer="mine.json", model__changes__layers=1)
     with pytest.raises(UserError, match=r"word_embeddings.*30522.*384"):
-        loaded(recipes.make_recipe(config, CORPUS, restricted))
+        loaded(read_task(config).recipe(CORPUS, restricted))
 
 
 @pytest.mark.parametrize(
@@ -204,13 +207,16 @@ def test_a_folder_without_weights_and_a_vocabulary_that_does_not_fit(restricted,
     [
         ({"data__split": "val"}, r"config key data\.split=val: .*no such questions"),
         ({"model__trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown.*minilm_l6"),
-        ({"model__frontend": "x102"}, r"config key model\.frontend=x102: unknown; use patches"),
+        (
+            {"model__frontend": "x102"},
+            r"config key model\.frontend='x102': one of patches, x101.* 'x101'",
+        ),
         ({"packing__buckets": "()"}, r"packing\.buckets is empty"),
     ],
 )
 def test_wrong_configs_are_named(change, message, restricted):
     with pytest.raises(UserError, match=message):
-        recipes.make_recipe(make_config("answer", **change), CORPUS, restricted)
+        read_task(make_config("answer", **change)).recipe(CORPUS, restricted)
 
 
 def test_augmentation_is_on_where_the_config_says_so(restricted, monkeypatch):
@@ -224,19 +230,19 @@ def test_augmentation_is_on_where_the_config_says_so(restricted, monkeypatch):
             return dataclasses.replace(raw, answer="cedar")
 
     monkeypatch.setattr("mmqa_jax.data.datasets.atlas.augment.AtlasAugment", Noted)
-    recipes.make_recipe(make_config("contrastive"), CORPUS, restricted)
+    read_task(make_config("contrastive")).recipe(CORPUS, restricted)
     assert asked == []
     config = make_config("answer", augment__entities=0.5, augment__palette=0.0)
-    batch = next(recipes.make_recipe(config, CORPUS, restricted).batches)
+    batch = next(read_task(config).recipe(CORPUS, restricted).batches)
     assert asked == [{"entities": 0.5, "palette": 0.0}]
     assert (batch["masked_ids"] == restricted.token_id("cedar")).any()
 
 
 def test_the_answer_loss_has_the_configs_micro_batches(restricted):
     config = make_config("answer")
-    assert recipes.make_recipe(config, CORPUS, restricted).task.questions_per_mean is None
+    assert read_task(config).recipe(CORPUS, restricted).objective.questions_per_mean is None
     config.questions_per_mean = 2
-    assert recipes.make_recipe(config, CORPUS, restricted).task.questions_per_mean == 2
+    assert read_task(config).recipe(CORPUS, restricted).objective.questions_per_mean == 2
 
 
 # Presets
@@ -244,7 +250,7 @@ def test_the_answer_loss_has_the_configs_micro_batches(restricted):
 
 def test_published_sizes_by_name():
     section = {"trunk": "bert_base_cased", "frontend": "x101"}
-    config = presets.vlp_from_config(section, 28_996)
+    config = read_typed(presets.VLPModel, section, "model").config(28_996)
     published = vlp.vlp_base_x101()
     assert config == ExtendedVLPConfig.of(
         dataclasses.replace(
@@ -252,11 +258,13 @@ def test_published_sizes_by_name():
         )
     )
     assert (
-        presets.vlp_from_config({**section, "frontend": "vinvl"}, 28_996).region_positions == 1601
+        read_typed(presets.VLPModel, {**section, "frontend": "vinvl"})
+        .config(28_996)
+        .region_positions
+        == 1601
     )
-    both = presets.dual_encoder_from_config(
-        {"clip": "vit_b_16", "fusion": "image", "picture_gate": 1.0}, 7
-    )
+    section = {"clip": "vit_b_16", "fusion": "image", "picture_gate": 1.0}
+    both = read_typed(presets.DualEncoderModel, section).config(7)
     assert both == DualEncoderConfig(
         clip.vit_b_16().text, clip.vit_b_16().vision, fusion="image", picture_gate=1.0
     )
@@ -265,14 +273,14 @@ def test_published_sizes_by_name():
 def test_changes_and_vocabulary_reach_the_model():
     section = {"trunk": "minilm_l6", "changes": {"layers": 2, "dropout": 0.5}, "frontend": "patches",
                "patch": 8, "visual_hidden": (16, 32)}  # fmt: skip
-    config = presets.vlp_from_config(section, 77)
+    config = read_typed(presets.VLPModel, section, "model").config(77)
     assert config.bert == dataclasses.replace(
         bert.minilm_l6(), layers=2, dropout=0.5, vocab_size=77, types=6
     )
     assert (config.region_features, config.visual_hidden) == (8 * 8 * 3, (16, 32))
     section = {"clip": "", "trunk": "minilm_l6", "vision": {"layers": 3}, "fusion": "mean",
                "picture_gate": 0.1}  # fmt: skip
-    dual = presets.dual_encoder_from_config(section, 77)
+    dual = read_typed(presets.DualEncoderModel, section, "model").config(77)
     assert (dual.text.vocab_size, dual.text.types, dual.vision.layers) == (77, 2, 3)
 
 
@@ -282,9 +290,9 @@ def test_changes_and_vocabulary_reach_the_model():
         ({"clip": "vit_b_17"}, r"config key model\.clip=vit_b_17: unknown; use one of vit_b_32"),
         (
             {"changes": {"layer": 2}},
-            r"config key model\.changes\.layer: unknown; use one of .*layers",
+            r"config key model\.changes\.layer: unknown; did you mean 'layers'",
         ),
-        ({"vision": {"depth": 2}}, r"config key model\.vision\.depth: unknown; use one of"),
+        ({"vision": {"depth": 2}}, r"config key model\.vision\.depth: unknown"),
         (
             {"vision": {"embed_dim": 384}, "changes": {"hidden": 48}},
             r"vision\.embed_dim is 384, the text tower gives 48",
@@ -295,7 +303,7 @@ def test_changes_and_vocabulary_reach_the_model():
 def test_wrong_presets_are_named(change, message):
     section = {"clip": "", "trunk": "minilm_l6", "fusion": "mean", "picture_gate": 0.1}
     with pytest.raises(UserError, match=message):
-        presets.dual_encoder_from_config({**section, **change}, 77)
+        read_typed(presets.DualEncoderModel, {**section, **change}, "model").config(77)
 
 
 # A training run
@@ -322,7 +330,7 @@ def test_a_run_is_trained_once_and_says_what_it_is(trained, tmp_path):
     (call,) = trained
     assert call["metadata"] == {"task": "rerank", "corpus": "trees"}
     assert (call["seed"], call["config"]["steps"]) == (4, 3)
-    assert isinstance(call["task"], RerankTask)
+    assert isinstance(call["objective"], RerankObjective)
     assert json.loads((tmp_path / "config.json").read_text())["config"]["seed"] == 4
     assert run.is_trained(tmp_path, 3)
     assert not run.is_trained(tmp_path, 4)

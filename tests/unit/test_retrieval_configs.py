@@ -6,7 +6,7 @@ import pytest
 from cli_runs import ROOT, TINY, TINY_OF, done, question, rows_of, write_documents
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.training.checks import check_config
+from mmqa_jax.tasks.reading import check_config
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

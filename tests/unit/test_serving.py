@@ -23,7 +23,7 @@ from mmqa_jax.core.serving import (
 )
 from mmqa_jax.data.packing import Packer
 from mmqa_jax.inference.batches import rerank_pairs
-from mmqa_jax.inference.row_costs import answer_cost, embed_cost, rerank_cost
+from mmqa_jax.tasks.reading import read_task
 
 GIB = 2**30
 COST = RowCost("pairs", on_cpu=32, most=128, bytes=GIB / 64)
@@ -60,13 +60,13 @@ def test_costs_follow_the_largest_input():
     """Longer inputs, wider types and more beams cost more; a v5e holds the batches of all."""
     select, qa = "configs/webqa/vlp_select.py", "configs/webqa/vlp_qa.py"
     costs = [
-        rerank_cost(load_config(f"{select}:pod")),
-        rerank_cost(load_config(select)),
-        answer_cost(load_config(qa, {"inference.num_beams": 1})),
-        answer_cost(load_config(qa)),
+        read_task(load_config(f"{select}:pod")).cost(),
+        read_task(load_config(select)).cost(),
+        read_task(load_config(qa, {"inference.num_beams": 1})).cost(),
+        read_task(load_config(qa)).cost(),
     ]
     assert [cost.bytes for cost in costs] == sorted(cost.bytes for cost in costs)
-    for cost in (*costs, embed_cost(load_config("configs/webqa/contrastive.py"))):
+    for cost in (*costs, read_task(load_config("configs/webqa/contrastive.py")).cost()):
         # By the compiler 31 MiB a pair and 54 a question of one example, estimated a little higher.
         assert cost.bytes < 80 * 2**20
         assert chosen_batch_size(cost, 1, FakeDevice(), 0.5 * GIB) == cost.most

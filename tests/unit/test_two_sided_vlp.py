@@ -15,13 +15,12 @@ from tiny_corpus import CORPUS, PACKING, QUESTIONS, make_reader
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import INPUT_FIELDS, Example, Packer, batch
-from mmqa_jax.inference.from_config import two_sides
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.layers import attention
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
-from mmqa_jax.training.rerank import RerankTask
+from mmqa_jax.tasks.rerank import RerankObjective, two_sides
 
 LAYERS = 3
 TRUNK = BertConfig(
@@ -212,7 +211,7 @@ def test_training_drops_and_inference_does_not():
 
 
 def test_the_rerank_task_trains_it():
-    task = RerankTask(CONFIG, TwoSides(2, 5, 1))
+    task = RerankObjective(CONFIG, TwoSides(2, 5, 1))
     model = task.init(jax.random.key(0))
     graphdef, state = nnx.split(model)
     rows = len(ASKED)
@@ -238,12 +237,17 @@ def test_the_rerank_task_trains_it():
 )  # fmt: skip
 def test_a_config_that_cannot_be_cached_is_refused(section, packing, message):
     with pytest.raises(UserError, match=message):
-        two_sides(section, dataclasses.replace(PACKING, **packing), CONFIG)
+        two_sides(
+            section.get("joint_layers"),
+            section.get("match_type"),
+            dataclasses.replace(PACKING, **packing),
+            CONFIG,
+        )
 
 
 def test_a_config_without_joint_layers_is_plain_vlp():
-    assert two_sides({}, PACKING, CONFIG) is None
-    assert type(RerankTask(CONFIG).init(jax.random.key(0))) is ExtendedVLP
-    sides = two_sides({"joint_layers": 2, "match_type": None}, PACKING, CONFIG)
+    assert two_sides(None, None, PACKING, CONFIG) is None
+    assert type(RerankObjective(CONFIG).init(jax.random.key(0))) is ExtendedVLP
+    sides = two_sides(2, None, PACKING, CONFIG)
     assert sides == TwoSides(2, 5, None)
     assert len(CORPUS) == 60  # SOURCES are rows of it

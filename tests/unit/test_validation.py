@@ -14,10 +14,9 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Ranking
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.webqa import score_answers
-from mmqa_jax.systems import training_report, validation
-from mmqa_jax.training.checks import TASKS, check_config
-from mmqa_jax.training.recipes import make_recipe, make_tokenizer
-from mmqa_jax.training.validation import SECTIONS, read_best
+from mmqa_jax.tasks import answer
+from mmqa_jax.tasks.reading import TASKS, check_config, read_task
+from mmqa_jax.training.validation import read_best
 from mmqa_jax.weights.folder import read_metadata
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -40,7 +39,7 @@ def runs(data, cli_cache, tmp_path_factory):
         return score_answers(questions, predictions, **options)
 
     with quietly(cli_cache), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "score_answers", noted)
+        patch.setattr(answer, "score_answers", noted)
         results = {
             task: done("train", *train_flags(task, data, folder / task, **EVERY_STEP, **own))
             for task, own in WHOLE.items()
@@ -163,7 +162,7 @@ def test_every_task_of_training_has_a_report(task, tmp_path):
     found = done("report", f"--workdir={tmp_path}")
     assert (found["task"], found["best"]) == (task, None)
     page = (tmp_path / "report.html").read_text()
-    for text in (f"Training of the {training_report.TASKS[task]}", "eval/accuracy", "0.375"):
+    for text in (f"Training of the {TASKS[task].product}", "eval/accuracy", "0.375"):
         assert text in page
 
 
@@ -188,11 +187,11 @@ def judge(data, tmp_path_factory):
         flags = train_flags(task, data, "unused", **values)
         overrides = [flag.removeprefix("--config.") for flag in flags[2:]]
         config = load_config(f"{ROOT}/configs/atlas/{name}.py:runlocal", overrides)
-        check_config(config)
-        tokenizer = make_tokenizer(config.tokenizer, corpus, tmp_path_factory.mktemp("tokenizer"))
-        init = make_recipe(config, corpus, tokenizer).task.init
+        described = check_config(config)
+        tokenizer = described.make_tokenizer(corpus, tmp_path_factory.mktemp("tokenizer"))
+        init = described.recipe(corpus, tokenizer).objective.init
         abstract = nnx.eval_shape(lambda: init(jax.random.key(0)))
-        made = validation.make_validation(config, corpus, tokenizer, abstract)
+        made = described.validation(corpus, tokenizer, abstract)
         return made, lambda seed: init(jax.random.key(seed))
 
     return make
@@ -233,12 +232,12 @@ def test_retrieval_is_judged_on_a_fixed_pool(judge, data):
     """The questions' own sources, and an even sample of all."""
     made, _ = judge("contrastive", **{"validate.questions": 1, "validate.sources": 5})
     corpus = open_corpus(data)
-    (question,) = made.evaluate._questions
+    (question,) = made.evaluate.questions
     own = {*question.positives, *question.negatives}
     sampled = {corpus.sources[row].id for row in (0, 2, 4, 6, 8)}
     assert sampled - own
     assert len(own | sampled) < len(corpus)
-    assert {source.id for source in made.evaluate._pool.sources} == own | sampled
+    assert {source.id for source in made.evaluate.pool.sources} == own | sampled
 
 
 class ByName:
@@ -259,9 +258,9 @@ class ByName:
 
 def test_source_f1_is_of_the_best_threshold_and_of_the_papers(judge):
     made, _ = judge("rerank")
-    made.evaluate._reranker = ByName()
+    made.evaluate.reranker = ByName()
     values = made.evaluate("a model")
-    assert made.evaluate._reranker.used == "a model"
+    assert made.evaluate.reranker.used == "a model"
     # One gold source and one other: precision 1/2, recall 1.
     assert values == pytest.approx(
         {"source_f1": 1.0, "source_f1@0.2": 2 / 3, "threshold": 0.3}, abs=1e-4
@@ -269,7 +268,7 @@ def test_source_f1_is_of_the_best_threshold_and_of_the_papers(judge):
 
 
 def test_answers_may_be_searched_with_other_beams_than_at_inference(judge):
-    beams = [judge("answer", **{"validate.num_beams": n})[0].evaluate._reader for n in (1, 3)]
+    beams = [judge("answer", **{"validate.num_beams": n})[0].evaluate.reader for n in (1, 3)]
     assert [reader.options.num_beams for reader in beams] == [1, 3]
     assert TINY_OF["answer"]["inference.num_beams"] == 2
 
@@ -331,7 +330,7 @@ def test_every_training_config_can_be_validated(folder):
         if file.stem in ("tables", "demo", "vlp", "mcan"):  # mcan: test_cli_vqa.py
             continue
         config = load_config(file)
-        if config.task not in SECTIONS:
+        if not TASKS[config.task].validates:
             assert "validate" not in config
             assert config.train.evaluate_every == 0
             continue
@@ -339,7 +338,7 @@ def test_every_training_config_can_be_validated(folder):
             assert config.train.evaluate_every == 0
             config.train.evaluate_every = 10
         assert config.train.evaluate_every > 0
-        assert SECTIONS[config.task](**config.validate).split == "val"
+        assert read_task(config).validate.split == "val"
         seen.add(config.task)
     assert seen >= {"contrastive", "rerank"}
     assert TINY_OF.keys() >= seen

@@ -21,8 +21,7 @@ from mmqa_jax.data.packing import (
     SourceTokens,
 )
 from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.inference.from_config import make_packing
-from mmqa_jax.training.checks import check_config
+from mmqa_jax.tasks.reading import check_config, read_task
 from mmqa_jax.training.optimizer import make_schedule, read_options
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
@@ -252,7 +251,7 @@ def test_selection_reads_what_the_baseline_lets_be_seen(tokenizer, pictures):
     rng = np.random.default_rng(3)
     source, question, answer = words(rng, 30), words(rng, 17), words(rng, 9)
     given = None if pictures is None else regions(100, 0.5)
-    packing = make_packing(read("vlp_select"))
+    packing = read_task(read("vlp_select")).packing_config()
     packed = Packer(tokenizer, packing).pack_for_selection(
         Example((SourceTokens(source, given),), question, answer),
         longest_bucket(packing, pictures or 0),
@@ -270,7 +269,7 @@ def test_qa_sequences_are_the_baselines(tokenizer, pictures, found):
     sources, question, answer = [words(rng, 21), words(rng, 13)], words(rng, 17), words(rng, 9)
     sources = sources[: pictures or 2]
     given = [None if pictures is None else regions(found, 0.5 + i) for i in range(len(sources))]
-    packing = make_packing(read("vlp_qa"))
+    packing = read_task(read("vlp_qa")).packing_config()
     bucket = longest_bucket(packing, pictures or 0)
     packed = Packer(tokenizer, packing).pack_for_answer(
         Example(tuple(map(SourceTokens, sources, given)), question, answer),
@@ -300,7 +299,7 @@ def test_qa_sequences_are_the_baselines(tokenizer, pictures, found):
 def test_how_many_words_are_predicted(tokenizer, answer, count):
     """min(50, max(1 or min(3, L), round(L / 2))) of the L answer tokens with their [SEP]."""
     rng = np.random.default_rng(5)
-    packing = make_packing(read("vlp_qa"))
+    packing = read_task(read("vlp_qa")).packing_config()
     for pictures, wanted in zip((0, 1), count, strict=True):
         source = SourceTokens(words(rng, 5), regions(100, 1.0) if pictures else None)
         packed = Packer(tokenizer, packing).pack_for_answer(
@@ -312,7 +311,7 @@ def test_how_many_words_are_predicted(tokenizer, answer, count):
 
 def test_long_texts_lose_their_heads_or_tails(tokenizer):
     """Sources to 400, captions to 200, question and answer together to 109, ends by fair coins."""
-    packing = make_packing(read("vlp_qa"))
+    packing = read_task(read("vlp_qa")).packing_config()
     packer, masking = Packer(tokenizer, packing), MaskingConfig(0.5, 50)
     heads = []
     for seed in range(40):
@@ -341,7 +340,7 @@ def test_long_texts_lose_their_heads_or_tails(tokenizer):
 
 
 def test_a_long_answer_beside_a_short_question_stays_whole(tokenizer):
-    packing = make_packing(read("vlp_qa"))
+    packing = read_task(read("vlp_qa")).packing_config()
     rng = np.random.default_rng(0)
     packed = Packer(tokenizer, packing).pack_for_answer(
         Example((SourceTokens(words(rng, 3)),), words(rng, 10), words(rng, 99)),
@@ -355,7 +354,7 @@ def test_a_long_answer_beside_a_short_question_stays_whole(tokenizer):
 def test_decoding_starts_where_the_baselines_does(tokenizer, pictures):
     """472 columns at most; positions 0..n, then 0; sources to 400 or 200, the question to 70."""
     rng = np.random.default_rng(6)
-    packing = make_packing(read("vlp_qa"), inference=True)
+    packing = read_task(read("vlp_qa")).packing_config(inference=True)
     columns = {0: (0, 472), 1: (1, 272), 2: (2, 272)}
     assert max(b.pictures * 100 + b.text for b in packing.buckets) == 472
     bucket = packing.buckets.index(Bucket(*columns[pictures]))
@@ -375,7 +374,7 @@ def test_decoding_starts_where_the_baselines_does(tokenizer, pictures):
 
 
 def test_the_published_shapes_are_the_configs_longest():
-    packing = make_packing(read("vlp_qa"))
+    packing = read_task(read("vlp_qa")).packing_config()
     assert packing.positions == 512
     for field in (
         "slots_per_picture", "region_dim", "position_dim", "max_source_tokens",

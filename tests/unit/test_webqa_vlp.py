@@ -23,6 +23,7 @@ from tiny_checkpoints import make_source
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.patch_regions import PatchRegions
@@ -30,15 +31,16 @@ from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.source_selection import THRESHOLDS
-from mmqa_jax.inference.loading import _load_vlp, load_reader
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.clip import normalize_pixels
-from mmqa_jax.models.presets import vlp_from_config
+from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.vlp_extensions import ExtendedVLP
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
-from mmqa_jax.training.checks import check_config
-from mmqa_jax.training.run import run_training
+from mmqa_jax.tasks.answer import load_reader
+from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.rerank import load_source_head
+from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.models.vlp import publish_vlp
@@ -257,7 +259,7 @@ def test_a_fine_tuned_checkpoint_serves_without_training(release, selector, tmp_
     """As WebQA_Baseline saves it, source head and region embeddings included."""
 
     def weights(folder):
-        *_, vlp = _load_vlp(folder, "rerank", None)
+        vlp = load_source_head(folder).model
         return vlp.config, nnx.state(vlp)
 
     config, trained = weights(selector[0])
@@ -416,7 +418,7 @@ def clip_config(release, clip, **changes):
 def test_clips_patch_features_are_those_of_the_tower(clip):
     section = {"trunk": "minilm_l6", "changes": {"hidden": 32, "layers": 1, "heads": 2, "mlp": 32},
                "frontend": "clip", "clip": "vit_b_16", "vision": VISION}  # fmt: skip
-    vlp = ExtendedVLP(vlp_from_config(section, 40), rngs=nnx.Rngs(0))
+    vlp = ExtendedVLP(read_typed(VLPModel, section, "model").config(40), rngs=nnx.Rngs(0))
     nnx.update(vlp.region_content.tower, nnx.state(clip[1].vision))
     pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3)).astype(np.uint8)
     regions = PatchRegions(16, 8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import mapping
 from mmqa_jax.data.batches.feed import (
     FeedConfig,
     Table,
@@ -25,24 +27,11 @@ from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
 
 
-def answer_batches(
-    reader: SourceReader,
-    questions: Sequence[Question],
-    packer: Packer,
-    masking: MaskingConfig,
-    feed: FeedConfig,
-    *,
-    max_sources: int = 2,
-    distractor_prob: float = 0.0,
-    shuffle_sources: bool = True,
-    no_source_prob: float = 0.0,
-    shares: dict[str, float] | None = None,
-    wording: Literal["first", "random"] = "random",
-    route_by_category: bool = False,
-) -> Batches:
-    """Questions with their gold sources and partly masked answers, for masked-LM training.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerSampling:
+    """Which sources a question is shown with, and which answer is learned.
 
-    Args:
+    Attributes:
       max_sources: gold sources shown at most, the first ones. Of the pictures among them, those
         beyond the largest bucket's are left out with their captions (SourceReader.readable).
       distractor_prob: with this probability a question with fewer gold sources than
@@ -54,6 +43,29 @@ def answer_batches(
         categories that are not named are shown whole.
       wording: which of a question's reference answers is learned: the first, as in the baseline
         (webqa_loader.py l.149, l.322), or in every epoch a random one.
+    """
+
+    max_sources: int = 2
+    distractor_prob: float = 0.0
+    shuffle_sources: bool = True
+    no_source_prob: float = 0.0
+    shares: Mapping[str, float] = mapping(dict[str, float])
+    wording: Literal["first", "random"] = "random"
+
+
+def answer_batches(
+    reader: SourceReader,
+    questions: Sequence[Question],
+    packer: Packer,
+    masking: MaskingConfig,
+    feed: FeedConfig,
+    sampling: AnswerSampling = AnswerSampling(),
+    *,
+    route_by_category: bool = False,
+) -> Batches:
+    """Questions with their gold sources and partly masked answers, for masked-LM training.
+
+    Args:
       route_by_category: WebQA's picture questions are shown pictures alone and laid out with
         region slots even if none is shown, text questions snippets alone (the baseline has a
         data set for each, webqa_loader.py l.143 and l.316).
@@ -65,10 +77,12 @@ def answer_batches(
     kept = [i for i, q in enumerate(questions) if q.answers]
     if not kept:
         raise UserError("answer training: no question has a reference answer; check the split.")
+    max_sources, wording = sampling.max_sources, sampling.wording
+    distractor_prob, no_source_prob = sampling.distractor_prob, sampling.no_source_prob
     for name, value in (("distractor_prob", distractor_prob), ("no_source_prob", no_source_prob)):
         if not 0 <= value <= 1:
             raise UserError(f"{name}={value}: a probability in 0..1 was expected.")
-    shares = shares or {}
+    shares = sampling.shares
     _check_shares(shares, {questions[i].category for i in kept})
     corpus, tokenizer = reader.corpus, reader.tokenizer
     shown = [] if no_source_prob == 1 else kept
@@ -103,7 +117,7 @@ def answer_batches(
             room = len(chosen) < max_sources and distractor_prob and len(negatives[i])
             if room and rng.random() < distractor_prob:
                 chosen = np.array(readable(i, [*chosen, rng.choice(negatives[i])]), int)
-            if shuffle_sources:
+            if sampling.shuffle_sources:
                 chosen = rng.permutation(chosen)
             rows[n, : len(chosen)] = chosen
         choice = rng.integers(num_answers if wording == "random" else [1] * len(kept))
@@ -145,7 +159,7 @@ def answer_batches(
     return feed_batches(sample, packer.config.buckets, make, feed, reader.broken)
 
 
-def _check_shares(shares: dict[str, float], categories: set[str]) -> None:
+def _check_shares(shares: Mapping[str, float], categories: set[str]) -> None:
     for name, value in shares.items():
         if name not in categories:
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,22 +19,35 @@ from mmqa_jax.data.tokenizers import TokenTable, text_inputs
 from mmqa_jax.data.truncation import Tokens, cut
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContrastSampling:
+    """Shapes of questions and sources, and what a question is contrasted with.
+
+    Attributes:
+      query_length: columns of the questions ([CLS] and [SEP] counted, here and below).
+      source_lengths: columns of the sources, one static shape each. A single length mixes short
+        captions with long snippets, which is the better contrast.
+      num_negatives: hard negatives of a question.
+      second_hop: half of the examples with several gold sources are second-hop queries, as
+        retrieval makes them: the question followed by the title of one gold source, with another
+        as the target. The others target their first gold source.
+    """
+
+    query_length: int
+    source_lengths: tuple[int, ...]
+    num_negatives: int = 1
+    second_hop: bool = False
+
+
 def contrastive_batches(
     reader: SourceReader,
     questions: Sequence[Question],
     feed: FeedConfig,
-    *,
-    query_length: int,
-    source_lengths: Sequence[int],
-    num_negatives: int = 1,
-    second_hop: bool = False,
+    sampling: ContrastSampling,
 ) -> Batches:
     """Questions against one gold source each and `num_negatives` hard negatives.
 
-    With `second_hop`, half of the examples with several gold sources are second-hop queries, as
-    retrieval makes them: the question followed by the title of one gold source, with another as
-    the target. The others target their first gold source. Snippets keep the question's order,
-    pictures are shuffled.
+    Snippets keep the question's order, pictures are shuffled.
 
     A batch of B questions has S = B * (1 + num_negatives) sources, each question's target
     followed by its negatives:
@@ -43,12 +57,10 @@ def contrastive_batches(
       source_rows int32[S]: corpus rows, the same twice = a false negative
       gold_rows int32[B, G]: all gold sources of each question, padded with -1
       index int32[B]: indices into `questions`; truncated int32[B]: tokens lost
-
-    Args:
-      source_lengths: columns of the sources, one static shape each ([CLS] and [SEP] counted).
-        A single length mixes short captions with long snippets, which is the better contrast.
     """
     corpus, tokenizer = reader.corpus, reader.tokenizer
+    query_length, second_hop = sampling.query_length, sampling.second_hop
+    num_negatives = sampling.num_negatives
     kept = [i for i, q in enumerate(questions) if q.positives]
     if not kept:
         raise UserError("contrastive training: no question lists a gold source; check the split.")
@@ -56,7 +68,7 @@ def contrastive_batches(
     negatives = {i: np.array(corpus.negative_rows(questions[i]), np.int64) for i in kept}
     most_golds = max(map(len, golds.values()))
     question_tokens = TokenTable(tokenizer, [q.question for q in questions])
-    shapes = [Bucket(0, length) for length in sorted(source_lengths)]
+    shapes = [Bucket(0, length) for length in sorted(sampling.source_lengths)]
     group = 1 + num_negatives
 
     def sample(epoch: int) -> Table:

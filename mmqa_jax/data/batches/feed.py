@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.reading import Batches, batch_iterator
 from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, merge_rare
 from mmqa_jax.data.examples import Augment, RawExample
@@ -21,29 +22,40 @@ Table = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class FeedConfig:
-    """Settings of the batches of all tasks.
+class BatchesSection:
+    """What the section `batches` of every task's config holds.
 
     Attributes:
       batch_size: examples of a batch over all processes.
-      seed: of sampling, order, masking and augmentation.
-      augment: applied to every raw example, or None.
-      inputs: the class that holds a batch's VLP arrays, under the key `inputs`:
-        models.vlp.VLPInputs; None leaves them flat under their names.
       slack: tokens by which augmentation may lengthen an example; its bucket leaves room for them.
-      rows: this process's rows of every batch (core.mesh.local_rows); None: all.
       threads: that make batches ahead, in each process that makes them.
       workers: processes that make batches beside the run's own; 0: its threads make them.
     """
 
     batch_size: int
+    _: dataclasses.KW_ONLY
+    slack: int = 0
+    threads: int = at_least(0, 2)
+    workers: int = at_least(0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedConfig(BatchesSection):
+    """Settings of the batches of all tasks.
+
+    Attributes:
+      seed: of sampling, order, masking and augmentation.
+      augment: applied to every raw example, or None.
+      inputs: the class that holds a batch's VLP arrays, under the key `inputs`:
+        models.vlp.VLPInputs; None leaves them flat under their names.
+      rows: this process's rows of every batch (core.mesh.local_rows); None: all.
+    """
+
+    _: dataclasses.KW_ONLY
     seed: int = 0
     augment: Augment | None = None
     inputs: Callable[..., Any] | None = None
-    slack: int = 0
     rows: tuple[int, ...] | None = None
-    threads: int = 2
-    workers: int = 0
 
     def __post_init__(self):
         if self.seed < 0:

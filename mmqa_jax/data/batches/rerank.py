@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -25,23 +26,34 @@ from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairSampling:
+    """Which pairs an epoch shows.
+
+    Attributes:
+      choices_per_question: sources of a question at most, gold ones first.
+      alike_share: of them in the gold sources' modality, the rest in the other one (the baseline:
+        16 and 16).
+      second_hop_prob: how often a question is followed by the title of one of its gold sources, as
+        in the reranker's second hop.
+    """
+
+    choices_per_question: int = 8
+    alike_share: float = 0.5
+    second_hop_prob: float = 0.0
+
+
 def rerank_batches(
     reader: SourceReader,
     questions: Sequence[Question],
     packer: Packer,
     feed: FeedConfig,
-    *,
-    choices_per_question: int = 8,
-    alike_share: float = 0.5,
-    second_hop_prob: float = 0.0,
+    sampling: PairSampling = PairSampling(),
 ) -> Batches:
     """(question, candidate) pairs for the source head, pictures and snippets apart.
 
-    Every epoch shows all gold sources of a question and a new draw of its hard negatives:
-    `alike_share` of the choices in the gold sources' modality, the rest in the other one (the
-    baseline: 16 and 16). Batches mix the pairs of all questions. With probability
-    `second_hop_prob` a question is followed by the title of one of its gold sources, as in the
-    reranker's second hop.
+    Every epoch shows all gold sources of a question and a new draw of its hard negatives. Batches
+    mix the pairs of all questions.
 
     A batch has the arrays of packing.INPUT_FIELDS (see FeedConfig.inputs) and, each [B]:
     labels int32 (1 = relevant), weights float32 (proportional to 1 / choices of the question, 1
@@ -57,7 +69,8 @@ def rerank_batches(
     negatives = {i: np.array(corpus.negative_rows(questions[i]), np.int64) for i in kept}
     question_tokens = TokenTable(reader.tokenizer, [clean(q.question) for q in questions])
     title_tokens = TokenTable(reader.tokenizer, [source.title for source in corpus.sources])
-    same = math.ceil(choices_per_question * alike_share)
+    choices, second_hop_prob = sampling.choices_per_question, sampling.second_hop_prob
+    same = math.ceil(choices * sampling.alike_share)
 
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((12, feed.seed, epoch))
@@ -67,7 +80,7 @@ def rerank_batches(
             gold, pool = golds[i], rng.permutation(negatives[i])
             alike = reader.is_image[pool] == reader.is_image[gold[0]]
             near = pool[alike][: max(0, same - len(gold))]
-            far = pool[~alike][: choices_per_question - same]
+            far = pool[~alike][: choices - same]
             chosen += [gold, near, far]
             sizes.append(len(gold) + len(near) + len(far))
             second = second_hop_prob and rng.random() < second_hop_prob

@@ -17,38 +17,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import check_section, spec_of
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import read_typed
 from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.example_scores import (
     FILE,
     ExampleScores,
-    judged_questions,
     write_example_scores,
 )
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import evenly
-from mmqa_jax.inference.loading import make_embedder
 from mmqa_jax.prompting.backends import Choices
 from mmqa_jax.prompting.few_shot import FewShot, few_shot
 from mmqa_jax.prompting.multiple_choice import Normalization, option_scores
-from mmqa_jax.prompting.shots import TEXTS, ExampleLibrary, Shot, Similarity
+from mmqa_jax.prompting.rmr_fields import fields
+from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.systems.prompted_parts import (
-    LIBRARY,
-    LibrarySpec,
-    LLMSpec,
-    check_similarity,
-    open_library,
-    open_llm,
-)
-from mmqa_jax.systems.rmr import fields
-from mmqa_jax.training.validation import ValidateExampleRetrieval
+from mmqa_jax.systems.prompted_parts import LLMSpec, open_llm
+from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 
 RESPONSES = "responses.sqlite"
 
@@ -148,7 +139,7 @@ def right_option_score(
 
 _SPEC: dict[str, Any] = {
     "data": {"dir": str, "splits": tuple[str, ...]},
-    "parts": {"llm": spec_of(LLMSpec), "library": LIBRARY},
+    "parts": {"llm": spec_of(LLMSpec), "library": dict},
     "judge": spec_of(JudgeOptions, minimum=0),
 }
 
@@ -168,7 +159,8 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
     check_section(config, "", _SPEC)
     options = JudgeOptions(**config.judge.to_dict())
     load_template(options.template)
-    check_similarity(options.similarity, config.parts.library, key="judge.similarity")
+    spec = read_typed(LibrarySpec, config.parts.library, "parts.library")
+    check_similarity(options.similarity, spec, key="judge.similarity")
     if options.candidates < 2:
         raise UserError(
             f"config key judge.candidates={options.candidates}: at least 2 were expected; a "
@@ -177,7 +169,7 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
     corpus = open_corpus(config.data.dir)
     questions = [q for split in config.data.splits for q in _questions(config, corpus, split)]
     with claim_workdir(folder, config, work=(RESPONSES,)):
-        library = open_library(corpus, LibrarySpec(**config.parts.library.to_dict()))
+        library = open_library(corpus, spec)
         llm = open_llm(LLMSpec(**config.parts.llm.to_dict()), folder / RESPONSES)
         try:
             judged = judge_examples(questions, llm, library, options)
@@ -207,36 +199,6 @@ def mean_scores(rows: Sequence[ExampleScores]) -> dict[str, float]:
     return {
         name: round(float(np.nanmean([of(row) for row in rows])), 6) for name, of in kinds.items()
     }
-
-
-class ExampleRetrievalValidation:
-    """What the nearest of a held-out question's candidates is worth to the language model."""
-
-    def __init__(
-        self,
-        section: ValidateExampleRetrieval,
-        config: ConfigDict,
-        corpus: Corpus,
-        tokenizer: Any,
-        model: nnx.Module,
-    ):
-        self._rows = judged_questions(config.data.scores, corpus, section.split)
-        names = {name for row in self._rows for name in (row.question_id, *row.candidates)}
-        self._place = {name: i for i, name in enumerate(sorted(names))}
-        questions = {question.id: question for question in corpus.questions()}
-        self._texts = [TEXTS[config.data.text](questions[name]) for name in self._place]
-        self._embedder = make_embedder(config, tokenizer, model)
-
-    def __call__(self, model: nnx.Module) -> dict[str, float]:
-        self._embedder.use(model)
-        vectors = self._embedder.embed_questions(self._texts)
-        scores, best = [], []
-        for row in self._rows:
-            query = vectors[self._place[row.question_id]]
-            near = vectors[[self._place[name] for name in row.candidates]] @ query
-            scores.append(row.scores[int(near.argmax())])
-            best.append(scores[-1] == max(row.scores))
-        return {"score_of_nearest": float(np.mean(scores)), "recall@1": float(np.mean(best))}
 
 
 def _questions(config: ConfigDict, corpus: Corpus, split: str) -> list[Question]:

@@ -7,7 +7,7 @@ run's may extend (Prophet stage1/model/mcan_for_finetune.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
@@ -29,30 +28,21 @@ from mmqa_jax.data.answer_vocabulary import (
 from mmqa_jax.data.question_words import QuestionWords, read_glove
 from mmqa_jax.data.schema import Question
 from mmqa_jax.retrieval.minilm import load_minilm_embedder
-from mmqa_jax.training.pretrained import Loader, bert_folder, bert_rows
+from mmqa_jax.tasks.pretrained import Loader, bert_folder, bert_rows
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert
 
-_KINDS = {
-    "grid": "mcan",
-    "regions": "mcan_openvqa",
-    "caption": "caption_mcan",
-    "patches": "patch_mcan",
-}
 
-
-def make_answers(section: Mapping[str, Any], questions: Sequence[Question]) -> AnswerVocabulary:
-    """The answers of a config's section `answers`.
+def make_answers(section: Any, questions: Sequence[Question]) -> AnswerVocabulary:
+    """The answers of a section `answers` (tasks.vqa.AnswersSection).
 
     Args:
-      section: `file`, a whole vocabulary, or "" to make one of the training questions' answers
-        that `min_questions` of them have, after those of `base` (a file or run; "" for none).
       questions: the training questions.
     """
-    if section["file"]:
-        return read_vocabulary(section["file"])
-    base = read_vocabulary(section["base"]).answers if section["base"] else ()
-    return make_vocabulary(questions, section["min_questions"], base)
+    if section.file:
+        return read_vocabulary(section.file)
+    base = read_vocabulary(section.base).answers if section.base else ()
+    return make_vocabulary(questions, section.min_questions, base)
 
 
 def keep_vocabulary(answers: AnswerVocabulary, folder: Path) -> None:
@@ -72,26 +62,26 @@ def keep_vocabulary(answers: AnswerVocabulary, folder: Path) -> None:
     distributed.barrier("answers")
 
 
-def pretrained_answers(config: ConfigDict, answers: AnswerVocabulary) -> int:
+def pretrained_answers(task: Any, answers: AnswerVocabulary) -> int:
     """How many of the answers the model's first head has: those of the weights in `init`.
 
     Raises:
       UserError: weights of another model, or of other answers.
     """
-    if not is_weights_folder(config.init):
+    if not is_weights_folder(task.init):
         return len(answers)
-    record = read_record(config.init)
-    wanted = _KINDS[config.model.image]
+    record = read_record(task.init)
+    wanted = task.model.kind
     if record.architecture.name == "bert":
         return len(answers)
-    place = f"config key init={config.init}"
+    place = f"config key init={task.init}"
     if record.architecture.name != wanted:
         raise UserError(
             f"{place}: holds a model of kind {record.architecture.name!r}, {wanted} was expected "
-            f"for model.image={config.model.image}; name another."
+            f"for model.image={task.model.image}; name another."
         )
     old, new = record.config.answers, getattr(record.config, "new_answers", 0)
-    known = Path(config.init) / FILE
+    known = Path(task.init) / FILE
     theirs = read_vocabulary(known).answers if known.exists() else answers.answers[: old + new]
     if len(theirs) != old + new or answers.answers[: old + new] != theirs:
         raise UserError(
@@ -107,27 +97,27 @@ def pretrained_answers(config: ConfigDict, answers: AnswerVocabulary) -> int:
     return old
 
 
-def vqa_loader(config: ConfigDict, tokenizer: Any, answers: AnswerVocabulary) -> Loader | None:
+def vqa_loader(task: Any, tokenizer: Any, answers: AnswerVocabulary) -> Loader | None:
     """Loads what `init` names; see this file's beginning."""
-    if config.init == "scratch":
+    if task.init == "scratch":
         return None
 
     def load(model: Any) -> None:
-        if is_weights_folder(config.init) and read_record(config.init).architecture.name != "bert":
-            _extend(model, load_converted(config.init, param_dtype="float32"))
+        if is_weights_folder(task.init) and read_record(task.init).architecture.name != "bert":
+            _extend(model, load_converted(task.init, param_dtype="float32"))
         elif isinstance(tokenizer, QuestionWords):
-            vectors = read_glove(config.init, tokenizer)
+            vectors = read_glove(task.init, tokenizer)
             if vectors.shape != model.words.table.shape:
                 raise UserError(
-                    f"config key init={config.init}: vectors of {vectors.shape[1]} values, the "
+                    f"config key init={task.init}: vectors of {vectors.shape[1]} values, the "
                     f"model has {model.words.table.shape[1]}; set model.word_features."
                 )
             model.words.table[...] = jnp.asarray(vectors)
         else:
             layers = model.bert.config.layers
-            rows = bert_rows(config, tokenizer)
-            fill_bert(model.bert, bert_folder(config), num_layers=layers, rows=rows)
-        if config.model.get("answer_embeddings", False):
+            rows = bert_rows(task, tokenizer)
+            fill_bert(model.bert, bert_folder(task), num_layers=layers, rows=rows)
+        if task.model.answer_embeddings:
             _start_head(model.head, answers)
 
     return load

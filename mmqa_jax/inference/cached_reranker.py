@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
@@ -28,10 +27,8 @@ from mmqa_jax.data.packing import Example, Packed, batch, clean
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
 from mmqa_jax.data.truncation import coins
-from mmqa_jax.inference.from_config import make_packer, make_source_reader
 from mmqa_jax.inference.inputs import vlp_inputs, warn_truncated
 from mmqa_jax.inference.reranker import ScoredPairs, gather
-from mmqa_jax.inference.row_costs import rerank_cost
 from mmqa_jax.models.two_sided_vlp import QuestionStates, SourceMemory, TwoSidedVLP
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.retrieval.rankings import rescored, to_rankings
@@ -63,7 +60,7 @@ class CachedReranker:
     """A Reranker and, over the whole collection, a Retriever of systems.webqa.
 
     Args:
-      config: of the rerank run; `inference.batch_size` sources are encoded at a time.
+      task: tasks.rerank.Rerank, of the run; `inference.batch_size` sources are encoded at a time.
       model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
       pairs: that a device scores at a time in `search`; by default chosen for the model.
 
@@ -73,21 +70,21 @@ class CachedReranker:
 
     def __init__(
         self,
-        config: ConfigDict,
+        task: Any,
         corpus: Corpus,
         tokenizer: WordPiece,
         model: TwoSidedVLP,
         *,
         pairs: int | None = None,
     ):
-        self.corpus, self._given = corpus, config.inference.batch_size
-        self._cost = rerank_cost(config)
+        self.corpus, self._given = corpus, task.inference.batch_size
+        self._cost = task.cost()
         self._pairs = pairs or (
             _PAIRS_ONE_LAYER if model.sides.joint_layers == 1 else _PAIRS_MORE_LAYERS
         )
-        self._always_truncate_tail = config.inference.get("always_truncate_tail", True)
-        self._packer = make_packer(config, tokenizer, inference=True)
-        self._reader = make_source_reader(config, corpus, tokenizer)
+        self._always_truncate_tail = task.inference.always_truncate_tail
+        self._packer = task.packer(tokenizer, inference=True)
+        self._reader = task.source_reader(corpus, tokenizer)
         graphdef, self._state = nnx.split(model)
         self.serving = serve(self._given, self._cost, self._state)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from ml_collections import ConfigDict
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmqa_jax.core import distributed
@@ -16,10 +15,9 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED, LoraConfig
+from mmqa_jax.models.lora import ADDED
 from mmqa_jax.prompting.local_model import NAMES, weights_hash
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
-from mmqa_jax.training.optimizer import read_options
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
 from mmqa_jax.weights.hub import find_model, is_hub_name
@@ -51,7 +49,7 @@ def base_path(name: str) -> Path:
     return path
 
 
-def llama_of(config: ConfigDict, vocab_size: int) -> LlamaConfig:
+def llama_of(task: Any, vocab_size: int) -> LlamaConfig:
     """The model's config: the base's, with the changes of the section `model`.
 
     Args:
@@ -60,14 +58,14 @@ def llama_of(config: ConfigDict, vocab_size: int) -> LlamaConfig:
     Raises:
       UserError: a change of what the base's weights decide.
     """
-    changes = config.model.changes.to_dict()
-    if config.init == SCRATCH:
+    changes = dict(task.model.changes)
+    if task.init == SCRATCH:
         return LlamaConfig(**{"vocab_size": vocab_size, **changes})
-    path = base_path(config.init)
+    path = base_path(task.init)
     fixed = [name for name in changes if name not in _COMPUTE]
     if fixed:
         raise UserError(
-            f"config key model.changes.{fixed[0]}: the weights of init={config.init} decide it; "
+            f"config key model.changes.{fixed[0]}: the weights of init={task.init} decide it; "
             f"change only {', '.join(_COMPUTE)}, or set init to {SCRATCH}."
         )
     if is_weights_folder(path):
@@ -75,20 +73,14 @@ def llama_of(config: ConfigDict, vocab_size: int) -> LlamaConfig:
     return replace_fields(architecture("llama").open(path).config, **changes)
 
 
-def lora_of(config: ConfigDict) -> LoraConfig | None:
-    """LoRA as the section `model.lora` has it; None: all parameters are trained."""
-    section = config.model.lora
-    return None if section is None else LoraConfig(**section.to_dict())
-
-
-def check_trainable(config: ConfigDict) -> None:
+def check_trainable(task: Any) -> None:
     """Refuses an optimizer that does not train what the section `model` says.
 
     Raises:
       UserError: LoRA whose base is trained, or a filter without LoRA.
     """
-    wanted = None if lora_of(config) is None else ADDED
-    given = read_options(config.train.optimizer).trainable
+    wanted = None if task.model.lora is None else ADDED
+    given = task.loop.optimizer.trainable
     if given != wanted:
         raise UserError(
             f"config key train.optimizer.trainable={given}: with model.lora="
@@ -97,20 +89,20 @@ def check_trainable(config: ConfigDict) -> None:
         )
 
 
-def base_fingerprint(config: ConfigDict) -> str:
+def base_fingerprint(task: Any) -> str:
     """Hash of the base's weights; "" from scratch. A run resumes on the same base alone."""
-    if config.init == SCRATCH:
+    if task.init == SCRATCH:
         return ""
-    return weights_hash(base_path(config.init))
+    return weights_hash(base_path(task.init))
 
 
-def base_loader(config: ConfigDict) -> Callable[[nnx.Module], None] | None:
+def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
     """Puts the base's weights into a freshly initialized model, in place; None from scratch."""
-    if config.init == SCRATCH:
+    if task.init == SCRATCH:
         return None
 
     def load(model: nnx.Module) -> None:
-        path, mesh = base_path(config.init), make_mesh(config.mesh.to_dict())
+        path, mesh = base_path(task.init), make_mesh(task.mesh)
         options = {"mesh": mesh, "param_dtype": "float32"}
         if is_weights_folder(path):
             base = load_converted(path, **options)
@@ -121,32 +113,32 @@ def base_loader(config: ConfigDict) -> Callable[[nnx.Module], None] | None:
     return load
 
 
-def make_text_tokenizer(config: ConfigDict, corpus: Corpus, folder: Path) -> TextTokenizer:
+def make_text_tokenizer(task: Any, corpus: Corpus, folder: Path) -> TextTokenizer:
     """The run's tokenizer, saved in its folder; one that is already there is used.
 
-    `config.tokenizer` is "" for the base's own, a path as `mmqa prompt --tokenizer` has it, or
+    `task.tokenizer` is "" for the base's own, a path as `mmqa prompt --tokenizer` has it, or
     `corpus:N` for N tokens trained on the questions (for a model from scratch).
     """
     if jax.process_index() == 0 and not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _new_tokenizer(config, corpus).save(folder)
+        _new_tokenizer(task, corpus).save(folder)
     distributed.barrier("tokenizer")
     return open_tokenizer(folder)
 
 
-def _new_tokenizer(config: ConfigDict, corpus: Corpus) -> Any:
-    name = config.tokenizer
+def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
+    name = task.tokenizer
     if name.startswith("corpus:"):
         size = name.removeprefix("corpus:")
         if not size.isdecimal():
             raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
         return _train_tokenizer(corpus, int(size))
-    if not name and config.init == SCRATCH:
+    if not name and task.init == SCRATCH:
         raise UserError(
             "config key tokenizer is empty, but a model from scratch has none; write corpus:N or "
             "name a tokenizer."
         )
-    return open_tokenizer(name or base_path(config.init))
+    return open_tokenizer(name or base_path(task.init))
 
 
 def _train_tokenizer(corpus: Corpus, size: int) -> TextTokenizer:
@@ -165,21 +157,21 @@ def _train_tokenizer(corpus: Corpus, size: int) -> TextTokenizer:
     return TextTokenizer(tokenizer, end_ids=(tokenizer.token_to_id(_END),))
 
 
-def make_llama(config: ConfigDict, tokenizer: TextTokenizer) -> LlamaConfig:
+def make_llama(task: Any, tokenizer: TextTokenizer) -> LlamaConfig:
     """The model's config.
 
     Raises:
       UserError: a tokenizer with ids that the model lacks, or rows longer than it reads.
     """
-    llama = llama_of(config, tokenizer.vocab_size)
+    llama = llama_of(task, tokenizer.vocab_size)
     if tokenizer.vocab_size > llama.vocab_size:
         raise UserError(
-            f"config key tokenizer={config.tokenizer}: has {tokenizer.vocab_size} tokens, the "
+            f"config key tokenizer={task.tokenizer}: has {tokenizer.vocab_size} tokens, the "
             f"model {llama.vocab_size}; name the model's own tokenizer."
         )
-    if config.batches.length > llama.positions:
+    if task.batches.length > llama.positions:
         raise UserError(
-            f"config key batches.length={config.batches.length}: the model reads at most "
+            f"config key batches.length={task.batches.length}: the model reads at most "
             f"{llama.positions} tokens; use fewer."
         )
     return llama

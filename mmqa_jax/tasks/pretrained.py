@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import WordPiece, minilm_tokenizer, vocabulary_rows
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.presets import clip_vision
 from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import is_converted, load_converted, read_record
@@ -31,102 +29,102 @@ Loader = Callable[[Any], None]
 _COMPUTE = ("dtype", "remat", "attention", "unroll")
 
 
-def check_clip_init(config: ConfigDict, model: DualEncoderConfig) -> None:
+def check_clip_init(task: Any, model: DualEncoderConfig) -> None:
     """Refuses an `init` from which the config's CLIP cannot start.
 
     Raises:
       UserError: no converted folder, another model's, or a CLIP of other sizes.
     """
-    if config.init == "scratch":
+    if task.init == "scratch":
         return
-    place = f"config key init={config.init}"
-    if not is_converted(config.init):
+    place = f"config key init={task.init}"
+    if not is_converted(task.init):
         raise UserError(
-            f"{place}: model.clip={config.model.clip} starts from a folder of `mmqa convert "
+            f"{place}: model.clip={task.model.clip} starts from a folder of `mmqa convert "
             "--model=clip`, or from `scratch`; name one."
         )
     _check(
         place,
-        config.init,
+        task.init,
         {"text": model.text, "vision": model.vision},
         "set model.clip, model.changes (text) and model.vision to its sizes",
         free=(*_COMPUTE, "eos_token_id"),  # the folder's own tokenizer settles the last
     )
 
 
-def check_clip_frontend(config: ConfigDict) -> None:
+def check_clip_frontend(task: Any) -> None:
     """Refuses a `features.root` that does not hold the CLIP of the config's VLP frontend.
 
     Raises:
       UserError: no converted folder, another model's, or a CLIP of other sizes.
     """
     _check(
-        f"config key features.root={config.features.root}",
-        config.features.root,
-        {"vision": clip_vision(config.model)},
+        f"config key features.root={task.features.root}",
+        task.features.root,
+        {"vision": task.model.clip_vision()},
         "set model.clip, model.vision and pictures.size to its sizes",
     )
 
 
-def dual_encoder_loader(config: ConfigDict, tokenizer: Any) -> Loader | None:
+def dual_encoder_loader(task: Any, tokenizer: Any) -> Loader | None:
     """Loads a converted CLIP whole, or a BERT into the text tower."""
-    if config.init == "scratch":
+    if task.init == "scratch":
         return None
 
     def load(model: DualEncoder) -> None:
-        if config.model.get("clip"):
-            nnx.update(model, nnx.state(load_converted(config.init, param_dtype="float32")))
+        if task.model.clip:
+            nnx.update(model, nnx.state(load_converted(task.init, param_dtype="float32")))
             return
-        rows, layers = bert_rows(config, tokenizer), model.text.config.layers
-        fill_bert(model.text, bert_folder(config), num_layers=layers, rows=rows)
+        rows, layers = bert_rows(task, tokenizer), model.text.config.layers
+        fill_bert(model.text, bert_folder(task), num_layers=layers, rows=rows)
 
     return load
 
 
-def classifier_loader(config: ConfigDict, tokenizer: WordPiece) -> Loader | None:
+def classifier_loader(task: Any, tokenizer: WordPiece) -> Loader | None:
     """Loads a BERT into a text classifier."""
-    if config.init == "scratch":
+    if task.init == "scratch":
         return None
 
     def load(model: TextClassifier) -> None:
-        rows, layers = bert_rows(config, tokenizer), model.bert.config.layers
-        fill_bert(model.bert, bert_folder(config), num_layers=layers, rows=rows)
+        rows, layers = bert_rows(task, tokenizer), model.bert.config.layers
+        fill_bert(model.bert, bert_folder(task), num_layers=layers, rows=rows)
 
     return load
 
 
-def vlp_loader(config: ConfigDict, tokenizer: WordPiece) -> Loader | None:
+def vlp_loader(task: Any, tokenizer: WordPiece) -> Loader | None:
     """Loads VLP's own weights or a BERT, and a converted CLIP's vision tower as frontend."""
-    by_clip = config.model.frontend == "clip"
-    if config.init == "scratch" and not by_clip:
+    by_clip = task.model.frontend == "clip"
+    if task.init == "scratch" and not by_clip:
         return None
 
     def load(vlp: Any) -> None:
-        if config.init.endswith((".bin", ".safetensors")):
-            start_vlp(config.init, vlp)
-        elif config.init != "scratch":
-            rows, layers = bert_rows(config, tokenizer), vlp.config.bert.layers
+        if task.init.endswith((".bin", ".safetensors")):
+            start_vlp(task.init, vlp)
+        elif task.init != "scratch":
+            rows, layers = bert_rows(task, tokenizer), vlp.config.bert.layers
             init_vlp_from_bert(
                 vlp,
-                bert_folder(config),
+                bert_folder(task),
                 num_layers=layers,
                 rows=rows,
-                new_types=config.get("new_types", ()),
+                new_types=task.new_types,
             )
         if by_clip:
-            clip = load_converted(config.features.root, param_dtype="float32")
+            clip = load_converted(task.features.root, param_dtype="float32")
             nnx.update(vlp.region_content.tower, nnx.state(clip.vision))
 
     return load
 
 
-def bert_folder(config: ConfigDict) -> str | os.PathLike:
-    return minilm_path() if config.init == "minilm" else config.init
+def bert_folder(task: Any) -> str | os.PathLike:
+    return minilm_path() if task.init == "minilm" else task.init
 
 
-def bert_rows(config: ConfigDict, tokenizer: WordPiece) -> np.ndarray | None:
+def bert_rows(task: Any, tokenizer: WordPiece) -> np.ndarray | None:
     """Rows of MiniLM's embedding table for a smaller vocabulary, None for its own."""
-    if config.tokenizer != "minilm:corpus":
+    if task.tokenizer != "minilm:corpus":
         return None
     return vocabulary_rows(tokenizer, minilm_tokenizer())
 

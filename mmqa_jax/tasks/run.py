@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,14 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.wandb_log import check_wandb
 from mmqa_jax.core.workdir import claim_workdir, read_config
-from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.prompting import text_tokenizer
+from mmqa_jax.tasks.pretrained_vqa import keep_vocabulary
+from mmqa_jax.tasks.reading import check_config, read_task
 from mmqa_jax.training.attempts import goodput, read_attempts
-from mmqa_jax.training.base_llm import make_text_tokenizer
-from mmqa_jax.training.checks import check_config
 from mmqa_jax.training.continued import FREE
 from mmqa_jax.training.loop import Observed, Resuming, train
-from mmqa_jax.training.pretrained_vqa import keep_vocabulary
 from mmqa_jax.training.profile import parse_steps
-from mmqa_jax.training.recipes import MakeExamples, make_recipe, make_tokenizer
-from mmqa_jax.training.validation import Validation, read_best
+from mmqa_jax.training.validation import read_best
 from mmqa_jax.weights.folder import RECORD, RUN_FILES, read_metadata, write_run_sums
 
 # A run may resume with other values of these, on other hosts: they change no step. Whether another
@@ -44,17 +39,12 @@ _FREE = frozenset(
     }
 )
 
-# (config, corpus, tokenizer, abstract model) -> what the run is validated by.
-MakeValidation = Callable[[ConfigDict, Corpus, Any, nnx.Module], Validation]
-
 
 def run_training(
     config: ConfigDict,
     folder: Path,
     corpus: Corpus | None = None,
     *,
-    make_validation: MakeValidation | None = None,
-    make_examples: MakeExamples | None = None,
     only_start: bool = False,
     profile: str | None = None,
     wandb: str | None = None,
@@ -67,8 +57,6 @@ def run_training(
       config: an experiment (see configs/); `config.data.dir` is a prepared corpus.
       folder: the run's workdir.
       corpus: the opened corpus, if the caller has it.
-      make_validation: systems.validation.make_validation; needed if the config evaluates.
-      make_examples: as of training.recipes.make_recipe.
       only_start: saves the initial weights, without training: published weights, or those of
         another run, for the other verbs.
       profile: START:END, steps to write a trace of; see training.profile.
@@ -103,8 +91,6 @@ def run_training(
             config,
             folder,
             corpus,
-            make_validation,
-            make_examples,
             only_start,
             observed,
             Resuming(skip_damaged, stretch_schedule),
@@ -115,8 +101,6 @@ def _run_training(
     config: ConfigDict,
     folder: Path,
     corpus: Corpus | None,
-    make_validation: MakeValidation | None,
-    make_examples: MakeExamples | None,
     only_start: bool,
     observed: Observed,
     resuming: Resuming,
@@ -124,6 +108,7 @@ def _run_training(
     if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
     given, config = config, with_local_copies(config)
+    task = read_task(config)
     corpus = corpus or open_corpus(config.data.dir)
     steps = 0 if only_start else config.train.steps
     further = {
@@ -148,34 +133,33 @@ def _run_training(
                 "--only_start out to resume that run."
             )
         if is_trained(folder, steps):
-            _open_tokenizer(config, folder)  # raises if it is damaged
+            task.open_tokenizer(folder)  # raises if it is damaged
         else:
             check_sums(
                 folder, RUN_FILES, remedy="copy the run again, or train it in a new --workdir"
             )
-            tokenizer = _make_tokenizer(config, corpus, folder)
-            recipe = make_recipe(config, corpus, tokenizer, make_examples)
+            tokenizer = task.make_tokenizer(corpus, folder)
+            recipe = task.recipe(corpus, tokenizer)
             if recipe.answers is not None:
                 keep_vocabulary(recipe.answers, folder)
             _keep_sums(folder)
             validation = None
-            if config.train.get("evaluate_every", 0) and not only_start:
-                assert make_validation is not None, "this caller cannot evaluate"
-                model = nnx.eval_shape(lambda: recipe.task.init(jax.random.key(0)))
-                validation = make_validation(config, corpus, tokenizer, model)
+            if task.loop.evaluate_every and not only_start:
+                model = nnx.eval_shape(lambda: recipe.objective.init(jax.random.key(0)))
+                validation = task.validation(corpus, tokenizer, model)
             with contextlib.closing(recipe.batches) as batches:
                 train(
                     config.train.to_dict(),
-                    task=recipe.task,
+                    objective=recipe.objective,
                     batches=batches,
-                    mesh=make_mesh(config.mesh.to_dict()),
+                    mesh=make_mesh(task.mesh),
                     workdir=folder,
-                    seed=config.seed,
+                    seed=task.seed,
                     validation=validation,
                     load_pretrained=recipe.load_pretrained,
                     finish=recipe.finish,
-                    title=recipe.title,
-                    metadata={"task": config.task, "corpus": corpus.fingerprint, **recipe.metadata},
+                    title=task.title,
+                    metadata={"task": task.name, "corpus": corpus.fingerprint, **recipe.metadata},
                     only_start=only_start,
                     observed=observed,
                     resuming=resuming,
@@ -190,12 +174,6 @@ def _run_training(
     return result
 
 
-def _make_tokenizer(config: ConfigDict, corpus: Corpus, folder: Path) -> Any:
-    if config.task == "language_model":
-        return make_text_tokenizer(config, corpus, folder)
-    return make_tokenizer(config.tokenizer, corpus, folder)
-
-
 def _keep_sums(folder: Path) -> None:
     """Writes the checksums of the run's files when they are new."""
     if jax.process_index() == 0:
@@ -203,12 +181,6 @@ def _keep_sums(folder: Path) -> None:
         if there - (read_sums(folder) or {}).keys():
             write_run_sums(folder)
     distributed.barrier("checksums")
-
-
-def _open_tokenizer(config: ConfigDict, folder: Path) -> Any:
-    if config.task == "language_model":
-        return text_tokenizer.open_tokenizer(folder)
-    return open_tokenizer(folder / "tokenizer.json")
 
 
 def is_trained(folder: Path, steps: int) -> bool:

@@ -1,0 +1,136 @@
+"""Config sections as typed dataclasses: what a section may hold is written once, as fields.
+
+A field's annotation is the kind of its value, its default the value where the config leaves it
+out, and `__post_init__` holds the rules between fields. A field whose annotation is such a
+dataclass is a section of its own.
+
+    @dataclasses.dataclass(frozen=True)
+    class Pictures:
+        size: int = at_least(1)
+        resize: Literal["squash", "crop"] = "crop"
+
+    read_typed(Pictures, config.pictures, "pictures")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, Union
+
+from mmqa_jax.core.config import Key, check_section, spec_of
+
+T = TypeVar("T")
+Spec = Any  # of core.config.check_section: names with their keys, or the kind of a mapping
+_REQUIRED = dataclasses.MISSING
+
+
+def at_least(minimum: float, default: Any = _REQUIRED) -> Any:
+    """A field whose number has a smallest value."""
+    return dataclasses.field(default=default, metadata={"minimum": minimum})
+
+
+def mapping(spec: Spec | Callable[[Mapping[str, Any]], Spec], *, required: bool = False) -> Any:
+    """A field that stays a mapping, checked by a specification; empty where it is left out.
+
+    Args:
+      spec: names with their keys, a kind such as `dict[str, float]`, or a function of the section
+        that has the field, on whose other values the specification depends.
+    """
+    metadata = {"spec": spec}
+    if required:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default_factory=dict, metadata=metadata)
+
+
+def changes_of(kind: type, *without: str) -> Any:
+    """A field that maps names of another dataclass's fields to the values that differ."""
+    return mapping(spec_of(kind, *without, minimum=1, partial=True))
+
+
+def chosen_by(choose: Callable[[Mapping[str, Any]], type], **options: Any) -> Any:
+    """A section whose dataclass depends on its values: `choose(section)`."""
+    return dataclasses.field(metadata={"choose": choose}, **options)
+
+
+def read_by(read: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """A section with a reader of its own, which checks it too."""
+    return dataclasses.field(metadata={"read": read})
+
+
+def read_typed(kind: type[T], section: Any, name: str = "", **fixed: Any) -> T:
+    """A config section as its dataclass, the sections in it included.
+
+    Args:
+      section: a ConfigDict or mapping.
+      name: of the section, such as `inference`; empty for the whole config.
+      fixed: values of fields that are not in the section.
+
+    Raises:
+      UserError: not a section; a key that is unknown (with the nearest known one) or missing; a
+        value of another type or below its minimum; or what the dataclass refuses.
+    """
+    hints = _hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.name not in fixed]
+    check_section(section, name, {field.name: _key(field, hints, section) for field in fields})
+    prefix = f"{name}." if name else ""
+    values = {
+        field.name: _value(field, hints[field.name], section[field.name], prefix + field.name)
+        for field in fields
+        if field.name in section
+    }
+    return kind(**values, **fixed)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _key(field: dataclasses.Field, hints: Mapping[str, Any], section: Mapping[str, Any]) -> Key:
+    """What core.config checks of a field."""
+    required = field.default is _REQUIRED and field.default_factory is _REQUIRED
+    kind: Any = hints[field.name]
+    if "spec" in field.metadata:
+        kind = field.metadata["spec"]
+        kind = kind(section) if isinstance(kind, types.FunctionType) else kind
+    elif {"choose", "read"} & field.metadata.keys() or dataclasses.is_dataclass(kind):
+        kind = dict
+    elif _section_of(kind) is not None:
+        kind = dict | None
+    return Key(kind, required, field.metadata.get("minimum"))
+
+
+def _value(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
+    """The field's value as the dataclass has it."""
+    if "read" in field.metadata:
+        return field.metadata["read"](plain(value))
+    if "choose" in field.metadata:
+        return read_typed(field.metadata["choose"](value), value, name)
+    if "spec" in field.metadata:
+        return plain(value)
+    inner = _section_of(hint)
+    if inner is not None:
+        return None if value is None else read_typed(inner, value, name)
+    return as_tuples(plain(value))
+
+
+def _section_of(hint: Any) -> type | None:
+    """The dataclass of an annotation `Section` or `Section | None`."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return _section_of(kinds[0]) if len(kinds) == 1 else None
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+
+
+def plain(value: Any) -> Any:
+    """A ConfigDict as a dict; other values as they are."""
+    return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def as_tuples(value: Any) -> Any:
+    """Lists as tuples, which is what JSON makes of tuples."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value

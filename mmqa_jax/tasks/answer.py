@@ -1,0 +1,320 @@
+"""Answers in words (WebQA 6.2): VLP predicts the masked tokens of the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import RowCost
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
+from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.packing import MaskingConfig
+from mmqa_jax.data.schema import Modality, Question, Ranking
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.evaluation.webqa import Normalizer, has_keywords, score_answers
+from mmqa_jax.inference.reader import Reader
+from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConfig, said_before
+from mmqa_jax.retrieval.encoder_costs import value_bytes
+from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
+from mmqa_jax.tasks.opening import Options, read_run
+from mmqa_jax.tasks.pretrained import vlp_loader
+from mmqa_jax.tasks.task import (
+    ANY_VOCABULARY,
+    DataSection,
+    InUse,
+    Recipe,
+    floats,
+    ints,
+    mined,
+    part_of,
+    scored_questions,
+)
+from mmqa_jax.tasks.vlp import VLPServing, VLPTask, most_columns
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerObjective:
+    """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
+
+    Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
+    the number of masked tokens + 1e-5; where tokens have weights (MaskingConfig.keyword_weight),
+    by their sum. Then the mean over the micro-batches of an update.
+
+    Attributes:
+      questions_per_mean: questions of such a micro-batch, a divisor of the batch; None: the batch.
+    """
+
+    config: ExtendedVLPConfig
+    questions_per_mean: int | None = None
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialised VLP."""
+        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: ExtendedVLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss per masked token, and the share of them with a probability above one half.
+
+        Both weighted by the tokens' weights, the loss within `questions_per_mean` questions.
+        """
+        inputs = batch["inputs"]
+        hidden = model.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
+        positions = batch["masked_positions"]  # [B, P]
+        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
+        context = Context(hidden, inputs.input_ids, inputs.context_mask)
+        said = said_before(inputs, positions)  # [B, P, L]
+        log_probs = model.log_probs_of(at_masks, context, said, batch["masked_ids"])  # [B, P]
+        # A model that only copies names cannot produce a name that is in no source.
+        weights = batch["masked_weights"] * model.sayable(context, batch["masked_ids"])
+        rows, masks = weights.shape
+
+        def sums(x: jax.Array) -> jax.Array:  # [B, P] -> [groups of questions]
+            return x.reshape(-1, (self.questions_per_mean or rows) * masks).sum(axis=1)
+
+        loss = -(sums(log_probs * weights) / (sums(weights) + 1e-5)).mean()
+        correct = (log_probs > jnp.log(0.5)).astype(jnp.float32)
+        return loss, {"accuracy": (correct * weights).sum() / (weights.sum() + 1e-5)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerData(DataSection):
+    """The section `data`; `route_by_category`: see answer_batches."""
+
+    route_by_category: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerBatches(BatchesSection, AnswerSampling):
+    """The section `batches`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerServing(VLPServing):
+    """Beam search, see decoding.masked_lm.beam_search.
+
+    Attributes:
+      only_best: the other beams are not exact.
+      no_repeat_ngram: words that may not occur twice; 0: any may.
+    """
+
+    num_beams: int = at_least(1)
+    max_new_tokens: int = at_least(1)
+    length_penalty: float
+    only_best: bool = False
+    no_repeat_ngram: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateAnswers:
+    """The section `validate`.
+
+    Attributes:
+      split: the questions', of those with keywords.
+      questions: how many, evenly over the split; 0: all.
+      metric: decides on the best step.
+      num_beams: 1 is greedy decoding; None: as `inference.num_beams`.
+      sources: `oracle` answers from the gold sources, `none` from the question alone.
+    """
+
+    split: str
+    questions: int = at_least(0)
+    metric: Literal["webqa_acc/no_lemma"]
+    num_beams: int | None = at_least(1, None)
+    sources: Literal["oracle", "none"] = "oracle"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer(VLPTask):
+    """The reader.
+
+    Attributes:
+      questions_per_mean: see AnswerObjective.
+    """
+
+    name: ClassVar[str] = "answer"
+    product: ClassVar[str] = "reader"
+    title: ClassVar[str] = "Training the reader"
+    program: ClassVar[str] = "answer"
+
+    data: AnswerData
+    masking: MaskingConfig
+    batches: AnswerBatches
+    inference: AnswerServing
+    questions_per_mean: int | None = at_least(1, None)
+    validate: ValidateAnswers | None = None
+
+    def objective(self, vocab_size: int) -> AnswerObjective:
+        """Model and loss."""
+        return AnswerObjective(self.vlp_config(vocab_size), self.questions_per_mean)
+
+    def planned_objective(self, mesh: Mesh | None) -> AnswerObjective:
+        return self.objective(self.vocabulary_size())
+
+    def _check(self, files: bool) -> None:
+        ngram, most = self.inference.no_repeat_ngram, self.inference.max_new_tokens
+        if ngram and not 2 <= ngram <= most:
+            raise UserError(
+                f"config key inference.no_repeat_ngram={ngram}: 0 (words may repeat) or 2 to "
+                f"inference.max_new_tokens = {most} was expected; change one of them."
+            )
+        super()._check(files)
+        accumulate, together = self.loop.accumulate, self.questions_per_mean
+        if accumulate > 1 and not together:
+            raise UserError(
+                f"config key train.accumulate={accumulate}: the reader's loss is the mean over the "
+                "masked tokens of a batch, which the mean of its parts' means is not; leave it "
+                "out, or set config.questions_per_mean in the file, as configs/webqa/vlp_qa.py "
+                "does."
+            )
+        if together and self.batches.batch_size % (accumulate * together):
+            raise UserError(
+                f"config key questions_per_mean={together}: batches.batch_size="
+                f"{self.batches.batch_size} in train.accumulate={accumulate} parts was expected to "
+                "be a multiple of it; change one of them."
+            )
+
+    def _has_probes(self) -> bool:
+        return self.masking.probes
+
+    def batch(self) -> dict[str, Any]:
+        rows, most = self.batches.batch_size, self.masking.max_pred
+        return {
+            "inputs": self.vlp_inputs(rows),
+            "masked_ids": ints(rows, most),
+            "masked_positions": ints(rows, most),
+            "masked_weights": floats(rows, most),
+            "truncated": ints(rows),
+        }
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        reader = self.source_reader(corpus, tokenizer)
+        batches = answer_batches(
+            reader,
+            mined(self.data, questions, corpus),
+            self.packer(tokenizer),
+            self.masking,
+            self.feed(VLPInputs),
+            self.batches,
+            route_by_category=self.data.route_by_category,
+        )
+        loader = vlp_loader(self, tokenizer)
+        return Recipe(self.objective(tokenizer.vocab_size), batches, loader, reader)
+
+    def evaluation(
+        self, section: ValidateAnswers, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        """WebQA's accuracy of the answers from gold sources, or from none."""
+        return AnswerEvaluation(self, section, corpus, tokenizer, model)
+
+    def cost(self) -> RowCost:
+        """Of questions, with their keys and values and their beams."""
+        bert = self.vlp_config(ANY_VOCABULARY).bert
+        columns = most_columns(self.packing_config(inference=True))
+        cache = 2 * bert.layers * columns * bert.hidden * value_bytes(bert.dtype)
+        beams = self.inference.num_beams * bert.vocab_size * 3 * 4
+        return RowCost("questions", 64, 64, self.vlp_bytes() + cache + beams)
+
+    def in_use(self) -> InUse:
+        """Beam search; its loop is counted to `max_new_tokens`, the longest answer."""
+        serving = self.inference
+        options = {
+            "mask_id": 103,  # any token: ids change no shape
+            "sep_id": 102,
+            "num_beams": serving.num_beams,
+            "max_new_tokens": serving.max_new_tokens,
+            "token_type": self.packing_config(inference=True).segments[1],
+            "length_penalty": serving.length_penalty,
+            "no_repeat_ngram": serving.no_repeat_ngram,
+            "only_best": serving.only_best,
+        }
+
+        def inputs(rows: int) -> tuple[VLPInputs]:
+            return (self.vlp_inputs(rows, inference=True),)
+
+        return InUse(self.cost(), _BeamSearch, self.planned_model, inputs, options)
+
+
+class AnswerEvaluation:
+    """WebQA's accuracy of a reader's answers from gold sources, or from none.
+
+    Attributes:
+      questions: that are judged.
+      reader: answers them.
+    """
+
+    def __init__(
+        self,
+        task: Answer,
+        section: ValidateAnswers,
+        corpus: Corpus,
+        tokenizer: WordPiece,
+        model: nnx.Module,
+    ):
+        self.questions = scored_questions(task, section, corpus, has_keywords, "keywords")
+        if section.sources == "oracle":
+            check_gold(self.questions)
+            self._cited = [gold_ranking(question) for question in self.questions]
+        else:
+            self._cited = [Ranking(question.id, (), ()) for question in self.questions]
+        if section.num_beams is not None:
+            serving = dataclasses.replace(task.inference, num_beams=section.num_beams)
+            task = dataclasses.replace(task, inference=serving)
+        own = [row for question in self.questions for row in corpus.positive_rows(question)]
+        self.reader = Reader(task, part_of(corpus, own), tokenizer, model)
+        self._normalizer = Normalizer("none")
+
+    def __call__(self, model: nnx.Module) -> Mapping[str, float]:
+        self.reader.use(model)
+        predictions = self.reader.answer(self.questions, self._cited)
+        return score_answers(self.questions, predictions, lemmatizer=self._normalizer).scores
+
+
+class _BeamSearch:
+    """The beam search of one model, with its graph as the first argument."""
+
+    def __init__(self, graphdef: nnx.GraphDef):
+        self._graphdef = graphdef
+
+    def trace(self, *arguments: Any, **options: Any) -> jax.stages.Traced:
+        return beam_search.trace(self._graphdef, *arguments, **options)
+
+
+def load_reader(
+    folder: str | Path,
+    corpus: Corpus,
+    options: Options | None = None,
+    *,
+    one_shape: bool = False,
+) -> Reader:
+    """The trained reader of an answer run.
+
+    Args:
+      options: of the section `inference`, in place of the run's own.
+      one_shape: for a few questions, see VLPTask.in_one_shape.
+    """
+    task, tokenizer = read_run(folder, (Answer,), options)
+    task = task.in_one_shape() if one_shape else task
+    return Reader(task, corpus, tokenizer, task.open_vlp(folder, tokenizer, one_shape=one_shape))
+
+
+def reader_modality(folder: str | Path) -> Modality | None:
+    """The modality of the sources that the reader of an answer run was trained on, if only one.
+
+    Raises:
+      UserError: another task's run.
+    """
+    task, _ = read_run(folder, (Answer,))
+    return task.data.modality

@@ -1,0 +1,115 @@
+"""What the tasks on dual encoders have in common: contrastive and example_retrieval."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import RowCost
+from mmqa_jax.data.clip_tokenizer import ClipTokenizer
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.models.clip import TextConfig
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.presets import DualEncoderModel
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.encoder_costs import dual_encoder_cost
+from mmqa_jax.tasks.pretrained import check_clip_init
+from mmqa_jax.tasks.task import ANY_VOCABULARY, PicturesSection, ServingSection, Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderServing(ServingSection):
+    """The encoder in use; `buckets`: lengths in tokens, increasing."""
+
+    buckets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DualEncoderTask(Task):
+    """Texts and pictures in one space of embeddings.
+
+    Attributes:
+      pictures: of sources and questions.
+    """
+
+    model: DualEncoderModel
+    pictures: PicturesSection
+    inference: EncoderServing
+
+    def lengths(self) -> Mapping[str, int]:
+        """Config key -> the longest text in tokens."""
+        return {"inference.buckets": max(self.inference.buckets, default=0)}
+
+    def tokenizer_kind(self) -> tuple[type, str]:
+        if self.model.clip:
+            return ClipTokenizer, "the folder of a converted CLIP"
+        return super().tokenizer_kind()
+
+    def _check(self, files: bool) -> None:
+        dual_encoder = self.model.config(ANY_VOCABULARY)
+        if self.model.clip and files:
+            check_clip_init(self, dual_encoder)
+        text = dual_encoder.text
+        most = text.context if isinstance(text, TextConfig) else text.positions
+        for key, length in self.lengths().items():
+            if length > most:
+                raise UserError(
+                    f"config key {key}: {length} tokens, but the text tower reads at most {most}; "
+                    "use fewer."
+                )
+        side = dual_encoder.vision.image_size
+        if self.pictures.size != side:
+            raise UserError(
+                f"config key pictures.size={self.pictures.size}: the vision tower takes {side}; "
+                "set pictures.size and model.vision.image_size to the same number."
+            )
+
+    def planned_config(self) -> DualEncoderConfig:
+        """The model's sizes with `vocabulary_size`."""
+        return self.model.config(self.vocabulary_size())
+
+    def planned_model(self) -> DualEncoder:
+        """The model with `vocabulary_size`."""
+        return DualEncoder(self.planned_config(), rngs=nnx.Rngs(0))
+
+    def cost(self) -> RowCost:
+        """Of sources, or texts."""
+        return dual_encoder_cost(self.model.config(ANY_VOCABULARY), max(self.inference.buckets))
+
+    def embedder(self, tokenizer: WordPiece | ClipTokenizer, model: DualEncoder) -> Embedder:
+        """The embedder of a run's model, which may be abstract (see Embedder.use)."""
+        graphdef, state = nnx.split(model)
+        return Embedder(
+            graphdef,
+            state,
+            tokenizer,
+            image_size=self.pictures.size,
+            buckets=self.inference.buckets,
+            batch_size=self.inference.batch_size,
+            cost=self.cost(),
+            text_of=self.data.text_of,
+        )
+
+    def in_one_shape(self) -> DualEncoderTask:
+        """The task with each function traced and compiled once: see VLPTask.in_one_shape.
+
+        Texts are encoded one by one.
+        """
+        serving = dataclasses.replace(
+            self.inference, buckets=(max(self.inference.buckets),), batch_size=1
+        )
+        model = dataclasses.replace(self.model, changes={**self.model.changes, "unroll": 1})
+        return dataclasses.replace(self, model=model, inference=serving)
+
+    def open(
+        self, folder: str | Path, tokenizer: WordPiece | ClipTokenizer, *, one_shape: bool = False
+    ) -> Embedder:
+        """The trained embedder of the run in a folder."""
+        config = self.model.config(tokenizer.vocab_size)
+        mesh = None if one_shape else self.serving_mesh()
+        model = self.load(folder, lambda: DualEncoder(config, rngs=nnx.Rngs()), mesh)
+        return self.embedder(tokenizer, model)

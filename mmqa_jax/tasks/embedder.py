@@ -1,0 +1,45 @@
+"""Opens what embeds questions and sources: a run of a dual encoder, or a converted CLIP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.retrieval.clip import load_clip_embedder
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.tasks.contrastive import Contrastive
+from mmqa_jax.tasks.dual_encoder import DualEncoderTask
+from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
+from mmqa_jax.tasks.opening import Options, read_run
+from mmqa_jax.weights.folder import is_converted
+
+
+def load_embedder(
+    folder: str | Path, options: Options | None = None, *, one_shape: bool = False
+) -> tuple[Embedder, DualEncoderTask]:
+    """The trained dual encoder of a contrastive or example-retrieval run, and the run's task.
+
+    Args:
+      options: of the section `inference`, in place of the run's own.
+      one_shape: for a few texts, see DualEncoderTask.in_one_shape.
+    """
+    task, tokenizer = read_run(folder, (Contrastive, ExampleRetrieval), options)
+    task = task.in_one_shape() if one_shape else task
+    return task.open(folder, tokenizer, one_shape=one_shape), task
+
+
+def open_embedder(
+    model: Path, corpus: Corpus, options: Options | None = None, *, one_shape: bool = False
+) -> tuple[Any, PictureStore]:
+    """The embedder of a run or a converted CLIP, and pictures sized for it.
+
+    Args:
+      options: `batch_size` and `mesh`, in place of those of the run's `inference`.
+    """
+    if is_converted(model):
+        embedder = load_clip_embedder(model, **(options or {}))
+        return embedder, PictureStore(corpus, embedder.image_size, embedder.resize, alpha="dropped")
+    embedder, task = load_embedder(model, options, one_shape=one_shape)
+    return embedder, task.pictures.open(corpus)

@@ -1,0 +1,203 @@
+"""The retriever of examples (ours): trained by what helped a language model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
+from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.example_scores import judged_questions
+from mmqa_jax.data.schema import Question, Source, source_text
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.layers import split_key
+from mmqa_jax.prompting.shots import TEXTS
+from mmqa_jax.retrieval.embedder import make_encode_text
+from mmqa_jax.tasks.dual_encoder import DualEncoderTask
+from mmqa_jax.tasks.pretrained import dual_encoder_loader
+from mmqa_jax.tasks.task import InUse, Recipe, Struct, bools, floats, ints
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationObjective:
+    """KL(Q || P) over a question's candidates (REPLUG LSR, Shi et al. 2023, section 4).
+
+    P is the softmax of their cosines with the question, times the model's factor (`temperature`);
+    Q the softmax of the language model's scores over `target_temperature`. REPLUG has KL(P || Q);
+    with Q first the gradient is that of cross-entropy with soft targets.
+
+    Attributes:
+      config: the dual encoder's; its text tower embeds questions and examples alike.
+      target_temperature: low trusts the most helpful candidate alone.
+    """
+
+    config: DualEncoderConfig
+    target_temperature: float = 1.0
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized dual encoder."""
+        return DualEncoder(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean KL of a batch of `data.batches.example_retrieval`.
+
+        `score_of_nearest` is the language model's mean score of the nearest candidate, `accuracy`
+        how often that is the most helpful one.
+        """
+        count, candidates, length = batch["candidate_ids"].shape
+        query_key, candidate_key = split_key(dropout_key, 2)
+        queries = model.encode_text(batch["query_ids"], batch["query_mask"], dropout_key=query_key)
+        flat = (batch[name].reshape(-1, length) for name in ("candidate_ids", "candidate_mask"))
+        examples = model.encode_text(*flat, dropout_key=candidate_key)
+        examples = examples.reshape(count, candidates, -1)  # [B, m, D]
+        cosines = jnp.einsum("bd,bmd->bm", queries, examples, precision=jax.lax.Precision.HIGHEST)
+        scale = model.temperature()
+        targets = jax.nn.log_softmax(batch["scores"] / self.target_temperature)  # [B, m]
+        found = jax.nn.log_softmax(scale * cosines)
+        loss = (jnp.exp(targets) * (targets - found)).sum(axis=1).mean()
+        nearest = cosines.argmax(axis=1)
+        chosen = jnp.take_along_axis(batch["scores"], nearest[:, None], axis=1)
+        best = batch["scores"].argmax(axis=1)
+        return loss, {
+            "score_of_nearest": chosen.mean(),
+            "accuracy": (nearest == best).astype(jnp.float32).mean(),
+            "temperature": scale,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgedData:
+    """The section `data`.
+
+    Attributes:
+      dir: folder of `mmqa prepare`.
+      split: of the questions.
+      scores: folder of `mmqa judge`.
+      text: what is embedded of a question (prompting.shots.TEXTS).
+    """
+
+    dir: str
+    split: str
+    scores: str
+    text: Literal["question", "question_and_choices", "question_and_caption"]
+
+    def text_of(self, source: Source) -> str:
+        """The text of a source as the encoder takes it."""
+        return source_text(source)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgedBatches(BatchesSection):
+    """The section `batches`; `length` and `candidates`: see example_retrieval_batches."""
+
+    length: int
+    candidates: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateExampleRetrieval:
+    """The section `validate`: which of a question's candidates is nearest.
+
+    Attributes:
+      split: of the judged questions.
+      metric: decides on the best step: the language model's mean score of the nearest candidate,
+        or how often that is the most helpful one.
+    """
+
+    split: str
+    metric: Literal["score_of_nearest", "recall@1"] = "score_of_nearest"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExampleRetrieval(DualEncoderTask):
+    """Questions against the solved questions that a language model was shown.
+
+    Attributes:
+      target_temperature: see DistillationObjective.
+      pictures: read by the row that uses the run; the vision tower is not trained.
+    """
+
+    name: ClassVar[str] = "example_retrieval"
+    product: ClassVar[str] = "retriever of examples"
+    title: ClassVar[str] = "Training the retriever of examples"
+    program: ClassVar[str] = "embed"
+
+    data: JudgedData
+    batches: JudgedBatches
+    target_temperature: float = at_least(1e-3)
+    validate: ValidateExampleRetrieval | None = None
+
+    def lengths(self) -> Mapping[str, int]:
+        return {**super().lengths(), "batches.length": self.batches.length}
+
+    def planned_objective(self, mesh: Mesh | None) -> DistillationObjective:
+        return DistillationObjective(self.planned_config(), self.target_temperature)
+
+    def batch(self) -> dict[str, Any]:
+        batches = self.batches
+        rows, candidates, length = batches.batch_size, batches.candidates, batches.length
+        return {
+            "query_ids": ints(rows, length),
+            "query_mask": bools(rows, length),
+            "candidate_ids": ints(rows, candidates, length),
+            "candidate_mask": bools(rows, candidates, length),
+            "scores": floats(rows, candidates),
+        }
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        batches = example_retrieval_batches(
+            tokenizer,
+            {question.id: question for question in corpus.questions()},
+            judged_questions(self.data.scores, corpus, self.data.split),
+            TEXTS[self.data.text],
+            self.feed(),
+            length=self.batches.length,
+            candidates=self.batches.candidates,
+        )
+        config = self.model.config(tokenizer.vocab_size)
+        objective = DistillationObjective(config, self.target_temperature)
+        return Recipe(objective, batches, dual_encoder_loader(self, tokenizer))
+
+    def evaluation(
+        self, section: ValidateExampleRetrieval, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        """What the nearest of a held-out question's candidates is worth to the language model."""
+        rows = judged_questions(self.data.scores, corpus, section.split)
+        names = sorted({name for row in rows for name in (row.question_id, *row.candidates)})
+        place = {name: i for i, name in enumerate(names)}
+        questions = {question.id: question for question in corpus.questions()}
+        texts = [TEXTS[self.data.text](questions[name]) for name in names]
+        embedder = self.embedder(tokenizer, model)
+
+        def evaluate(model: nnx.Module) -> dict[str, float]:
+            embedder.use(model)
+            vectors = embedder.embed_questions(texts)
+            scores, best = [], []
+            for row in rows:
+                query = vectors[place[row.question_id]]
+                near = vectors[[place[name] for name in row.candidates]] @ query
+                scores.append(row.scores[int(near.argmax())])
+                best.append(scores[-1] == max(row.scores))
+            return {"score_of_nearest": float(np.mean(scores)), "recall@1": float(np.mean(best))}
+
+        return evaluate
+
+    def in_use(self) -> InUse:
+        """Texts: it trains on texts alone."""
+        length = max(self.inference.buckets)
+
+        def inputs(rows: int) -> tuple[Struct, ...]:
+            return ints(rows, length), bools(rows, length)
+
+        return InUse(self.cost(), make_encode_text, self.planned_model, inputs)

@@ -1,0 +1,220 @@
+"""A library of solved questions, whose examples stand in prompts (RMR, Prophet, PICa)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
+from mmqa_jax.data.picture_store import EncodedPicture, PictureStore
+from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.published_vectors import SIMILARITIES, PublishedVectors
+from mmqa_jax.prompting.shots import TEXTS, Embedders, ExampleLibrary
+from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.tasks.embedder import open_embedder
+
+
+@dataclasses.dataclass(frozen=True)
+class LibrarySpec:
+    """Where in-context examples come from, and how they are compared with questions.
+
+    Attributes:
+      data: folder of `mmqa prepare`; "" is the row's own.
+      split: of the examples.
+      folds: see ExampleLibrary; 2 makes one split both library and queries.
+      text_model: `minilm`, a converted CLIP or a contrastive run; "": no embeddings (random shots).
+      image_model: a converted CLIP or a contrastive run that embeds the questions' pictures; "":
+        none.
+      text: what is embedded: the question, or the question with hint and choices.
+      modality: only examples with a picture (`image`), without one (`text`), or all (RMR, table 4).
+      vectors: folder of the vectors that PICa's authors published (OK-VQA), which are compared in
+        place of embeddings by `text_model` and `image_model`; "": none.
+      index_kind: how the nearest examples are found: `exact`, by the products with all of them, or
+        `scann`, by the retrieval room's ScaNN index.
+    """
+
+    data: str = ""
+    split: str = "train"
+    folds: int = at_least(1, 1)
+    text_model: str = "minilm"
+    image_model: str = ""
+    text: Literal["question", "question_and_choices"] = "question"
+    modality: Literal["", "text", "image"] = ""
+    vectors: str = ""
+    index_kind: Literal["exact", "scann"] = "exact"
+
+
+def check_similarity(
+    similarity: str,
+    library: LibrarySpec,
+    *,
+    key: str = "options.similarity",
+    section: str = "parts.library",
+) -> None:
+    """Refuses a similarity that the models of a library cannot give.
+
+    Args:
+      key, section: where the config has both, for the messages.
+
+    Raises:
+      UserError: it needs another encoder, one space for two encoders, or ScaNN.
+    """
+    if similarity == "random":
+        return
+    spec, place = library, f"config key {key}={similarity}"
+    if spec.vectors:
+        if similarity not in SIMILARITIES or spec.index_kind != "exact":
+            raise UserError(
+                f"{place}: {section}.vectors compares questions and pictures, and exactly; set it "
+                f"to one of {', '.join(SIMILARITIES)} and {section}.index_kind to exact, or leave "
+                "the vectors out."
+            )
+        return
+    if not spec.text_model:
+        raise UserError(
+            f"{place}: the library has no embedder; set {section}.text_model, or {key} to random."
+        )
+    if similarity in ("image", "question_and_image") and not spec.image_model:
+        raise UserError(
+            f"{place}: needs an encoder of pictures; set {section}.image_model to a converted CLIP "
+            "or a contrastive run."
+        )
+    one_space = not spec.image_model or Path(spec.image_model) == Path(spec.text_model)
+    if similarity in ("bimodal", "question_and_sources") and not one_space:
+        raise UserError(
+            f"{place}: adds vectors of texts and pictures, but those of {section}.text_model="
+            f"{spec.text_model} and {section}.image_model={spec.image_model} are no common space; "
+            f"name the same CLIP or contrastive run for both, or set {section}.image_model to ''."
+        )
+    if spec.index_kind == "scann":
+        _check_scann(section)
+
+
+def _check_scann(section: str) -> None:
+    from mmqa_jax.retrieval.index import scann_available
+
+    if not scann_available():
+        raise UserError(
+            f"config key {section}.index_kind=scann: ScaNN cannot be imported (it is Linux-only); "
+            "install `scann`, or set it to exact."
+        )
+
+
+def open_library(corpus: Corpus, spec: LibrarySpec, section: str = "parts.library") -> Any:
+    """The library of in-context examples.
+
+    Args:
+      corpus: the row's own, whose examples are used if the spec names no data.
+      section: of the config that has the spec, for messages.
+
+    Raises:
+      UserError: no such data, model or vectors.
+    """
+    home = open_corpus(spec.data) if spec.data else corpus
+    examples = _examples(home, spec)
+    vectors = PublishedVectors(Path(spec.vectors)) if spec.vectors else None
+    embedded = spec.text_model and vectors is None
+    embedders = _example_embedders(corpus, home, spec) if embedded else (None, None)
+    return ExampleLibrary(
+        [example for example in examples if example.split == spec.split],
+        embedders[0],
+        text_of=TEXTS[spec.text],
+        folds=spec.folds,
+        vectors=vectors,
+        of_queries=embedders[1],
+        same_ids=_same_ids(corpus, home),
+        index=_scann_index if spec.index_kind == "scann" else None,
+        on_empty=_no_examples(examples, spec, section),
+    )
+
+
+def _examples(home: Corpus, spec: LibrarySpec) -> list[Question]:
+    """The solved questions of all splits, of the spec's modality."""
+    solved = [q for q in home.questions() if q.answers or q.answer_index is not None]
+    if not spec.modality:
+        return solved
+    return [q for q in solved if has_picture(q) == (spec.modality == "image")]
+
+
+def _no_examples(examples: list[Question], spec: LibrarySpec, section: str) -> str:
+    """What to tell a user whose split has no examples."""
+    with_answers = "with answers" + (f" of modality {spec.modality}" if spec.modality else "")
+    splits = sorted({example.split for example in examples})
+    remedy = f"name a split {with_answers} ({', '.join(splits)})"
+    if not splits:
+        remedy = f"no split of {spec.data or 'this corpus'} has questions {with_answers}, name"
+        remedy = f"{remedy} other data in {section}.data"
+    return (
+        f"config key {section}.split={spec.split}: the library of examples is empty; {remedy}, or "
+        "set shots to 0."
+    )
+
+
+def _same_ids(corpus: Corpus, home: Corpus) -> bool:
+    """Whether an id names the same question in both: they are one corpus, or one benchmark."""
+    if corpus is home or corpus.fingerprint == home.fingerprint:
+        return True
+    name = home.manifest.get("name")
+    return name is not None and name == corpus.manifest.get("name")
+
+
+def _scann_index(vectors: np.ndarray) -> Any:
+    """ScaNN's index over the examples' vectors, in memory alone."""
+    from mmqa_jax.retrieval.embeddings import Embeddings
+    from mmqa_jax.retrieval.index import build_index
+
+    return build_index(Embeddings(vectors, "", ""), "scann")
+
+
+def open_text_embedder(model: str, corpus: Corpus) -> tuple[Any, PictureStore]:
+    """The encoder of texts that a section names (`minilm`, a folder), and a corpus's pictures."""
+    if model == "minilm":
+        return load_minilm_embedder(), PictureStore(corpus, size=1)
+    return open_embedder(Path(model), corpus)
+
+
+def has_picture(question: Question) -> bool:
+    """Whether a benchmark shows a picture with a question, be its file there or not."""
+    return bool(question.extra.get(HAS_PICTURE, True))
+
+
+def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> tuple[Any, Any]:
+    """Embedders of the library's examples, of `home`, and of the row's questions, of `corpus`."""
+    text, pictures = open_text_embedder(spec.text_model, home)
+    image = text
+    if not spec.image_model:
+        image, pictures = None, None
+    elif spec.text_model == "minilm" or Path(spec.image_model) != Path(spec.text_model):
+        image, pictures = open_embedder(Path(spec.image_model), home)
+    own = _embedders(home, text, image, pictures)
+    if corpus is home:
+        return own, own
+    return own, _embedders(corpus, text, image, pictures and pictures.over(corpus))
+
+
+def _embedders(corpus: Corpus, text: Any, image: Any, pictures: PictureStore | None) -> Any:
+    if pictures is None:
+        return Embedders(text, sources=lambda question: _sources(corpus, None, question))
+    return Embedders(
+        text,
+        image,
+        lambda question: pictures.encoded(question.image),
+        lambda question: _sources(corpus, pictures, question),
+    )
+
+
+def _sources(
+    corpus: Corpus, pictures: PictureStore | None, question: Question
+) -> list[str | EncodedPicture]:
+    """A question's gold sources: a snippet's text, a picture, or else its caption."""
+    found: list[str | EncodedPicture] = []
+    for source in (corpus.sources[row] for row in corpus.positive_rows(question)):
+        picture = pictures and pictures.encoded(source.image, source.text)
+        found.append(picture or source.text)
+    return found

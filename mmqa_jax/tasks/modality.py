@@ -1,0 +1,153 @@
+"""The modality classifier: does a question need snippets or pictures?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import RowCost
+from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.modality import modality_batches
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.inference.question_classifier import QuestionClassifier, make_probabilities
+from mmqa_jax.models.presets import TextClassifierModel
+from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
+from mmqa_jax.retrieval.encoder_costs import tower_bytes
+from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
+from mmqa_jax.tasks.opening import read_run
+from mmqa_jax.tasks.pretrained import classifier_loader
+from mmqa_jax.tasks.task import (
+    ANY_VOCABULARY,
+    DataSection,
+    InUse,
+    Recipe,
+    ServingSection,
+    Struct,
+    Task,
+    bools,
+    ints,
+    mined,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModalityObjective:
+    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
+
+    Attributes:
+      config: the model's.
+      frozen: only the linear layer is trained.
+    """
+
+    config: TextClassifierConfig
+    frozen: bool = False
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized classifier."""
+        return TextClassifier(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: TextClassifier, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean cross-entropy of the batch of `data.batches.modality`, and its accuracy."""
+        logits = model(
+            batch["input_ids"], batch["mask"], frozen=self.frozen, dropout_key=dropout_key
+        )  # [B, 2]
+        labels = batch["label"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, {"accuracy": (logits.argmax(axis=1) == labels).astype(jnp.float32).mean()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModalityBatches(BatchesSection):
+    """The section `batches`; `length`: tokens, [CLS] and [SEP] among them."""
+
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModalityTask(Task):
+    """Questions and the modality of their gold sources."""
+
+    name: ClassVar[str] = "modality"
+    product: ClassVar[str] = "modality classifier"
+    title: ClassVar[str] = "Training the modality classifier"
+    program: ClassVar[str] = "modality"
+    validates: ClassVar[bool] = False
+
+    data: DataSection
+    model: TextClassifierModel
+    batches: ModalityBatches
+    inference: ServingSection
+
+    def config(self, vocab_size: int) -> TextClassifierConfig:
+        """The model's sizes."""
+        return self.model.config(vocab_size, len(MODALITIES))
+
+    def _check(self, files: bool) -> None:
+        bert = self.config(ANY_VOCABULARY).bert
+        if not 3 <= self.batches.length <= bert.positions:
+            raise UserError(
+                f"config key batches.length={self.batches.length}: 3 to {bert.positions} tokens "
+                "were expected, which the model reads; change it."
+            )
+        optimizer = self.loop.optimizer
+        if self.model.frozen and optimizer.name != "adam" and optimizer.weight_decay != 0:
+            raise UserError(
+                "config key model.frozen=True: weight decay would change the frozen BERT; set "
+                "train.optimizer.weight_decay to 0.0."
+            )
+
+    def planned_objective(self, mesh: Mesh | None) -> ModalityObjective:
+        return ModalityObjective(self.config(self.vocabulary_size()), self.model.frozen)
+
+    def batch(self) -> dict[str, Any]:
+        rows, length = self.batches.batch_size, self.batches.length
+        return {
+            "input_ids": ints(rows, length),
+            "mask": bools(rows, length),
+            "label": ints(rows),
+            "truncated": ints(rows),
+        }
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        texts, modalities = labeled_questions(mined(self.data, questions, corpus), corpus)
+        labels = [MODALITIES.index(modality) for modality in modalities]
+        length = self.batches.length
+        batches = modality_batches(tokenizer, texts, labels, self.feed(), length=length)
+        objective = ModalityObjective(self.config(tokenizer.vocab_size), self.model.frozen)
+        return Recipe(objective, batches, classifier_loader(self, tokenizer))
+
+    def cost(self) -> RowCost:
+        """Of questions."""
+        bytes_each = tower_bytes(self.config(ANY_VOCABULARY).bert, self.batches.length)
+        return RowCost("questions", 64, 512, bytes_each)
+
+    def in_use(self) -> InUse:
+        length, config = self.batches.length, self.config(self.vocabulary_size())
+
+        def inputs(rows: int) -> tuple[Struct, Struct]:
+            return ints(rows, length), bools(rows, length)
+
+        def build() -> TextClassifier:
+            return TextClassifier(config, rngs=nnx.Rngs(0))
+
+        return InUse(self.cost(), make_probabilities, build, inputs)
+
+
+def load_question_classifier(folder: str | Path) -> QuestionClassifier:
+    """The trained classifier of a modality run."""
+    task, tokenizer = read_run(folder, (ModalityTask,))
+    config = task.config(tokenizer.vocab_size)
+    mesh = task.serving_mesh()
+    model = task.load(folder, lambda: TextClassifier(config, rngs=nnx.Rngs()), mesh)
+    return QuestionClassifier(task, model, tokenizer)

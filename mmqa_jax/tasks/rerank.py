@@ -1,0 +1,311 @@
+"""Source selection (WebQA 6.1): is this source relevant to the question? VLP's source head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import RowCost
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.packing import PackingConfig
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.evaluation.source_selection import (
+    CAPS,
+    SELECTIONS,
+    Cap,
+    Select,
+    tune_threshold,
+)
+from mmqa_jax.inference.cached_reranker import CachedReranker
+from mmqa_jax.inference.reranker import Reranker, make_relevance
+from mmqa_jax.models.presets import VLPModel
+from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
+from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.retrieval.rankings import restricted_candidates
+from mmqa_jax.tasks.opening import Options, read_run
+from mmqa_jax.tasks.pretrained import vlp_loader
+from mmqa_jax.tasks.task import InUse, Recipe, floats, ints, mined, part_of, scored_questions
+from mmqa_jax.tasks.vlp import VLPTask
+
+_PAPERS_THRESHOLD = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class RerankObjective:
+    """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
+    for relevant sources, averaged over a question's choices and then over questions.
+
+    Batches hold pairs (question, source) of many questions. `weights` makes every question count
+    alike: it is proportional to 1 / choices and 1 in the mean over an epoch. The loss is divided
+    by the number of pairs, not by the batch's own weights: then a pair would count for more or
+    less by what it happens to be drawn with.
+
+    Attributes:
+      sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.
+    """
+
+    config: ExtendedVLPConfig
+    sides: TwoSides | None = None
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialised VLP."""
+        if self.sides is not None:
+            return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
+        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: VLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean over the pairs of the weighted cross-entropy, and the weighted accuracy."""
+        inputs: VLPInputs = batch["inputs"]
+        logits = model.source_logits(inputs, dropout_key=dropout_key)  # [B, 2]
+        relevant = batch["labels"]  # [B] 1 = relevant
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, 1 - relevant)
+        weights = batch["weights"]
+        correct = (logits.argmax(axis=1) == 1 - relevant).astype(jnp.float32)
+        accuracy = (correct * weights).sum() / (weights.sum() + 1e-8)
+        return (losses * weights).mean(), {"accuracy": accuracy}
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectorModel(VLPModel):
+    """VLP, or a model that reads question and source apart (ours).
+
+    Attributes:
+      joint_layers: the last layers that see both; None: all, VLP itself.
+      match_type: token type of the question's words that occur in the source, with joint_layers.
+    """
+
+    joint_layers: int | None = None
+    match_type: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RerankBatches(BatchesSection, PairSampling):
+    """The section `batches`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateSelection:
+    """The section `validate`: each question's own candidates.
+
+    Attributes:
+      split: the questions', of those with gold sources.
+      questions: how many, evenly over the split; 0: all.
+      metric: decides on the best step; `source_f1` is that of the best threshold.
+      cap: on the number of candidates (evaluation.source_selection.CAPS).
+      select: limits on the number of cited sources (evaluation.source_selection.SELECTIONS).
+    """
+
+    split: str
+    questions: int = at_least(0)
+    metric: Literal["source_f1", "source_f1@0.2"]
+    cap: Cap = "none"
+    select: Select = "best"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rerank(VLPTask):
+    """P(relevant) of one source at a time (WebQA equation 3)."""
+
+    name: ClassVar[str] = "rerank"
+    product: ClassVar[str] = "source selector"
+    title: ClassVar[str] = "Training the source selector"
+    unit: ClassVar[str] = "pairs"
+    program: ClassVar[str] = "rerank"
+
+    model: SelectorModel
+    batches: RerankBatches
+    validate: ValidateSelection | None = None
+
+    def sides(self, config: ExtendedVLPConfig) -> TwoSides | None:
+        """How the model encodes question and source separately; None if it does not."""
+        model = self.model
+        return two_sides(model.joint_layers, model.match_type, self.packing_config(), config)
+
+    def objective(self, vocab_size: int) -> RerankObjective:
+        """Model and loss."""
+        config = self.vlp_config(vocab_size)
+        return RerankObjective(config, self.sides(config))
+
+    def planned_objective(self, mesh: Mesh | None) -> RerankObjective:
+        return self.objective(self.vocabulary_size())
+
+    def _check(self, files: bool) -> None:
+        super()._check(files)
+        self.sides(self.vlp_config(self.vocabulary_size()))
+
+    def batch(self) -> dict[str, Any]:
+        rows = self.batches.batch_size
+        return {
+            "inputs": self.vlp_inputs(rows),
+            "labels": ints(rows),
+            "weights": floats(rows),
+            "truncated": ints(rows),
+        }
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        reader = self.source_reader(corpus, tokenizer)
+        batches = rerank_batches(
+            reader,
+            mined(self.data, questions, corpus),
+            self.packer(tokenizer),
+            self.feed(VLPInputs),
+            self.batches,
+        )
+        loader = vlp_loader(self, tokenizer)
+        return Recipe(self.objective(tokenizer.vocab_size), batches, loader, reader)
+
+    def evaluation(
+        self, section: ValidateSelection, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        """Source F1 among each question's own candidates."""
+        return SelectionEvaluation(self, section, corpus, tokenizer, model)
+
+    def cost(self) -> RowCost:
+        """Of pairs of the bucket with the most columns."""
+        return RowCost("pairs", 32, 128, self.vlp_bytes())
+
+    def in_use(self) -> InUse:
+        def inputs(rows: int) -> tuple[VLPInputs]:
+            return (self.vlp_inputs(rows, inference=True),)
+
+        return InUse(self.cost(), make_relevance, self.planned_model, inputs)
+
+    def reranker(
+        self, corpus: Corpus, tokenizer: WordPiece, model: nnx.Module
+    ) -> Reranker | CachedReranker:
+        """The reranker of a run's model, which may be abstract: over pairs or cached sources."""
+        kind = CachedReranker if isinstance(model, TwoSidedVLP) else Reranker
+        return kind(self, corpus, tokenizer, model)
+
+
+class SelectionEvaluation:
+    """Source F1 of a selector among each question's own candidates.
+
+    Attributes:
+      questions: that are judged.
+      pool: their candidates.
+      reranker: scores them.
+    """
+
+    def __init__(
+        self,
+        task: Rerank,
+        section: ValidateSelection,
+        corpus: Corpus,
+        tokenizer: WordPiece,
+        model: nnx.Module,
+    ):
+        self.questions = scored_questions(
+            task, section, corpus, lambda q: bool(q.positives), "gold sources"
+        )
+        own = [row for question in self.questions for row in corpus.candidates(question)]
+        self.pool = part_of(corpus, own)
+        self.reranker = task.reranker(self.pool, tokenizer, model)
+        self._candidates = restricted_candidates(self.questions, self.pool, CAPS[section.cap])
+        self._selection = SELECTIONS[section.select]
+
+    def __call__(self, model: nnx.Module) -> dict[str, float]:
+        self.reranker.use(model)
+        relevance = self.reranker.score(self.questions, self._candidates)
+        threshold, sweep = tune_threshold(self.questions, relevance, self._selection)
+        return {
+            "source_f1": sweep[threshold],
+            f"source_f1@{_PAPERS_THRESHOLD}": sweep[_PAPERS_THRESHOLD],
+            "threshold": threshold,
+        }
+
+
+def two_sides(
+    joint_layers: int | None,
+    match_type: int | None,
+    packing: PackingConfig,
+    config: ExtendedVLPConfig,
+) -> TwoSides | None:
+    """How a model encodes question and source separately; None if it does not.
+
+    Args:
+      joint_layers, match_type: see SelectorModel.
+      packing, config: of the same task.
+
+    Raises:
+      UserError: invalid layers or token types, or sources that depend on the question.
+    """
+    if joint_layers is None:
+        if match_type is not None:
+            raise UserError(
+                f"config key model.match_type={match_type}: marks the question's words "
+                "only if model.joint_layers is set; set it too, or use packing.match_types."
+            )
+        return None
+    if packing.match_types:
+        raise UserError(
+            f"config key packing.match_types={packing.match_types}: marks words of the source that "
+            "occur in the question, so a source could not be encoded without its question; use "
+            "model.match_type instead."
+        )
+    first, second = packing.segments
+    if second in ((first, 2, 3) if packing.per_source else (first,)):
+        raise UserError(
+            f"config key packing.segments={packing.segments}: sources have tokens of type {second} "
+            "too, but the question needs a token type of its own; use (4, 5)."
+        )
+    sides = TwoSides(joint_layers, second, match_type)
+    sides.check(config)
+    return sides
+
+
+class SourceHead(NamedTuple):
+    """The trained source selector of a rerank run.
+
+    Attributes:
+      sides: how it encodes question and source separately; None: it encodes pairs.
+    """
+
+    task: Rerank
+    tokenizer: WordPiece
+    model: ExtendedVLP
+    sides: TwoSides | None
+
+
+def load_source_head(
+    folder: str | Path, options: Options | None = None, *, one_shape: bool = False
+) -> SourceHead:
+    """The source selector of a rerank run.
+
+    Args:
+      options: of the section `inference`, in place of the run's own.
+      one_shape: for a few pairs, see VLPTask.in_one_shape.
+    """
+    task, tokenizer = read_run(folder, (Rerank,), options)
+    task = task.in_one_shape() if one_shape else task
+    vlp = task.open_vlp(folder, tokenizer, one_shape=one_shape)
+    return SourceHead(task, tokenizer, vlp, task.sides(vlp.config))
+
+
+def load_reranker(
+    folder: str | Path,
+    corpus: Corpus,
+    options: Options | None = None,
+    *,
+    one_shape: bool = False,
+) -> Reranker | CachedReranker:
+    """The reranker of a rerank run: over pairs or, with `joint_layers`, over cached sources."""
+    head = load_source_head(folder, options, one_shape=one_shape)
+    vlp = head.model if head.sides is None else TwoSidedVLP.of(head.model, head.sides)
+    return head.task.reranker(corpus, head.tokenizer, vlp)

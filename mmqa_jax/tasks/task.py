@@ -1,0 +1,409 @@
+"""What all training tasks have in common.
+
+A task is a typed config: its fields are the sections of a config file of `mmqa train`, and every
+default is written there alone. It makes its objective (model and loss), its batches and their
+shapes, its validation and the weights that it starts from; it opens what was trained, and knows the
+program that uses it.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.config import check_section, optional, spec_of
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import MESH_AXES, local_rows, make_mesh, on_shardings, state_shardings
+from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
+from mmqa_jax.core.typed import at_least, mapping
+from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
+from mmqa_jax.data.batches.reading import Batches
+from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.images import Alpha, Resize
+from mmqa_jax.data.picture_features import PictureFeatures
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.question_pictures import QuestionPictures
+from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.schema import Modality, Question, Source, source_text
+from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.splits import evenly
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.models.presets import TRUNKS
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.retrieval.modality import of_modality
+from mmqa_jax.retrieval.rankings import with_mined_negatives
+from mmqa_jax.tasks.augmentation import augmentation_factory, make_augmentation
+from mmqa_jax.tasks.pretrained import Loader
+from mmqa_jax.tasks.run_tokenizer import make_tokenizer
+from mmqa_jax.training.loop import LoopOptions, check_batch_size, read_section
+from mmqa_jax.training.state import Objective
+from mmqa_jax.training.validation import Validation
+from mmqa_jax.weights.folder import load_weights
+
+Tokenizer = WordPiece | ClipTokenizer | QuestionWords | TextTokenizer
+Struct = jax.ShapeDtypeStruct
+
+ANY_VOCABULARY = 30_522  # of the published BERTs: where it is not known, and no size depends on it
+_AXES = dict.fromkeys(MESH_AXES, optional(int))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The questions that a run is trained on.
+
+    Attributes:
+      dir: folder of `mmqa prepare`.
+      split: of the questions.
+      negatives: files of rankings (`mmqa search`) whose sources are further hard negatives.
+      titles: sources are read with their titles.
+      modality: only questions that need sources of this one; None: all.
+    """
+
+    dir: str
+    split: str
+    negatives: tuple[str, ...] = ()
+    titles: bool = True
+    modality: Modality | None = None
+
+    def text_of(self, source: Source) -> str:
+        """The text of a source as the model takes it."""
+        return source_text(source) if self.titles else source.text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PicturesSection:
+    """How pictures are made square for the model; see data/images.py.
+
+    Attributes:
+      size: side in pixels.
+      scaled_decoding: JPEGs are decoded at a fraction of their size where that is enough.
+    """
+
+    size: int
+    resize: Resize
+    alpha: Alpha = "white"
+    scaled_decoding: bool = False
+
+    def open(self, corpus: Corpus) -> PictureStore:
+        """The corpus's pictures as the model takes them."""
+        return PictureStore(
+            corpus, self.size, self.resize, alpha=self.alpha, scaled=self.scaled_decoding
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingSection:
+    """The trained model in use.
+
+    Attributes:
+      batch_size: examples of a call over all devices.
+      mesh: how the devices of the process share the work; empty: a copy of the model on each.
+    """
+
+    batch_size: BatchSize = at_least(1)
+    mesh: Mapping[str, int] = mapping(_AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class InUse:
+    """The program of a trained model in use, without weights.
+
+    Attributes:
+      cost: of an example, for the batch size.
+      make: graphdef -> the jitted function (state, *inputs).
+      build: the model.
+      inputs: examples of a call -> their shapes.
+      options: static arguments.
+    """
+
+    cost: RowCost
+    make: Callable[[nnx.GraphDef], Any]
+    build: Callable[[], nnx.Module]
+    inputs: Callable[[int], tuple[Any, ...]]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What `training.loop.train` needs of a task on a corpus.
+
+    Attributes:
+      objective: model and loss.
+      batches: iterates over its batches.
+      load_pretrained: puts pretrained weights into a freshly initialized model, in place; None
+        to train from scratch.
+      reader: of the sources or of pictures' features; it counts those that could not be read.
+        None: none are read.
+      answers: the answers that the model chooses among, if it does.
+      finish: as of training.loop.train.
+      metadata: further JSON values for model.json; a run resumes with equal ones alone.
+    """
+
+    objective: Objective
+    batches: Batches
+    load_pretrained: Loader | None
+    reader: SourceReader | PictureFeatures | QuestionPictures | None = None
+    answers: AnswerVocabulary | None = None
+    finish: Callable[[Any], Any] | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(abc.ABC):
+    """A training task as its config describes it.
+
+    Attributes:
+      name: of the task, as in the key `task` of a config.
+      product: what is trained, in words.
+      title: of the progress line.
+      unit: of a batch's examples.
+      program: the program that uses what is trained (`mmqa plan`), if one does.
+      task: its `name`.
+      seed: of initialization, sampling and dropout.
+      tokenizer: see tasks.run_tokenizer.
+      init: what the weights start from: `scratch`, `minilm`, or a folder or file of weights.
+      mesh: size of each mesh axis (core.mesh.make_mesh).
+      train: see training.loop.LoopOptions.
+    """
+
+    name: ClassVar[str]
+    product: ClassVar[str]
+    title: ClassVar[str]
+    unit: ClassVar[str] = "questions"
+    program: ClassVar[str | None] = None
+    validates: ClassVar[bool] = True
+
+    task: str
+    seed: int
+    tokenizer: str
+    init: str
+    data: Any
+    model: Any
+    batches: Any
+    inference: Any
+    mesh: Mapping[str, int] = mapping(_AXES, required=True)
+    train: Mapping[str, Any] = mapping(dict, required=True)
+
+    # --- What the config alone tells ---------------------------------------------------------
+
+    @functools.cached_property
+    def loop(self) -> LoopOptions:
+        """The section `train`."""
+        return read_section(self.train)
+
+    def check(self, devices: Sequence[jax.Device] | None = None, *, files: bool = True) -> None:
+        """Refuses what cannot be trained, as far as the config alone can show it.
+
+        Args:
+          devices: that it is to run on, all of this machine's by default.
+          files: whether the weights that it names are looked at, too; planning needs none.
+
+        Raises:
+          UserError: sizes that do not fit together or the devices.
+        """
+        augment = getattr(self, "augment", None)
+        if augment:
+            fields = spec_of(augmentation_factory(augment))
+            check_section(augment, "augment", {"factory": str, **fields})
+        every = self.train.get("evaluate_every", 0)
+        if every and not self.validates:
+            raise UserError(
+                f"config task={self.task}: training of this task does not validate; set "
+                "train.evaluate_every to 0."
+            )
+        if every and getattr(self, "validate", None) is None:
+            raise UserError(
+                f"config key validate is missing, but train.evaluate_every is {every}; add it, or "
+                "set that to 0."
+            )
+        self._check(files)
+        accumulate = self.loop.accumulate
+        mesh = make_mesh(self.mesh, devices)
+        check_batch_size(self.batches.batch_size, mesh, accumulate * self._parts())
+
+    @abc.abstractmethod
+    def _check(self, files: bool) -> None:
+        """The task's own part of `check`."""
+
+    def _parts(self) -> int:
+        """Parts into which the model splits a batch by itself."""
+        return 1
+
+    def vocabulary_size(self) -> int:
+        """Tokens of the tokenizer, which need not be there: of a published one, if it is not."""
+        size = self.tokenizer.removeprefix("corpus:")
+        if self.tokenizer.startswith("corpus:") and size.isdecimal():
+            return int(size)
+        trunk = getattr(self.model, "trunk", None)
+        if self.tokenizer.startswith("minilm") or trunk not in TRUNKS:
+            return ANY_VOCABULARY
+        return TRUNKS[trunk]().vocab_size
+
+    def remat_keys(self) -> tuple[str, ...]:
+        """The config keys that say what the model computes again in the backward pass."""
+        keys = ("model.changes.remat",)
+        if getattr(self.model, "clip", "") or getattr(self.model, "vision", None):
+            return (*keys, "model.vision.remat")
+        return keys
+
+    @abc.abstractmethod
+    def planned_objective(self, mesh: Mesh | None) -> Objective:
+        """Model and loss with `vocabulary_size`; `mesh` None: as on one device."""
+
+    @abc.abstractmethod
+    def batch(self) -> dict[str, Any]:
+        """Shapes of a global batch as the jitted step gets it.
+
+        Where the config leaves a size to the data, its largest is taken: of several buckets the one
+        with the most columns; of a vocabulary that is not at hand the published one.
+        """
+
+    def in_use(self) -> InUse:
+        """The program that uses what is trained; of tasks with `program`."""
+        raise NotImplementedError
+
+    # --- On data -----------------------------------------------------------------------------
+
+    def make_tokenizer(self, corpus: Corpus, folder: Path) -> Tokenizer:
+        """The run's tokenizer, saved in its folder; one that is already there is used."""
+        return make_tokenizer(self.tokenizer, corpus, folder)
+
+    def open_tokenizer(self, folder: Path) -> Tokenizer:
+        """The tokenizer of the run in a folder; UserError if it is damaged."""
+        return open_tokenizer(folder / "tokenizer.json")
+
+    def tokenizer_kind(self) -> tuple[type, str]:
+        """The class of the tokenizers that the model reads, and what to name in the config."""
+        return WordPiece, "a WordPiece tokenizer"
+
+    def recipe(self, corpus: Corpus, tokenizer: Tokenizer) -> Recipe:
+        """What a run on a corpus needs.
+
+        Raises:
+          UserError: no questions, or a tokenizer or config section that does not fit.
+        """
+        kind, wanted = self.tokenizer_kind()
+        if not isinstance(tokenizer, kind):
+            raise UserError(
+                f"config key tokenizer={self.tokenizer}: the model reads another kind of tokens; "
+                f"name {wanted}."
+            )
+        questions = corpus.questions(self.data.split)
+        if not questions:
+            raise UserError(
+                f"config key data.split={self.data.split}: {self.data.dir} holds no such "
+                "questions; choose a split that `mmqa prepare` wrote."
+            )
+        return self._recipe(corpus, questions, tokenizer)
+
+    @abc.abstractmethod
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        """`questions`: of the split."""
+
+    def validation(self, corpus: Corpus, tokenizer: Any, model: nnx.Module) -> Validation | None:
+        """What the section `validate` describes; None without one.
+
+        Args:
+          model: of the run, possibly abstract (nnx.eval_shape).
+
+        Raises:
+          UserError: no questions of its split that can be scored.
+        """
+        section = getattr(self, "validate", None)
+        if section is None:
+            return None
+        return Validation(self.evaluation(section, corpus, tokenizer, model), section.metric)
+
+    def evaluation(
+        self, section: Any, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        """model -> values by name, on the questions of a section `validate`."""
+        raise NotImplementedError
+
+    def feed(self, inputs: Callable[..., Any] | None = None) -> FeedConfig:
+        """The section `batches` with seed, augmentation and this process's rows."""
+        section: BatchesSection = self.batches
+        return FeedConfig(
+            batch_size=section.batch_size,
+            seed=self.seed,
+            augment=make_augmentation(getattr(self, "augment", {})),
+            inputs=inputs,
+            slack=section.slack,
+            rows=local_rows(make_mesh(self.mesh), section.batch_size),
+            threads=section.threads,
+            workers=section.workers,
+        )
+
+    # --- What was trained --------------------------------------------------------------------
+
+    def serving_mesh(self) -> Mesh | None:
+        """Where the trained model is used; None: on one device."""
+        return loading_mesh(self.inference.mesh)
+
+    def load(self, folder: Any, build: Callable[[], nnx.Module], mesh: Mesh | None) -> Any:
+        """The trained model of the run in a folder."""
+        graphdef, abstract = nnx.split(nnx.eval_shape(build))
+        if mesh is not None:
+            abstract = on_shardings(abstract, state_shardings(abstract, mesh))
+        return nnx.merge(graphdef, load_weights(folder, abstract))
+
+
+def mined(data: DataSection, questions: list[Question], corpus: Corpus) -> list[Question]:
+    """The questions with the negatives that `data` names, of its modality."""
+    questions = with_mined_negatives(questions, data.negatives, corpus.row)
+    return of_modality(questions, corpus, data.modality)
+
+
+def scored_questions(
+    task: Task,
+    section: Any,
+    corpus: Corpus,
+    counts: Callable[[Question], bool],
+    needed: str,
+) -> list[Question]:
+    """The questions of a section `validate` that can be scored, of the model's modality.
+
+    Args:
+      counts: whether a question can be scored.
+      needed: what it lacks otherwise, for the message.
+    """
+    questions = [question for question in corpus.questions(section.split) if counts(question)]
+    if not questions:
+        raise UserError(
+            f"config key validate.split={section.split}: {task.data.dir} holds no such questions "
+            f"with {needed}; choose another split, or set train.evaluate_every to 0."
+        )
+    questions = of_modality(questions, corpus, getattr(task.data, "modality", None))
+    return evenly(questions, section.questions)
+
+
+def part_of(corpus: Corpus, rows: Sequence[int]) -> Corpus:
+    """Some sources as a corpus of their own, in the order of the rows."""
+    sources = [corpus.sources[row] for row in sorted(set(rows))]
+    return Corpus(sources, read_picture=corpus.read_picture)
+
+
+def ints(*shape: int) -> Struct:
+    """Shape of an int32 array."""
+    return Struct(shape, np.int32)
+
+
+def floats(*shape: int) -> Struct:
+    """Shape of a float32 array."""
+    return Struct(shape, np.float32)
+
+
+def bools(*shape: int) -> Struct:
+    """Shape of a boolean array."""
+    return Struct(shape, np.bool_)

@@ -1,0 +1,334 @@
+"""What the tasks on VLP have in common: source selection (rerank) and answers (answer)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from mmqa_jax.core.config import spec_of
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import mapping
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.packing import Bucket, Packer, PackingConfig
+from mmqa_jax.data.patch_regions import PatchRegions
+from mmqa_jax.data.regions import (
+    BOX,
+    FEATURES,
+    FeatureRegions,
+    VinVLFeatures,
+    X101Features,
+    feature_ids,
+    read_class_names,
+    read_id_map,
+)
+from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.models.presets import VLPModel
+from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.retrieval.encoder_costs import tower_bytes
+from mmqa_jax.tasks.pretrained import check_clip_frontend
+from mmqa_jax.tasks.task import (
+    ANY_VOCABULARY,
+    DataSection,
+    PicturesSection,
+    ServingSection,
+    Task,
+    bools,
+    floats,
+    ints,
+)
+
+# Frontend with precomputed detector features -> reader of its files.
+READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
+_NEEDS = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> key of `features`
+# Keys of PackingConfig that follow from other sections.
+_OF_REGIONS = ("slots_per_picture", "region_dim", "position_dim")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeaturesSection:
+    """Precomputed features of pictures.
+
+    Attributes:
+      root: folder of X101 features, or of the converted CLIP of the frontend clip.
+      files: image_id // 10,000,000 -> TSV of VinVL features.
+      id_map: file that maps the corpus's pictures to image ids.
+      names: file of the detector's class names, for tags.
+      slots: regions of a picture.
+      max_missing: pictures without features that a run tolerates; None: see BrokenPictures.
+    """
+
+    root: str = ""
+    files: Mapping[str, str] = mapping(dict)
+    id_map: str = ""
+    names: str = ""
+    slots: int = 100
+    max_missing: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VLPServing(ServingSection):
+    """VLP in use.
+
+    Attributes:
+      always_truncate_tail: see inference.inputs.coin_ids.
+      packing: values of the section `packing` that differ.
+    """
+
+    always_truncate_tail: bool = True
+    packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *_OF_REGIONS, partial=True))
+
+
+class RegionSizes(NamedTuple):
+    """Regions per picture, and the lengths of a region's feature and position vectors."""
+
+    slots: int
+    dim: int
+    position_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VLPTask(Task):
+    """VLP on questions and sources.
+
+    Attributes:
+      packing: of PackingConfig, what does not follow from the regions.
+      features: of a frontend with features; None where it reads pixels.
+      augment: `factory` and its arguments (tasks.augmentation).
+      new_types: token types that BERT weights lack: what they start from (init_vlp_from_bert).
+    """
+
+    data: DataSection
+    model: VLPModel
+    pictures: PicturesSection
+    packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *_OF_REGIONS), required=True)
+    inference: VLPServing
+    features: FeaturesSection | None = None
+    augment: Mapping[str, Any] = mapping(dict)
+    new_types: tuple[int, ...] = ()
+
+    # --- Regions and sequences ---------------------------------------------------------------
+
+    def region_sizes(self) -> RegionSizes:
+        """Sizes of the regions that the model takes; opens no files."""
+        reader = READERS.get(self.model.frontend)
+        if reader is not None:
+            slots = (self.features or FeaturesSection()).slots
+            return RegionSizes(slots, FEATURES, BOX + reader.classes)
+        regions = self._patch_regions()
+        return RegionSizes(regions.slots, regions.dim, regions.position_dim)
+
+    def regions(self, corpus: Corpus) -> PatchRegions | FeatureRegions:
+        """A picture's regions as the model takes them."""
+        if self.model.frontend not in READERS:
+            return self._patch_regions()
+        section = self.features
+        assert section is not None
+        reader = (
+            X101Features(section.root)
+            if self.model.frontend == "x101"
+            else VinVLFeatures({int(number): path for number, path in section.files.items()})
+        )
+        ids = feature_ids(corpus.sources, read_id_map(section.id_map) if section.id_map else None)
+        names = read_class_names(section.names, reader) if section.names else None
+        missing = BrokenPictures(
+            sum(number is not None for number in ids),
+            section.max_missing,
+            "fetch their features or raise features.max_missing",
+            "have no region features",
+        )
+        return FeatureRegions(reader, ids, slots=section.slots, names=names, missing=missing)
+
+    def _patch_regions(self) -> PatchRegions:
+        model, size = self.model, self.pictures.size
+        if model.frontend == "clip":  # the model computes the features itself
+            return PatchRegions(size, model.clip_vision().patch_size)
+        return PatchRegions(
+            size, model.patch, whole=model.whole, colors=model.colors, where=model.where
+        )
+
+    def packing_config(self, *, inference: bool = False) -> PackingConfig:
+        """Shapes of the sequences for the task's pictures and token limits.
+
+        `inference` applies the overrides of the section `inference.packing`.
+        """
+        regions = self.region_sizes()
+        changes = self.inference.packing if inference else {}
+        return PackingConfig(
+            slots_per_picture=regions.slots,
+            region_dim=regions.dim,
+            position_dim=regions.position_dim,
+            **{**self.packing, **changes},
+        )
+
+    def packer(self, tokenizer: WordPiece, *, inference: bool = False) -> Packer:
+        """The packer of sequences; see `packing_config`."""
+        return Packer(tokenizer, self.packing_config(inference=inference))
+
+    def source_reader(
+        self, corpus: Corpus, tokenizer: WordPiece, *, on_demand: bool = False
+    ) -> SourceReader:
+        """Tokens and pixels of the corpus's sources as the model takes them.
+
+        `on_demand` tokenizes each source when it is first read (see SourceReader).
+        """
+        has_features = self.model.frontend in READERS  # needs no pixels
+        pictures = None if has_features else self.pictures.open(corpus)
+        regions = self.regions(corpus)
+        tags = regions.tags if self.model.tags else None
+        return SourceReader(
+            corpus, tokenizer, pictures, regions, self.data.text_of, tags, on_demand=on_demand
+        )
+
+    def vlp_config(self, vocab_size: int) -> ExtendedVLPConfig:
+        """The model, with the position size of its regions and a tokenizer's words."""
+        return self.model.config(vocab_size, self.region_sizes().position_dim)
+
+    def vlp_inputs(self, rows: int, *, inference: bool = False) -> VLPInputs:
+        """Shapes of packed sequences of the bucket with the most columns."""
+        packing = self.packing_config(inference=inference)
+        bucket = largest_bucket(packing)
+        slots = bucket.pictures * packing.slots_per_picture
+        columns = slots + bucket.text
+        return VLPInputs(
+            input_ids=ints(rows, columns),
+            token_type_ids=ints(rows, columns),
+            position_ids=ints(rows, columns),
+            context_mask=bools(rows, columns),
+            answer_mask=bools(rows, columns),
+            region_features=floats(rows, slots, packing.region_dim),
+            region_positions=floats(rows, slots, packing.position_dim),
+            probe_mask=bools(rows, columns) if self._has_probes() and not inference else None,
+        )
+
+    def _has_probes(self) -> bool:
+        return False
+
+    # --- Checks ------------------------------------------------------------------------------
+
+    def _check(self, files: bool) -> None:
+        model = self.model
+        if model.written_words and not self.tokenizer.startswith(("minilm:corpus", "corpus:")):
+            raise UserError(
+                f"config key model.written_words={model.written_words}: writes the first words of "
+                f"the vocabulary, but tokenizer {self.tokenizer} does not put common ones first; "
+                "set tokenizer to minilm:corpus or leave model.written_words out."
+            )
+        vlp = self.model.config(ANY_VOCABULARY)
+        self._check_features()
+        if vlp.vision is not None:
+            if self.pictures.size != vlp.vision.image_size:
+                raise UserError(
+                    f"config key pictures.size={self.pictures.size}: model.clip={model.clip} takes "
+                    f"{vlp.vision.image_size}; set pictures.size to it, or model.clip to another "
+                    "CLIP."
+                )
+            if files:
+                check_clip_frontend(self)
+        given = self.region_sizes().dim
+        if given != vlp.region_features:
+            raise UserError(
+                f"config key model.frontend={model.frontend}: takes regions of "
+                f"{vlp.region_features} values, patches of side {model.patch} have {given}; use "
+                "the frontend patches."
+            )
+        for packing in (self.packing_config(), self.packing_config(inference=True)):
+            if packing.positions > vlp.bert.positions:
+                raise UserError(
+                    f"config key packing.buckets: the longest sequence has {packing.positions} "
+                    f"positions, the model {vlp.bert.positions}; use shorter buckets."
+                )
+        packing = self.packing_config()
+        _check_types("packing.segments", packing.segments, vlp.bert.types)
+        _check_types("packing.match_types", packing.match_types, vlp.bert.types)
+        _check_types("new_types", self.new_types, vlp.bert.types)
+
+    def _check_features(self) -> None:
+        frontend = self.model.frontend
+        if frontend not in _NEEDS:
+            if self.features is not None:
+                raise UserError(
+                    f"config key features: model.frontend={frontend} reads pixels; set it to one "
+                    f"of {', '.join(_NEEDS)} or leave features out."
+                )
+            return
+        needed = _NEEDS[frontend]
+        if self.features is None or not getattr(self.features, needed):
+            raise UserError(f"config key features.{needed} is missing; add it.")
+        for number in self.features.files:
+            if not number.isdecimal():
+                raise UserError(
+                    f"config key features.files.{number}: a number was expected, image_id // "
+                    "10,000,000 of the pictures in that TSV; change the key."
+                )
+
+    # --- In use ------------------------------------------------------------------------------
+
+    def vlp_bytes(self) -> float:
+        """Inputs and activations of a sequence of the largest shape, estimated.
+
+        As in retrieval/encoder_costs.py; compiled for a v5e the programs of configs/webqa use 0.5
+        to 0.9 of them.
+        """
+        model = self.vlp_config(ANY_VOCABULARY)
+        packing = self.packing_config(inference=True)
+        pictures = max(Bucket(*one).pictures for one in packing.buckets)
+        regions = pictures * packing.slots_per_picture * (packing.region_dim + packing.position_dim)
+        tower = 0.0
+        if model.vision is not None:
+            tower = pictures * tower_bytes(model.vision, packing.slots_per_picture + 1)
+        return max(tower_bytes(model.bert, most_columns(packing)), tower) + 2 * 4.0 * regions
+
+    def planned_model(self) -> ExtendedVLP:
+        """The model with `vocabulary_size`."""
+        return ExtendedVLP(self.vlp_config(self.vocabulary_size()), rngs=nnx.Rngs(0))
+
+    def open_vlp(
+        self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False
+    ) -> ExtendedVLP:
+        """The trained model of the run in a folder; `one_shape`: see `in_one_shape`."""
+        config = self.vlp_config(tokenizer.vocab_size)
+        mesh = None if one_shape else self.serving_mesh()
+        return self.load(folder, lambda: ExtendedVLP(config, rngs=nnx.Rngs()), mesh)
+
+    def in_one_shape(self) -> VLPTask:
+        """The task with each function traced and compiled once, quickly.
+
+        All inputs have the longest bucket's shape, and the layers run in a loop, on one device.
+        That suits a process that answers a few questions, most of whose time would go into tracing.
+        """
+        buckets = self.inference.packing.get("buckets", self.packing["buckets"])
+        longest = max(pictures for pictures, _ in buckets), max(text for _, text in buckets)
+        packing = {**self.inference.packing, "buckets": (longest,)}
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, changes={**self.model.changes, "unroll": 1}),
+            inference=dataclasses.replace(self.inference, packing=packing),
+        )
+
+
+def largest_bucket(packing: PackingConfig) -> Bucket:
+    """The one with the most columns, region slots included; of several that with most pictures."""
+    slots = packing.slots_per_picture
+    buckets = [Bucket(*b) for b in packing.buckets]
+    return max(buckets, key=lambda b: (b.pictures * slots + b.text, b.pictures))
+
+
+def most_columns(packing: PackingConfig) -> int:
+    """Columns of the largest bucket."""
+    bucket = largest_bucket(packing)
+    return bucket.pictures * packing.slots_per_picture + bucket.text
+
+
+def _check_types(key: str, numbers: Iterable[int], count: int) -> None:
+    wrong = [number for number in numbers if not 0 <= number < count]
+    if wrong:
+        raise UserError(
+            f"config key {key}: the model has no token type {wrong[0]}; use 0 to {count - 1}."
+        )

@@ -1,0 +1,427 @@
+"""Visual question answering by the MCANs (MAVL, Prophet's stage 1): one class for each answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import RowCost
+from mmqa_jax.core.typed import at_least, chosen_by, mapping
+from mmqa_jax.data.answer_vocabulary import FILE as ANSWERS
+from mmqa_jax.data.answer_vocabulary import read_vocabulary
+from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.vqa import vqa_batches
+from mmqa_jax.data.clip_tokenizer import open_tokenizer
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.picture_features import PictureFeatures, open_features
+from mmqa_jax.data.question_pictures import QuestionPictures
+from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import trains_on
+from mmqa_jax.data.vqa_inputs import (
+    CaptionInputs,
+    GridInputs,
+    PatchInputs,
+    RegionInputs,
+    VQAInputs,
+)
+from mmqa_jax.evaluation.candidates import score_candidates
+from mmqa_jax.evaluation.vqa import has_answers
+from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
+from mmqa_jax.models.caption_mcan import CaptionMCAN, CaptionMCANConfig
+from mmqa_jax.models.mcan import MCAN, MCANConfig
+from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
+from mmqa_jax.models.presets import GridModel, VQAConfig, VQAModelSection, vqa_model
+from mmqa_jax.retrieval.encoder_costs import layer_bytes
+from mmqa_jax.tasks.opening import Options, read_run, with_options
+from mmqa_jax.tasks.pretrained_vqa import make_answers, pretrained_answers, vqa_loader
+from mmqa_jax.tasks.task import (
+    ANY_VOCABULARY,
+    DataSection,
+    InUse,
+    PicturesSection,
+    Recipe,
+    ServingSection,
+    Struct,
+    Task,
+    bools,
+    floats,
+    ints,
+    scored_questions,
+)
+from mmqa_jax.weights.folder import load_converted, read_record
+
+PLANNED_ANSWERS = 3_129  # of openvqa's and Prophet's answer vocabularies for VQA v2
+PLANNED_WORDS = 20_572  # of openvqa's token_dict.json for VQA v2
+
+_MODELS: dict[type, type[nnx.Module]] = {
+    MCANConfig: MCAN,
+    MCANOpenVQAConfig: MCANOpenVQA,
+    CaptionMCANConfig: CaptionMCAN,
+    PatchMCANConfig: PatchMCAN,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class VQAObjective:
+    """Binary cross-entropy of every answer, summed over answers.
+
+    Both originals sum over the batch too (BCEWithLogitsLoss, reduction `sum`; Prophet
+    stage1/pretrain.py, openvqa utils/train_engine.py). Here it is the mean over the batch, so that
+    `train.accumulate` changes nothing; with the originals' clipping and eps divided by their batch
+    size an update is theirs.
+
+    Attributes:
+      config: the model's.
+    """
+
+    config: VQAConfig
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized model."""
+        return _MODELS[type(self.config)](self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss of a question of the batch of `data.batches.vqa`.
+
+        `accuracy`: the mean target of the answers with the highest scores.
+        """
+        latent = model.latent(batch["question_ids"], batch["image"], dropout_key=dropout_key)
+        logits, targets = model.answer_logits(latent), batch["targets"]  # [B, V]
+        loss = optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=1).mean()
+        best = logits.argmax(axis=1, keepdims=True)
+        return loss, {"accuracy": jnp.take_along_axis(targets, best, axis=1).mean()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoldedData(DataSection):
+    """The section `data`.
+
+    Attributes:
+      folds, fold: of the split only the part `fold` of `folds` (data.splits.fold_of).
+      more_splits: further splits, whole.
+    """
+
+    folds: int = at_least(1, 1)
+    fold: int = at_least(0, 0)
+    more_splits: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswersSection:
+    """The answers that the model chooses among.
+
+    Attributes:
+      file: a whole vocabulary; "": made of the training questions' answers.
+      base: a file or run whose answers come first; "": none.
+      min_questions: that must have an answer for it to be taken.
+    """
+
+    file: str
+    base: str
+    min_questions: int = at_least(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PictureFeaturesSection:
+    """Features of pictures.
+
+    Attributes:
+      root: folder of npz files or of `mmqa embed`.
+      max_missing: pictures without features that a run tolerates; None: see BrokenPictures.
+      slots: regions of a picture.
+    """
+
+    root: str
+    max_missing: int | None = None
+    slots: int = at_least(1, 100)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VQABatches(BatchesSection):
+    """The section `batches`; `lengths` of the questions, increasing, one static shape each."""
+
+    lengths: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateVQA:
+    """The section `validate`: questions of the split that the run does not train on.
+
+    Attributes:
+      split: the questions', of those with answers.
+      questions: how many, evenly over the split; 0: all.
+      metric: decides on the best step (evaluation.candidates).
+    """
+
+    split: str
+    questions: int = at_least(0)
+    metric: Literal["accuracy", "recall@10"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VQATask(Task):
+    """Questions on pictures.
+
+    Attributes:
+      features: of pictures, for grids and regions.
+      pictures: pixels, for patches.
+      augment: `factory` and its arguments (tasks.augmentation), for patches.
+    """
+
+    name: ClassVar[str] = "vqa"
+    product: ClassVar[str] = "VQA model"
+    title: ClassVar[str] = "Training the VQA model"
+    program: ClassVar[str] = "candidates"
+
+    data: FoldedData
+    model: VQAModelSection = chosen_by(vqa_model)
+    answers: AnswersSection
+    batches: VQABatches
+    inference: ServingSection
+    features: PictureFeaturesSection | None = None
+    pictures: PicturesSection | None = None
+    augment: Mapping[str, Any] = mapping(dict)
+    validate: ValidateVQA | None = None
+
+    def tokenizer_kind(self) -> tuple[type, str]:
+        if self.model.image == "regions":
+            return QuestionWords, "`words`, or openvqa's token_dict.json"
+        return super().tokenizer_kind()
+
+    def vocabulary_size(self) -> int:
+        return PLANNED_WORDS if self.tokenizer == "words" else super().vocabulary_size()
+
+    def remat_keys(self) -> tuple[str, ...]:
+        return self.model.remat_keys
+
+    def _check(self, files: bool) -> None:
+        model, image, lengths = self.model, self.model.image, self.batches.lengths
+        vqa = model.config(ANY_VOCABULARY, answers=2)
+        most = max(lengths, default=0) if image == "regions" else vqa.text.positions
+        if not lengths or sorted(set(lengths)) != list(lengths) or not 3 <= lengths[0] <= most:
+            raise UserError(
+                f"config key batches.lengths={lengths}: increasing numbers from 3 to {most} "
+                "were expected, tokens that the model reads; change them."
+            )
+        needs = {"features": image in ("grid", "regions"), "pictures": image == "patches"}
+        for key, needed in needs.items():
+            if (getattr(self, key) is not None) != needed:
+                what = "needs it; add it" if needed else "does not read them; leave it out"
+                raise UserError(f"config key {key}: model.image={image} {what}.")
+        if self.augment and image != "patches":
+            raise UserError(
+                f"config key augment: changes pixels and questions together, but model.image="
+                f"{image} reads none; leave it out."
+            )
+        if self.pictures is not None and self.pictures.size != vqa.vision.image_size:
+            raise UserError(
+                f"config key pictures.size={self.pictures.size}: the vision tower takes "
+                f"{vqa.vision.image_size}; set pictures.size and model.vision.image_size to the "
+                "same number."
+            )
+        if model.frozen_text and self.loop.optimizer.name != "adam":
+            raise UserError(
+                "config key model.frozen_text=True: weight decay would change the frozen encoder; "
+                "set train.optimizer.name to adam."
+            )
+        folds, fold = self.data.folds, self.data.fold
+        if fold >= folds:
+            raise UserError(
+                f"config key data.fold={fold}: 0 to data.folds - 1 = {folds - 1} is right."
+            )
+
+    def planned_objective(self, mesh: Mesh | None) -> VQAObjective:
+        return VQAObjective(self.model.config(self.vocabulary_size(), PLANNED_ANSWERS))
+
+    def planned_inputs(self, rows: int) -> tuple[Struct, Any]:
+        """Shapes of `question_ids` and `image` of the longest questions."""
+        model, length = self.model, max(self.batches.lengths)
+        if model.image == "caption":
+            return ints(rows, length), bools(rows, length)
+        if isinstance(model, GridModel):
+            return ints(rows, length), floats(rows, model.grid**2, model.image_features)
+        if self.pictures is not None:
+            side, pictures = self.pictures.size, model.pictures
+            pixels = Struct((rows, pictures, side, side, 3), jnp.uint8)
+            return ints(rows, length), {"pixels": pixels, "shown": bools(rows, pictures)}
+        slots = (self.features or PictureFeaturesSection(root="")).slots
+        return ints(rows, length), floats(rows, slots, model.region_features)
+
+    def batch(self) -> dict[str, Any]:
+        rows = self.batches.batch_size
+        question_ids, image = self.planned_inputs(rows)
+        return {
+            "question_ids": question_ids,
+            "image": image,
+            "targets": floats(rows, PLANNED_ANSWERS),
+            "truncated": ints(rows),
+        }
+
+    def open_pictures(self, corpus: Corpus | None) -> PictureFeatures | QuestionPictures | None:
+        """The pictures, or their features; None where captions stand for them.
+
+        Args:
+          corpus: of the questions, from which a model on patches reads their pictures.
+        """
+        if self.model.image == "caption":
+            return None
+        if self.pictures is not None:
+            assert corpus is not None, "a model on patches reads the corpus's pictures"
+            return QuestionPictures(self.pictures.open(corpus))
+        return open_features(self.features, self.model)
+
+    def inputs(
+        self, tokenizer: Any, pictures: PictureFeatures | QuestionPictures | None, length: int
+    ) -> VQAInputs:
+        """What the model reads of questions, `length` tokens or words of each."""
+        if isinstance(pictures, QuestionPictures):
+            return PatchInputs(tokenizer, pictures, length, self.model.pictures)
+        if pictures is None:
+            return CaptionInputs(tokenizer, length)
+        kind = GridInputs if self.model.image == "grid" else RegionInputs
+        return kind(tokenizer, pictures, length)
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        del questions  # those of the config's fold and of further splits
+        questions = [q for q in corpus.questions() if q.answers and trains_on(self.data, q)]
+        answers = make_answers(self.answers, questions)
+        old = pretrained_answers(self, answers)
+        config = self.model.config(tokenizer.vocab_size, old, len(answers) - old)
+        pictures, lengths = self.open_pictures(corpus), self.batches.lengths
+        inputs = [self.inputs(tokenizer, pictures, length) for length in lengths]
+        batches = vqa_batches(inputs, questions, answers, self.feed(), lengths=lengths)
+        loader = vqa_loader(self, tokenizer, answers)
+        return Recipe(VQAObjective(config), batches, loader, pictures, answers)
+
+    def evaluation(
+        self, section: ValidateVQA, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        """Accuracy of the best answers, and recall of the candidates."""
+        held_out = Corpus(
+            [], [q for q in corpus.questions(section.split) if not trains_on(self.data, q)]
+        )
+        questions = scored_questions(self, section, held_out, has_answers, "answers")
+        # The answers are the run's own, which it wrote before.
+        own = [q for q in corpus.questions() if q.answers and trains_on(self.data, q)]
+        answers = make_answers(self.answers, own)
+        vqa = VQAModel(self, tokenizer, answers, model, corpus)
+
+        def evaluate(model: nnx.Module) -> Mapping[str, float]:
+            vqa.use(model)
+            return score_candidates(questions, vqa.candidates(questions))
+
+        return evaluate
+
+    def cost(self) -> RowCost:
+        """Of questions with their picture."""
+        model, length = self.model, max(self.batches.lengths)
+        config = model.config(ANY_VOCABULARY, answers=1)
+        fusion = config.fusion
+        if model.image == "grid":
+            columns, features = model.grid**2, model.image_features
+        elif model.image == "regions":
+            slots = (self.features or PictureFeaturesSection(root="")).slots
+            columns, features = slots, model.region_features
+        elif model.image == "patches":
+            columns = model.pictures * config.vision.patches
+            features = config.vision.patch_size**2 * 3
+        else:
+            columns, features = length, 0
+        longest = max(columns, length)
+        attended = layer_bytes(longest, fusion.hidden, fusion.heads, fusion.mlp, fusion.dtype)
+        return RowCost("questions", 64, 128, attended + 2 * 4.0 * columns * features)
+
+    def in_use(self) -> InUse:
+        objective = self.planned_objective(None)
+
+        def build() -> nnx.Module:
+            return objective.init(jax.random.key(0))
+
+        return InUse(self.cost(), make_answer_scores, build, self.planned_inputs)
+
+
+def load_vqa_model(
+    folder: str | Path, corpus: Corpus | None = None, options: Options | None = None
+) -> VQAModel:
+    """The trained MCAN of a VQA run.
+
+    Args:
+      corpus: of the questions; only a model on patches needs it.
+      options: of the section `inference`, in place of the run's own.
+
+    Raises:
+      UserError: another task's run, or answers.json is not that of the weights.
+    """
+    task, tokenizer = read_run(folder, (VQATask,), options)
+    answers = read_vocabulary(folder)
+    heads = _answer_heads(read_record(folder).config)
+    if heads != len(answers):
+        raise UserError(
+            f"{Path(folder) / ANSWERS}: {len(answers)} answers, but the weights beside it have "
+            f"{heads}; copy both from the same run."
+        )
+    model = load_converted(folder, mesh=task.serving_mesh())
+    return VQAModel(task, tokenizer, answers, model, corpus)
+
+
+def load_prophets_mcan(
+    folder: str | Path, task: VQATask, options: Options | None = None
+) -> VQAModel:
+    """A checkpoint of Prophet's authors that `mmqa convert` wrote.
+
+    Args:
+      task: on grids, for what weights do not tell: `tokenizer`, `answers.file`, `features`,
+        `batches.lengths`, `inference.batch_size`. Its sizes give way to the weights'.
+
+    Raises:
+      UserError: another model, or answers or a tokenizer of other sizes.
+    """
+    record = read_record(folder)
+    if record.architecture.name != "mcan" or not isinstance(task.model, GridModel):
+        raise UserError(
+            f"--model {folder}: a converted `mcan` and a config of model.image=grid belong "
+            f"together, found {record.architecture.name!r} and {task.model.image!r}; name others."
+        )
+    if not task.answers.file:
+        raise UserError(
+            "config key answers.file: is empty, and a converted checkpoint has no answers of its "
+            "own; give the list that it was trained with."
+        )
+    answers, tokenizer = read_vocabulary(task.answers.file), open_tokenizer(task.tokenizer)
+    sizes = record.config
+    for key, named, count, expected in (
+        ("answers.file", task.answers.file, len(answers), _answer_heads(sizes)),
+        ("tokenizer", task.tokenizer, tokenizer.vocab_size, sizes.text.vocab_size),
+    ):
+        if count != expected:
+            raise UserError(
+                f"config key {key}={named}: has {count:,} entries, the weights in {folder} have "
+                f"{expected:,}; give the file that they were trained with."
+            )
+    model = dataclasses.replace(
+        task.model,
+        grid=sizes.grid,
+        image_features=sizes.image_features,
+        fusion={**task.model.fusion, "flat_out": sizes.fusion.flat_out},
+    )
+    task = dataclasses.replace(with_options(task, options), model=model)
+    weights = load_converted(folder, mesh=task.serving_mesh())
+    return VQAModel(task, tokenizer, answers, weights)
+
+
+def _answer_heads(sizes: Any) -> int:
+    """Answers of a VQA model, those that finetuning appended included."""
+    return sizes.answers + getattr(sizes, "new_answers", 0)
