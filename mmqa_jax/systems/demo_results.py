@@ -29,7 +29,7 @@ from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems.run_report import run_facts
 from mmqa_jax.systems.training_report import run_curves
 from mmqa_jax.tasks.reading import TASKS
-from mmqa_jax.training.validation import read_best
+from mmqa_jax.training.best_weights import read_best
 
 SETTINGS = ("question_only", "oracle", "restricted", "full")
 RETRIEVERS = (

@@ -15,7 +15,7 @@ from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.systems.run_report import run_facts
 from mmqa_jax.tasks.reading import TASKS
 from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
-from mmqa_jax.training.validation import read_best
+from mmqa_jax.training.best_weights import read_best
 
 METRICS = "metrics.jsonl"
 _VALIDATION = "eval/"

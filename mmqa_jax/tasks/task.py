@@ -46,9 +46,8 @@ from mmqa_jax.retrieval.rankings import with_mined_negatives
 from mmqa_jax.tasks.augmentation import augmentation_factory, make_augmentation
 from mmqa_jax.tasks.pretrained import Loader
 from mmqa_jax.tasks.run_tokenizer import make_tokenizer
-from mmqa_jax.training.loop import LoopOptions, check_batch_size, read_section
-from mmqa_jax.training.state import Objective
-from mmqa_jax.training.validation import Validation
+from mmqa_jax.training.objective import Objective, Validation
+from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
 from mmqa_jax.weights.folder import load_weights
 
 Tokenizer = WordPiece | ClipTokenizer | QuestionWords | TextTokenizer

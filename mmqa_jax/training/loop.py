@@ -21,21 +21,23 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.checkpoint import Checkpoints
-from mmqa_jax.core.config import Key, check_section, config_fingerprint, optional, spec_of
+from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.disk_errors import report_full_disk
-from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, batch_blocks, local_blocks, put_batch
+from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.mesh import batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts
+from mmqa_jax.training.best_weights import BestWeights
 from mmqa_jax.training.continued import check_steps, experiment
-from mmqa_jax.training.nonfinite import FiniteCheck, OnNan
-from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, read_options
+from mmqa_jax.training.nonfinite import FiniteCheck
+from mmqa_jax.training.objective import Objective, Validation
+from mmqa_jax.training.optimizer import make_optimizer
+from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
 from mmqa_jax.training.profile import Profile, Steps
 from mmqa_jax.training.state import (
-    Objective,
     Step,
     TrainState,
     abstract_state,
@@ -49,41 +51,11 @@ from mmqa_jax.training.still_there import StillThere
 from mmqa_jax.training.stop_signals import StopSignals
 from mmqa_jax.training.throughput import Throughput
 from mmqa_jax.training.time_split import TimeSplit
-from mmqa_jax.training.validation import BestWeights, Validation
 from mmqa_jax.weights.folder import save_trained
 
 # Entries of a batch that stay on the host, to name the examples of a bad step.
 _ID_KEYS = ("ids", "index")
 _SHOWN_INPUT_SHARE = 0.05  # of the time, from which on the progress shows the wait for input
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """The section `train` of a config.
-
-    Attributes:
-      steps: of the whole run.
-      optimizer: see OptimizerOptions.
-      rules: logical axis -> mesh axes.
-      log_every, checkpoint_every, evaluate_every: in steps, and at the end; with 0 checkpoints
-        are only saved at the end, and nothing is evaluated.
-      accumulate: parts of a batch, one after another (see make_step).
-      keep: how many of the latest checkpoints; the best one is kept besides.
-      on_nan: a loss or gradient that is not finite ends the run (`stop`), or that step changes
-        nothing (`skip`).
-      skip_at_most: so many such steps in a run; one more ends it.
-    """
-
-    steps: int
-    optimizer: OptimizerOptions
-    rules: Rules = DEFAULT_RULES
-    log_every: int = 10
-    checkpoint_every: int = 500
-    evaluate_every: int = 0
-    accumulate: int = 1
-    keep: int = 2
-    on_nan: OnNan = "stop"
-    skip_at_most: int = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -449,28 +421,6 @@ def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -
         size, rest = divmod(rows * batch_blocks(mesh), share)
         check_batch_size(0 if rest else size, mesh, accumulate)
     return batch, ids
-
-
-def read_section(config: Mapping[str, Any]) -> LoopOptions:
-    """Reads the section `train`; UserError for an unknown or missing key or a bad value."""
-    spec = spec_of(LoopOptions, minimum=1)
-    zero = optional(int, minimum=0)
-    spec |= {"optimizer": Key(dict), "rules": optional(Any)}
-    check_section(config, "train", spec | {"checkpoint_every": zero, "evaluate_every": zero})
-    options = {key: config[key] for key in spec if key in config}
-    options["optimizer"] = read_options(config["optimizer"])
-    rules = options.pop("rules", None) or DEFAULT_RULES
-    return LoopOptions(**options, rules=tuple((name, axes) for name, axes in rules))
-
-
-def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
-    """UserError if a batch over all processes cannot be split."""
-    parts = accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
-    if size % parts or size < 1:
-        raise UserError(
-            f"batch of {size}: must be a multiple of {parts} (train.accumulate x mesh axes "
-            "data and fsdp); change batches.batch_size or the mesh."
-        )
 
 
 def _same_on_all(values: Mapping[str, float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,8 @@ from jax.sharding import Mesh
 from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
+from mmqa_jax.training.objective import Objective
 from mmqa_jax.training.optimizer import Schedule
-
-
-class Objective(Protocol):
-    """What is trained: a model and its loss; each of tasks/ has one."""
-
-    def init(self, key: jax.Array) -> nnx.Module:
-        """Makes the model with its initial weights (traced)."""
-
-    def loss(
-        self, model: nnx.Module, batch: Any, dropout_key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Scalar loss and scalar metrics of one batch; pure and traced.
-
-        An objective whose mean is not over the rows also has `whole(batch)`: the batch with further
-        entries [B, ...], which the loss of a part of it needs to know of all of it.
-        """
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,8 @@ import tiny_run
 from test_training_resume import assert_same_run, curve, killed_run, run, weights
 
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.training.validation import Validation, read_best
+from mmqa_jax.training.best_weights import read_best
+from mmqa_jax.training.objective import Validation
 from mmqa_jax.weights.folder import read_metadata
 
 

@@ -33,7 +33,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.training import validation
 from mmqa_jax.training.loop import Observed, Resuming, train
-from mmqa_jax.training.validation import Validation
+from mmqa_jax.training.objective import Validation
 from mmqa_jax.weights import folder
 
 sys.path.append(str(Path(__file__).parents[1]))  # where it is a script of its own

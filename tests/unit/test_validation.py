@@ -16,7 +16,7 @@ from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.webqa import score_answers
 from mmqa_jax.tasks import answer
 from mmqa_jax.tasks.reading import TASKS, check_config, read_task
-from mmqa_jax.training.validation import read_best
+from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.weights.folder import read_metadata
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -7,14 +7,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-import grain
 from absl import flags
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch
 from mmqa_jax.data.images import BrokenPictures
+
+if TYPE_CHECKING:  # and late, since verbs that only use a task's trained model need no Grain
+    import grain
 
 _BUFFERED = 4  # batches that wait for the step, at least
 _DIED = "Worker process was terminated unexpectedly"  # how Grain's message begins
@@ -62,12 +64,16 @@ def batch_iterator(
         raise UserError(f"workers={workers} is negative; give 0 or more processes.")
     if workers:
         return _WorkerBatches(plan, make_batch, threads, workers, broken)
+    import grain
+
     return iter(
         grain.MapDataset.source(plan).map(make_batch).to_iter_dataset(_read_options(threads))
     )
 
 
 def _read_options(threads: int) -> grain.ReadOptions:
+    import grain
+
     # Grain never works on more elements than it buffers.
     buffered = max(_BUFFERED, threads) if threads else 0
     return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffered)
@@ -128,6 +134,8 @@ class _WorkerBatches:
             self._running = None
 
     def _start(self) -> grain.DatasetIterator:
+        import grain
+
         # Grain reads absl's flags here, which are only known to have their defaults once parsed.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()

@@ -1,8 +1,7 @@
-"""Validation during training, and the best weights; how a model is judged its task knows."""
+"""The weights of the best step so far, by validation during training."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,20 +22,6 @@ from mmqa_jax.weights.folder import (
 
 BEST = "best"  # in a run's workdir
 _KEPT = ("config.json", *RUN_FILES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Validation:
-    """A judgement of the current parameters.
-
-    Attributes:
-      evaluate: model -> values by name. It must not keep the model's arrays for longer than the
-        call: the next step donates them.
-      metric: the value that the best step has the highest of; None: no best step is kept.
-    """
-
-    evaluate: Callable[[nnx.Module], Mapping[str, float]]
-    metric: str | None = None
 
 
 class BestWeights:

@@ -1,0 +1,40 @@
+"""What the training loop needs of a task: an objective and, if it evaluates, a validation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+
+class Objective(Protocol):
+    """What is trained: a model and its loss; each of tasks/ has one."""
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """Makes the model with its initial weights (traced)."""
+
+    def loss(
+        self, model: nnx.Module, batch: Any, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Scalar loss and scalar metrics of one batch; pure and traced.
+
+        An objective whose mean is not over the rows also has `whole(batch)`: the batch with further
+        entries [B, ...], which the loss of a part of it needs to know of all of it.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """A judgement of the current parameters.
+
+    Attributes:
+      evaluate: model -> values by name. It must not keep the model's arrays for longer than the
+        call: the next step donates them.
+      metric: the value that the best step has the highest of; None: no best step is kept.
+    """
+
+    evaluate: Callable[[nnx.Module], Mapping[str, float]]
+    metric: str | None = None
