@@ -28,7 +28,7 @@ from mmqa_jax.evaluation.webqa import (
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems.run_report import run_facts
 from mmqa_jax.systems.training_report import run_curves
-from mmqa_jax.tasks.reading import TASKS
+from mmqa_jax.tasks.reading import known_tasks
 from mmqa_jax.training.best_weights import read_best
 
 SETTINGS = ("question_only", "oracle", "restricted", "full")
@@ -224,7 +224,8 @@ def write_html(
     stages: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Writes report.html."""
-    best = {kind.product: read_best(results.folder / task) for task, kind in TASKS.items()}
+    products = {kind.product: results.folder / task for task, kind in known_tasks().items()}
+    best = {product: read_best(folder) for product, folder in products.items()}
     data = ReportData(
         title="Atlas: cited answers from pictures and prose",
         description=(
@@ -242,7 +243,9 @@ def write_html(
             "source F1, restricted": scores["scores"]["source_f1/reranked"],
         },
         tables=result_tables(results, scores),
-        curves={kind.product: run_curves(results.folder / task) for task, kind in TASKS.items()},
+        curves={
+            kind.product: run_curves(results.folder / task) for task, kind in known_tasks().items()
+        },
         best_steps={title: found["step"] for title, found in best.items() if found is not None},
         recall={
             name: {int(k): v for k, v in values.items()}

@@ -1,8 +1,8 @@
 """The programs that the verbs run with a config, ready to be compiled for any devices.
 
 They are the verbs' own: the training step of training.state, the jitted functions of embedder,
-reranker, reader and engine. Here they get shapes in place of arrays (see batch_shapes), so that
-neither data nor weights are needed.
+reranker, reader and engine. Here they get shapes in place of arrays, which the tasks know (tasks/),
+so that neither data nor weights are needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mmqa_jax.models import llama_config
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
-from mmqa_jax.tasks.reading import TASKS, check_config, read_task
+from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import abstract_state, make_step, split_model
@@ -77,7 +77,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
       UserError: a config of neither.
     """
     if "task" in config:
-        kind = TASKS.get(config.task)
+        kind = known_tasks().get(config.task)
         return ("train",) if kind is None or kind.program is None else ("train", kind.program)
     if "engine" in config:
         return (*ENGINE, TOWER) if model in LLAVAS else ENGINE

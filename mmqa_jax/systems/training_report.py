@@ -13,7 +13,7 @@ from mmqa_jax.evaluation.plots import Points
 from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.systems.run_report import run_facts
-from mmqa_jax.tasks.reading import TASKS
+from mmqa_jax.tasks.reading import known_tasks
 from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best
 
@@ -37,12 +37,12 @@ def write_training_report(folder: Path) -> dict[str, Any]:
       UserError: `folder` has no config.json of a training run.
     """
     config = read_config(folder)
-    if config.get("task") not in TASKS:
+    if "task" not in config:
         raise UserError(
             f"{folder}: holds no training run (config key task is {config.get('task')!r}); name "
             "the workdir of `mmqa train` or of `mmqa demo`."
         )
-    curves, best, product = run_curves(folder), read_best(folder), TASKS[config.task].product
+    curves, best, product = run_curves(folder), read_best(folder), _product(config.task)
     title = f"Training of the {product}"
     tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
     headline = {} if best is None else {f"best {best['metric']}": best["value"]}
@@ -67,6 +67,12 @@ def write_training_report(folder: Path) -> dict[str, Any]:
     write_report(folder / "report.html", data)
     Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return {"task": config.task, "report": str(folder / "report.html"), "best": best}
+
+
+def _product(task: str) -> str:
+    """What a task trains, in words; of a task that a config file defines its name."""
+    kind = known_tasks().get(task)
+    return task if kind is None else kind.product
 
 
 def _time_table(found: Goodput) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,23 @@ from mmqa_jax.tasks.rerank import Rerank
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.tasks.vqa import VQATask
 
-TASKS: dict[str, type[Task]] = {
-    kind.name: kind
-    for kind in (
-        *(Contrastive, Rerank, Answer),  # WebQA
-        ModalityTask,
-        VQATask,  # MAVL
-        *(ExampleRetrieval, LanguageModel),  # beyond RMR
-    )
-}
+BUILT_IN: tuple[type[Task], ...] = (
+    *(Contrastive, Rerank, Answer),  # WebQA
+    ModalityTask,
+    VQATask,  # MAVL
+    *(ExampleRetrieval, LanguageModel),  # beyond RMR
+)
+
+
+def known_tasks() -> dict[str, type[Task]]:
+    """Every task by its name: those of the package, and those that a config file defines."""
+    return {kind.name: kind for kind in (*BUILT_IN, *_below(Task)) if hasattr(kind, "name")}
+
+
+def _below(kind: type[Task]) -> Iterator[type[Task]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _below(one)
 
 
 def read_task(config: Any) -> Task:
@@ -35,10 +43,10 @@ def read_task(config: Any) -> Task:
     Raises:
       UserError: an unknown task; a key that is unknown or missing, or a value of another type.
     """
-    name = config.get("task")
-    if name not in TASKS:
-        raise UserError(f"config key task={name}: unknown; use one of {', '.join(TASKS)}.")
-    return read_typed(TASKS[name], config)
+    name, known = config.get("task"), known_tasks()
+    if name not in known:
+        raise UserError(f"config key task={name}: unknown; use one of {', '.join(known)}.")
+    return read_typed(known[name], config)
 
 
 def check_config(

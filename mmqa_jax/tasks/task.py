@@ -251,7 +251,7 @@ class Task(abc.ABC):
 
     def remat_keys(self) -> tuple[str, ...]:
         """The config keys that say what the model computes again in the backward pass."""
-        keys = ("model.changes.remat",)
+        keys = ("model.changes.remat",) if hasattr(self.model, "changes") else ()
         if getattr(self.model, "clip", "") or getattr(self.model, "vision", None):
             return (*keys, "model.vision.remat")
         return keys
