@@ -226,7 +226,7 @@ def _bert(suite: Suite) -> Iterator[Case]:
 
 
 def _vlp(suite: Suite) -> Iterator[Case]:
-    from mmqa_jax.tasks.answer import AnswerObjective
+    from mmqa_jax.tasks.objectives import AnswerObjective
 
     config, trunk = ExtendedVLPConfig.of(suite.vlp), suite.vlp.bert
 
@@ -303,7 +303,7 @@ def _training(
 
 
 def _mcan(suite: Suite) -> Iterator[Case]:
-    from mmqa_jax.tasks.vqa import VQAObjective
+    from mmqa_jax.tasks.objectives import VQAObjective
 
     config = suite.mcan
 

@@ -6,136 +6,33 @@ are parsed to the type of the value they replace; keys that do not exist are ref
 
 A config file may name its modes, `MODES = ("runlocal",)`; any other mode is then refused.
 
-`check_section` compares a section with its specification: a dict `name -> Key`, or in place of
-the Key its kind alone, for a required key without a minimum.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
-import difflib
 import hashlib
 import inspect
 import json
 import os
 import re
 import traceback
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import describe, fits, nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _BOOLEANS = {
     **dict.fromkeys(("true", "t", "yes", "y", "1"), True),
     **dict.fromkeys(("false", "f", "no", "n", "0"), False),
 }
-
-
-# jax.random.key takes the low 32 bits of a seed, so that 2**32 would be the seed 0.
-_LARGEST = 2**32 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """What a specification says about one key of a config section.
-
-    Attributes:
-      kind: the value's type, as in an annotation; for a section, its own specification.
-      required: whether the key must be present.
-      minimum: the smallest value of a number.
-    """
-
-    kind: Any
-    required: bool = True
-    minimum: float | None = None
-
-
-def optional(kind: Any, minimum: float | None = None) -> Key:
-    """A key that may be left out."""
-    return Key(kind, False, minimum)
-
-
-def spec_of(
-    maker: Callable[..., Any],
-    *without: str,
-    minimum: float | None = None,
-    partial: bool = False,
-) -> dict[str, Key]:
-    """The specification of a section whose values are the arguments of a function or dataclass.
-
-    Args:
-      without: parameters that do not come from the section.
-      minimum: of all parameters that are whole numbers.
-      partial: whether any parameter may be left out, not only those with a default.
-    """
-    return {
-        name: Key(
-            parameter.annotation,
-            parameter.default is parameter.empty and not partial,
-            minimum if parameter.annotation is int else None,
-        )
-        for name, parameter in inspect.signature(maker, eval_str=True).parameters.items()
-        if name not in without
-    }
-
-
-def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:
-    """Checks the keys of a config section and their values, nested sections included.
-
-    Args:
-      section: the section, or the whole config.
-      name: of the section, such as `model.changes`; empty for the whole config.
-      spec: its specification.
-
-    Raises:
-      UserError: not a section; a key that is unknown (with the nearest known one) or missing;
-        a value of another type, below its minimum, or a whole number of more than 32 bits.
-    """
-    if not _fits(section, dict):
-        raise UserError(f"config key {name}={section!r}: a section was expected.")
-    keys = {key: one if isinstance(one, Key) else Key(one) for key, one in spec.items()}
-    prefix = f"{name}." if name else ""
-    for key, value in section.items():
-        if key not in keys:
-            raise UserError(f"config key {prefix}{key}: unknown; {nearest(key, keys)}")
-        _check_value(value, prefix + key, keys[key])
-    for key, one in keys.items():
-        if one.required and key not in section:
-            raise UserError(f"config key {prefix}{key} is missing; add it.")
-
-
-def _check_value(value: Any, name: str, key: Key) -> None:
-    if isinstance(key.kind, Mapping):
-        check_section(value, name, key.kind)
-    elif not _fits(value, key.kind):
-        choices = map(str, get_args(key.kind)) if get_origin(key.kind) is Literal else ()
-        close = difflib.get_close_matches(str(value), choices, n=1)
-        remedy = f"did you mean {close[0]!r}?" if close else "correct the value."
-        raise UserError(
-            f"config key {name}={value!r}: {_describe(key.kind)} was expected; {remedy}"
-        )
-    elif any(abs(number) > _LARGEST for number in _whole_numbers(value)):
-        raise UserError(
-            f"config key {name}={value!r:.60}: at most {_LARGEST:,} was expected, since arrays and "
-            "random keys hold 32 bits; give a smaller number."
-        )
-    elif key.minimum is not None and isinstance(value, int | float) and value < key.minimum:
-        raise UserError(
-            f"config key {name}={value}: at least {key.minimum} was expected; give a larger number."
-        )
-
-
-def _whole_numbers(value: Any) -> list[int]:
-    items = value if isinstance(value, list | tuple) else [value]
-    return [item for item in items if type(item) is int]
 
 
 def auto() -> FieldReference:
@@ -210,19 +107,6 @@ def flatten(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'steps'?` for a misspelled word, or else the list of known ones."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not close:  # the right last part in the wrong section
-        last = word.rpartition(".")[2]
-        tails = {name.rpartition(".")[2]: name for name in reversed(known)}
-        close = [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1, cutoff=0.75)]
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return f"the known ones are {', '.join(sorted(known))}." if known else "remove it."
 
 
 def config_beside(file: str, name: str) -> ModuleType:
@@ -323,8 +207,8 @@ def _override(config: ConfigDict, key: str, value: Any, file: Path) -> None:
         parsed = _parse(value, kind, section)
     except ValueError as error:
         raise UserError(
-            f"--config.{key}={value}: {file} has {_describe(kind)} there ({section!r}); "
-            f"give {_describe(kind)}."
+            f"--config.{key}={value}: {file} has {describe(kind)} there ({section!r}); "
+            f"give {describe(kind)}."
         ) from error
     with parent.unlocked(), parent.ignore_type():
         parent[last] = parsed
@@ -351,7 +235,7 @@ def _parse(value: Any, kind: type, current: Any) -> Any:
         value = int(value)
     elif kind is float and type(value) is int:
         value = float(value)
-    if not _fits(value, kind):
+    if not fits(value, kind):
         raise ValueError(value)
     return value
 
@@ -377,43 +261,6 @@ def _literal(text: Any) -> Any:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
         return {"none": None, "true": True, "false": False}.get(text.strip().lower(), text)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a config value is of a type, given as in an annotation."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if origin is Literal:
-        return value in inner
-    if origin in (tuple, list, Sequence):
-        if not isinstance(value, list | tuple):
-            return False
-        if origin is tuple and inner[-1] is not Ellipsis:
-            return len(value) == len(inner) and all(map(_fits, value, inner))
-        return all(_fits(item, inner[0]) for item in value)
-    if kind is dict:
-        return isinstance(value, Mapping | ConfigDict)
-    if origin is dict:
-        return _fits(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    if kind is Any or (isinstance(value, bool) and kind is not bool):
-        return kind is Any  # python counts True as 1
-    return isinstance(value, int | float if kind is float else kind)
-
-
-def _describe(kind: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    names |= {dict: "a section", tuple: "a tuple", list: "a list"}
-    if get_origin(kind) is Literal:
-        choices = ", ".join(map(str, get_args(kind)))
-        return f"one of {choices}" if len(get_args(kind)) > 1 else choices
-    if get_origin(kind) in (Union, types.UnionType) and Literal["auto"] in get_args(kind):
-        return " or ".join(map(_describe, get_args(kind)))
-    if get_origin(kind) is tuple and get_args(kind)[1:] == (Ellipsis,):
-        return f"a tuple whose items are each {_describe(get_args(kind)[0])}"
-    if get_origin(kind) is tuple:
-        return f"a tuple of {' and '.join(map(_describe, get_args(kind)))}"
-    return names.get(kind) or str(kind).removeprefix("collections.abc.")
 
 
 def _plain(value: Any, key: str) -> Any:

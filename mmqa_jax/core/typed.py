@@ -21,10 +21,10 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Union
 
-from mmqa_jax.core.config import Key, check_section, spec_of
+from mmqa_jax.core.sections import Key, check_section, spec_of
 
 T = TypeVar("T")
-Spec = Any  # of core.config.check_section: names with their keys, or the kind of a mapping
+Spec = Any  # of core.sections.check_section: names with their keys, or the kind of a mapping
 _REQUIRED = dataclasses.MISSING
 
 

@@ -16,11 +16,12 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from mmqa_jax.core.config import Key, check_section, find_config, load_module
+from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.progress import announce, within
+from mmqa_jax.core.sections import Key, check_section
 from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus

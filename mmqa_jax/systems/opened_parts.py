@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.config import Key, spec_of
 from mmqa_jax.core.journal import Journal
+from mmqa_jax.core.sections import Key, spec_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.systems import identity

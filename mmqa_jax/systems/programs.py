@@ -19,10 +19,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.bench.plan.program import Program, shard_bytes, tree_bytes
-from mmqa_jax.core.config import nearest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, on_shardings, state_shardings
+from mmqa_jax.core.sections import nearest
 from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_mesh
 from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.slot_runner import slot_shards

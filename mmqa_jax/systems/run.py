@@ -19,13 +19,14 @@ from typing import Any, Literal, get_args
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.chunks import Engine, Job
-from mmqa_jax.core.config import Key, check_section, config_fingerprint, spec_of
+from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.job_files import PARTS
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
 from mmqa_jax.core.paths import as_path, in_store, key_of
+from mmqa_jax.core.sections import Key, check_section, spec_of
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus

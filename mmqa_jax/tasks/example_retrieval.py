@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -18,62 +16,12 @@ from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.example_scores import judged_questions
 from mmqa_jax.data.schema import Question, Source, source_text
-from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.layers import split_key
 from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.retrieval.embedder import make_encode_text
 from mmqa_jax.tasks.dual_encoder import DualEncoderTask
+from mmqa_jax.tasks.objectives import DistillationObjective
 from mmqa_jax.tasks.pretrained import dual_encoder_loader
 from mmqa_jax.tasks.task import InUse, Recipe, Struct, bools, floats, ints
-
-
-@dataclasses.dataclass(frozen=True)
-class DistillationObjective:
-    """KL(Q || P) over a question's candidates (REPLUG LSR, Shi et al. 2023, section 4).
-
-    P is the softmax of their cosines with the question, times the model's factor (`temperature`);
-    Q the softmax of the language model's scores over `target_temperature`. REPLUG has KL(P || Q);
-    with Q first the gradient is that of cross-entropy with soft targets.
-
-    Attributes:
-      config: the dual encoder's; its text tower embeds questions and examples alike.
-      target_temperature: low trusts the most helpful candidate alone.
-    """
-
-    config: DualEncoderConfig
-    target_temperature: float = 1.0
-
-    def init(self, key: jax.Array) -> nnx.Module:
-        """A freshly initialized dual encoder."""
-        return DualEncoder(self.config, rngs=nnx.Rngs(key))
-
-    def loss(
-        self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean KL of a batch of `data.batches.example_retrieval`.
-
-        `score_of_nearest` is the language model's mean score of the nearest candidate, `accuracy`
-        how often that is the most helpful one.
-        """
-        count, candidates, length = batch["candidate_ids"].shape
-        query_key, candidate_key = split_key(dropout_key, 2)
-        queries = model.encode_text(batch["query_ids"], batch["query_mask"], dropout_key=query_key)
-        flat = (batch[name].reshape(-1, length) for name in ("candidate_ids", "candidate_mask"))
-        examples = model.encode_text(*flat, dropout_key=candidate_key)
-        examples = examples.reshape(count, candidates, -1)  # [B, m, D]
-        cosines = jnp.einsum("bd,bmd->bm", queries, examples, precision=jax.lax.Precision.HIGHEST)
-        scale = model.temperature()
-        targets = jax.nn.log_softmax(batch["scores"] / self.target_temperature)  # [B, m]
-        found = jax.nn.log_softmax(scale * cosines)
-        loss = (jnp.exp(targets) * (targets - found)).sum(axis=1).mean()
-        nearest = cosines.argmax(axis=1)
-        chosen = jnp.take_along_axis(batch["scores"], nearest[:, None], axis=1)
-        best = batch["scores"].argmax(axis=1)
-        return loss, {
-            "score_of_nearest": chosen.mean(),
-            "accuracy": (nearest == best).astype(jnp.float32).mean(),
-            "temperature": scale,
-        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

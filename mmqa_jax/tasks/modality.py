@@ -6,9 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -23,6 +20,7 @@ from mmqa_jax.models.presets import TextClassifierModel
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.retrieval.encoder_costs import tower_bytes
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
+from mmqa_jax.tasks.objectives import ModalityObjective
 from mmqa_jax.tasks.opening import read_run
 from mmqa_jax.tasks.pretrained import classifier_loader
 from mmqa_jax.tasks.task import (
@@ -37,34 +35,6 @@ from mmqa_jax.tasks.task import (
     ints,
     mined,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ModalityObjective:
-    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
-
-    Attributes:
-      config: the model's.
-      frozen: only the linear layer is trained.
-    """
-
-    config: TextClassifierConfig
-    frozen: bool = False
-
-    def init(self, key: jax.Array) -> nnx.Module:
-        """A freshly initialized classifier."""
-        return TextClassifier(self.config, rngs=nnx.Rngs(key))
-
-    def loss(
-        self, model: TextClassifier, batch: dict[str, jax.Array], dropout_key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean cross-entropy of the batch of `data.batches.modality`, and its accuracy."""
-        logits = model(
-            batch["input_ids"], batch["mask"], frozen=self.frozen, dropout_key=dropout_key
-        )  # [B, 2]
-        labels = batch["label"]
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        return loss, {"accuracy": (logits.argmax(axis=1) == labels).astype(jnp.float32).mean()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -33,52 +30,16 @@ from mmqa_jax.inference.cached_reranker import CachedReranker
 from mmqa_jax.inference.reranker import Reranker, make_relevance
 from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
 from mmqa_jax.retrieval.rankings import restricted_candidates
+from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.tasks.pretrained import vlp_loader
 from mmqa_jax.tasks.task import InUse, Recipe, floats, ints, mined, part_of, scored_questions
 from mmqa_jax.tasks.vlp import VLPTask
 
 _PAPERS_THRESHOLD = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class RerankObjective:
-    """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
-    for relevant sources, averaged over a question's choices and then over questions.
-
-    Batches hold pairs (question, source) of many questions. `weights` makes every question count
-    alike: it is proportional to 1 / choices and 1 in the mean over an epoch. The loss is divided
-    by the number of pairs, not by the batch's own weights: then a pair would count for more or
-    less by what it happens to be drawn with.
-
-    Attributes:
-      sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.
-    """
-
-    config: ExtendedVLPConfig
-    sides: TwoSides | None = None
-
-    def init(self, key: jax.Array) -> nnx.Module:
-        """A freshly initialised VLP."""
-        if self.sides is not None:
-            return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
-        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
-
-    def loss(
-        self, model: VLP, batch: dict, dropout_key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean over the pairs of the weighted cross-entropy, and the weighted accuracy."""
-        inputs: VLPInputs = batch["inputs"]
-        logits = model.source_logits(inputs, dropout_key=dropout_key)  # [B, 2]
-        relevant = batch["labels"]  # [B] 1 = relevant
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, 1 - relevant)
-        weights = batch["weights"]
-        correct = (logits.argmax(axis=1) == 1 - relevant).astype(jnp.float32)
-        accuracy = (correct * weights).sum() / (weights.sum() + 1e-8)
-        return (losses * weights).mean(), {"accuracy": accuracy}
 
 
 @dataclasses.dataclass(frozen=True)

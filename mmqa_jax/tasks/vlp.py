@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from mmqa_jax.core.config import spec_of
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import spec_of
 from mmqa_jax.core.typed import mapping
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import BrokenPictures

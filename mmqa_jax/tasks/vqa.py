@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -37,12 +36,9 @@ from mmqa_jax.data.vqa_inputs import (
 from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
-from mmqa_jax.models.caption_mcan import CaptionMCAN, CaptionMCANConfig
-from mmqa_jax.models.mcan import MCAN, MCANConfig
-from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
-from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
-from mmqa_jax.models.presets import GridModel, VQAConfig, VQAModelSection, vqa_model
+from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.encoder_costs import layer_bytes
+from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.opening import Options, read_run, with_options
 from mmqa_jax.tasks.pretrained_vqa import make_answers, pretrained_answers, vqa_loader
 from mmqa_jax.tasks.task import (
@@ -63,46 +59,6 @@ from mmqa_jax.weights.folder import load_converted, read_record
 
 PLANNED_ANSWERS = 3_129  # of openvqa's and Prophet's answer vocabularies for VQA v2
 PLANNED_WORDS = 20_572  # of openvqa's token_dict.json for VQA v2
-
-_MODELS: dict[type, type[nnx.Module]] = {
-    MCANConfig: MCAN,
-    MCANOpenVQAConfig: MCANOpenVQA,
-    CaptionMCANConfig: CaptionMCAN,
-    PatchMCANConfig: PatchMCAN,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class VQAObjective:
-    """Binary cross-entropy of every answer, summed over answers.
-
-    Both originals sum over the batch too (BCEWithLogitsLoss, reduction `sum`; Prophet
-    stage1/pretrain.py, openvqa utils/train_engine.py). Here it is the mean over the batch, so that
-    `train.accumulate` changes nothing; with the originals' clipping and eps divided by their batch
-    size an update is theirs.
-
-    Attributes:
-      config: the model's.
-    """
-
-    config: VQAConfig
-
-    def init(self, key: jax.Array) -> nnx.Module:
-        """A freshly initialized model."""
-        return _MODELS[type(self.config)](self.config, rngs=nnx.Rngs(key))
-
-    def loss(
-        self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss of a question of the batch of `data.batches.vqa`.
-
-        `accuracy`: the mean target of the answers with the highest scores.
-        """
-        latent = model.latent(batch["question_ids"], batch["image"], dropout_key=dropout_key)
-        logits, targets = model.answer_logits(latent), batch["targets"]  # [B, V]
-        loss = optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=1).mean()
-        best = logits.argmax(axis=1, keepdims=True)
-        return loss, {"accuracy": jnp.take_along_axis(targets, best, axis=1).mean()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

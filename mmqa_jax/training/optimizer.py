@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mmqa_jax.core.config import check_section, spec_of
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import check_section, spec_of
 from mmqa_jax.core.trees import flatten_named, name_of
 
 Schedule = Callable[[Any], jax.Array]

@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mmqa_jax.core.config import Key, check_section, optional, spec_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
+from mmqa_jax.core.sections import Key, check_section, optional, spec_of
 from mmqa_jax.training.nonfinite import OnNan
 from mmqa_jax.training.optimizer import OptimizerOptions, read_options
 

@@ -16,7 +16,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.lora import LoraConfig, add_lora, freeze_base, merge_lora
-from mmqa_jax.tasks.language_model import LanguageModelObjective, target_log_probs
+from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
 from mmqa_jax.weights.models.llama import publish_llama

@@ -16,7 +16,7 @@ from flax import nnx
 
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
-from mmqa_jax.tasks.modality import ModalityObjective
+from mmqa_jax.tasks.objectives import ModalityObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.weights.pretrained import fill_bert
 

@@ -20,8 +20,7 @@ from mmqa_jax.models import bert, layers, vlp
 from mmqa_jax.models.layers import dropout
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
-from mmqa_jax.tasks.answer import AnswerObjective
-from mmqa_jax.tasks.rerank import RerankObjective
+from mmqa_jax.tasks.objectives import AnswerObjective, RerankObjective
 from mmqa_jax.training.objective import Objective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.models.vlp import vlp_key_map

@@ -24,7 +24,7 @@ from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.models.mcan import MCAN
-from mmqa_jax.tasks.vqa import VQAObjective
+from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.training.optimizer import make_optimizer, read_options
 from mmqa_jax.weights.layouts import Checkpoint
 from mmqa_jax.weights.models.mcan import mcan_key_map, publish_mcan

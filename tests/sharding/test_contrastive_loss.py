@@ -14,7 +14,7 @@ from flax import nnx
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
-from mmqa_jax.tasks.contrastive import ContrastiveObjective, contrastive_loss
+from mmqa_jax.tasks.objectives import ContrastiveObjective, contrastive_loss
 
 # Tiny models: compiling is all the time.
 

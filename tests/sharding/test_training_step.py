@@ -14,7 +14,7 @@ import numpy as np
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.tasks.language_model import LanguageModelObjective
+from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
 

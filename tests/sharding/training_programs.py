@@ -28,10 +28,12 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.vlp import VLPConfig, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
-from mmqa_jax.tasks.answer import AnswerObjective
-from mmqa_jax.tasks.contrastive import ContrastiveObjective
-from mmqa_jax.tasks.language_model import LanguageModelObjective
-from mmqa_jax.tasks.rerank import RerankObjective
+from mmqa_jax.tasks.objectives import (
+    AnswerObjective,
+    ContrastiveObjective,
+    LanguageModelObjective,
+    RerankObjective,
+)
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, make_step, split_model
 

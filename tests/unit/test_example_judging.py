@@ -30,7 +30,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.systems.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
-from mmqa_jax.tasks.example_retrieval import DistillationObjective
+from mmqa_jax.tasks.objectives import DistillationObjective
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

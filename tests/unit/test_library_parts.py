@@ -11,8 +11,9 @@ from ml_collections import ConfigDict
 from PIL import Image
 from test_shots import FakeEmbedder
 
-from mmqa_jax.core.config import check_section, load_config
+from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import check_section
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source

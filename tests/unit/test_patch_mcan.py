@@ -13,7 +13,7 @@ from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.patch_mcan import PatchMCANConfig
-from mmqa_jax.tasks.vqa import VQAObjective
+from mmqa_jax.tasks.objectives import VQAObjective
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

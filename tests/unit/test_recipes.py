@@ -26,10 +26,8 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 from mmqa_jax.tasks import run
-from mmqa_jax.tasks.answer import AnswerObjective
-from mmqa_jax.tasks.contrastive import ContrastiveObjective
+from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective, RerankObjective
 from mmqa_jax.tasks.reading import read_task
-from mmqa_jax.tasks.rerank import RerankObjective
 from mmqa_jax.tasks.run_tokenizer import make_tokenizer
 from mmqa_jax.weights.bundled import minilm_path
 

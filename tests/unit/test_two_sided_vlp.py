@@ -20,7 +20,8 @@ from mmqa_jax.models.layers import attention
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
-from mmqa_jax.tasks.rerank import RerankObjective, two_sides
+from mmqa_jax.tasks.objectives import RerankObjective
+from mmqa_jax.tasks.rerank import two_sides
 
 LAYERS = 3
 TRUNK = BertConfig(

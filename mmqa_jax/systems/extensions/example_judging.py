@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import check_section, spec_of
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import check_section, spec_of
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.corpus import Corpus, open_corpus

@@ -1,0 +1,464 @@
+"""The objectives of the tasks: a model and its loss each.
+
+They stand apart from the tasks since they need nothing but JAX, Flax, Optax and the models, and so
+run on a bare accelerator image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from mmqa_jax.core.mesh import batch_sharding
+from mmqa_jax.models.caption_mcan import CaptionMCAN, CaptionMCANConfig
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.layers import split_key
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import LoraConfig, add_lora, freeze_base, merge_lora
+from mmqa_jax.models.mcan import MCAN, MCANConfig
+from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
+from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
+from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
+from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConfig, said_before
+
+VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ContrastiveObjective:
+    """Questions against sources, one gold source each (CLIP, Radford et al. 2021, figure 3).
+
+    Every question's negatives are its own hard ones and all sources of the other questions in
+    the global batch, snippets and pictures alike: one space in which modality need not be known.
+    The reverse direction, source to question, runs over the gold sources.
+
+    Attributes:
+      config: the model's.
+      mesh: over which the batch is split; None computes the loss on one device.
+      tower_parts: the towers run over the batch in this many parts, whose activations are
+        recomputed for the gradient, so that only one part's are in memory at a time. The loss is
+        that of the whole batch, and so is its gradient (GradCache, Gao et al. 2021, section 3).
+    """
+
+    config: DualEncoderConfig
+    mesh: Mesh | None = None
+    tower_parts: int = 1
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialised dual encoder."""
+        return DualEncoder(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean cross-entropy of both directions, and the in-batch accuracy.
+
+        The batch is `data.batches.contrastive`'s: B questions, and S = B * (1 + n) sources.
+        """
+
+        def encode_queries(key: jax.Array, inputs: tuple[jax.Array, ...]) -> jax.Array:
+            return model.encode_text(*inputs, dropout_key=key)
+
+        def encode_sources(key: jax.Array, inputs: tuple[jax.Array, ...]) -> jax.Array:
+            return model.encode_source(*inputs, dropout_key=key)
+
+        query_key, source_key = jax.random.split(dropout_key)
+        queries = batch["query_ids"], batch["query_mask"]
+        sources = tuple(
+            batch[name] for name in ("source_ids", "source_mask", "pixels", "has_image")
+        )
+        scale = model.temperature()
+        loss, accuracy = contrastive_loss(
+            self._in_parts(encode_queries, query_key, queries),
+            self._in_parts(encode_sources, source_key, sources),
+            scale,
+            batch["positive"],
+            batch["source_rows"],
+            batch["gold_rows"],
+            mesh=self.mesh,
+        )
+        return loss, {"accuracy": accuracy, "temperature": scale}
+
+    def _in_parts(
+        self, encode: Callable[[jax.Array, Any], jax.Array], key: jax.Array, inputs: Any
+    ) -> jax.Array:
+        """`encode(key, inputs)` -> [N, D], `tower_parts` parts of the rows one after another."""
+        if self.tower_parts == 1:
+            return encode(key, inputs)
+
+        # [N, ...] -> [k, N / k, ...]: part i is column i, so each device keeps its own rows.
+        def columns(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, self.tower_parts, *x.shape[1:]).swapaxes(0, 1)
+
+        keys = jax.random.split(key, self.tower_parts)
+        encoded = jax.lax.map(
+            jax.checkpoint(lambda part: encode(*part)), (keys, jax.tree.map(columns, inputs))
+        )  # [k, N / k, D]
+        return encoded.swapaxes(0, 1).reshape(-1, encoded.shape[-1])
+
+
+def contrastive_loss(
+    queries: jax.Array,
+    sources: jax.Array,
+    scale: jax.Array,
+    positive: jax.Array,
+    source_rows: jax.Array,
+    gold_rows: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mean cross-entropy question -> source and gold source -> question; in-batch accuracy.
+
+    On a mesh every device keeps the rows of its own questions: it gathers the embeddings (and
+    row numbers) of all others, and computes its [B / n, S] and [B / n, B] blocks of the logits.
+    Left to itself XLA splits the columns, moves whole blocks between the devices and makes the
+    [B, B] mask on each of them. Loss and gradients are those of one device.
+
+    Args:
+      queries, sources: [B, D] and [S, D] float32, of length 1.
+      scale: factor on the cosines.
+      positive: [B], each question's gold source as a row of `sources`.
+      source_rows: [S], row of each source in the corpus: another occurrence of the positive is
+        not a negative.
+      gold_rows: [B, G], corpus rows of all gold sources of a question, padded with -1: these
+        are not negatives either.
+      mesh: over whose batch axes B and S are split.
+    """
+    arrays = queries, sources, positive, source_rows, gold_rows
+    if mesh is None:
+        return _block(scale, *arrays, axes=())
+    rows = batch_sharding(mesh).spec
+    (axes,) = rows
+    sharded = jax.shard_map(
+        functools.partial(_block, axes=axes),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), *(rows,) * len(arrays)),
+        out_specs=PartitionSpec(),
+    )
+    return sharded(scale, *arrays)
+
+
+def _block(
+    scale: jax.Array,
+    queries: jax.Array,
+    sources: jax.Array,
+    positive: jax.Array,
+    source_rows: jax.Array,
+    gold_rows: jax.Array,
+    *,
+    axes: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """The loss from one device's b = B / n questions and S / n sources; the same on all."""
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, axes, tiled=True) if axes else x
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(x.mean(), axes) if axes else x.mean()
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        # An accelerator would round float32 to bfloat16 or TF32 otherwise.
+        return scale * jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST)
+
+    all_sources, all_rows = gather(sources), gather(source_rows)  # [S, D], [S]
+    all_queries, all_golds = gather(queries), gather(gold_rows)  # [B, D], [B, G]
+    gold = _among(all_rows[None, :], gold_rows[:, None, :])  # [b, S]
+    others = gold & (jnp.arange(all_rows.size)[None, :] != positive[:, None])
+    logits = jnp.where(others, -jnp.inf, product(queries, all_sources))  # [b, S]
+    forward = optax.softmax_cross_entropy_with_integer_labels(logits, positive)
+    accuracy = mean((logits.argmax(axis=1) == positive).astype(jnp.float32))
+
+    own = jnp.arange(positive.size)  # [b], these questions among all
+    if axes:
+        own = own + jax.lax.axis_index(axes) * positive.size
+    targets = all_sources[positive]  # [b, D]
+    shared = _among(all_rows[positive][:, None], all_golds[None, :, :])  # [b, B]
+    shared &= jnp.arange(all_queries.shape[0])[None, :] != own[:, None]
+    logits = jnp.where(shared, -jnp.inf, product(targets, all_queries))  # [b, B]
+    backward = optax.softmax_cross_entropy_with_integer_labels(logits, own)
+    return (mean(forward) + mean(backward)) / 2, accuracy
+
+
+def _among(rows: jax.Array, golds: jax.Array) -> jax.Array:
+    """Whether rows [p, q] are among golds [p or 1, q or 1, G]: bool[p, q]."""
+    return (rows[..., None] == golds).any(axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RerankObjective:
+    """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
+    for relevant sources, averaged over a question's choices and then over questions.
+
+    Batches hold pairs (question, source) of many questions. `weights` makes every question count
+    alike: it is proportional to 1 / choices and 1 in the mean over an epoch. The loss is divided
+    by the number of pairs, not by the batch's own weights: then a pair would count for more or
+    less by what it happens to be drawn with.
+
+    Attributes:
+      sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.
+    """
+
+    config: ExtendedVLPConfig
+    sides: TwoSides | None = None
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialised VLP."""
+        if self.sides is not None:
+            return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
+        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: VLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean over the pairs of the weighted cross-entropy, and the weighted accuracy."""
+        inputs: VLPInputs = batch["inputs"]
+        logits = model.source_logits(inputs, dropout_key=dropout_key)  # [B, 2]
+        relevant = batch["labels"]  # [B] 1 = relevant
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, 1 - relevant)
+        weights = batch["weights"]
+        correct = (logits.argmax(axis=1) == 1 - relevant).astype(jnp.float32)
+        accuracy = (correct * weights).sum() / (weights.sum() + 1e-8)
+        return (losses * weights).mean(), {"accuracy": accuracy}
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerObjective:
+    """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
+
+    Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
+    the number of masked tokens + 1e-5; where tokens have weights (MaskingConfig.keyword_weight),
+    by their sum. Then the mean over the micro-batches of an update.
+
+    Attributes:
+      questions_per_mean: questions of such a micro-batch, a divisor of the batch; None: the batch.
+    """
+
+    config: ExtendedVLPConfig
+    questions_per_mean: int | None = None
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialised VLP."""
+        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: ExtendedVLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss per masked token, and the share of them with a probability above one half.
+
+        Both weighted by the tokens' weights, the loss within `questions_per_mean` questions.
+        """
+        inputs = batch["inputs"]
+        hidden = model.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
+        positions = batch["masked_positions"]  # [B, P]
+        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
+        context = Context(hidden, inputs.input_ids, inputs.context_mask)
+        said = said_before(inputs, positions)  # [B, P, L]
+        log_probs = model.log_probs_of(at_masks, context, said, batch["masked_ids"])  # [B, P]
+        # A model that only copies names cannot produce a name that is in no source.
+        weights = batch["masked_weights"] * model.sayable(context, batch["masked_ids"])
+        rows, masks = weights.shape
+
+        def sums(x: jax.Array) -> jax.Array:  # [B, P] -> [groups of questions]
+            return x.reshape(-1, (self.questions_per_mean or rows) * masks).sum(axis=1)
+
+        loss = -(sums(log_probs * weights) / (sums(weights) + 1e-5)).mean()
+        correct = (log_probs > jnp.log(0.5)).astype(jnp.float32)
+        return loss, {"accuracy": (correct * weights).sum() / (weights.sum() + 1e-5)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModalityObjective:
+    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
+
+    Attributes:
+      config: the model's.
+      frozen: only the linear layer is trained.
+    """
+
+    config: TextClassifierConfig
+    frozen: bool = False
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized classifier."""
+        return TextClassifier(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: TextClassifier, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean cross-entropy of the batch of `data.batches.modality`, and its accuracy."""
+        logits = model(
+            batch["input_ids"], batch["mask"], frozen=self.frozen, dropout_key=dropout_key
+        )  # [B, 2]
+        labels = batch["label"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, {"accuracy": (logits.argmax(axis=1) == labels).astype(jnp.float32).mean()}
+
+
+_MODELS: dict[type, type[nnx.Module]] = {
+    MCANConfig: MCAN,
+    MCANOpenVQAConfig: MCANOpenVQA,
+    CaptionMCANConfig: CaptionMCAN,
+    PatchMCANConfig: PatchMCAN,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class VQAObjective:
+    """Binary cross-entropy of every answer, summed over answers.
+
+    Both originals sum over the batch too (BCEWithLogitsLoss, reduction `sum`; Prophet
+    stage1/pretrain.py, openvqa utils/train_engine.py). Here it is the mean over the batch, so that
+    `train.accumulate` changes nothing; with the originals' clipping and eps divided by their batch
+    size an update is theirs.
+
+    Attributes:
+      config: the model's.
+    """
+
+    config: VQAConfig
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized model."""
+        return _MODELS[type(self.config)](self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss of a question of the batch of `data.batches.vqa`.
+
+        `accuracy`: the mean target of the answers with the highest scores.
+        """
+        latent = model.latent(batch["question_ids"], batch["image"], dropout_key=dropout_key)
+        logits, targets = model.answer_logits(latent), batch["targets"]  # [B, V]
+        loss = optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=1).mean()
+        best = logits.argmax(axis=1, keepdims=True)
+        return loss, {"accuracy": jnp.take_along_axis(targets, best, axis=1).mean()}
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationObjective:
+    """KL(Q || P) over a question's candidates (REPLUG LSR, Shi et al. 2023, section 4).
+
+    P is the softmax of their cosines with the question, times the model's factor (`temperature`);
+    Q the softmax of the language model's scores over `target_temperature`. REPLUG has KL(P || Q);
+    with Q first the gradient is that of cross-entropy with soft targets.
+
+    Attributes:
+      config: the dual encoder's; its text tower embeds questions and examples alike.
+      target_temperature: low trusts the most helpful candidate alone.
+    """
+
+    config: DualEncoderConfig
+    target_temperature: float = 1.0
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized dual encoder."""
+        return DualEncoder(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean KL of a batch of `data.batches.example_retrieval`.
+
+        `score_of_nearest` is the language model's mean score of the nearest candidate, `accuracy`
+        how often that is the most helpful one.
+        """
+        count, candidates, length = batch["candidate_ids"].shape
+        query_key, candidate_key = split_key(dropout_key, 2)
+        queries = model.encode_text(batch["query_ids"], batch["query_mask"], dropout_key=query_key)
+        flat = (batch[name].reshape(-1, length) for name in ("candidate_ids", "candidate_mask"))
+        examples = model.encode_text(*flat, dropout_key=candidate_key)
+        examples = examples.reshape(count, candidates, -1)  # [B, m, D]
+        cosines = jnp.einsum("bd,bmd->bm", queries, examples, precision=jax.lax.Precision.HIGHEST)
+        scale = model.temperature()
+        targets = jax.nn.log_softmax(batch["scores"] / self.target_temperature)  # [B, m]
+        found = jax.nn.log_softmax(scale * cosines)
+        loss = (jnp.exp(targets) * (targets - found)).sum(axis=1).mean()
+        nearest = cosines.argmax(axis=1)
+        chosen = jnp.take_along_axis(batch["scores"], nearest[:, None], axis=1)
+        best = batch["scores"].argmax(axis=1)
+        return loss, {
+            "score_of_nearest": chosen.mean(),
+            "accuracy": (nearest == best).astype(jnp.float32).mean(),
+            "temperature": scale,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelObjective:
+    """Cross-entropy of the next token, the mean over the target tokens of the global batch.
+
+    Attributes:
+      config: the model's.
+      lora: only these additions are trained; None: everything.
+    """
+
+    config: LlamaConfig
+    lora: LoraConfig | None = None
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized LLaMA."""
+        rngs = nnx.Rngs(key)
+        model = Llama(self.config, rngs=rngs)
+        if self.lora is not None:
+            add_lora(model, self.lora, rngs=rngs)
+        return model
+
+    def loss(
+        self, model: Llama, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss of a batch of `data.batches.language_model`, and its number of targets.
+
+        Of a part of a batch (see `whole`): its share of the batch's mean loss times the number of
+        parts, so that the mean over the parts is the batch's.
+        """
+        if self.lora is not None:
+            model = freeze_base(model)
+        batch = batch if "batch_targets" in batch else self.whole(batch)
+        log_probs = target_log_probs(model, batch, dropout_key)  # [B, T]
+        is_target = batch["target_segments"] > 0
+        of_rows = -jnp.where(is_target, log_probs, 0.0).sum(axis=1)  # [B]
+        loss = (of_rows * batch["batch_rows"] / batch["batch_targets"]).mean()
+        return loss, {"targets": batch["batch_targets"].mean()}
+
+    def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch with what its parts have to know of all of it, float32 [B], the same in all
+        rows: batch_targets, its number of targets, and batch_rows, that of its rows.
+        """
+        count = (batch["target_segments"] > 0).sum().astype(jnp.float32)
+        rows = len(batch["target_segments"])
+        ones = jnp.ones(rows, jnp.float32)
+        return {**batch, "batch_targets": ones * count, "batch_rows": ones * rows}
+
+    def finish(self, model: Llama) -> Llama:
+        """What is kept of the trained model: a plain LLaMA."""
+        return model if self.lora is None else merge_lora(model)
+
+
+def target_log_probs(
+    model: Llama, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+) -> jax.Array:
+    """Log-probability of every target of a packed batch, float32 [B, T].
+
+    A token sees those before it in its own example; the output head runs on the targets alone.
+    """
+    segments = batch["segments"]
+    same = segments[:, :, None] == segments[:, None, :]  # [B, L, L]
+    hidden = model.encode(
+        model.embed(batch["input_ids"]), same, batch["positions"], dropout_key=dropout_key
+    )  # [B, L, H]
+    before = jnp.take_along_axis(hidden, batch["target_positions"][:, :, None], axis=1)  # [B, T, H]
+    return -optax.softmax_cross_entropy_with_integer_labels(
+        model.logits(before), batch["target_ids"]
+    )
