@@ -209,10 +209,10 @@ def _waiting(task: str, place: str, workdir: Path, steps: int, mode: str) -> Cas
     if corpus.manifest["name"] != "atlas":  # its augmentation knows the names of countries
         config.augment.entities = 0.0
     workdir.mkdir()
-    task = read_task(config)
-    tokenizer = task.make_tokenizer(corpus, workdir)
-    recipe = task.recipe(corpus, tokenizer)
-    made = _Made(task.recipe(corpus, tokenizer).batches)
+    described = read_task(config)
+    tokenizer = described.make_tokenizer(corpus, workdir)
+    recipe = described.recipe(corpus, tokenizer)
+    made = _Made(described.recipe(corpus, tokenizer).batches)
     with contextlib.closing(recipe.batches) as batches:
         timed = _Timed(batches)
         mesh = make_mesh(config.mesh.to_dict())

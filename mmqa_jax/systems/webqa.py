@@ -23,6 +23,7 @@ from mmqa_jax.retrieval.rankings import (
     find_candidates,
     gold_ranking,
     restricted_candidates,
+    without_own_source,
 )
 from mmqa_jax.retrieval.retriever import Retriever
 

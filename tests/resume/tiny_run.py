@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.training import validation
+from mmqa_jax.training import best_weights
 from mmqa_jax.training.loop import Observed, Resuming, train
 from mmqa_jax.training.objective import Validation
 from mmqa_jax.weights import folder
@@ -177,8 +177,8 @@ def main():
     elif when == "in_evaluation":
         run(workdir, pipeline(), validation=Validation(killed_at(step, evaluate), "mean"))
     elif when == "before_best":
-        written = killed_at(step, validation.replace_trained)
-        validation.replace_trained = written
+        written = killed_at(step, best_weights.replace_trained)
+        best_weights.replace_trained = written
         run(workdir, pipeline(), validation=KEEP_BEST)
     elif when == "between_renames":
         folder.Path.rename = killed_at(2 * step, folder.Path.rename)  # two for every writing

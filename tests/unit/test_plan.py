@@ -393,7 +393,7 @@ PROMPT = f"--config={ROOT}/configs/prompt/default.py"
         ([SELECT, "--config.mesh.fsdp=3"], r"mesh: .*fsdp=3.* does not fit \d+ devices"),
         ([SELECT, "--model=llama2_7b"], r"--model=llama2_7b: .*leave it out"),
         ([SELECT, "--only=decode"], r"--only=decode: the config has the programs train, rerank"),
-        ([SELECT, "--config.model.frontend=x102"], r"model\.frontend=x102: unknown"),
+        ([SELECT, "--config.model.frontend=x102"], r"model\.frontend='x102': one of patches"),
         ([PROMPT], r"--model is missing: .*llama2_7b"),
         ([PROMPT, "--model=llama2_8b"], r"--model=llama2_8b: .*did you mean 'llama.*_.*b'"),
         ([PROMPT, "--model=smollm2", "--config.engine.length=100000"], r"engine\.length is 100000"),

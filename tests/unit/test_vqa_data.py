@@ -19,9 +19,11 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of, trains_on
 from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.data.vqa_inputs import CaptionInputs, GridInputs, RegionInputs
+from mmqa_jax.models.presets import GridModel, RegionsModel
+from mmqa_jax.tasks.vqa import FoldedData, PictureFeaturesSection
 
-GRID = {"image": "grid", "grid": 2, "image_features": 3}
-REGIONS = {"image": "regions", "region_features": 3}
+GRID = GridModel(image="grid", trunk="minilm_l6", grid=2, image_features=3)
+REGIONS = RegionsModel(image="regions", word_features=4, region_features=3)
 
 
 def ask(number: int, text: str = "What is this?", answers=("cat",) * 10, **extra) -> Question:
@@ -124,7 +126,7 @@ def test_authors_grids(tmp_path, tokenizer):
     grids = {n: rng.normal(size=(2, 2, 3)).astype("f4") for n in (7, 9)}
     for number, grid in grids.items():
         write_npz(tmp_path / "train2014_feats", number, grid)
-    features = open_features({"root": str(tmp_path)}, GRID)
+    features = open_features(PictureFeaturesSection(root=str(tmp_path)), GRID)
     arrays = GridInputs(tokenizer, features, 8)([ask(9), ask(8), ask(7)])
     np.testing.assert_array_equal(arrays["image"][0], grids[9].reshape(4, 3))
     np.testing.assert_array_equal(arrays["image"][2], grids[7].reshape(4, 3))
@@ -134,7 +136,7 @@ def test_authors_grids(tmp_path, tokenizer):
 
 def test_grids_of_another_shape(tmp_path):
     write_npz(tmp_path, 7, np.zeros((4, 4, 3), "f4"))
-    features = open_features({"root": str(tmp_path)}, GRID)
+    features = open_features(PictureFeaturesSection(root=str(tmp_path)), GRID)
     message = r"000000000007\.npz: features of shape 4 x 4 x 3, the model takes 2 x 2 x 3; extract"
     with pytest.raises(UserError, match=message):
         features.batch([7])
@@ -146,7 +148,7 @@ def test_openvqas_regions(tmp_path):
     few, many = rng.normal(size=(3, 2)).astype("f4"), rng.normal(size=(3, 9)).astype("f4")
     write_npz(tmp_path, 7, few, ".jpg")
     write_npz(tmp_path, 8, many, ".jpg")
-    features = open_features({"root": str(tmp_path), "slots": 4}, REGIONS)
+    features = open_features(PictureFeaturesSection(root=str(tmp_path), slots=4), REGIONS)
     words = make_words(["what is this"])
     arrays = RegionInputs(words, features, 2)([ask(7), ask(8)])
     np.testing.assert_array_equal(arrays["image"][0, :2], few.T)
@@ -156,21 +158,21 @@ def test_openvqas_regions(tmp_path):
     assert arrays["truncated"].tolist() == [1, 1]
     write_npz(tmp_path, 9, np.zeros((5, 2), "f4"), ".jpg")
     with pytest.raises(UserError, match=r"shape 5 x 2, 3 x a number of regions"):
-        open_features({"root": str(tmp_path)}, REGIONS).batch([9])
+        open_features(PictureFeaturesSection(root=str(tmp_path)), REGIONS).batch([9])
 
 
 def test_too_many_missing_pictures(tmp_path):
     write_npz(tmp_path, 7, np.zeros((2, 2, 3), "f4"))
-    features = open_features({"root": str(tmp_path), "max_missing": 1}, GRID)
+    features = open_features(PictureFeaturesSection(root=str(tmp_path), max_missing=1), GRID)
     with pytest.raises(RunError, match="2 pictures have no features, more than the 1 allowed"):
         features.batch([1, 2])
     assert NpzFiles(tmp_path).read(7)[0].shape == (2, 2, 3)
     (tmp_path / "COCO_train2014_000000000010.npz").write_bytes(b"PK\x03\x04 cut")
-    broken = open_features({"root": str(tmp_path)}, GRID)
+    broken = open_features(PictureFeaturesSection(root=str(tmp_path)), GRID)
     assert not broken.batch([10]).any()
     assert broken.missing.count == 1
     with pytest.raises(UserError, match=r"features\.root=.*: no npz files"):
-        open_features({"root": str(tmp_path / "none")}, GRID)
+        open_features(PictureFeaturesSection(root=str(tmp_path / "none")), GRID)
     assert isinstance(broken.missing, BrokenPictures)
 
 
@@ -197,10 +199,10 @@ def test_batches(tokenizer):
 
 def test_folds_are_those_of_the_library_of_examples():
     """A run never trains on a question for which ExampleLibrary takes shots from its fold."""
-    data = {"split": "test", "folds": 2, "fold": 1, "more_splits": ("train",)}
+    data = FoldedData(dir="", split="test", folds=2, fold=1, more_splits=("train",))
     for number in range(40):
         held = Question(str(number), "test", "?")
         assert trains_on(data, held) == (fold_of(held.id, 2) == 1)
         assert trains_on(data, Question(str(number), "train", "?"))
         assert not trains_on(data, Question(str(number), "val", "?"))
-    assert trains_on({"split": "train"}, Question("1", "train", "?"))
+    assert trains_on(FoldedData(dir="", split="train"), Question("1", "train", "?"))
