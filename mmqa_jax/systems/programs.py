@@ -32,6 +32,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.systems.batch_shapes import VQA_ANSWERS, training_batch, vocabulary_size
 from mmqa_jax.systems.programs_in_use import OF_TASK, program_in_use
+from mmqa_jax.systems.scoring_program import BARTS, FLUENCY, fluency_program
 from mmqa_jax.training import tasks
 from mmqa_jax.training.base_llm import SCRATCH, base_path, llama_of, lora_of
 from mmqa_jax.training.checks import check_config
@@ -61,6 +62,7 @@ LLAVAS: dict[str, Callable[..., LlavaConfig]] = {
     "llava15_13b": llava_1_5_13b,
 }
 TOWER = "tower"
+FIXED = (TOWER, FLUENCY)  # programs without a size of their own in a config
 
 
 def preset(name: str) -> LlamaConfig:
@@ -76,11 +78,21 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
     """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
 
     Args:
+      config: empty for a model of BARTS, which `mmqa evaluate` uses without one.
       model: that an engine serves: a LLaVA has its tower, too.
 
     Raises:
       UserError: a config of neither.
     """
+    if model in BARTS:
+        if config:
+            raise UserError(f"--model={model}: no config decides its program; leave --config out.")
+        return (FLUENCY,)
+    if not config:
+        raise UserError(
+            "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
+            f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`)."
+        )
     if "task" in config:
         own = OF_TASK.get(config.task)
         return ("train",) if own is None else ("train", own)
@@ -108,6 +120,8 @@ def make_program(
         return _engine(config, devices, model)[name]
     if name == TOWER and model is not None:
         return _tower(config, devices, model)
+    if name == FLUENCY and model is not None:
+        return fluency_program(model, devices)
     if name == "train":
         return _train(config, devices, model)
     check_config(config, devices, files=False)
@@ -128,7 +142,9 @@ def settled(
     name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
 ) -> ConfigDict:
     """The config with the numbers that `auto` stands for in a program's mesh and sizes."""
-    if name == "train" or (name not in ENGINE and config.inference.batch_size != AUTO):
+    if name in ("train", *FIXED):
+        return config
+    if name not in ENGINE and config.inference.batch_size != AUTO:
         return config
     copy = ConfigDict(config.to_dict())
     if name in ENGINE:
