@@ -1,13 +1,14 @@
 """Beam search for LLaMA, entirely inside one jit; the bookkeeping is VLP's (`decoding.beam`).
 
-A prompt is encoded and its keys and values cached once; only the few new tokens have a cache per
-beam, reordered as the beams are.
+A prompt is encoded and its keys and values cached once for all its beams; so are the few new tokens
+of the beams, which are never copied when beams are reordered (`models.ancestry`).
 """
 
 from __future__ import annotations
 
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,8 +16,37 @@ from flax import nnx
 from mmqa_jax.decoding import beam, kv_cache
 from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.kv_cache import KVCache
+from mmqa_jax.models.ancestry import Ancestry
 from mmqa_jax.models.layers import prefix_attention
-from mmqa_jax.models.llama import Llama, inverse_frequencies, last_token
+from mmqa_jax.models.llama import (
+    Llama,
+    group_queries,
+    inverse_frequencies,
+    last_token,
+    ungroup_queries,
+)
+from mmqa_jax.models.llama_config import LlamaConfig
+
+
+@flax.struct.dataclass
+class WrittenCache:
+    """Keys and values of the new tokens of K beams a prompt."""
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]  # keys, values [B, kv_heads, T * K, D]
+    ancestry: Ancestry
+
+    @classmethod
+    def empty(
+        cls, config: LlamaConfig, prompts: int, beams: int, max_new_tokens: int
+    ) -> WrittenCache:
+        """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `prompts` prompts."""
+        shape = (prompts, config.kv_heads, beams * max_new_tokens, config.head_size)
+        both = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+        return cls((both,) * config.layers, Ancestry.empty(prompts, beams, max_new_tokens))
+
+    def select(self, rows: jax.Array) -> WrittenCache:
+        """The cache of beams `rows` [B * K], after the beams were reordered."""
+        return WrittenCache(self.layers, self.ancestry.select(rows))
 
 
 @functools.partial(
@@ -75,18 +105,18 @@ def beam_search(
     advance = functools.partial(beam.advance, end_id=end_id, length_penalty=length_penalty)
 
     def propose(beams, cache):
-        tokens = beams.tokens[:, :, beams.step - 1].reshape(-1)  # [B * K]
+        tokens = beams.tokens[:, :, beams.step - 1]  # [B, K]
         log_probs, cache = _decode(model, prefix, mask, lengths, cache, tokens, beams.step - 1)
-        return log_probs.reshape(prompts, num_beams, -1), cache
+        return log_probs, cache
 
     log_probs = jnp.broadcast_to(first[:, None], (prompts, num_beams, first.shape[-1]))
     begun, _ = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs)
     beams = beam.run(
         begun,
-        kv_cache.empty(config, prompts * num_beams, max_new_tokens, config.dtype),
+        WrittenCache.empty(config, prompts, num_beams, max_new_tokens),
         propose=propose,
         advance=advance,
-        reorder=lambda cache, rows: jax.tree.map(lambda x: x[rows], cache),
+        reorder=lambda cache, rows: cache.select(rows),
         complete=functools.partial(
             beam.complete, only_best=only_best, length_penalty=length_penalty
         ),
@@ -99,26 +129,35 @@ def _decode(
     prefix: KVCache,
     prefix_mask: jax.Array,
     lengths: jax.Array,
-    cache: KVCache,
+    cache: WrittenCache,
     tokens: jax.Array,
     step: jax.Array,
-) -> tuple[jax.Array, KVCache]:
-    """One token per beam, the `step`-th after its prompt: tokens [B * K] -> log-probs, cache."""
-    config = model.config
-    rows, beams = tokens.shape[0], tokens.shape[0] // lengths.shape[0]
-    positions = jnp.repeat(lengths + step, beams)
-    angles = positions[:, None, None, None] * inverse_frequencies(config)
-    own_mask = jnp.arange(cache[0].columns) <= step
-    every_row, column = jnp.arange(rows), jnp.full(rows, step)
-    x, written = model.embed(tokens[:, None]), []
-    for layer, of_prompt, own in zip(model.each_layer(), prefix, cache, strict=True):
-        q, k, v = layer.project(x, jnp.cos(angles), jnp.sin(angles))
-        own = kv_cache.write(own, k, v, every_row, column)
-        # The query heads of one key head become queries of one head: [B * K, groups, kv_heads, D].
-        grouped = q.reshape(rows, config.kv_heads, -1, config.head_size).swapaxes(1, 2)
-        attended = prefix_attention(
-            grouped, *of_prompt.by_token(), prefix_mask, *own.by_token(), mask=own_mask
+) -> tuple[jax.Array, WrittenCache]:
+    """One token per beam, the `step`-th after its prompt: tokens [B, K] -> log-probs, cache."""
+    config, size = model.config, tokens.shape
+    angles = jnp.repeat(lengths + step, size[1])[:, None, None] * inverse_frequencies(config)
+    cos, sin = jnp.cos(angles)[None], jnp.sin(angles)[None]
+    ancestry = cache.ancestry.written(step)
+    seen = ancestry.visible(step + 1)  # [B, K, T * K]
+    seen = jnp.tile(seen, (1, config.heads // config.kv_heads, 1))[:, None]
+    # All tokens as one sequence, for what works on each alone: [1, B * K, H].
+    x, written = model.embed(tokens.reshape(1, -1)), []
+    for layer, of_prompt, own in zip(model.each_layer(), prefix, cache.layers, strict=True):
+        # The beams of a prompt are rows of one product: [B, K, heads, D].
+        q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, cos, sin, apart=True))
+        own = tuple(
+            jax.lax.dynamic_update_slice(held, new.swapaxes(1, 2), (0, 0, step * size[1], 0))
+            for held, new in zip(own, (k, v), strict=True)
         )
-        x = layer.finish(x, attended.swapaxes(1, 2).reshape(q.shape))
+        attended = prefix_attention(
+            group_queries(q, config.kv_heads),
+            *of_prompt.by_token(),
+            prefix_mask,
+            *(held.swapaxes(1, 2) for held in own),
+            mask=seen,
+        )
+        attended = ungroup_queries(attended, config.heads)
+        x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))
         written.append(own)
-    return jax.nn.log_softmax(model.logits(model.norm(x)[:, 0])), tuple(written)
+    log_probs = jax.nn.log_softmax(model.logits(model.norm(x)).reshape(*size, -1))
+    return log_probs, WrittenCache(tuple(written), ancestry)
