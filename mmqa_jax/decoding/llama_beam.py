@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from mmqa_jax.decoding import beam, kv_cache
 from mmqa_jax.decoding.beam import BeamResult
@@ -37,12 +38,19 @@ class WrittenCache:
 
     @classmethod
     def empty(
-        cls, config: LlamaConfig, prompts: int, beams: int, max_new_tokens: int
+        cls,
+        config: LlamaConfig,
+        prompts: int,
+        beams: int,
+        max_new_tokens: int,
+        mesh: Mesh | None = None,
     ) -> WrittenCache:
         """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `prompts` prompts."""
-        shape = (prompts, config.kv_heads, beams * max_new_tokens, config.head_size)
-        both = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
-        return cls((both,) * config.layers, Ancestry.empty(prompts, beams, max_new_tokens))
+        columns = beams * max_new_tokens
+        held = kv_cache.layout(config, prompts, columns, config.dtype, mesh)
+        # Keys lie as values do: a token's are then written as whole vectors.
+        layers = tuple((one.segments[0].value,) * 2 for one in held)
+        return cls(kv_cache.zeros(layers), Ancestry.empty(prompts, beams, max_new_tokens))
 
     def select(self, rows: jax.Array) -> WrittenCache:
         """The cache of beams `rows` [B * K], after the beams were reordered."""
@@ -51,7 +59,14 @@ class WrittenCache:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("end_id", "num_beams", "max_new_tokens", "length_penalty", "only_best"),
+    static_argnames=(
+        "end_id",
+        "num_beams",
+        "max_new_tokens",
+        "length_penalty",
+        "only_best",
+        "mesh",
+    ),
 )
 def beam_search(
     graphdef: nnx.GraphDef,
@@ -64,6 +79,7 @@ def beam_search(
     max_new_tokens: int = 64,
     length_penalty: float = 0.0,
     only_best: bool = False,
+    mesh: Mesh | None = None,
 ) -> BeamResult:
     """Continues a batch of prompts; (graphdef, state) = nnx.split(Llama).
 
@@ -73,6 +89,7 @@ def beam_search(
       end_id: ends an answer.
       length_penalty: added to a finished answer's score per token (end token included).
       only_best: stops once every prompt's best answer is certain; the order of the others is not.
+      mesh: over whose data axes prompts are split.
 
     One compilation per batch shape.
 
@@ -92,12 +109,13 @@ def beam_search(
     hidden, prefix = kv_cache.forward(
         model,
         model.embed(input_ids),
-        kv_cache.empty(config, prompts, length, config.dtype),
+        kv_cache.empty(config, prompts, length, config.dtype, mesh),
         starts=jnp.zeros_like(lengths),
         ends=lengths,
         rows=jnp.arange(prompts),
         block=length,
         all_rows=True,
+        mesh=mesh,
     )
     first = jax.nn.log_softmax(model.logits(last_token(hidden, lengths)))  # [B, V]
     mask = jnp.arange(length) < lengths[:, None]
@@ -113,7 +131,7 @@ def beam_search(
     begun, _ = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs)
     beams = beam.run(
         begun,
-        WrittenCache.empty(config, prompts, num_beams, max_new_tokens),
+        WrittenCache.empty(config, prompts, num_beams, max_new_tokens, mesh),
         propose=propose,
         advance=advance,
         reorder=lambda cache, rows: cache.select(rows),
