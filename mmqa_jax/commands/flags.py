@@ -16,12 +16,15 @@ _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench")
 
 
-def add_config(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """`--config=FILE[:MODE]`; cli.py handles `--config.KEY=VALUE`."""
+def add_config(
+    parser: argparse.ArgumentParser, default: str | None = None, *, required: bool = True
+) -> None:
+    """`--config=FILE[:MODE]`, required where there is no default; cli.py handles
+    `--config.KEY=VALUE`."""
     parser.add_argument(
         "--config",
         default=default,
-        required=default is None,
+        required=required and default is None,
         metavar="FILE[:MODE]",
         help="experiment file; :runlocal is a run of a few seconds; "
         "--config.KEY=VALUE overrides one value",

@@ -28,17 +28,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC (needs the extra `plan`), a100:N,\n"
         "  h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
         "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
-        "  of configs/prompt/default.py decode and prefill, and of a LLaVA its tower\n"
+        "  of configs/prompt/default.py decode and prefill, and of a LLaVA its tower; without a\n"
+        "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
-    flags.add_config(parser)
+    flags.add_config(parser, required=False)
     parser.add_argument(
         "--topology", default="local", help="what to compile for (this machine's devices)"
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...",
+        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...; or "
+        "bart_large_cnn",
     )
     flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
     parser.add_argument(
@@ -65,11 +67,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     # not there cannot be read back from the compilation cache.
     from mmqa_jax.bench.plan.calibration import read_calibration
     from mmqa_jax.bench.plan.topology import open_topology
-    from mmqa_jax.core.config import load_config
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.systems import planning
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = _config(arguments)
     planning.chosen(config, arguments.only, arguments.model)  # refused before a compiler is loaded
     topology = open_topology(arguments.topology)
     options = {"model": arguments.model, "only": arguments.only}
@@ -101,6 +102,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         print(calibration.sentence)
     return result.to_json()
+
+
+def _config(arguments: argparse.Namespace) -> ConfigDict:
+    """The config as given; an empty one without --config."""
+    from ml_collections import ConfigDict
+
+    from mmqa_jax.core.config import load_config
+    from mmqa_jax.core.errors import UserError
+
+    if arguments.config is not None:
+        return load_config(arguments.config, arguments.overrides)
+    if arguments.overrides:
+        raise UserError(f"--config.{arguments.overrides[0]}: of which --config? Name it, too.")
+    return ConfigDict()
 
 
 def _collections(config: ConfigDict, topology: Topology, sizes: str) -> dict[str, Any]:

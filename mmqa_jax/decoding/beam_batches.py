@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import placement_of
 from mmqa_jax.decoding.llama_beam import beam_search
 from mmqa_jax.decoding.requests import Result
 from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
@@ -20,12 +21,14 @@ from mmqa_jax.models.llama import Llama
 class BeamBatches:
     """Collects requests with beams until a batch of one shape is full, then searches.
 
-    A batch holds as many prompts as fill the engine's slots with beams, padded to a multiple of
-    the largest bucket: one compilation per padded length and set of beam parameters.
+    A batch holds as many prompts as fill the engine's slots with beams, split over the devices that
+    slots are, and padded to a multiple of the largest bucket: one compilation per padded length and
+    set of beam parameters.
     """
 
     def __init__(self, model: Llama, config: EngineConfig, end_ids: frozenset[int]):
         self._graphdef, self._state = nnx.split(model)
+        self._placement = placement_of(self._state)
         self._config, self._end_ids = config, end_ids
         self._positions = model.config.positions
         self._waiting: dict[tuple, list[TokenizedRequest]] = collections.defaultdict(list)
@@ -39,7 +42,7 @@ class BeamBatches:
                 self._waiting[self._shape(request)].append(request)
         results = []
         for shape, waiting in list(self._waiting.items()):
-            size = max(1, self._config.slots // shape[1])
+            size = self._placement.padded(max(1, self._config.slots // shape[1]))
             while len(waiting) >= size or (rest and waiting):
                 results += self._search(shape, waiting[:size], size)
                 del waiting[:size]
@@ -77,18 +80,21 @@ class BeamBatches:
         for row, request in enumerate(requests):
             lengths[row] = len(request.prompt)
             ids[row, : lengths[row]] = request.prompt
-        found = jax.device_get(
-            beam_search(
-                self._graphdef,
-                self._state,
-                *jax.device_put((ids, lengths)),
-                end_id=end_id,
-                num_beams=beams,
-                max_new_tokens=steps,
-                length_penalty=penalty,
-                only_best=only_best,
-            )
+        placement = self._placement
+        own = placement.rows(size)
+        searched = placement.call(
+            beam_search,
+            self._graphdef,
+            self._state,
+            *placement.put((ids[own], lengths[own])),
+            end_id=end_id,
+            num_beams=beams,
+            max_new_tokens=steps,
+            length_penalty=penalty,
+            only_best=only_best,
+            mesh=placement.mesh,
         )
+        found = jax.device_get(placement.copied(searched))
         results = []
         for row, request in enumerate(requests):
             candidates = []

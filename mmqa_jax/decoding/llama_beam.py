@@ -1,27 +1,72 @@
 """Beam search for LLaMA, entirely inside one jit; the bookkeeping is VLP's (`decoding.beam`).
 
-A prompt is encoded and its keys and values cached once; only the few new tokens have a cache per
-beam, reordered as the beams are.
+A prompt is encoded and its keys and values cached once for all its beams; so are the few new tokens
+of the beams, which are never copied when beams are reordered (`models.ancestry`).
 """
 
 from __future__ import annotations
 
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from mmqa_jax.decoding import beam, kv_cache
 from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.kv_cache import KVCache
+from mmqa_jax.models.ancestry import Ancestry
 from mmqa_jax.models.layers import prefix_attention
-from mmqa_jax.models.llama import Llama, inverse_frequencies, last_token
+from mmqa_jax.models.llama import (
+    Llama,
+    group_queries,
+    inverse_frequencies,
+    last_token,
+    ungroup_queries,
+)
+from mmqa_jax.models.llama_config import LlamaConfig
+
+
+@flax.struct.dataclass
+class WrittenCache:
+    """Keys and values of the new tokens of K beams a prompt."""
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]  # keys, values [B, kv_heads, T * K, D]
+    ancestry: Ancestry
+
+    @classmethod
+    def empty(
+        cls,
+        config: LlamaConfig,
+        prompts: int,
+        beams: int,
+        max_new_tokens: int,
+        mesh: Mesh | None = None,
+    ) -> WrittenCache:
+        """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `prompts` prompts."""
+        columns = beams * max_new_tokens
+        held = kv_cache.layout(config, prompts, columns, config.dtype, mesh)
+        # Keys lie as values do: a token's are then written as whole vectors.
+        layers = tuple((one.segments[0].value,) * 2 for one in held)
+        return cls(kv_cache.zeros(layers), Ancestry.empty(prompts, beams, max_new_tokens))
+
+    def select(self, rows: jax.Array) -> WrittenCache:
+        """The cache of beams `rows` [B * K], after the beams were reordered."""
+        return WrittenCache(self.layers, self.ancestry.select(rows))
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("end_id", "num_beams", "max_new_tokens", "length_penalty", "only_best"),
+    static_argnames=(
+        "end_id",
+        "num_beams",
+        "max_new_tokens",
+        "length_penalty",
+        "only_best",
+        "mesh",
+    ),
 )
 def beam_search(
     graphdef: nnx.GraphDef,
@@ -34,6 +79,7 @@ def beam_search(
     max_new_tokens: int = 64,
     length_penalty: float = 0.0,
     only_best: bool = False,
+    mesh: Mesh | None = None,
 ) -> BeamResult:
     """Continues a batch of prompts; (graphdef, state) = nnx.split(Llama).
 
@@ -43,6 +89,7 @@ def beam_search(
       end_id: ends an answer.
       length_penalty: added to a finished answer's score per token (end token included).
       only_best: stops once every prompt's best answer is certain; the order of the others is not.
+      mesh: over whose data axes prompts are split.
 
     One compilation per batch shape.
 
@@ -62,12 +109,13 @@ def beam_search(
     hidden, prefix = kv_cache.forward(
         model,
         model.embed(input_ids),
-        kv_cache.empty(config, prompts, length, config.dtype),
+        kv_cache.empty(config, prompts, length, config.dtype, mesh),
         starts=jnp.zeros_like(lengths),
         ends=lengths,
         rows=jnp.arange(prompts),
         block=length,
         all_rows=True,
+        mesh=mesh,
     )
     first = jax.nn.log_softmax(model.logits(last_token(hidden, lengths)))  # [B, V]
     mask = jnp.arange(length) < lengths[:, None]
@@ -75,18 +123,18 @@ def beam_search(
     advance = functools.partial(beam.advance, end_id=end_id, length_penalty=length_penalty)
 
     def propose(beams, cache):
-        tokens = beams.tokens[:, :, beams.step - 1].reshape(-1)  # [B * K]
+        tokens = beams.tokens[:, :, beams.step - 1]  # [B, K]
         log_probs, cache = _decode(model, prefix, mask, lengths, cache, tokens, beams.step - 1)
-        return log_probs.reshape(prompts, num_beams, -1), cache
+        return log_probs, cache
 
     log_probs = jnp.broadcast_to(first[:, None], (prompts, num_beams, first.shape[-1]))
     begun, _ = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs)
     beams = beam.run(
         begun,
-        kv_cache.empty(config, prompts * num_beams, max_new_tokens, config.dtype),
+        WrittenCache.empty(config, prompts, num_beams, max_new_tokens, mesh),
         propose=propose,
         advance=advance,
-        reorder=lambda cache, rows: jax.tree.map(lambda x: x[rows], cache),
+        reorder=lambda cache, rows: cache.select(rows),
         complete=functools.partial(
             beam.complete, only_best=only_best, length_penalty=length_penalty
         ),
@@ -99,26 +147,35 @@ def _decode(
     prefix: KVCache,
     prefix_mask: jax.Array,
     lengths: jax.Array,
-    cache: KVCache,
+    cache: WrittenCache,
     tokens: jax.Array,
     step: jax.Array,
-) -> tuple[jax.Array, KVCache]:
-    """One token per beam, the `step`-th after its prompt: tokens [B * K] -> log-probs, cache."""
-    config = model.config
-    rows, beams = tokens.shape[0], tokens.shape[0] // lengths.shape[0]
-    positions = jnp.repeat(lengths + step, beams)
-    angles = positions[:, None, None, None] * inverse_frequencies(config)
-    own_mask = jnp.arange(cache[0].columns) <= step
-    every_row, column = jnp.arange(rows), jnp.full(rows, step)
-    x, written = model.embed(tokens[:, None]), []
-    for layer, of_prompt, own in zip(model.each_layer(), prefix, cache, strict=True):
-        q, k, v = layer.project(x, jnp.cos(angles), jnp.sin(angles))
-        own = kv_cache.write(own, k, v, every_row, column)
-        # The query heads of one key head become queries of one head: [B * K, groups, kv_heads, D].
-        grouped = q.reshape(rows, config.kv_heads, -1, config.head_size).swapaxes(1, 2)
-        attended = prefix_attention(
-            grouped, *of_prompt.by_token(), prefix_mask, *own.by_token(), mask=own_mask
+) -> tuple[jax.Array, WrittenCache]:
+    """One token per beam, the `step`-th after its prompt: tokens [B, K] -> log-probs, cache."""
+    config, size = model.config, tokens.shape
+    angles = jnp.repeat(lengths + step, size[1])[:, None, None] * inverse_frequencies(config)
+    cos, sin = jnp.cos(angles)[None], jnp.sin(angles)[None]
+    ancestry = cache.ancestry.written(step)
+    seen = ancestry.visible(step + 1)  # [B, K, T * K]
+    seen = jnp.tile(seen, (1, config.heads // config.kv_heads, 1))[:, None]
+    # All tokens as one sequence, for what works on each alone: [1, B * K, H].
+    x, written = model.embed(tokens.reshape(1, -1)), []
+    for layer, of_prompt, own in zip(model.each_layer(), prefix, cache.layers, strict=True):
+        # The beams of a prompt are rows of one product: [B, K, heads, D].
+        q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, cos, sin, apart=True))
+        own = tuple(
+            jax.lax.dynamic_update_slice(held, new.swapaxes(1, 2), (0, 0, step * size[1], 0))
+            for held, new in zip(own, (k, v), strict=True)
         )
-        x = layer.finish(x, attended.swapaxes(1, 2).reshape(q.shape))
+        attended = prefix_attention(
+            group_queries(q, config.kv_heads),
+            *of_prompt.by_token(),
+            prefix_mask,
+            *(held.swapaxes(1, 2) for held in own),
+            mask=seen,
+        )
+        attended = ungroup_queries(attended, config.heads)
+        x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))
         written.append(own)
-    return jax.nn.log_softmax(model.logits(model.norm(x)[:, 0])), tuple(written)
+    log_probs = jax.nn.log_softmax(model.logits(model.norm(x)).reshape(*size, -1))
+    return log_probs, WrittenCache(tuple(written), ancestry)

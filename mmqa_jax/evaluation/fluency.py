@@ -33,6 +33,7 @@ from mmqa_jax.evaluation.scores import (
     scores_of,
 )
 from mmqa_jax.models.bart import Bart
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.weights.published import load_published
 
 PARABANK = "bart.pth"  # BARTScore's file of ParaBank2 weights
@@ -74,26 +75,15 @@ class BartScorer:
         buckets: Sequence[int] = BUCKETS,
         batch_tokens: int | None = None,
     ):
-        longest = min(MAX_LENGTH, model.config.positions)
+        longest = longest_text(model.config)
         self.buckets = (*(size for size in sorted(buckets) if size < longest), longest)
         self._tokenizer = tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(longest)
-        # The float32 logits dominate memory: 4 bytes x 50,264 vocabulary entries x this.
-        on_cpu = platform() == "cpu"
-        self._batch_tokens = batch_tokens or (2048 if on_cpu else 16_384)
+        self._batch_tokens = batch_tokens or tokens_per_batch(platform())
         self._pad = model.config.pad
         graphdef, self._state = nnx.split(model)
-
-        def means(state, sources, source_lengths, targets, target_lengths):
-            model = nnx.merge(graphdef, state)
-            columns = jnp.arange(sources.shape[1])  # [L]
-            mask = columns < source_lengths[:, None]  # [B, L]
-            log_probs = model.log_probs(sources, mask, targets)  # [B, L]
-            kept = jnp.where(columns < target_lengths[:, None], log_probs, 0.0)
-            return kept.sum(axis=1) / target_lengths  # [B]
-
-        self._means = jax.jit(means)
+        self._means = make_likelihoods(graphdef)
 
     @property
     def compilations(self) -> int:
@@ -128,8 +118,7 @@ class BartScorer:
                     *self._padded([ids[sources[row]] for row in filled], size),
                     *self._padded([ids[targets[row]] for row in filled], size),
                 )
-                with jax.default_matmul_precision("highest"):
-                    means = self._means(self._state, *jax.device_put(inputs))
+                means = self._means(self._state, *jax.device_put(inputs))
                 scores[chunk] = np.asarray(means)[: len(chunk)]
                 done += len(chunk)
                 if progress is not None:
@@ -143,6 +132,38 @@ class BartScorer:
         for row, ids in zip(padded, rows, strict=True):
             row[: len(ids)] = ids
         return padded, np.array([len(ids) for ids in rows], np.int32)
+
+
+def longest_text(config: BartConfig) -> int:
+    """Tokens that a source or a target has at most, the largest bucket."""
+    return min(MAX_LENGTH, config.positions)
+
+
+def tokens_per_batch(kind: str) -> int:
+    """Tokens of a batch on a platform, padding included.
+
+    The float32 logits dominate memory: 4 bytes x 50,264 vocabulary entries x this.
+    """
+    return 2048 if kind == "cpu" else 16_384
+
+
+def make_likelihoods(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
+    """A BART's jitted (state, sources, source_lengths, targets, target_lengths) -> scores [B].
+
+    Sources and targets are int32 [B, L], their lengths int32 [B].
+    """
+
+    @jax.jit
+    def means(state, sources, source_lengths, targets, target_lengths):
+        model = nnx.merge(graphdef, state)
+        columns = jnp.arange(sources.shape[1])  # [L]
+        mask = columns < source_lengths[:, None]  # [B, L]
+        with jax.default_matmul_precision("highest"):
+            log_probs = model.log_probs(sources, mask, targets)  # [B, L]
+        kept = jnp.where(columns < target_lengths[:, None], log_probs, 0.0)
+        return kept.sum(axis=1) / target_lengths  # [B]
+
+    return means
 
 
 class LoadedBart(NamedTuple):

@@ -89,23 +89,35 @@ def grouped_attention(
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; query heads n * heads / kv_heads onwards read
     key head n. mask bool [B or 1, 1, Lq or 1, Lk]. Returns [B, Lq, heads, D].
     """
-    batch, length, heads, size = q.shape
+    length, heads = q.shape[1:3]
     groups = heads // k.shape[2]
     if groups == 1 or implementation != "xla":  # cuDNN groups by itself
         return attention(
             q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, **dropout
         )
-    # The heads of a group become further rows of one head: [B, groups * Lq, kv_heads, D].
-    q = q.reshape(batch, length, -1, groups, size).transpose(0, 3, 1, 2, 4)
-    q = q.reshape(batch, groups * length, -1, size)
+    q = group_queries(q, k.shape[2])
     if is_causal:
         causal = jnp.tril(jnp.ones((length, k.shape[1]), bool))
         mask = causal if mask is None else mask & causal
     if mask is not None and mask.shape[-2] > 1:
         mask = jnp.concatenate([mask] * groups, axis=-2)
     out = attention(q, k, v, mask=mask, implementation=implementation, **dropout)
-    out = out.reshape(batch, groups, length, -1, size).transpose(0, 2, 3, 1, 4)
-    return out.reshape(batch, length, heads, size)
+    return ungroup_queries(out, heads)
+
+
+def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
+    """The query heads of a key head as further rows of it: [B, L, heads, D] ->
+    [B, groups * L, kv_heads, D]."""
+    batch, _, heads, size = q.shape
+    apart = q.reshape(batch, -1, kv_heads, heads // kv_heads, size).transpose(0, 3, 1, 2, 4)
+    return apart.reshape(batch, -1, kv_heads, size)
+
+
+def ungroup_queries(x: jax.Array, heads: int) -> jax.Array:
+    """The reverse of `group_queries`: [B, groups * L, kv_heads, D] -> [B, L, heads, D]."""
+    batch, _, kv_heads, size = x.shape
+    apart = x.reshape(batch, heads // kv_heads, -1, kv_heads, size).transpose(0, 2, 3, 1, 4)
+    return apart.reshape(batch, -1, heads, size)
 
 
 class RMSNorm(nnx.Module):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.ancestry import Ancestry
 from mmqa_jax.models.bert import Bert, BertConfig, BertLayer
 from mmqa_jax.models.layers import merge_heads, prefix_attention, scan_layers, split_heads
 
@@ -27,47 +28,31 @@ class Prefix:
 
 @flax.struct.dataclass
 class WrittenCache:
-    """Keys and values of the generated tokens ([MASK] is never cached) of K beams a prefix.
-
-    Column t * K + s holds token t of the beam that was in slot s when it was written. Beams change
-    slots in every step; the columns stay, and each beam knows which are its own.
-    """
+    """Keys and values of the generated tokens ([MASK] is never cached) of K beams a prefix."""
 
     key: jax.Array  # [layers, B, T * K, H]
     value: jax.Array  # [layers, B, T * K, H]
-    slots: jax.Array  # [B, K, T] int: where each beam's token t was written
+    ancestry: Ancestry
 
     def select(self, rows: jax.Array) -> WrittenCache:
         """The cache of beams `rows` [B * K], after the beams were reordered."""
-        size = self.slots.shape
-        slots = self.slots.reshape(-1, size[-1])[rows].reshape(size)
-        return WrittenCache(self.key, self.value, slots)
-
-    def visible(self, count: jax.Array) -> jax.Array:
-        """bool [B, K, T * K]: the columns of each beam's first `count` tokens."""
-        prefixes, beams, most = self.slots.shape
-        own = self.slots[..., None] == jnp.arange(beams)  # [B, K, T, K]
-        written = jnp.arange(most)[:, None] < count
-        return (own & written).reshape(prefixes, beams, -1)
+        return WrittenCache(self.key, self.value, self.ancestry.select(rows))
 
     def write(self, key: jax.Array, value: jax.Array, number: jax.Array) -> WrittenCache:
         """Adds every beam's token `number`: key, value [layers, B, K, H]."""
-        prefixes, beams, _ = self.slots.shape
-        column = (0, 0, number * beams, 0)
-        slot = jnp.broadcast_to(jnp.arange(beams)[:, None], (prefixes, beams, 1))
+        column = (0, 0, number * key.shape[2], 0)
         return WrittenCache(
             jax.lax.dynamic_update_slice(self.key, key, column),
             jax.lax.dynamic_update_slice(self.value, value, column),
-            jax.lax.dynamic_update_slice(self.slots, slot, (0, 0, number)),
+            self.ancestry.written(number),
         )
 
 
 def empty_cache(config: BertConfig, rows: int, beams: int, max_new_tokens: int) -> WrittenCache:
     """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `rows` prefixes."""
-    columns = beams * max_new_tokens
-    shape = (config.layers, rows, columns, config.hidden)
-    slots = jnp.zeros((rows, beams, max_new_tokens), jnp.int32)
-    return WrittenCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype), slots)
+    shape = (config.layers, rows, beams * max_new_tokens, config.hidden)
+    zeros = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+    return WrittenCache(*zeros, Ancestry.empty(rows, beams, max_new_tokens))
 
 
 def encode_prefix(
@@ -104,7 +89,7 @@ def append_mask(
     N = B * K, with the K beams of one prefix next to each other. Returns hidden states [B, K, H]
     and the cache with the last token added.
     """
-    prefixes, beams, _ = cache.slots.shape
+    prefixes, beams, _ = cache.ancestry.slots.shape
     previous = generated[:, jnp.maximum(step - 1, 0)]
     tokens = jnp.stack([previous, jnp.full_like(previous, mask_id)], axis=1)  # [N, 2]
     start = jnp.repeat(prefix.next_position, beams)[:, None]  # [N, 1]
@@ -114,7 +99,7 @@ def append_mask(
     x = bert.embeddings(tokens, positions, jnp.full_like(tokens, token_type))
 
     # Columns: the beams' tokens before `previous`, then [previous, [MASK]] of every beam.
-    earlier = jnp.repeat(cache.visible(step - 1), 2, axis=1)  # [B, 2 K, T * K]
+    earlier = jnp.repeat(cache.ancestry.visible(step - 1), 2, axis=1)  # [B, 2 K, T * K]
     pair = jnp.stack([jnp.array([True, False]), jnp.stack([step > 0, jnp.array(True)])])
     beam = jnp.arange(2 * beams) // 2
     new = jnp.tile(pair, (beams, beams)) & (beam[:, None] == beam)  # [2 K, 2 K]

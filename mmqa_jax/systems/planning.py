@@ -17,6 +17,7 @@ from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.systems.programs import (
     ENGINE,
+    FIXED,
     make_program,
     on_one_host,
     program_names,
@@ -105,8 +106,9 @@ def plan(
     """Compiles a config's programs for a topology, and remedies for those that do not fit.
 
     Args:
+      config: empty where the model alone decides the program; see programs.program_names.
       calibration: of the topology's kind of devices.
-      model: of a language model, a name of programs.PRESETS.
+      model: of a language model, a name of programs.PRESETS; or one of BARTS.
       only: names of programs; all by default.
 
     Raises:
@@ -188,7 +190,7 @@ def _alternatives(
             if mesh != present
         ]
         return [split, _halved(config, "engine.slots"), [{"engine.cache_dtype": "int8"}]]
-    return [_halved(config, "inference.batch_size")]
+    return [] if name in FIXED else [_halved(config, "inference.batch_size")]
 
 
 _BATCH = "batches.batch_size"
@@ -256,6 +258,8 @@ def best_settings(
       UserError: as `plan`.
     """
     name = chosen(config, only, model)[0]
+    if name in FIXED:
+        raise UserError(f"--search: a config has no setting of the program {name}; leave it out.")
     found: list[Found] = []
     topology = place(name, config, topology)
     config = settled(name, config, topology.devices, model)

@@ -29,6 +29,7 @@ from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.models import llama_config
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
+from mmqa_jax.systems.scoring_program import BARTS, FLUENCY, fluency_program
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
 from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.tasks.task import Task
@@ -56,6 +57,7 @@ LLAVAS: dict[str, Callable[..., LlavaConfig]] = {
     "llava15_13b": llava_1_5_13b,
 }
 TOWER = "tower"
+FIXED = (TOWER, FLUENCY)  # programs without a size of their own in a config
 
 
 def preset(name: str) -> LlamaConfig:
@@ -71,11 +73,21 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
     """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
 
     Args:
+      config: empty for a model of BARTS, which `mmqa evaluate` uses without one.
       model: that an engine serves: a LLaVA has its tower, too.
 
     Raises:
       UserError: a config of neither.
     """
+    if model in BARTS:
+        if config:
+            raise UserError(f"--model={model}: no config decides its program; leave --config out.")
+        return (FLUENCY,)
+    if not config:
+        raise UserError(
+            "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
+            f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`)."
+        )
     if "task" in config:
         kind = known_tasks().get(config.task)
         return ("train",) if kind is None or kind.program is None else ("train", kind.program)
@@ -103,6 +115,8 @@ def make_program(
         return _engine(config, devices, model)[name]
     if name == TOWER and model is not None:
         return _tower(config, devices, model)
+    if name == FLUENCY and model is not None:
+        return fluency_program(model, devices)
     if name == "train":
         return _train(config, devices, model)
     task = check_config(config, devices, files=False)
@@ -123,7 +137,9 @@ def settled(
     name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
 ) -> ConfigDict:
     """The config with the numbers that `auto` stands for in a program's mesh and sizes."""
-    if name == "train" or (name not in ENGINE and config.inference.batch_size != AUTO):
+    if name in ("train", *FIXED):
+        return config
+    if name not in ENGINE and config.inference.batch_size != AUTO:
         return config
     copy = ConfigDict(config.to_dict())
     if name in ENGINE:

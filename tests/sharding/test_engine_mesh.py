@@ -85,8 +85,42 @@ def main():
                 for one, other in zip(got_scores[n], want_scores[n], strict=True):
                     np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=most)
         print(kind)
+    check_beams(model, alone, mesh)
     check_ragged_attention(mesh)
     print("done")
+
+
+def check_beams(model, alone, mesh):
+    """Prompts of a batch are split over `data`, of the last batch one is padding."""
+    import numpy as np
+    from flax import nnx
+
+    from mmqa_jax.core.mesh import RowPlacement, init_sharded
+    from mmqa_jax.decoding.engine import Engine
+    from mmqa_jax.decoding.requests import Request
+    from mmqa_jax.decoding.slot_runner import EngineConfig
+    from mmqa_jax.models.llama import Llama
+
+    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64, block=32)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 60, 5 + 9 * n) for n in range(3)]
+    requests = [Request(n, prompt, 6, beams=2, n=2) for n, prompt in enumerate(prompts)]
+    found, held, copied = [], [], RowPlacement.copied
+
+    def recorded(placement, result):
+        held.append(result.tokens.addressable_shards[0].data.shape[0])
+        return copied(placement, result)
+
+    RowPlacement.copied = recorded
+    for where in (alone, mesh):
+        sharded = init_sharded(lambda: Llama(model, rngs=nnx.Rngs(3)), where)
+        engine = Engine(sharded, end_ids=[1], config=sizes, mesh=where)
+        found.append({result.id: result.candidates for result in engine.generate(requests)})
+    assert held == [2, 2, 1, 1], held
+    for n, want in found[0].items():
+        for got, one in zip(found[1][n], want, strict=True):
+            assert got.tokens == one.tokens
+            np.testing.assert_allclose(got.total, one.total, rtol=0, atol=1e-4)
 
 
 def check_ragged_attention(mesh):

@@ -1,0 +1,44 @@
+"""What LLaMA's beam search does on a TPU, as its own compiler says; none is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAYERS, STEPS = 2, 16  # of beam_program.py
+
+
+@pytest.mark.optimized
+@pytest.mark.skipif(sys.platform != "linux", reason="the TPU's compiler is made for Linux alone")
+def test_beams_are_reordered_without_touching_the_cache():
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("beam_program.py"))],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout)
+    written = found["written"]
+    assert written.pop("dynamic-update-slice") == 2 * LAYERS  # keys and values of a step, in place
+    moving = {
+        "gather",
+        "scatter",
+        "copy",
+        "transpose",
+        "reshape",
+        "convert",
+        "select",
+        "concatenate",
+    }
+    assert not moving & written.keys()
+    assert found["copied"] < 1e-3 * found["cache"]
+    assert found["repeated"] == []  # prompts are held and read once for all beams of a question
+    assert STEPS - 1 in found["loops"]
+    assert len(found["loops"]) == 1 + 2 * LAYERS  # and the prompts' rows, which are written once
