@@ -8,6 +8,7 @@ loading a numerical library. Config files are ml_collections: `--config=FILE[:MO
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import gc
 import importlib
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imports and traces make millions of objects that stay. To look for garbage after every 700 of
     # them, as Python does by default, takes a tenth of a short run.
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
+    # Nor does the interpreter look through them all again, several times, when it ends.
+    atexit.register(gc.freeze)
     _open_closed()
     _print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmqa_jax.bench import Options, llm_total
+from mmqa_jax.bench import Options, llama_cpp, llm_total
 from mmqa_jax.bench.runner import Case, Work, measure, start_device
 from mmqa_jax.core.errors import UserError
 
@@ -88,6 +88,7 @@ def run_load(size: str, load: Load, options: Options) -> dict[str, Any]:
         rounds,
         model={"small": "SmolLM2-135M, float32", "full": "LLaMA-2-7B's shape, bfloat16"}[size],
         load=dataclasses.asdict(load),
+        left_out=[llama_cpp.LEFT_OUT] if whole and not llama_cpp.kinds() else [],
     )
 
 

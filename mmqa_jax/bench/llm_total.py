@@ -3,7 +3,8 @@
 Both sides read the same folder, SmolLM2 in transformers' format, and the same file of prompts that
 share nothing, and write greedy answers. Ours is `mmqa prompt` with its programs in the compile
 cache, as after the first run on a machine; the peer is what one would write with transformers:
-prompts sorted by length, padded on the left, in batches as large as ours.
+prompts sorted by length, padded on the left, in batches as large as ours. Where llama.cpp's server
+is found, its seconds stand beside them (see llama_cpp.py).
 
 This module loads no numerical library at import.
 """
@@ -18,8 +19,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmqa_jax.bench.runner import Case
+from mmqa_jax.bench import llama_cpp
+from mmqa_jax.bench.runner import Case, Peak
 from mmqa_jax.bench.timing import Child, run_child, threads
+from mmqa_jax.weights.bundled import smollm2_path
 
 ROWS = {"total_40": 40, "total_400": 400}  # name -> number of prompts
 _WORDS = 64  # of a prompt
@@ -31,11 +34,21 @@ def cases(wanted: Sequence[str], *, rounds: int, batch: int) -> Iterator[Case]:
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as name:
         folder = Path(name)
         publish(folder / "model")
+        for kind in llama_cpp.kinds():
+            llama_cpp.write_gguf(smollm2_path(), folder / f"{kind}.gguf", kind)
+        peak = Peak(2048, "float32")
         for row in wanted:
             _write_prompts(folder / f"{row}.txt", ROWS[row])
             _ours(folder, row, batch)  # compiles what these lengths need
-            pairs = [(_ours(folder, row, batch), _peer(folder, row, batch)) for _ in range(rounds)]
+            pairs, further = [], []
+            for _ in range(rounds):
+                pairs.append((_ours(folder, row, batch), _peer(folder, row, batch)))
+                further.append(_llama_cpp(folder, row, batch))
+                peak.measure(1)
             mine, theirs = zip(*pairs, strict=True)
+            others = {
+                name: statistics.median(seconds[name] for seconds in further) for name in further[0]
+            }
             yield Case(
                 row,
                 "s",
@@ -44,6 +57,9 @@ def cases(wanted: Sequence[str], *, rounds: int, batch: int) -> Iterator[Case]:
                 notes={
                     "work": f"{ROWS[row]} prompts of {_WORDS} words, {_NEW_TOKENS} new tokens",
                     "same_answers": _same(folder, row),
+                    **others,
+                    **{f"same_answers_{name}": _same(folder, row, name) for name in others},
+                    "matmul_gflops": peak.best / 1e9,  # XLA's
                 },
             )
 
@@ -70,15 +86,26 @@ def _peer(folder: Path, name: str, batch: int) -> Child:
     return _python("-c", call, *map(str, files), str(batch))
 
 
+def _llama_cpp(folder: Path, name: str, batch: int) -> dict[str, float]:
+    """Name of a column -> seconds."""
+    seconds = {}
+    for kind in llama_cpp.kinds():
+        column = f"llama_cpp_{kind}"
+        model, prompts = folder / f"{kind}.gguf", folder / f"{name}.txt"
+        out = folder / f"{name}.{column}.jsonl"
+        seconds[column] = llama_cpp.answer(model, kind, prompts, out, batch, _NEW_TOKENS)
+    return seconds
+
+
 def _python(*arguments: str) -> Child:
     return run_child([sys.executable, *arguments], {"MMQA_PROGRESS": "off"})
 
 
-def _same(folder: Path, name: str) -> float:
-    """Share of the prompts that both sides answer in the same words."""
+def _same(folder: Path, name: str, peer: str = "peer") -> float:
+    """Share of the prompts that we and a peer answer in the same words."""
     texts = [
         [json.loads(line)["text"].strip() for line in file.read_text().splitlines()]
-        for file in (folder / f"{name}.ours.jsonl", folder / f"{name}.peer.jsonl")
+        for file in (folder / f"{name}.ours.jsonl", folder / f"{name}.{peer}.jsonl")
     ]
     return statistics.mean(mine == theirs for mine, theirs in zip(*texts, strict=True))
 
@@ -95,7 +122,6 @@ def publish(folder: Path) -> None:
     import transformers
     from flax import nnx
 
-    from mmqa_jax.weights.bundled import smollm2_path
     from mmqa_jax.weights.models.llama import publish_llama
     from mmqa_jax.weights.published import load_published, write_published
 

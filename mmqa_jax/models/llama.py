@@ -364,3 +364,10 @@ def unstack_layers(model: Llama) -> None:
         for name in LINEARS:
             linear = getattr(layer, name)
             setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))
+
+
+def unstacked_llama(config: LlamaConfig, *, rngs: nnx.Rngs) -> Llama:
+    """A new model as `unstack_layers` leaves it."""
+    model = Llama(config, rngs=rngs)
+    unstack_layers(model)
+    return model

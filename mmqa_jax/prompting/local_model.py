@@ -25,7 +25,7 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import SIZES, UNKNOWN, Demand, EngineSizes, choose_sizes, tower_bytes
-from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.decoding.slot_runner import EngineConfig, scans
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig
@@ -118,7 +118,8 @@ def open_backend(
         sizes = sizing.choose(demand)
         print(f"{path.name}: {sizes}", file=sys.stderr)
         mesh = sizes.mesh() if len(sizes.devices) > 1 else None
-        model = _load(kind, path, dtype, mesh)
+        apart = kind == "llama" and not scans(sizes.engine, mesh)
+        model = _load(kind, path, dtype, mesh, apart)
         return Engine(model, text, end_ids=text.end_ids, config=sizes.engine, mesh=mesh)
 
     def resize(engine: Engine, demand: Demand) -> None:
@@ -264,8 +265,10 @@ def _config_of(kind: str, path: Path) -> Any:
     return architecture(kind).open(path).config
 
 
-def _load(kind: str, path: Path, dtype: str, mesh: Mesh | None) -> nnx.Module:
+def _load(kind: str, path: Path, dtype: str, mesh: Mesh | None, apart: bool) -> nnx.Module:
     if not is_weights_folder(path):
-        return load_published(kind, path, mesh=mesh, param_dtype=dtype, dtype=dtype)
+        return load_published(
+            kind, path, mesh=mesh, param_dtype=dtype, layers_apart=apart, dtype=dtype
+        )
     config = replace_fields(read_record(path).config, dtype=dtype)
     return load_converted(path, mesh=mesh, param_dtype=dtype, config=config)

@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.files import write_json
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.models.llama import unstacked_llama
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, write_sharded
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
 from mmqa_jax.weights.layouts import Checkpoint, Published, require_given
+from mmqa_jax.weights.models.llama import with_layers_apart
 from mmqa_jax.weights.registry import architecture
 
 
@@ -29,6 +31,7 @@ def load_published(
     clip: str | os.PathLike | None = None,
     mesh: Mesh | None = None,
     param_dtype: str = "float32",
+    layers_apart: bool = False,
     **changes: Any,
 ) -> nnx.Module:
     """Reads a published checkpoint of any layout that `mmqa convert` reads.
@@ -40,6 +43,8 @@ def load_published(
       mesh: where the parameters go, each tensor straight onto its shards; None is the default
         device.
       param_dtype: of the parameters; bfloat16 halves memory where nothing is trained.
+      layers_apart: a LLaMA as `unstack_layers` leaves it, without the stacks in between: each
+        tensor is read into the array that stays.
       changes: fields of the config, and of the configs in it, that the checkpoint does not decide
         (dtype, attention, remat, unroll, dropouts).
 
@@ -52,7 +57,10 @@ def load_published(
     convert = f"open what `mmqa convert --model={model} --source={path} --out=DIR {{flags}}` makes"
     require_given(checkpoint, changes, convert)
     config = replace_fields(checkpoint.config, **changes)
-    return load_checkpoint(entry.model_class, checkpoint, config, mesh, param_dtype)
+    model_class = entry.model_class
+    if layers_apart:
+        model_class, checkpoint = unstacked_llama, with_layers_apart(checkpoint)
+    return load_checkpoint(model_class, checkpoint, config, mesh, param_dtype)
 
 
 def load_checkpoint(

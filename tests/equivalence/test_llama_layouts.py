@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from pathlib import Path
@@ -16,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.safetensors import DerivedSource
 from mmqa_jax.weights.keymap import abstract_model, export
@@ -284,6 +285,25 @@ def test_sharded_safetensors(tmp_path, tiny):
     files[1].unlink()
     with pytest.raises(UserError, match=rf"{missing}: no such file"):
         load_published("llama", folder)
+
+
+@pytest.mark.parametrize("layout", ["meta", "transformers"])
+def test_layers_read_apart_are_those_of_the_stack(tmp_path, layout):
+    """Meta's has rows that change places; every linear of the other has a bias."""
+    if layout == "meta":
+        write_meta(tmp_path / layout, [meta_tensors()])
+    else:
+        config = dataclasses.replace(TINY, attention_bias=True, mlp_bias=True)
+        model = Llama(config, rngs=nnx.Rngs(0))
+        rng = np.random.default_rng(3)
+        state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype("f"), nnx.state(model))
+        nnx.update(model, jax.tree.map(jnp.asarray, state))
+        save(model, tmp_path / layout)
+    want = load_published("llama", tmp_path / layout)
+    unstack_layers(want)
+    got = load_published("llama", tmp_path / layout, layers_apart=True)
+    assert nnx.graphdef(got) == nnx.graphdef(want)
+    same_parameters(got, want)
 
 
 def test_torch_shards_of_transformers(tmp_path, tiny):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from flax import nnx
 
-from mmqa_jax.bench import Options, llm, llm_total
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.bench import Options, llama_cpp, llm, llm_total
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.weights.formats.gguf import GGUFSource
 
 TINY = LlamaConfig(
     vocab_size=64, hidden=32, layers=1, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,
@@ -70,6 +74,75 @@ def test_totals_are_measured_when_asked_for_and_of_the_small_model(tmp_path):
         lines = [json.dumps({"text": text}) for text in texts]
         (tmp_path / f"x.{side}.jsonl").write_text("\n".join(lines))
     assert llm_total._same(tmp_path, "x") == 0.5
+
+
+SERVER = """#!{python}
+import http.server, json, sys
+
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert options["--parallel"] == "4" and options["--ctx-size"] == "2048", options
+assert options["--cache-type-k"] == options["--cache-type-v"] == "f16", options
+if options["--model"] == "broken.gguf":
+    sys.exit(3)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, found):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+    def do_GET(self):
+        self.reply({{}})
+
+    def do_POST(self):
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert query["temperature"] == 0 and not query["cache_prompt"], query
+        self.reply({{"content": query["prompt"].upper() + str(query["n_predict"])}})
+
+
+address = options["--host"], int(options["--port"])
+http.server.ThreadingHTTPServer(address, Handler).serve_forever()
+"""
+
+
+def test_llama_cpp_answers_where_its_server_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert llama_cpp.kinds() == ()
+    server = tmp_path / llama_cpp.PROGRAM
+    server.write_text(SERVER.format(python=sys.executable))
+    server.chmod(0o755)
+    assert llama_cpp.kinds() == llama_cpp.TYPES
+    prompts, out = tmp_path / "x.txt", tmp_path / "out.jsonl"
+    prompts.write_text("".join(f"ab{n}\n" for n in range(9)))
+    assert 0 < llama_cpp.answer(tmp_path / "m.gguf", "f16", prompts, out, 4, 7) < 60
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert texts == [f"AB{n}7" for n in range(9)]  # in the order of the prompts
+    with pytest.raises(RunError, match=r"--model broken\.gguf .* did not start"):
+        llama_cpp.answer(Path("broken.gguf"), "f16", prompts, out, 4, 7)
+
+
+def test_a_gguf_file_in_other_types(tmp_path):
+    rng = np.random.default_rng(0)
+    matrix, vector = rng.normal(size=(4, 64)).astype("f"), rng.normal(size=64).astype("f")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(tmp_path / "q8.gguf", "llama")
+    writer.add_context_length(64)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("m", gguf.quants.quantize(matrix, kind), raw_dtype=kind)
+    writer.add_tensor("v", vector)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    given = GGUFSource(tmp_path / "q8.gguf")
+    for name, dtype in (("f32", np.float32), ("f16", np.float16)):
+        llama_cpp.write_gguf(tmp_path / "q8.gguf", tmp_path / f"{name}.gguf", name)
+        source = GGUFSource(tmp_path / f"{name}.gguf")
+        np.testing.assert_array_equal(source.read("m"), given.read("m").astype(dtype))
+        np.testing.assert_array_equal(source.read("v"), vector)
+        assert source.metadata("llama.context_length") == 64
+        assert source.metadata("tokenizer.ggml.tokens") == ["a", "b"]
 
 
 def test_prompts_are_cut_from_the_text():

@@ -141,8 +141,10 @@ def test_shards_are_filled_evenly_and_copy_within_themselves():
         assert {cache.shard(one.source) for one in own[1:]} == {cache.shard(own[0].slot)}
 
 
-def test_later_prompts_may_be_longer_and_more(tmp_path, capsys):
+def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
     """An agent's next step: its prompts hold the answers of the step before."""
+    # Each layer was read into the arrays that stay: no stack of layers is copied.
+    monkeypatch.setattr("mmqa_jax.decoding.engine.unstack_layers", None)
     folder = write_folder(tmp_path / "model")
     engine = AUTO | {"buckets": (8, 32), "block": 32}
     backend = open_backend(folder, config=ModelConfig(), engine=engine)

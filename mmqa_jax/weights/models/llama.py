@@ -6,6 +6,7 @@ Names and row order: llama.cpp gguf-py/gguf/tensor_mapping.py and convert_hf_to_
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -115,6 +116,37 @@ def llama_key_map(config: LlamaConfig, layout: str = "transformers") -> KeyMap:
 
 _META = functools.partial(llama_key_map, layout="meta")
 _GGUF = functools.partial(llama_key_map, layout="gguf")
+
+
+def with_layers_apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The same checkpoint for a model whose layers `unstack_layers` has taken apart.
+
+    Each layer has arrays of its own, its kernels are [out, in], as most files keep them.
+    """
+
+    def moved(rule: Rule) -> Rule:
+        if not rule.stacked:
+            return rule
+        turn = rule.path.endswith("/kernel")
+        return dataclasses.replace(
+            rule,
+            path=rule.path.replace("layers/", "layers/{layer}/", 1),
+            transform=_transposed(rule.transform) if turn else rule.transform,
+        )
+
+    def key_map(config: LlamaConfig) -> KeyMap:
+        stacked = checkpoint.key_map(config)
+        return dataclasses.replace(stacked, rules=[moved(rule) for rule in stacked.rules])
+
+    return checkpoint._replace(key_map=key_map)
+
+
+def _transposed(transform: Transform) -> Transform:
+    inverse = transform.inverse
+    return Transform(
+        lambda x: transform.forward(x).T,
+        inverse and (lambda x: inverse(x.T)),
+    )
 
 
 def open_llama(path: Path) -> Checkpoint:
