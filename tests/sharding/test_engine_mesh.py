@@ -86,6 +86,7 @@ def main():
                     np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=most)
         print(kind)
     check_ragged_attention(mesh)
+    check_ragged_triton(model, (alone, mesh, make_mesh({"data": 4}), repeated))
     print("done")
 
 
@@ -114,6 +115,39 @@ def check_ragged_attention(mesh):
 
     for got, want in zip(on(mesh, _specs(cache, mesh)), on(None, None), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def check_ragged_triton(config, meshes):
+    """The GPU's kernel, interpreted, in a step on meshes that split rows, heads, or both."""
+    import functools
+
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from mmqa_jax.core.mesh import init_sharded
+    from mmqa_jax.decoding import kv_cache, ragged_triton
+    from mmqa_jax.decoding.key_heads import repeat_key_heads
+    from mmqa_jax.models.llama import Llama, unstack_layers
+
+    interpreted = functools.partial(ragged_triton.ragged_attention, interpret=True)
+    ragged_triton.ragged_attention, found = interpreted, {}
+    for mesh, ways in zip(meshes, (("blocks", "ragged"), *[("ragged",)] * 3), strict=True):
+        model = init_sharded(lambda: Llama(config, rngs=nnx.Rngs(3)), mesh)
+        repeat_key_heads(model, mesh)
+        unstack_layers(model)
+        cache = kv_cache.empty(model.config, 4, 64, "float32", mesh)
+        starts = np.int32([0, 63, 32, 7])
+        tokens = np.random.default_rng(0).normal(size=(4, 1, config.hidden)).astype(np.float32)
+        own = {"starts": starts, "ends": starts + 1, "rows": np.arange(4), "all_rows": True}
+        for way in ways:
+            with jax.set_mesh(mesh):
+                step = functools.partial(kv_cache.forward, block=64, mesh=mesh, implementation=way)
+                hidden, cache = step(model, tokens, cache, **own)
+            found[mesh, way] = np.asarray(hidden)
+    first, *others = found.values()
+    for other in others:
+        np.testing.assert_allclose(other, first, rtol=0, atol=1e-5)
 
 
 if __name__ == "__main__":
