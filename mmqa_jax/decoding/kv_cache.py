@@ -70,14 +70,16 @@ def layout(
     return (LayerCache(tuple(map(one, sizes))),) * config.layers
 
 
-def ragged_fits(config: LlamaConfig, columns: int, dtype: str, device: jax.Device) -> bool:
-    """Whether `forward` on the device, present or not, can decode by "ragged".
+def ragged_fits(
+    config: LlamaConfig, columns: int, chunk: int, dtype: str, device: jax.Device
+) -> bool:
+    """Whether `forward` on the device, present or not, can attend by "ragged".
 
-    columns: of a row, in one segment. dtype: of the cache.
+    columns: of a row, in one segment. chunk: of tokens, the smallest. dtype: of the cache.
     """
     size, kind = config.head_size, config.dtype
     half = kind in ("bfloat16", "float16") and dtype in (kind, "int8")
-    fits = 16 <= size <= 256 and size & (size - 1) == 0 and columns % 16 == 0
+    fits = 16 <= size <= 256 and size & (size - 1) == 0 and columns % 16 == chunk % 16 == 0
     return implementation_for(device) == "cudnn" and half and fits
 
 
@@ -122,7 +124,8 @@ def forward(
       limit: segments from this column on are not read, where no row reaches them; None reads all.
       implementation: "blocks" reads the cache in place; "cudnn", for many tokens of few rows on a
         GPU, takes the rows out and hands them to `layers.attention`; "ragged", for one token of
-        all rows on a GPU (see `ragged_fits`), reads each row's own columns by a kernel.
+        all rows or multiples of 16 of some on a GPU (see `ragged_fits`), reads each row's own
+        columns of one segment in place, by kernels, whatever `limit` is.
       mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
         device's cache rows.
 
@@ -213,10 +216,14 @@ def _layer(
         read = None if all_rows else rows
         segments = held.within(limit)
         if implementation == "ragged":
-            from mmqa_jax.decoding.ragged_triton import ragged_attention  # Pallas: long to import
+            from mmqa_jax.decoding import ragged_triton  # Pallas takes long to import
 
             ((_, segment),) = segments
-            out = ragged_attention(q, segment, ends, read=limit or segment.columns)
+            costs = {"read": limit or segment.columns}
+            if all_rows and q.shape[1] == 1:
+                out = ragged_triton.attend_to_own(q, segment, starts + 1, **costs)
+            else:
+                out = ragged_triton.attend_in_place(q, segment, rows, starts, branches, **costs)
         elif implementation == "blocks":
             out = attend(q, segments, columns, branches, read, block=block, end=ends.max())
         else:

@@ -173,13 +173,15 @@ class Programs:
         # Of arrays whose rows are those of the slots, or of chunks that go to them.
         self.rows = batch_sharding(mesh) if self.shards > 1 else self.whole
         sizes = (model.config, config.slots, columns, dtype, mesh)
-        # Decoding reads each slot's own columns: one program, whatever the longest slot's are.
+        # Steps (and, on a GPU, prompts) read each slot's own columns: one program, whatever the
+        # longest slot's are.
         segment = config.segment
         if self.scanned:
             self.ragged = scanned_cache.ragged_fits(columns, device)
             self.cache = scanned_cache.layout(*sizes)
         else:
-            self.ragged = kv_cache.ragged_fits(model.config, columns, dtype, device)
+            chunk = config.buckets[0]
+            self.ragged = kv_cache.ragged_fits(model.config, columns, chunk, dtype, device)
             segment = columns if self.ragged else segment
             self.cache = kv_cache.layout(*sizes, segment)
         self.slots = _slots(config.slots, self.whole)
@@ -210,7 +212,7 @@ class Programs:
                 block=block,
                 branches=branches,
                 limit=limit,
-                implementation=implementation,
+                implementation="ragged" if self.ragged else implementation,
                 mesh=mesh,
             )
 
@@ -361,6 +363,8 @@ class SlotRunner:
         if self._programs.scanned:  # it reads what is in front of the chunks
             limit = self.config.read(starts.max())
             branches = branches if branches.trunk.any() else None
+        elif self._programs.ragged:
+            limit = self.config.columns
         inputs = self._put_rows((tokens, starts, ends, rows, branches, patches))
         hidden, self.cache = self._run(
             self._programs.encode, self._state, self.cache, *inputs, limit

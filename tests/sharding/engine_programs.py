@@ -32,8 +32,9 @@ LLAMA_7B = llama2_7b(dtype="bfloat16")
 LLAMA_8B = LlamaConfig(
     hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab_size=128256, dtype="bfloat16"
 )
-# As `mmqa prompt` and rows chunk prompts: 2 x 128 tokens behind the longest that a slot holds.
+# 2 x 128 tokens behind the longest that a slot holds.
 DEFAULT_CHUNKS = EngineConfig(length=2048)
+SHORT = EngineConfig(length=1024)  # the same, and all of what the slots hold is read
 LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
 
 
@@ -53,6 +54,9 @@ PROGRAMS = {
     ),
     "gpu": (
         ("7b", LLAMA_7B, "h100:1", {"tensor": 1}, 40, ("decode", "prefill")),
+        ("7b_short", LLAMA_7B, "h100:1", {"tensor": 1}, 64, ("decode", "prefill")),
+        ("8b_short", LLAMA_8B, "h100:1", {"tensor": 1}, 128, ("decode", "prefill")),
+        ("8b_int8", LLAMA_8B, "h100:1", {"tensor": 1}, 128, ("decode",)),
         ("sharded", LLAMA_7B, "h100:8", {"tensor": 8}, 64, ("prefill",)),
     ),
     "gpu_scanned": (
@@ -63,7 +67,7 @@ PROGRAMS = {
 # An attention product of one token (`scanned_cache._one_token`) that XLA lowered to multiplications
 # and a reduction: in its fusion stands no `convolution`, as XLA for TPUs calls a matrix product.
 _VECTOR_PRODUCT = re.compile(r' reduce\([^\n]*op_name="[^"]*(skg[dt],sktd->skg[td])/dot_general"')
-_KERNEL = re.compile(r'custom_call_target="(__cudnn[^"]*|tpu_custom_call)"')
+_KERNEL = re.compile(r'custom_call_target="(__cudnn[^"]*|tpu_custom_call|__gpu\$xla.gpu.triton)"')
 
 
 def shard_bytes(arrays: Any) -> int:
@@ -116,6 +120,7 @@ def main():
         scan = True if name == "scanned" else None
         own = {"unaligned": UNALIGNED}.get(name)
         own = DEFAULT_CHUNKS if name.endswith("_default") else own
+        own = SHORT if name.endswith("_short") else own
         cache = "int8" if name.endswith("_int8") else None
         sizes = dataclasses.replace(own or SIZES, slots=slots, scan_layers=scan, cache_dtype=cache)
         reached = sizes.length if own else REACHED

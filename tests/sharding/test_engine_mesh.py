@@ -118,7 +118,8 @@ def check_ragged_attention(mesh):
 
 
 def check_ragged_triton(config, meshes):
-    """The GPU's kernel, interpreted, in a step on meshes that split rows, heads, or both."""
+    """The GPU's kernels, interpreted: a chunk of prompts and a step on meshes that split rows,
+    heads, or both."""
     import functools
 
     import jax
@@ -130,21 +131,25 @@ def check_ragged_triton(config, meshes):
     from mmqa_jax.decoding.key_heads import repeat_key_heads
     from mmqa_jax.models.llama import Llama, unstack_layers
 
-    interpreted = functools.partial(ragged_triton.ragged_attention, interpret=True)
-    ragged_triton.ragged_attention, found = interpreted, {}
+    for name in ("attend_to_own", "attend_in_place"):
+        interpreted = functools.partial(getattr(ragged_triton, name), interpret=True)
+        setattr(ragged_triton, name, interpreted)
+    found = {}
     for mesh, ways in zip(meshes, (("blocks", "ragged"), *[("ragged",)] * 3), strict=True):
         model = init_sharded(lambda: Llama(config, rngs=nnx.Rngs(3)), mesh)
         repeat_key_heads(model, mesh)
         unstack_layers(model)
         cache = kv_cache.empty(model.config, 4, 64, "float32", mesh)
-        starts = np.int32([0, 63, 32, 7])
-        tokens = np.random.default_rng(0).normal(size=(4, 1, config.hidden)).astype(np.float32)
-        own = {"starts": starts, "ends": starts + 1, "rows": np.arange(4), "all_rows": True}
+        tokens = np.random.default_rng(0).normal(size=(4, 17, config.hidden)).astype(np.float32)
         for way in ways:
+            options = {"rows": np.arange(4), "block": 64, "mesh": mesh, "implementation": way}
             with jax.set_mesh(mesh):
-                step = functools.partial(kv_cache.forward, block=64, mesh=mesh, implementation=way)
-                hidden, cache = step(model, tokens, cache, **own)
-            found[mesh, way] = np.asarray(hidden)
+                starts = np.int32([0, 47, 32, 7])
+                own = {"starts": starts, "ends": starts + 16, **options}
+                first, cache = kv_cache.forward(model, tokens[:, :16], cache, **own)
+                own |= {"starts": starts + 16, "ends": starts + 17, "all_rows": True}
+                second, cache = kv_cache.forward(model, tokens[:, 16:], cache, **own)
+            found[mesh, way] = np.concatenate([first, second], axis=1)
     first, *others = found.values()
     for other in others:
         np.testing.assert_allclose(other, first, rtol=0, atol=1e-5)

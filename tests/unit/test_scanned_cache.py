@@ -53,8 +53,9 @@ def run(*, attention=None, ragged="", **changes):
             mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
             patch.setattr(slot_runner, "implementation_for", lambda device: attention)
         if ragged == "gpu":
-            interpreted = functools.partial(ragged_triton.ragged_attention, interpret=True)
-            patch.setattr(ragged_triton, "ragged_attention", interpreted)
+            for name in ("attend_to_own", "attend_in_place"):
+                interpreted = functools.partial(getattr(ragged_triton, name), interpret=True)
+                patch.setattr(ragged_triton, name, interpreted)
             patch.setattr(kv_cache, "ragged_fits", lambda *_: True)
         if ragged == "tpu":
             interpreted = functools.partial(ragged_attention.attend_on, interpret=True)
