@@ -38,6 +38,9 @@ SHORT = EngineConfig(length=1024)  # the same, and all of what the slots hold is
 LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
 
 
+HEADS_OF_80 = LlamaConfig(
+    hidden=320, layers=1, heads=4, kv_heads=4, mlp=640, vocab_size=1000, dtype="bfloat16"
+)
 FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
 # Slots of 960 columns, which the kernel for decoding on a TPU does not take.
 UNALIGNED = EngineConfig(length=960, buckets=(96,), prefill_tokens=192, block=0)
@@ -58,6 +61,7 @@ PROGRAMS = {
         ("8b_short", LLAMA_8B, "h100:1", {"tensor": 1}, 128, ("decode", "prefill")),
         ("8b_int8", LLAMA_8B, "h100:1", {"tensor": 1}, 128, ("decode",)),
         ("sharded", LLAMA_7B, "h100:8", {"tensor": 8}, 64, ("prefill",)),
+        ("heads80", HEADS_OF_80, "h100:1", {"tensor": 1}, 16, ("decode", "prefill")),
     ),
     "gpu_scanned": (
         ("layers", FOUR_LAYERS, "h100:1", {"tensor": 1}, 64, ("decode",)),
