@@ -125,7 +125,8 @@ def forward(
       implementation: "blocks" reads the cache in place; "cudnn", for many tokens of few rows on a
         GPU, takes the rows out and hands them to `layers.attention`; "ragged", for one token of
         all rows or multiples of 16 of some on a GPU (see `ragged_fits`), reads each row's own
-        columns of one segment in place, by kernels, whatever `limit` is.
+        columns of one segment in place, by kernels, whatever `limit` is: their stated costs are
+        those of so many columns.
       mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
         device's cache rows.
 
