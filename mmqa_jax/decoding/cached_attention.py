@@ -76,8 +76,12 @@ def attend_to_rows(
     branches: Branches | None,
     rows: jax.Array | None,
     implementation: str,
+    limit: int | None = None,
 ) -> jax.Array:
-    """As `attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type."""
+    """As `attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type.
+
+    limit: columns from this one on are not read.
+    """
 
     def taken(x: jax.Array, scale: jax.Array | None, axis: int, count: int) -> jax.Array:
         x = read_columns(x, axis, 0, count, rows)
@@ -86,9 +90,9 @@ def attend_to_rows(
             x = x * read_columns(scale, 2, 0, count, rows)[..., None]
         return x.astype(q.dtype).swapaxes(1, 2)  # [R, T, kv, D]
 
-    held = [segment for _, segment in segments]
-    key = jnp.concatenate([taken(s.key, s.key_scale, 3, s.columns) for s in held], axis=1)
-    value = jnp.concatenate([taken(s.value, s.value_scale, 2, s.columns) for s in held], axis=1)
+    held = [(s, s.columns if limit is None else min(s.columns, limit - n)) for n, s in segments]
+    key = jnp.concatenate([taken(s.key, s.key_scale, 3, count) for s, count in held], axis=1)
+    value = jnp.concatenate([taken(s.value, s.value_scale, 2, count) for s, count in held], axis=1)
     column = jnp.arange(key.shape[1])
     mask = column <= columns[:, :, None]  # [R, L, T]
     if branches is not None:

@@ -23,6 +23,7 @@ from mmqa_jax.core.mesh import batch_blocks, partition_spec
 from mmqa_jax.decoding.cached_attention import attend, attend_to_rows, count_blocks, read_columns
 from mmqa_jax.decoding.cached_segments import Branches, LayerCache, Segment
 from mmqa_jax.decoding.row_shards import copy_within, on_own_rows
+from mmqa_jax.models.flash import implementation_for
 from mmqa_jax.models.llama import Llama, inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
 
@@ -69,6 +70,19 @@ def layout(
     return (LayerCache(tuple(map(one, sizes))),) * config.layers
 
 
+def ragged_fits(
+    config: LlamaConfig, columns: int, chunk: int, dtype: str, device: jax.Device
+) -> bool:
+    """Whether `forward` on the device, present or not, can attend by "ragged".
+
+    columns: of a row, in one segment. chunk: of tokens, the smallest. dtype: of the cache.
+    """
+    size, kind = config.head_size, config.dtype
+    half = kind in ("bfloat16", "float16") and dtype in (kind, "int8")
+    fits = 16 <= size <= 256 and size & (size - 1) == 0 and columns % 16 == chunk % 16 == 0
+    return implementation_for(device) == "cudnn" and half and fits
+
+
 def empty(*sizes: Any, **options: Any) -> KVCache:
     """A cache of zeros; arguments are those of `layout`."""
     return zeros(layout(*sizes, **options))
@@ -109,7 +123,10 @@ def forward(
       branches: of the tokens; None: every row is one sequence, position and column are the same.
       limit: segments from this column on are not read, where no row reaches them; None reads all.
       implementation: "blocks" reads the cache in place; "cudnn", for many tokens of few rows on a
-        GPU, takes the rows out and hands them to `layers.attention`.
+        GPU, takes the rows out and hands them to `layers.attention`; "ragged", for one token of
+        all rows or multiples of 16 of some on a GPU (see `ragged_fits`), reads each row's own
+        columns of one segment in place, by kernels, whatever `limit` is: their stated costs are
+        those of so many columns.
       mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
         device's cache rows.
 
@@ -199,14 +216,24 @@ def _layer(
         held = write(held, k, v, rows, starts, limit)
         read = None if all_rows else rows
         segments = held.within(limit)
-        if implementation == "blocks":
+        if implementation == "ragged":
+            from mmqa_jax.decoding import ragged_triton  # Pallas takes long to import
+
+            ((_, segment),) = segments
+            costs = {"read": limit or segment.columns}
+            if all_rows and q.shape[1] == 1:
+                out = ragged_triton.attend_to_own(q, segment, starts + 1, **costs)
+            else:
+                out = ragged_triton.attend_in_place(q, segment, rows, starts, branches, **costs)
+        elif implementation == "blocks":
             out = attend(q, segments, columns, branches, read, block=block, end=ends.max())
         else:
-            out = attend_to_rows(q, segments, columns, branches, read, implementation)
+            out = attend_to_rows(q, segments, columns, branches, read, implementation, limit)
         return out, held
 
     of_rows = _axes_of_rows(held, mesh)
-    if of_rows is not None:
+    # XLA does not split a kernel by itself.
+    if of_rows is not None or (implementation == "ragged" and mesh is not None):
         write_and_attend = on_own_rows(write_and_attend, _specs(held, mesh), of_rows, mesh)
     where = (of_tokens.rows, of_tokens.starts, of_tokens.ends, of_tokens.columns)
     attended, held = write_and_attend(q, k, v, held, *where, of_tokens.branches)

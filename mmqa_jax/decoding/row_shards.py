@@ -22,18 +22,20 @@ def first_row(axes: Axes, count: int) -> jax.Array:
 
 
 def on_own_rows(
-    attend: Callable[..., tuple[jax.Array, C]], specs: C, axes: Axes, mesh: Mesh
+    attend: Callable[..., tuple[jax.Array, C]], specs: C, axes: Axes | None, mesh: Mesh
 ) -> Callable[..., tuple[jax.Array, C]]:
     """`attend(q, k, v, held, rows, *more)` -> (attended, held), each device its rows and heads.
 
     Args:
       specs: the PartitionSpec of each array of a layer `held`, [S, kv_heads, ...].
+      axes: None where heads alone are split, and every device has all rows.
     """
     row, of_heads = PartitionSpec(axes), jax.tree.leaves(specs, is_leaf=_is_spec)[0][1]
     of_token = PartitionSpec(axes, None, of_heads)  # [R, L, heads, D]
 
     def local(q, k, v, held, rows, *more):
-        first = first_row(axes, jax.tree.leaves(held)[0].shape[0])
+        count = jax.tree.leaves(held)[0].shape[0]
+        first = 0 if axes is None else first_row(axes, count)
         return attend(q, k, v, held, rows - first, *more)
 
     def split(q, k, v, held, rows, *more):

@@ -173,14 +173,19 @@ class Programs:
         # Of arrays whose rows are those of the slots, or of chunks that go to them.
         self.rows = batch_sharding(mesh) if self.shards > 1 else self.whole
         sizes = (model.config, config.slots, columns, dtype, mesh)
+        # Steps (and, on a GPU, prompts) read each slot's own columns: one program, whatever the
+        # longest slot's are.
+        segment = config.segment
         if self.scanned:
+            self.ragged = scanned_cache.ragged_fits(columns, device)
             self.cache = scanned_cache.layout(*sizes)
         else:
-            self.cache = kv_cache.layout(*sizes, config.segment)
+            chunk = config.buckets[0]
+            self.ragged = kv_cache.ragged_fits(model.config, columns, chunk, dtype, device)
+            segment = columns if self.ragged else segment
+            self.cache = kv_cache.layout(*sizes, segment)
         self.slots = _slots(config.slots, self.whole)
         implementation = implementation_for(device)
-        # Decoding reads each slot's own columns: one program, whatever the longest slot's are.
-        self.ragged = self.scanned and scanned_cache.ragged_fits(columns, device)
 
         def encode(state, cache, tokens, starts, ends, rows, branches, patches, limit):
             model = nnx.merge(graphdef, state)
@@ -207,7 +212,7 @@ class Programs:
                 block=block,
                 branches=branches,
                 limit=limit,
-                implementation=implementation,
+                implementation="ragged" if self.ragged else implementation,
                 mesh=mesh,
             )
 
@@ -245,6 +250,7 @@ class Programs:
                     block=columns,
                     all_rows=True,
                     limit=limit,
+                    implementation="ragged" if self.ragged else "blocks",
                     mesh=mesh,
                 )
             return cache, *next_tokens(model, slots, hidden, active)
@@ -257,7 +263,7 @@ class Programs:
 
         def copy(cache, source, target, end):
             of_layers = scanned_cache if self.scanned else kv_cache
-            return of_layers.copy(cache, source, target, end, min(block, config.segment), mesh)
+            return of_layers.copy(cache, source, target, end, min(block, segment), mesh)
 
         def by_rows(x: jax.Array) -> jax.Array:
             return split_rows(x) if self.shards > 1 else x
@@ -357,6 +363,8 @@ class SlotRunner:
         if self._programs.scanned:  # it reads what is in front of the chunks
             limit = self.config.read(starts.max())
             branches = branches if branches.trunk.any() else None
+        elif self._programs.ragged:
+            limit = self.config.columns
         inputs = self._put_rows((tokens, starts, ends, rows, branches, patches))
         hidden, self.cache = self._run(
             self._programs.encode, self._state, self.cache, *inputs, limit

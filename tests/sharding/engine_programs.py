@@ -32,11 +32,15 @@ LLAMA_7B = llama2_7b(dtype="bfloat16")
 LLAMA_8B = LlamaConfig(
     hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab_size=128256, dtype="bfloat16"
 )
-# As `mmqa prompt` and rows chunk prompts: 2 x 128 tokens behind the longest that a slot holds.
+# 2 x 128 tokens behind the longest that a slot holds.
 DEFAULT_CHUNKS = EngineConfig(length=2048)
+SHORT = EngineConfig(length=1024)  # the same, and all of what the slots hold is read
 LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
 
 
+HEADS_OF_80 = LlamaConfig(
+    hidden=320, layers=1, heads=4, kv_heads=4, mlp=640, vocab_size=1000, dtype="bfloat16"
+)
 FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
 # Slots of 960 columns, which the kernel for decoding on a TPU does not take.
 UNALIGNED = EngineConfig(length=960, buckets=(96,), prefill_tokens=192, block=0)
@@ -53,7 +57,11 @@ PROGRAMS = {
     ),
     "gpu": (
         ("7b", LLAMA_7B, "h100:1", {"tensor": 1}, 40, ("decode", "prefill")),
+        ("7b_short", LLAMA_7B, "h100:1", {"tensor": 1}, 64, ("decode", "prefill")),
+        ("8b_short", LLAMA_8B, "h100:1", {"tensor": 1}, 128, ("decode", "prefill")),
+        ("8b_int8", LLAMA_8B, "h100:1", {"tensor": 1}, 128, ("decode",)),
         ("sharded", LLAMA_7B, "h100:8", {"tensor": 8}, 64, ("prefill",)),
+        ("heads80", HEADS_OF_80, "h100:1", {"tensor": 1}, 16, ("decode", "prefill")),
     ),
     "gpu_scanned": (
         ("layers", FOUR_LAYERS, "h100:1", {"tensor": 1}, 64, ("decode",)),
@@ -63,7 +71,7 @@ PROGRAMS = {
 # An attention product of one token (`scanned_cache._one_token`) that XLA lowered to multiplications
 # and a reduction: in its fusion stands no `convolution`, as XLA for TPUs calls a matrix product.
 _VECTOR_PRODUCT = re.compile(r' reduce\([^\n]*op_name="[^"]*(skg[dt],sktd->skg[td])/dot_general"')
-_KERNEL = re.compile(r'custom_call_target="(__cudnn[^"]*|tpu_custom_call)"')
+_KERNEL = re.compile(r'custom_call_target="(__cudnn[^"]*|tpu_custom_call|__gpu\$xla.gpu.triton)"')
 
 
 def shard_bytes(arrays: Any) -> int:
@@ -116,6 +124,7 @@ def main():
         scan = True if name == "scanned" else None
         own = {"unaligned": UNALIGNED}.get(name)
         own = DEFAULT_CHUNKS if name.endswith("_default") else own
+        own = SHORT if name.endswith("_short") else own
         cache = "int8" if name.endswith("_int8") else None
         sizes = dataclasses.replace(own or SIZES, slots=slots, scan_layers=scan, cache_dtype=cache)
         reached = sizes.length if own else REACHED

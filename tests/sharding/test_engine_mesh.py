@@ -87,6 +87,7 @@ def main():
         print(kind)
     check_beams(model, alone, mesh)
     check_ragged_attention(mesh)
+    check_ragged_triton(model, (alone, mesh, make_mesh({"data": 4}), repeated))
     print("done")
 
 
@@ -148,6 +149,44 @@ def check_ragged_attention(mesh):
 
     for got, want in zip(on(mesh, _specs(cache, mesh)), on(None, None), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def check_ragged_triton(config, meshes):
+    """The GPU's kernels, interpreted: a chunk of prompts and a step on meshes that split rows,
+    heads, or both."""
+    import functools
+
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from mmqa_jax.core.mesh import init_sharded
+    from mmqa_jax.decoding import kv_cache, ragged_triton
+    from mmqa_jax.decoding.key_heads import repeat_key_heads
+    from mmqa_jax.models.llama import Llama, unstack_layers
+
+    for name in ("attend_to_own", "attend_in_place"):
+        interpreted = functools.partial(getattr(ragged_triton, name), interpret=True)
+        setattr(ragged_triton, name, interpreted)
+    found = {}
+    for mesh, ways in zip(meshes, (("blocks", "ragged"), *[("ragged",)] * 3), strict=True):
+        model = init_sharded(lambda: Llama(config, rngs=nnx.Rngs(3)), mesh)
+        repeat_key_heads(model, mesh)
+        unstack_layers(model)
+        cache = kv_cache.empty(model.config, 4, 64, "float32", mesh)
+        tokens = np.random.default_rng(0).normal(size=(4, 17, config.hidden)).astype(np.float32)
+        for way in ways:
+            options = {"rows": np.arange(4), "block": 64, "mesh": mesh, "implementation": way}
+            with jax.set_mesh(mesh):
+                starts = np.int32([0, 47, 32, 7])
+                own = {"starts": starts, "ends": starts + 16, **options}
+                first, cache = kv_cache.forward(model, tokens[:, :16], cache, **own)
+                own |= {"starts": starts + 16, "ends": starts + 17, "all_rows": True}
+                second, cache = kv_cache.forward(model, tokens[:, 16:], cache, **own)
+            found[mesh, way] = np.concatenate([first, second], axis=1)
+    first, *others = found.values()
+    for other in others:
+        np.testing.assert_allclose(other, first, rtol=0, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,67 @@ def test_cudnns_attention():
     assert count(CUDNN.replace("Softmax", "SoftmaxBackward")).flops == {"bf16": 5 * product}
 
 
+TRITON = """\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (q: bf16[8,8,4,128], n: s32[8], k: bf16[8,8,128,1024]) -> f32[8,8,1,4,128] {
+  %q = bf16[8,8,4,128]{3,2,1,0} parameter(0)
+  %n = s32[8]{0} parameter(1)
+  %k = bf16[8,8,128,1024]{3,2,1,0} parameter(2)
+  ROOT %out = f32[8,8,1,4,128]{4,3,2,1,0} custom-call(%q, %n, %k), custom_call_target="__gpu$xla.gpu.triton", api_version=API_VERSION_TYPED_FFI, backend_config={grid_x = 8 : i32, ir = "ML\\EFR{(\\22", serialized_metadata = "{\\22flops\\22: \\22FLOPS\\22, \\22bytes_accessed\\22: \\22BYTES\\22}"}
+}
+"""
+
+
+def test_a_gpus_kernel_states_what_it_does():
+    counts = count(TRITON.replace("FLOPS", "4096").replace("BYTES", "512"))
+    assert counts.flops == {"bf16": 4096}
+    assert counts.bytes == 512
+    assert not counts.unknown
+
+
+PARTIAL_SUMS = """\
+HloModule jit_f, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%part (x: f32[4,64,384]) -> f32[64,128] {
+  %x = f32[4,64,384]{2,1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %whole = f32[64,384]{1,0} reduce(%x, %zero), dimensions={0}, to_apply=%add
+  ROOT %part = f32[64,128]{1,0} slice(%whole), slice={[0:64], [128:256]}
+}
+
+ENTRY %main (x: f32[4,64,384]) -> f32[64,128] {
+  %x = f32[4,64,384]{2,1,0} parameter(0)
+  ROOT %fusion = f32[64,128]{1,0} fusion(%x), kind=kLoop, calls=%part
+}
+"""
+
+
+def test_of_sums_that_are_sliced_only_these_are_read():
+    """A product in four parts (split K), of which another fusion adds up the keys."""
+    assert count(PARTIAL_SUMS).bytes == 4 * (4 * 64 * 128 + 64 * 128)
+
+
+def test_an_array_with_many_paths_to_the_root_is_counted_in_time():
+    """Random bits are made of sums of sums."""
+    pair = "  %x{1} = f32[9]{{0}} add(%x{0}, %y{0})\n  %y{1} = f32[9]{{0}} multiply(%x{0}, %y{0})\n"
+    text = (
+        "HloModule jit_f\n\n%inner (x0: f32[9]) -> f32[9] {\n  %x0 = f32[9]{0} parameter(0)\n"
+        "  %y0 = f32[9]{0} negate(%x0)\n"
+        + "".join(pair.format(n, n + 1) for n in range(64))
+        + "  ROOT %out = f32[9]{0} add(%x64, %y64)\n}\n\n"
+        "ENTRY %main (p: f32[9]) -> f32[9] {\n  %p = f32[9]{0} parameter(0)\n"
+        "  ROOT %f = f32[9]{0} fusion(%p), kind=kLoop, calls=%inner\n}\n"
+    )
+    assert count(text).bytes == 2 * 9 * 4
+
+
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     text = TPU.replace("constant(12)", "constant({...})")
     counts = count(text)

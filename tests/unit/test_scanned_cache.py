@@ -5,12 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 from tiny_llm import by_id, llama_config
 
-from mmqa_jax.decoding import ragged_attention, scanned_cache, slot_runner
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding import (
+    kv_cache,
+    ragged_attention,
+    ragged_triton,
+    scanned_cache,
+    slot_runner,
+)
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -23,11 +31,11 @@ SIZES = EngineConfig(
 
 
 @functools.cache
-def run(*, attention=None, ragged=False, **changes):
+def run(*, attention=None, ragged="", **changes):
     """Generated candidates and scores by id; prompts share beginnings, several per slot.
 
     attention: of prompts, in place of what the device chooses.
-    ragged: decodes by the TPU's kernel, interpreted.
+    ragged: decodes by a "tpu"'s or "gpu"'s kernel, interpreted.
     """
     rng = np.random.default_rng(0)
     head = rng.integers(0, 61, 64)
@@ -39,15 +47,22 @@ def run(*, attention=None, ragged=False, **changes):
         Scoring(n, head[:size], [rng.integers(0, 61, m) for m in (1, 3, 20)])
         for n, size in enumerate((2, 31, 64))
     ]
+    mesh = None
     with pytest.MonkeyPatch.context() as patch:
-        if attention is not None:
+        if attention is not None:  # a mesh: without one, every layer is a program of a CPU's own
+            mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
             patch.setattr(slot_runner, "implementation_for", lambda device: attention)
-        if ragged:
+        if ragged == "gpu":
+            for name in ("attend_to_own", "attend_in_place"):
+                interpreted = functools.partial(getattr(ragged_triton, name), interpret=True)
+                patch.setattr(ragged_triton, name, interpreted)
+            patch.setattr(kv_cache, "ragged_fits", lambda *_: True)
+        if ragged == "tpu":
             interpreted = functools.partial(ragged_attention.attend_on, interpret=True)
             patch.setattr(ragged_attention, "attend_on", interpreted)
             patch.setattr(scanned_cache, "ragged_fits", lambda columns, device: True)
         engine = Engine(
-            Llama(MODEL, rngs=nnx.Rngs(3)), config=dataclasses.replace(SIZES, **changes)
+            Llama(MODEL, rngs=nnx.Rngs(3)), config=dataclasses.replace(SIZES, **changes), mesh=mesh
         )
         results = by_id(engine.generate(requests))
     assert sum(result.reused_tokens for result in results.values()) >= 64
@@ -73,14 +88,15 @@ def test_scanned_layers_change_no_answer(weights):
 def test_a_tpus_kernel_changes_no_answer():
     """One program decodes, however far the longest sequence reaches."""
     sizes = {"length": 128, "weights": "given"}
-    assert_equal(run(scan_layers=False, **sizes), run(scan_layers=True, ragged=True, **sizes))
+    assert_equal(run(scan_layers=False, **sizes), run(scan_layers=True, ragged="tpu", **sizes))
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_a_gpus_way_to_the_cache_changes_no_answer(cache):
-    """Rows taken out of the cache, and one attention over them: here by blocks, not by cuDNN."""
+    """Rows taken out of the cache, and one attention over them: here by blocks, not by cuDNN; and
+    steps that read each sequence's own columns of one segment by a kernel."""
     changes = {"scan_layers": False, "weights": "given"} | ({"cache_dtype": cache} if cache else {})
-    assert_equal(run(**changes), run(**changes, attention="cudnn"))
+    assert_equal(run(**changes), run(**changes, attention="cudnn", ragged="gpu"))
 
 
 def test_an_int8_cache_stays_near():

@@ -43,6 +43,12 @@ _NO_WORK = {  # custom calls that only hand on or mark memory
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _NO_ELEMENTWISE = {"dot", "convolution", "custom-call", "sort", "reverse", "pad", "concatenate"}
 KERNEL = "tpu_custom_call"
+_TRITON = "__gpu$xla.gpu.triton"
+# What a Pallas kernel states of itself: on TPUs, and as its metadata on GPUs.
+_STATED_FLOPS, _STATED_BYTES = (
+    rf'(?:"cost_estimate":\{{[^}}]*"{name}":"?|\\22{name}\\22: \\22)(\d+)'
+    for name in ("flops", "bytes_accessed")
+)
 _MATMUL = re.compile(r"__cublas\$|__cublas\$lt\$|gemm|matmul")
 _ATTENTION = "__cudnn$fmha"
 
@@ -156,6 +162,7 @@ class _Counter:
     def __init__(self, module: Module):
         self._module = module
         self._known: dict[tuple[str, bool], Counts] = {}
+        self._shares: dict[tuple[str, str], float] = {}  # by computation and instruction
 
     def computation(self, own: Computation, *, fused: bool = False) -> Counts:
         """One call of a computation; inside a fusion nothing touches main memory."""
@@ -256,10 +263,11 @@ class _Counter:
             total.flops[_rate(one, factor)] += convolution_flops(one, factor, right.arrays[0])
         elif one.opcode == "custom-call":
             target = one.attribute(r'custom_call_target="([^"]*)"') or ""
-            stated = one.attribute(r'"cost_estimate":\{"flops":"?(\d+)')
+            stated = one.attribute(_STATED_FLOPS)
             if stated is not None:
-                # The first operand may be a row's length or a layer's number.
-                total.flops[_rate(one, one.arrays[0])] += int(stated)
+                # A TPU's first operand may be a row's length or a layer's number.
+                kind = factor if target == _TRITON else one.arrays[0]
+                total.flops[_rate(one, kind)] += int(stated)
             elif factor is not None and _MATMUL.search(target):
                 total.flops[_rate(one, factor)] += gemm_flops(one, factor)
             elif target.startswith(_ATTENTION) and factor is not None and right is not None:
@@ -277,7 +285,7 @@ class _Counter:
             if target in _NO_WORK:
                 return 0
             moved = _operand_hbm(own, one) + sum(a.hbm_bytes for a in one.arrays)
-            stated = one.attribute(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
+            stated = one.attribute(_STATED_BYTES)
             # A kernel may read a part of what it is given (paged attention).
             return min(moved, int(stated)) if stated and int(stated) else moved
         if opcode == "copy-start":  # (target, source, context)
@@ -319,6 +327,12 @@ class _Counter:
 
     def _share_read(self, inner: Computation, one: Instruction) -> float:
         """The share of an array that is read inside a fusion, where nothing stands in memory."""
+        key = (inner.name, one.name)  # random bits have many paths from a parameter to the root
+        if key not in self._shares:
+            self._shares[key] = self._find_share(inner, one)
+        return self._shares[key]
+
+    def _find_share(self, inner: Computation, one: Instruction) -> float:
         total, size = 0.0, one.arrays[0].size
         for user in inner.users[one.name]:
             result = user.arrays[0] if len(user.arrays) == 1 else None
@@ -340,7 +354,11 @@ class _Counter:
                 if share >= 1 and result is not None and result.size == size:
                     share = self._share_used(inner, user)
                 total += share
-            elif result is not None and result.size == size and user.opcode not in _NO_ELEMENTWISE:
+            elif result is not None and (
+                user.operands[0] == one.name
+                if user.opcode == "reduce"  # what is not used of it is not summed up
+                else result.size == size and user.opcode not in _NO_ELEMENTWISE
+            ):
                 total += self._share_used(inner, user)
             else:
                 return 1.0

@@ -1,0 +1,96 @@
+"""The kernels that attend to the cache on NVIDIA GPUs, interpreted, against plain products."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmqa_jax.decoding.cached_attention import attend
+from mmqa_jax.decoding.cached_segments import Branches, Segment
+from mmqa_jax.decoding.kv_cache import quantize
+from mmqa_jax.decoding.ragged_triton import attend_in_place, attend_to_own
+
+SLOTS = 5
+# Heads, key heads (shared by 1, 4, 8 and 20 queries), columns and their size.
+SHAPES = [(2, 2, 256, 128), (8, 2, 192, 64), (8, 1, 48, 16), (20, 1, 128, 32)]
+CACHES = [("float32", "same", 1e-5), ("bfloat16", "same", 1e-2), ("float32", "int8", 1e-5)]
+
+
+def normal(dtype, *shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), dtype)
+
+
+def segment(kv_heads, columns, size, dtype, cache):
+    """One segment of SLOTS rows."""
+    key = normal(dtype, SLOTS, kv_heads, size, columns)
+    value = normal(dtype, SLOTS, kv_heads, columns, size)
+    if cache == "same":
+        return Segment(key, value, None, None)
+    (key, key_scale), (value, value_scale) = quantize(key, 2), quantize(value, 3)
+    return Segment(key, value, key_scale, value_scale)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "columns", "size", "dtype", "cache", "most"),
+    [(*shape, *CACHES[0]) for shape in SHAPES] + [(*SHAPES[1], *cache) for cache in CACHES[1:]],
+)
+def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, most):
+    """Sequences of one token, up to a block's end, one further, and as long as the cache, which is
+    read in parts that the others do not reach."""
+    held = segment(kv_heads, columns, size, dtype, cache)
+    q = normal(dtype, SLOTS, 1, heads, size)
+    lengths = jnp.asarray([1, 16, columns // 2, columns // 2 + 1, columns], jnp.int32)
+    got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=True))(q, held, lengths)
+    own = lengths[:, None] - 1
+    want = attend(q, [(0, held)], own, None, None, block=columns, end=lengths.max())
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(*(np.float32(x) for x in (got, want)), rtol=0, atol=most)
+
+
+@pytest.mark.parametrize(("dtype", "cache", "most"), CACHES)
+@pytest.mark.parametrize("branched", [False, True])
+def test_prompts_as_plain_products(branched, dtype, cache, most):
+    """Chunks of 48 tokens in blocks of 16, at the start, in the middle and at the end of rows in
+    another order; with branches, which do not see each other; a row that is not written."""
+    heads, kv_heads, columns, size, length = 4, 2, 192, 32, 48
+    held = segment(kv_heads, columns, size, dtype, cache)
+    q = normal(dtype, 4, length, heads, size)
+    rows, starts = jnp.asarray([3, 0, 4, SLOTS]), jnp.asarray([0, 70, columns - length, 5])
+    own = starts[:, None] + jnp.arange(length)
+    branches = None
+    if branched:  # of 20 tokens, behind trunks of 10, 80, and all
+        begin = jnp.where(own >= 10, own - (own - 10) % 20, 0)
+        begin = jnp.where(jnp.asarray([[True], [False], [False], [False]]), begin, 0)
+        begin = begin.at[1].set(jnp.where(own[1] >= 80, own[1] - (own[1] - 80) % 20, 0))
+        branches = Branches(jnp.asarray([10, 80, columns, 0]), begin.astype(jnp.int32))
+
+    def attended(*arguments):
+        return attend_in_place(*arguments, read=columns, interpret=True)
+
+    got = jax.jit(attended)(q, held, rows, starts, branches)
+    want = attend(q, [(0, held)], own, branches, rows, block=columns, end=own.max() + 1)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(*(np.float32(x[:3]) for x in (got, want)), rtol=0, atol=most)
+
+
+def test_no_column_behind_a_sequences_last_block_is_read():
+    """Not even a NaN there shows; nor does how long other sequences are."""
+    held, q = segment(2, 256, 32, "float32", "same"), normal("float32", SLOTS, 1, 4, 32)
+    chunk, starts = normal("float32", SLOTS, 64, 4, 32), jnp.asarray([0, 1, 32, 63, 64])
+
+    def of(fill, *lengths):
+        key, value = held.key.at[..., 128:].set(fill), held.value.at[:, :, 128:].set(fill)
+        other = Segment(key, value, None, None)
+        options = {"read": 256, "interpret": True}
+        rows = jnp.arange(SLOTS)
+        step = attend_to_own(q, other, jnp.asarray(lengths), **options)
+        return step, attend_in_place(chunk, other, rows, starts, None, **options)
+
+    want, got = of(0.0, 1, 2, 64, 65, 128), of(np.nan, 1, 2, 64, 65, 128)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.isfinite(one).all()
+    longer, _ = of(0.0, 1, 2, 64, 65, 256)
+    np.testing.assert_array_equal(longer[:4], want[0][:4])
