@@ -22,7 +22,14 @@ from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
-from mmqa_jax.systems.parts import RetrieverSpec, open_dense, open_embedder, retrievers_over
+from mmqa_jax.systems.parts import (
+    OnModel,
+    RetrieverSpec,
+    ignored,
+    open_dense,
+    open_embedder,
+    retrievers_over,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,14 @@ class LLMSpec:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
     cache: str = ""
+
+
+# Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
+# `length`, to which prompts are shortened), and how a server is asked.
+LLM_FREE = (
+    *("mesh", "engine.slots", "engine.buckets", "engine.prefill_tokens", "engine.block"),
+    *("engine.decode_block", "engine.scan_layers", "server"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +236,12 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     return Cached(backend, ResponseCache(spec.cache or cache))
 
 
-def open_library(corpus: Corpus, spec: LibrarySpec, section: str = "parts.library") -> Any:
+def open_library(
+    corpus: Corpus,
+    spec: LibrarySpec,
+    section: str = "parts.library",
+    on_model: OnModel = ignored,
+) -> Any:
     """The library of in-context examples.
 
     Args:
@@ -239,6 +259,10 @@ def open_library(corpus: Corpus, spec: LibrarySpec, section: str = "parts.librar
     vectors = PublishedVectors(Path(spec.vectors)) if spec.vectors else None
     embedded = spec.text_model and vectors is None
     embedders = _example_embedders(corpus, home, spec) if embedded else (None, None)
+    if embedders[0] is not None:
+        on_model("text_model", embedders[0].text)
+        if spec.image_model:
+            on_model("image_model", embedders[0].image)
     return ExampleLibrary(
         [example for example in examples if example.split == spec.split],
         embedders[0],
@@ -290,7 +314,9 @@ def _scann_index(vectors: np.ndarray) -> Any:
     return build_index(Embeddings(vectors, "", ""), "scann")
 
 
-def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
+def open_knowledge(
+    corpus: Corpus, spec: KnowledgeSpec, on_model: OnModel = ignored
+) -> KnowledgeBase:
     """The knowledge base.
 
     Args:
@@ -311,6 +337,8 @@ def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
         retriever: Any = RandomRetriever(subset)
     else:
         dense = None if spec.retriever == "bm25" else _open_dense(home, spec)
+        if dense is not None:
+            on_model("text_model", dense.embedder)
         method = RetrieverSpec(spec.retriever)
         retriever = retrievers_over(home, method, dense, spec.modality or None)(DEFAULT_WEIGHT)
     return KnowledgeBase(

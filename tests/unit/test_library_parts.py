@@ -62,7 +62,10 @@ def opened(monkeypatch, tmp_path):
         )
         monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
         given = {"data": "elsewhere", "text_model": "clip", "image_model": "clip", **spec}
-        return open_library(row, LibrarySpec(**given))
+        told = {}
+        library = open_library(row, LibrarySpec(**given), on_model=told.__setitem__)
+        assert told == {"text_model": fake, "image_model": fake}
+        return library
 
     return open_it
 
