@@ -211,6 +211,11 @@ def devices_for(mesh: Mapping[str, Any]) -> Sequence[jax.Device]:
     return jax.devices() if whole else jax.local_devices()
 
 
+def spans_processes(mesh: Mapping[str, Any]) -> bool:
+    """Whether the devices of a mesh belong to several processes, which all compute the same."""
+    return any(device.process_index != jax.process_index() for device in devices_for(mesh))
+
+
 def _find(model: str | os.PathLike, flag: str) -> Path:
     """Where the weights are of what `open_backend` takes."""
     if str(model) in NAMES:

@@ -223,13 +223,19 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     """
     from mmqa_jax.core.config import find_config, load_config
     from mmqa_jax.prompting.cache import Cached, ResponseCache
-    from mmqa_jax.prompting.open import open_backend
+    from mmqa_jax.prompting.open import open_backend, spans_processes
 
     changes: dict[str, Any] = {"model.dtype": spec.dtype}
     changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
     changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
     config = load_config(find_config("configs/prompt/default.py"), changes)
+    if spans_processes(spec.backend, config):
+        raise UserError(
+            "config key parts.llm.mesh: spans the processes of this launch, which each answer "
+            "questions of their own; leave it at auto, or let it multiply to the devices of one "
+            "process."
+        )
     backend = open_backend(
         spec.backend, spec.model, spec.tokenizer or None, config, "config key parts.llm.model"
     )
