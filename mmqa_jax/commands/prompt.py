@@ -25,7 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  prompt or messages [{role, content}], and optionally id, images, choices (to be\n"
         "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs\n"
         "backend engine: on all devices of the process, in sizes chosen for model, memory and\n"
-        "  prompts, which are printed; --config.model.mesh.* and --config.engine.* set them\n"
+        "  prompts, which are printed; --config.model.mesh.* and --config.engine.* set them;\n"
+        "  a mesh of all devices of a launch is one engine, whose answers process 0 writes\n"
         "backend openai: any server with OpenAI's API, at the address in the environment\n"
         "  variable OPENAI_BASE_URL, with the key in OPENAI_API_KEY if it requires one"
     )
@@ -61,11 +62,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the prompts."""
-    shard = flags.start(arguments, jax=False)
+    shard = flags.start(arguments, jax=arguments.backend == "engine")
     arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.config import load_config
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.host import cache_dir
+    from mmqa_jax.core.shards import WHOLE
+    from mmqa_jax.prompting.open import check_prompt_config, spans_processes
     from mmqa_jax.prompting.run import run_prompts
     from mmqa_jax.weights.hub import download_model
 
@@ -73,6 +76,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     check_out(out)
     if arguments.download:
         download_model(arguments.model)
+    config = load_config(arguments.config, arguments.overrides)
+    check_prompt_config(config)
+    together = spans_processes(arguments.backend, config)
+    if together:
+        shard = WHOLE
     parts = flags.job_folder(out)
     if arguments.cache:
         cache = Path(arguments.cache)
@@ -84,7 +92,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return run_prompts(
         Path(arguments.prompts),
         out,
-        load_config(arguments.config, arguments.overrides),
+        config,
         model=arguments.model,
         backend=arguments.backend,
         tokenizer=arguments.tokenizer,
@@ -93,4 +101,5 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         shard=shard,
         chunk=arguments.chunk,
         engine=flags.engine(arguments),
+        together=together,
     )

@@ -27,9 +27,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         "\n\n`mmqa tables` lists the rows. To use other parts: --config.parts.reader.model=RUN; "
         "other\ndata: --config.data.dir=DIR. Written to --workdir: retrieval/*.jsonl,\n"
-        "predictions.jsonl, per_question.jsonl, scores.json, report.html. A language model uses\n"
-        "all devices of the process, in sizes that are chosen, printed and named in scores.json;\n"
-        "--config.parts.llm.mesh.* and --config.parts.llm.engine.* set them."
+        "predictions.jsonl, per_question.jsonl, scores.json, report.html. All models use all\n"
+        "devices of the process, in sizes that are chosen, printed and named in scores.json;\n"
+        "--config.parts.llm.mesh.* and --config.parts.llm.engine.* set a language model's."
     )
     flags.add_config(parser)
     parser.add_argument("--workdir", required=True, help="everything is written here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,10 +124,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     spec.check(restricted=restricted)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
-    top_k, more = arguments.top_k, {}
+    top_k, more, placed = arguments.top_k, {}, {}
+
+    def on_model(key: str, model: Any) -> None:
+        if key == "model":  # the encoder
+            print(f"search: {model.serving}", file=sys.stderr)
+            placed.update(model.serving.to_json())
+
     if arguments.tune:
         check_gold(questions, "--tune", "the fusion weight")  # before the model loads
-        at_weight = open_fusions(corpus, spec)
+        at_weight = open_fusions(corpus, spec, on_model)
         tuned = tune_fusion(questions, at_weight, top_k)
         _show_sweep(f"{data.name}, {split}: fused", tuned, top_k)
         spec = dataclasses.replace(spec, fusion_weight=tuned.weight)
@@ -136,7 +143,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         }
 
     def open_search() -> Any:
-        retriever = at_weight(tuned.weight) if arguments.tune else open_retriever(corpus, spec)
+        if arguments.tune:
+            retriever = at_weight(tuned.weight)
+        else:
+            retriever = open_retriever(corpus, spec, on_model)
 
         def search(chunk: range) -> Part:
             asked = questions[chunk.start : chunk.stop]
@@ -163,7 +173,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         job.run(open_search, "Searching", "questions")
         rows = job.rows()
         if rows is None:
-            return {"questions": len(questions), **job.waiting()}
+            return {"questions": len(questions), **placed, **job.waiting()}
         rankings = [ranking_of(row) for row in rows]
         write_rankings(out, rankings)
         job.done()
@@ -179,7 +189,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if value is not None:
                 print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
         more |= report
-    return {"questions": len(questions), **scored, **more}
+    return {"questions": len(questions), **scored, **more, **placed}
 
 
 def _check_tune(arguments: argparse.Namespace, *, alone: bool) -> None:

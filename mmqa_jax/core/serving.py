@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -76,6 +76,15 @@ class Serving:
         axes = " ".join(f"{axis}={size}" for axis, size in said["mesh"].items() if size > 1)
         devices = f"{said['devices']} devices ({axes})" if axes else "1 device"
         return f"{devices}, {self.batch_size:,} {self.unit} a batch"
+
+
+# Told of each model of a part: the key of the part's config that names it, and the model, whose
+# `serving` says where and how it runs.
+OnModel = Callable[[str, Any], None]
+
+
+def ignored(key: str, model: Any) -> None:
+    """An OnModel of who does not ask."""
 
 
 def serving_mesh(

@@ -193,7 +193,7 @@ class Workdir:
         changed = [
             f"{key} ({old!r} there, {new!r} now)"
             for key, (old, new) in _differences(stored["config"], plain).items()
-            if not any(f"{key}.".startswith(f"{one}.") for one in free)
+            if not is_free(key, free)
         ]
         if not changed:
             return
@@ -202,6 +202,11 @@ class Workdir:
             f"--workdir={self.path}: holds a run of another config: {', '.join(changed[:3])}{more} "
             "differ; name a new --workdir, or set the values back to resume that run."
         )
+
+
+def is_free(key: str, free: Collection[str]) -> bool:
+    """Whether a key of a config is one of these keys, or in one of these sections."""
+    return any(f"{key}.".startswith(f"{one}.") for one in free)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -60,7 +60,7 @@ class TowerPrograms:
         graphdef, layer, dtype = nnx.graphdef(tower), _layers(config), config.llama.dtype
         hidden = config.llama.hidden
         if mesh is None:
-            device = jax.devices()[0]
+            device = jax.local_devices()[0]
             count, one = 1, SingleDeviceSharding(device)
             self.parameters = self.pixels = self.features = one
         else:

@@ -26,6 +26,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
+_GIB = 2**30
 _SHARE = 0.9  # of what is free, for weights, cache and the arrays of a step
 _USEFUL = 8  # slots for a copy of the weights, below which it is split instead
 _SLOTS = 128  # for a copy: by then a step's time is no longer that of reading the weights
@@ -66,11 +67,14 @@ class EngineSizes:
       shape: size of each mesh axis.
       devices: as many as these sizes take.
       engine: the sizes.
+      lacking: how much memory the weights lack, and what to do; "": they fit, or how much is free
+        is not known.
     """
 
     shape: Mapping[str, int]
     devices: Sequence[jax.Device]
     engine: EngineConfig
+    lacking: str = ""
 
     def mesh(self) -> Mesh:
         """The mesh, also of one device."""
@@ -130,7 +134,8 @@ def choose_sizes(
       beside: bytes of other weights that each device holds, see `tower_bytes`.
 
     Raises:
-      UserError: sizes that contradict each other, or a length beyond the model's.
+      UserError: sizes that contradict each other, slots that the mesh does not divide, or a length
+        beyond the model's.
     """
     given = {key: value for key, value in settings.items() if value != AUTO}
     cpu = devices[0].platform == "cpu"
@@ -145,10 +150,12 @@ def choose_sizes(
     unit = math.lcm(buckets[-1], given.get("block", EngineConfig.block) or 1)
     base = EngineConfig(**{"length": unit, **given, "buckets": buckets, "slots": 1})
     length = min(most, -(-needed // unit) * unit)
-    free = _SHARE * (min(map(free_bytes, devices)) if free is None else free) - beside
+    whole = min(map(free_bytes, devices)) if free is None else free
+    most_free, free = whole - beside, _SHARE * whole - beside
     cost = _Cost(model, base, length, cpu)
-    tensor = _tensor(cost, free, len(devices), demand)
+    tensor = _tensor(cost, free, most_free, len(devices), demand)
     shape = choose_mesh(mesh, len(devices), tensor, given.get("slots", 0))
+    _check_slots(given.get("slots"), shape)
     copies = shape["data"] * shape["fsdp"]
     of_copy = cost.slots(free, shape["tensor"], shape["fsdp"])
     if cpu:
@@ -162,7 +169,46 @@ def choose_sizes(
         slots=given.get("slots", copies * of_copy),
         prefill_tokens=given.get("prefill_tokens", _prefill(cpu, copies, base.buckets)),
     )
-    return EngineSizes(shape, devices[: math.prod(shape.values())], engine)
+    lacking = _lacking(cost, shape, tensor, most_free)
+    return EngineSizes(shape, devices[: math.prod(shape.values())], engine, lacking)
+
+
+def _check_slots(slots: int | None, shape: Mapping[str, int]) -> None:
+    """UserError for slots, as given, that would be whole, and computed, on every device."""
+    copies = shape["data"] * shape["fsdp"]
+    if slots is None or min(shape.values()) < 1 or slots % copies == 0:
+        return
+    over = " ".join(f"{axis}={shape[axis]}" for axis in ("data", "fsdp") if shape[axis] > 1)
+    raise UserError(
+        f"engine.slots is {slots}: expected a multiple of {copies}, since the mesh splits them "
+        f"over {over}; set it to {max(1, round(slots / copies)) * copies}, or leave model.mesh at "
+        "auto."
+    )
+
+
+def _lacking(cost: _Cost, shape: Mapping[str, int], tensor: int, free: float) -> str:
+    """See EngineSizes; only of what cannot be loaded whatever the prompts and sizes are.
+
+    Args:
+      tensor: that `choose_mesh` takes where nothing is given.
+      free: all bytes of a device for the language model's weights.
+    """
+    if min(shape.values()) < 1:  # refused as a mesh
+        return ""
+    needed = cost.loading(shape["tensor"], shape["fsdp"])
+    if needed <= free:
+        return ""
+    count = math.prod(shape.values())
+    remedy = "use more devices, devices with more memory, or a smaller model"
+    if cost.loading(tensor, 1) <= free:
+        remedy = f"leave model.mesh at auto, which is tensor={tensor} here"
+    axes = " ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
+    devices = f"each of {count} devices ({axes})" if count > 1 else "the device"
+    loaded = " to be loaded and rounded to int8" if cost.sizes.weights == "int8" else ""
+    return (
+        f"the weights need {needed / _GIB:.3g} GiB of {devices}{loaded}, where "
+        f"{free / _GIB:.3g} GiB are free; {remedy}."
+    )
 
 
 def _prefill(cpu: bool, copies: int, buckets: Buckets) -> int:
@@ -209,15 +255,31 @@ class _Cost:
     length: int
     cpu: bool
 
-    def weights(self, tensor: int) -> float:
+    def weights(self, tensor: int, kind: str | None = None) -> float:
+        """Of a copy that is split over `tensor`; `kind` is engine.weights."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
         of_head = 2 * model.hidden * model.head_size  # query and output, or key and value
         matrices = model.layers * (
             of_head * (model.heads + self._kv_heads(tensor)) + 3 * model.hidden * model.mlp
         )
         tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
-        of_matrix = 1 if self.sizes.weights == "int8" else size
+        of_matrix = 1 if (kind or self.sizes.weights) == "int8" else size
         return (matrices * of_matrix + tables * size) / tensor
+
+    def held(self, tensor: int, fsdp: int, kind: str | None = None) -> float:
+        """Of the weights on a device, split over `tensor` and `fsdp`."""
+        weights = self.weights(tensor, kind)
+        if fsdp > 1:  # a layer is whole while it is used, and the next while it is gathered
+            weights = min(weights, weights / fsdp + 2 * weights / self.model.layers)
+        return weights
+
+    def loading(self, tensor: int, fsdp: int) -> float:
+        """At most while the weights are loaded: to be rounded to int8 (see quantize.py), all are
+        there, and the largest matrices of all layers twice."""
+        held = self.held(tensor, fsdp, "given")
+        if self.sizes.weights != "int8":
+            return held
+        return held + self.model.layers * self.model.hidden * self.model.mlp / (tensor * fsdp)
 
     def token(self, tensor: int, dtype: str | None = None) -> float:
         """Of a token's keys and values."""
@@ -235,10 +297,7 @@ class _Cost:
 
     def slots(self, free: float, tensor: int, fsdp: int) -> int:
         """Of a device's rows, with weights split over `tensor` and `fsdp`; at least 1."""
-        weights = self.weights(tensor)
-        if fsdp > 1:  # a layer is whole while it is used, and the next while it is gathered
-            weights = min(weights, weights / fsdp + 2 * weights / self.model.layers)
-        room = free - weights - self.step(tensor)
+        room = free - self.held(tensor, fsdp) - self.step(tensor)
         count = min(_SLOTS, room / (self.token(tensor) * self.length))
         return int(count) // 8 * 8 if count >= 8 else max(1, int(count))
 
@@ -252,13 +311,18 @@ def _numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
-def _tensor(cost: _Cost, free: float, devices: int, demand: Demand) -> int:
-    """Over how few devices a copy of the weights is split so that a useful cache fits."""
+def _tensor(cost: _Cost, free: float, most_free: float, devices: int, demand: Demand) -> int:
+    """Over how few devices a copy of the weights is split so that a useful cache fits.
+
+    Args:
+      most_free: bytes of a device before any weights are there.
+    """
     splits = [n for n in range(1, devices + 1) if devices % n == 0 and cost.model.heads % n == 0]
     for tensor in splits:
         copies = devices // tensor
         useful = min(_USEFUL, -(-(demand.sequences or _USEFUL * copies) // copies))
         room = free - cost.weights(tensor) - cost.step(tensor)
-        if room >= useful * cost.token(tensor) * cost.length:
+        loads = cost.loading(tensor, 1) <= most_free
+        if loads and room >= useful * cost.token(tensor) * cost.length:
             return tensor
     return splits[-1]

@@ -123,7 +123,7 @@ def scans(config: EngineConfig, mesh: Mesh | None) -> bool:
     """Whether an engine on the mesh (None: the default device) scans the model's layers."""
     if config.scan_layers is not None:
         return config.scan_layers
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     return device.platform == "tpu"
 
 
@@ -159,7 +159,9 @@ class Programs:
     """
 
     def __init__(self, model: Llama, config: EngineConfig, mesh: Mesh | None = None):
-        self.whole = SingleDeviceSharding(jax.devices()[0]) if mesh is None else replicated(mesh)
+        self.whole = (
+            SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else replicated(mesh)
+        )
         self.scanned = not isinstance(model.layers, nnx.List)
         device = next(iter(self.whole.device_set))
         # On one CPU a program for each layer, see layer_programs.

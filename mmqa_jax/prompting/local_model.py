@@ -89,8 +89,8 @@ def open_backend(
       flag: that named the model, for messages.
 
     Raises:
-      UserError: no such model, another architecture, no tokenizer, or an engine longer than the
-        model.
+      UserError: no such model, another architecture, no tokenizer, an engine longer than the
+        model, or weights that do not fit the devices.
     """
     config = config or ModelConfig()
     path = _find(model, flag)
@@ -107,6 +107,7 @@ def open_backend(
         {**dict.fromkeys(SIZES, AUTO), **(engine or {})},
         config.mesh,
         shape.vision if isinstance(shape, LlavaConfig) else None,
+        f"{flag}={model}",
     )
     sizing.choose()  # sizes that do not fit are refused before any weights are read
     text = open_tokenizer(path if tokenizer is None else tokenizer)
@@ -145,6 +146,7 @@ class Sizing:
       llama: with the dtype that it is loaded in.
       settings, mesh: see `decoding.sizes.choose_sizes`.
       vision: of a LLaVA.
+      named: what named the model, for messages.
     """
 
     def __init__(
@@ -153,7 +155,9 @@ class Sizing:
         settings: Mapping[str, Any],
         mesh: Mapping[str, Any],
         vision: VisionConfig | None,
+        named: str,
     ):
+        self._named = named
         self._llama, self._settings, self._mesh = llama, settings, mesh
         self._beside = tower_bytes(llama, vision)
         self._free: float | None = None
@@ -163,7 +167,12 @@ class Sizing:
         return self._settings.get(name, getattr(EngineConfig, name))
 
     def choose(self, demand: Demand | None = None) -> EngineSizes:
-        """For a demand; None only checks what is given."""
+        """For a demand; None only checks what is given.
+
+        Raises:
+          UserError: as `choose_sizes`; sizes that the devices do not have, or weights that do not
+            fit their memory.
+        """
         devices = devices_for(self._mesh)
         free = self._free
         if free is None:
@@ -181,6 +190,8 @@ class Sizing:
         )
         if len(sizes.devices) > 1:
             sizes.mesh()  # sizes that the devices do not have
+        if sizes.lacking:
+            raise UserError(f"{self._named}: {sizes.lacking}")
         return sizes
 
 
@@ -199,6 +210,11 @@ def devices_for(mesh: Mapping[str, Any]) -> Sequence[jax.Device]:
     sizes = [mesh.get(axis, AUTO) for axis in MESH_AXES]
     whole = AUTO not in sizes and math.prod(sizes) == jax.device_count()
     return jax.devices() if whole else jax.local_devices()
+
+
+def spans_processes(mesh: Mapping[str, Any]) -> bool:
+    """Whether the devices of a mesh belong to several processes, which all compute the same."""
+    return any(device.process_index != jax.process_index() for device in devices_for(mesh))
 
 
 def _find(model: str | os.PathLike, flag: str) -> Path:

@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.sections import check_section, spec_of
+from mmqa_jax.core.shards import launched_shard
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Backend, Decoding
 
@@ -14,6 +15,20 @@ def check_prompt_config(config: ConfigDict) -> None:
     """Checks all sections but the engine's, which are checked when an engine is opened."""
     spec = {"decoding": spec_of(Decoding), "server": spec_of(ServerConfig)}
     check_section(config, "", {**spec, "engine": dict, "model": dict})
+
+
+def spans_processes(backend: str, config: ConfigDict) -> bool:
+    """Whether the engine has devices of several processes of the launch, as its mesh says.
+
+    Args:
+      backend, config: as of `open_backend`.
+    """
+    if backend != "engine" or launched_shard().count == 1:
+        return False
+    from mmqa_jax.prompting import local_model
+
+    check_section(config.model, "model", spec_of(local_model.ModelConfig))
+    return local_model.spans_processes(config.model.mesh.to_dict())
 
 
 def open_backend(
@@ -46,7 +61,7 @@ def open_backend(
 
     check_section(config.engine, "engine", ENGINE_SPEC)
     check_section(config.model, "model", spec_of(local_model.ModelConfig))
-    distributed.start()
+    distributed.start(join=False)
     return local_model.open_backend(
         model,
         tokenizer=tokenizer,

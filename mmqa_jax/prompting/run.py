@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core import distributed
 from mmqa_jax.core.chunks import Engine, Job
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.job_files import Part
@@ -22,6 +24,7 @@ from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
 from mmqa_jax.prompting.open import check_prompt_config, open_backend
 from mmqa_jax.prompting.prompts_file import Line, check_line, read_prompts
 from mmqa_jax.prompting.stream import answer_all
+from mmqa_jax.prompting.together import Leading, follow, leads
 
 
 def run_prompts(
@@ -37,6 +40,7 @@ def run_prompts(
     shard: Shard = WHOLE,
     chunk: int = 1024,
     engine: Engine | None = None,
+    together: bool = False,
 ) -> dict[str, Any]:
     """Answers a file of prompts, and writes the answers in the file's order, all or none.
 
@@ -50,6 +54,8 @@ def run_prompts(
       cache: file of the response cache; None disables it.
       parts: where finished chunks are kept until all are there.
       shard, chunk, engine: see core.chunks.Job.
+      together: the engine spans the processes of the launch, which all compute all answers;
+        process 0 alone has parts, cache and file.
 
     Returns:
       What the verb prints as JSON: counts, seconds and rates of this process.
@@ -62,35 +68,26 @@ def run_prompts(
     check_prompt_config(config)
     decoding = Decoding(**config.decoding)
     lines = read_prompts(prompts, decoding)
-    served: Backend | Cached = open_backend(backend, model, tokenizer, config)
-    for line in lines:
-        check_line(line, served.check)
-    what = {
-        "verb": "prompt",
-        "model": served.fingerprint,
-        "prompts": _identity(served.fingerprint, lines),
-    }
-    with Job(parts, what, len(lines), chunk=chunk, shard=shard, engine=engine) as job:
-        stored = None
-        if cache is not None:
-            stored = ResponseCache(cache)
-            served = Cached(served, stored)
-
-        def answer(asked: range) -> Part:
-            own = lines[asked.start : asked.stop]
-            answers, reasons = answer_all(served, [line.request for line in own])
-            return Part([_row(line, answers, reasons) for line in own])
-
-        try:
-            job.run(lambda: answer)
-        finally:
-            if stored is not None:
-                stored.close()
-        rows = job.rows()
-        if rows is not None:
-            write_jsonl(out, rows)
-            job.done()
-        waiting = {} if rows is not None else job.waiting()
+    served = open_backend(backend, model, tokenizer, config)
+    waiting: dict[str, Any] = {}
+    with distributed.fail_together() if together else contextlib.nullcontext():
+        for line in lines:
+            check_line(line, served.check)
+        what = {
+            "verb": "prompt",
+            "model": served.fingerprint,
+            "prompts": _identity(served.fingerprint, lines),
+        }
+        job = Job(parts, what, len(lines), chunk=chunk, shard=shard, engine=engine)
+        queries = [line.request for line in lines]
+        if not together:
+            waiting = _answer(job, lines, served, cache, out)
+        elif leads(what):
+            leading = Leading(served, queries)
+            _answer(job, lines, leading, cache, out)
+            leading.end()
+        else:
+            follow(served, queries)
     usage = served.usage
     seconds = time.monotonic() - began
     return {
@@ -112,6 +109,33 @@ def run_prompts(
         "tokens_per_second": {kind: round(rate, 1) for kind, rate in served.rates().items()},
         **waiting,
     }
+
+
+def _answer(
+    job: Job, lines: Sequence[Line], backend: Backend, cache: Path | None, out: Path
+) -> dict[str, Any]:
+    """Answers this process's share, and writes the file if nothing of the others' is missing.
+
+    Returns:
+      What the verb says of a job that waits for others.
+    """
+    with job, contextlib.ExitStack() as opened:
+        served: Backend | Cached = backend
+        if cache is not None:
+            served = Cached(backend, opened.enter_context(contextlib.closing(ResponseCache(cache))))
+
+        def answer(asked: range) -> Part:
+            own = lines[asked.start : asked.stop]
+            answers, reasons = answer_all(served, [line.request for line in own])
+            return Part([_row(line, answers, reasons) for line in own])
+
+        job.run(lambda: answer)
+        rows = job.rows()
+        if rows is None:
+            return job.waiting()
+        write_jsonl(out, rows)
+        job.done()
+    return {}
 
 
 def _identity(fingerprint: str, lines: Sequence[Line]) -> str:

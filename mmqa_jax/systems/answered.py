@@ -28,6 +28,7 @@ def answering(
 ) -> Compute:
     """Opens a row's parts; returns what executes its setting on a chunk of the questions."""
     parts, system = _open_parts(config, questions, opened), SYSTEMS[config.system]
+    serving = {key: one.to_json() for key, one in opened.serving.items()}
 
     def answer(chunk: range) -> Part:
         asked = questions[chunk.start : chunk.stop]
@@ -49,7 +50,8 @@ def answering(
         ]
         work = {k: n - before[k] for k, n in _work(parts).items()}
         llm = parts.get("llm")
-        return Part(rows, {"llm": work, "engine": None if llm is None else llm.sizes()})
+        engine = None if llm is None else llm.sizes()
+        return Part(rows, {"llm": work, "engine": engine, "serving": serving})
 
     return answer
 
@@ -76,6 +78,7 @@ class Answered:
       seconds: question id -> seconds that the parts spent on it.
       llm: what the language model's answers cost (prompting.cache.Work); empty without one.
       engine: its last devices and sizes; None: a server, or all answers were kept ones.
+      serving: of the other models (OpenedParts.serving), as JSON, where they ran last.
     """
 
     predictions: list[Prediction]
@@ -83,6 +86,7 @@ class Answered:
     seconds: dict[str, float]
     llm: dict[str, int]
     engine: dict[str, Any] | None = None
+    serving: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Answered:
@@ -100,10 +104,13 @@ class Answered:
             for prediction, row in zip(predictions, rows, strict=True)
         }
         llm: Counter[str] = Counter()
+        serving: dict[str, Any] = {}
         for part in parts:
             llm.update(part.notes["llm"])
+            serving.update(part.notes.get("serving") or {})
         engines = [part.notes["engine"] for part in parts if part.notes.get("engine")]
-        return cls(predictions, rankings, seconds, dict(llm), engines[-1] if engines else None)
+        engine = engines[-1] if engines else None
+        return cls(predictions, rankings, seconds, dict(llm), engine, serving)
 
 
 def _work(parts: dict[str, Any]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
@@ -97,7 +98,7 @@ class ReaderSpec:
     model: str
 
 
-def open_retriever(corpus: Corpus, spec: RetrieverSpec) -> Retriever:
+def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:
     """The retriever over a corpus.
 
     Raises:
@@ -105,23 +106,28 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec) -> Retriever:
         of another kind.
     """
     weight = DEFAULT_WEIGHT if spec.fusion_weight is None else spec.fusion_weight
-    return _open(corpus, spec, remember=False)(weight)
+    return _open(corpus, spec, on_model, remember=False)(weight)
 
 
-def open_fusions(corpus: Corpus, spec: RetrieverSpec) -> Callable[[float], Retriever]:
+def open_fusions(
+    corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored
+) -> Callable[[float], Retriever]:
     """`fused` at any weight: the retrievers of all weights search the same questions once.
 
     Raises:
       UserError: as `open_retriever`.
     """
-    return _open(corpus, spec, remember=True)
+    return _open(corpus, spec, on_model, remember=True)
 
 
-def _open(corpus: Corpus, spec: RetrieverSpec, *, remember: bool) -> Callable[[float], Retriever]:
+def _open(
+    corpus: Corpus, spec: RetrieverSpec, on_model: OnModel, *, remember: bool
+) -> Callable[[float], Retriever]:
     spec.check()
     dense = None
     if spec.method != "bm25":
         dense = open_dense(corpus, spec.model, spec.index, exact=spec.index_kind == "exact")
+        on_model("model", dense.embedder)
 
     @functools.cache
     def over(modality: Any) -> Callable[[float], Retriever]:
@@ -131,17 +137,19 @@ def _open(corpus: Corpus, spec: RetrieverSpec, *, remember: bool) -> Callable[[f
         return over(None)
     from mmqa_jax.retrieval.modality import ByModality
 
-    choose = open_predictor(corpus, spec)
+    choose = open_predictor(corpus, spec, on_model)
     return lambda weight: ByModality(lambda modality: over(modality)(weight), choose)
 
 
 def open_predictor(
-    corpus: Corpus, spec: RetrieverSpec
+    corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored
 ) -> Callable[[Sequence[Question]], Sequence[Modality | None]]:
     """The function that tells which modality questions need, of a spec with such a `modality`."""
     from mmqa_jax.retrieval.modality import modality_predictor
 
     classifier = None if spec.modality == "known" else _open_classifier(corpus, spec)
+    if classifier is not None and spec.modality_model:
+        on_model("modality_model", classifier)
     return modality_predictor(corpus, classifier)
 
 

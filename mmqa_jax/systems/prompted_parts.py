@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
@@ -41,6 +42,14 @@ class LLMSpec:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
     cache: str = ""
+
+
+# Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
+# `length`, to which prompts are shortened), and how a server is asked.
+LLM_FREE = (
+    *("mesh", "engine.slots", "engine.buckets", "engine.prefill_tokens", "engine.block"),
+    *("engine.decode_block", "engine.scan_layers", "server"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,20 +120,28 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
     """
     from mmqa_jax.core.config import find_config, load_config
     from mmqa_jax.prompting.cache import Cached, ResponseCache
-    from mmqa_jax.prompting.open import open_backend
+    from mmqa_jax.prompting.open import open_backend, spans_processes
 
     changes: dict[str, Any] = {"model.dtype": spec.dtype}
     changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
     changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
     config = load_config(find_config("configs/prompt/default.py"), changes)
+    if spans_processes(spec.backend, config):
+        raise UserError(
+            "config key parts.llm.mesh: spans the processes of this launch, which each answer "
+            "questions of their own; leave it at auto, or let it multiply to the devices of one "
+            "process."
+        )
     backend = open_backend(
         spec.backend, spec.model, spec.tokenizer or None, config, "config key parts.llm.model"
     )
     return Cached(backend, ResponseCache(spec.cache or cache))
 
 
-def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
+def open_knowledge(
+    corpus: Corpus, spec: KnowledgeSpec, on_model: OnModel = ignored
+) -> KnowledgeBase:
     """The knowledge base.
 
     Args:
@@ -145,6 +162,8 @@ def open_knowledge(corpus: Corpus, spec: KnowledgeSpec) -> KnowledgeBase:
         retriever: Any = RandomRetriever(subset)
     else:
         dense = None if spec.retriever == "bm25" else _open_dense(home, spec)
+        if dense is not None:
+            on_model("text_model", dense.embedder)
         method = RetrieverSpec(spec.retriever)
         retriever = retrievers_over(home, method, dense, spec.modality or None)(DEFAULT_WEIGHT)
     return KnowledgeBase(

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.chunks import Engine, Job
-from mmqa_jax.core.config import config_fingerprint
+from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
@@ -28,7 +28,7 @@ from mmqa_jax.core.local_copies import local_copy, with_local_copies
 from mmqa_jax.core.paths import as_path, in_store, key_of
 from mmqa_jax.core.sections import Key, check_section, spec_of
 from mmqa_jax.core.shards import WHOLE, Shard
-from mmqa_jax.core.workdir import claim_workdir, read_config
+from mmqa_jax.core.workdir import claim_workdir, is_free, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.predictions import prediction_row
 from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
@@ -40,7 +40,6 @@ from mmqa_jax.evaluation.retrieval_tables import score_modality
 from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
 from mmqa_jax.evaluation.source_selection import check_threshold
-from mmqa_jax.prompting.backend_http import ServerConfig
 from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
@@ -48,7 +47,7 @@ from mmqa_jax.systems import identity
 from mmqa_jax.systems.answered import Answered, answering
 from mmqa_jax.systems.mavl_record import agent_summary
 from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
-from mmqa_jax.systems.prompted_parts import check_prompted
+from mmqa_jax.systems.prompted_parts import LLM_FREE, check_prompted
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import (
     SYSTEMS,
@@ -91,9 +90,7 @@ _INSTALLED = ("minilm", "smollm2")
 # Parts that find sources; without them, a row's sources are the gold ones or none, and no result.
 _FINDING = ("retriever", "reranker")
 _ANSWERING = ("reader", "llm", "heuristics", "finished")  # parts that answer in words
-# How a server is asked changes no answer, and may be corrected in a workdir.
-_SERVER = "parts.llm.server"
-_FREE = (_SERVER, *(f"{_SERVER}.{field.name}" for field in dataclasses.fields(ServerConfig)))
+_FREE = tuple(f"parts.llm.{key}" for key in LLM_FREE)  # may be changed in a workdir
 _ANSWERS = 2  # raised where the same row answers otherwise than before: its parts are made again
 _MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
@@ -222,6 +219,8 @@ def write_results(
     scores = _scores(config, questions, predictions, evaluation, limit, answered.llm)
     if answered.engine is not None:
         scores["engine"] = answered.engine
+    if answered.serving:
+        scores["serving"] = answered.serving
     row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
     _write(folder, row_run, answered.seconds, limit)
     return row_run
@@ -234,14 +233,16 @@ def _answers(config: ConfigDict) -> bool:
 
 def _what(config: ConfigDict, corpus: Corpus, questions: Sequence[Question]) -> dict[str, Any]:
     """All that a row's answers depend on."""
-    affecting = {key: config.get(key) for key in ("system", "setting", "parts", "options")}
+    used = {key: config.get(key) for key in ("system", "setting", "parts", "options")}
+    values = flatten(to_plain_dict(used))
+    affecting = {key: value for key, value in values.items() if not is_free(key, _FREE)}
     return {
         "verb": "run",
         "row": config.row,
         "answers": _ANSWERS,
         "corpus": corpus.fingerprint,
         "questions": identity.of_questions(questions),
-        "config": config_fingerprint(ConfigDict(affecting)),
+        "config": config_fingerprint(affecting),
         "inputs": {
             path: identity.of_path(local_copy(path) if in_store(path) else path)
             for path in _part_paths(config)

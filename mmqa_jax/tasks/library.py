@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
@@ -106,7 +107,12 @@ def _check_scann(section: str) -> None:
         )
 
 
-def open_library(corpus: Corpus, spec: LibrarySpec, section: str = "parts.library") -> Any:
+def open_library(
+    corpus: Corpus,
+    spec: LibrarySpec,
+    section: str = "parts.library",
+    on_model: OnModel = ignored,
+) -> ExampleLibrary:
     """The library of in-context examples.
 
     Args:
@@ -121,6 +127,10 @@ def open_library(corpus: Corpus, spec: LibrarySpec, section: str = "parts.librar
     vectors = PublishedVectors(Path(spec.vectors)) if spec.vectors else None
     embedded = spec.text_model and vectors is None
     embedders = _example_embedders(corpus, home, spec) if embedded else (None, None)
+    if embedders[0] is not None:
+        on_model("text_model", embedders[0].text)
+        if spec.image_model:
+            on_model("image_model", embedders[0].image)
     return ExampleLibrary(
         [example for example in examples if example.split == spec.split],
         embedders[0],

@@ -380,7 +380,7 @@ def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) 
 
 
 def _is_one_cpu(sharding: jax.sharding.Sharding | None) -> bool:
-    devices = list(sharding.device_set) if sharding is not None else jax.devices()[:1]
+    devices = list(sharding.device_set) if sharding is not None else jax.local_devices()[:1]
     return len(devices) == 1 and devices[0].platform == "cpu"
 
 

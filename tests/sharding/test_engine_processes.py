@@ -1,4 +1,4 @@
-"""A mesh over all devices of a launch: two processes serve one engine, and both have its answers."""
+"""Processes of one launch answer prompts: as one engine over all devices, or each its share."""
 
 from __future__ import annotations
 
@@ -12,26 +12,61 @@ from processes import MMQA, finish, launch
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from tiny_llm import write_folder
 
+ONE_ENGINE = [f"--config.model.mesh.{axis}" for axis in ("data=2", "fsdp=1", "tensor=1")]
 
-def test_two_processes_answer_as_one(tmp_path):
+
+@pytest.fixture
+def command(tmp_path):
     model = write_folder(tmp_path / "model")
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"ab{n * 'c'}\n" for n in range(5)))
-    given = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1}
-    command = [
-        *(*MMQA, "prompt", f"--prompts={prompts}", f"--model={model}", "--no_cache", "--json"),
-        *(f"--config.model.{key}={value}" for key, value in given.items()),
-        *("--config.decoding.max_new_tokens=4", "--config.decoding.logprobs=True"),
-    ]
-    outs = [tmp_path / name / "out.jsonl" for name in ("alone", "first", "second")]
-    for out in outs:
-        out.parent.mkdir()
-    finish(launch(1, *command, f"--out={outs[0]}", devices=2))
-    # Of a launch each has its own file: one job cannot be done by two processes at once.
-    said = finish(launch(2, *command, f"--out={outs[1]}", differing=(f"--out={outs[2]}",)))
-    assert {json.loads(one.splitlines()[-1])["engine"]["devices"] for one in said} == {2}
-    alone, *both = ([json.loads(row) for row in out.open()] for out in outs)
-    for rows in both:
-        for got, want in zip(rows, alone, strict=True):
-            assert got["text"] == want["text"]
-            assert got["logprobs"] == pytest.approx(want["logprobs"], abs=1e-5)
+
+    def of(count: int, *flags: str) -> list[str]:
+        prompts = tmp_path / f"{count}.txt"
+        prompts.write_text("".join(f"ab{n * 'c'}\n" for n in range(count)))
+        return [
+            *(*MMQA, "prompt", f"--prompts={prompts}", f"--model={model}", "--json", *flags),
+            *("--config.decoding.max_new_tokens=4", "--config.decoding.logprobs=True"),
+        ]
+
+    return of
+
+
+def same(out: Path, whole: Path, count: int) -> None:
+    """The first answers of a file that one process wrote."""
+    rows, alone = ([json.loads(row) for row in path.open()] for path in (out, whole))
+    assert len(rows) == count
+    for got, want in zip(rows, alone, strict=False):
+        assert (got["id"], got["text"]) == (want["id"], want["text"])
+        assert got["logprobs"] == pytest.approx(want["logprobs"], abs=1e-5)
+
+
+def test_two_processes_answer_as_one(command, tmp_path):
+    """Process 0 alone has a file and a cache; what these hold neither computes again."""
+    whole, out, cache = (tmp_path / name for name in ("whole.jsonl", "out.jsonl", "cache"))
+    mine = [*ONE_ENGINE, f"--out={out}", f"--cache={cache}"]
+    other = tmp_path / "other"
+    other.mkdir()
+    theirs = (f"--out={other / 'out.jsonl'}", f"--cache={other / 'cache'}")
+    alone = launch(1, *command(7, *ONE_ENGINE, f"--out={whole}", "--no_cache"), devices=2)
+    first = finish(launch(2, *command(5, *mine), differing=theirs))
+    finish(alone)
+    same(out, whole, 5)
+    more = finish(launch(2, *command(7, *mine), differing=theirs))
+    same(out, whole, 7)
+    results = [[json.loads(one.splitlines()[-1]) for one in said] for said in (first, more)]
+    assert {one["engine"]["devices"] for pair in results for one in pair} == {2}
+    assert [[one["answered"] for one in pair] for pair in results] == [[5, 5], [2, 2]]
+    assert [one["cached"] for one in results[1]] == [5, 0]
+    assert not list(other.iterdir())
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_processes_with_an_engine_each_share_the_prompts(command, tmp_path):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    flags = ("--no_cache", "--chunk=2")
+    alone = launch(1, *command(5, *flags, f"--out={whole}"))
+    said = finish(launch(2, *command(5, *flags, f"--out={out}")))
+    finish(alone)
+    same(out, whole, 5)
+    results = [json.loads(one.splitlines()[-1]) for one in said]
+    assert sorted(one["answered"] for one in results) == [2, 3]
+    assert {one["engine"]["devices"] for one in results} == {1}

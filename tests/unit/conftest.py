@@ -59,7 +59,7 @@ def refused(tmp_path):
         assert ended.code == 2, ended.err
         assert ended.out == ""
         # Where a model is used is said before its inputs are read.
-        said = re.sub(r"^\w+: \d+ devices?.* a batch\n", "", ended.err)
+        said = re.sub(r"(?m)^[\w.]+: \d+ devices?.* a batch\n", "", ended.err)
         assert re.fullmatch(r"mmqa: .+[.?]\n", said), ended.err
         assert re.search(message, ended.err), ended.err
         assert tree(tmp_path) == before

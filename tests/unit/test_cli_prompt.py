@@ -319,6 +319,10 @@ def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_pa
         *flags, f"--model={folder}", "--config.model.dtype=float64",
         message="config key model.dtype='float64': expected auto",
     )  # fmt: skip
+    refused(
+        *flags, f"--model={folder}", "--config.model.mesh.data=4", "--config.engine.slots=6",
+        message="engine.slots is 6: expected a multiple of 4, .* data=4; set it to 8,",
+    )  # fmt: skip
     missing = tmp_path / "none.txt"
     refused(
         "prompt", f"--prompts={missing}", "--model=x", f"--out={tmp_path / 'o'}", CONFIG,

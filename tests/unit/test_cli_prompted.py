@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_runs import ROOT, done, rows_of
+from cli_runs import ROOT, done, mmqa, rows_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
@@ -63,13 +63,28 @@ def test_a_prompted_row(inputs, tmp_path):
     kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("trace.jsonl", "scores.json")}
     for name in kept:
         (tmp_path / "run" / name).unlink()
-    again = done(*run)
-    result.pop("engine")  # none was needed: all answers are kept
+    # Sizes of an engine may be others in the same workdir. None was needed: all answers are kept.
+    again = done(*run, "--config.parts.llm.engine.slots=2", "--config.parts.llm.mesh.data=1")
+    result.pop("engine")
     assert again == result
     assert (tmp_path / "run" / "trace.jsonl").read_bytes() == kept["trace.jsonl"]
     scores = json.loads(kept["scores.json"])
     scores.pop("engine")
     assert json.loads((tmp_path / "run" / "scores.json").read_bytes()) == scores
+
+
+def test_shards_of_a_row_whose_engines_have_other_sizes(inputs, tmp_path):
+    cache = f"--config.parts.llm.cache={tmp_path / 'responses.sqlite'}"
+    run = [*flags(inputs, "smollm2_zero_shot", tmp_path / "run", max_new_tokens=2), cache]
+    run.append("--chunk=2")
+    result = done(*run, "--shard=0/2")
+    assert result["waiting_for_other_shards"]
+    other = [*run, "--shard=1/2", "--config.parts.llm.engine.slots=2"]
+    ended = mmqa(*other, "--config.parts.llm.engine.length=128")
+    assert ended.code == 2
+    assert "parts.llm.engine.length (192 there, 128 now) differ; name a new" in ended.err
+    result = done(*other)
+    assert (result["questions"], result["engine"]["slots"]) == (3, 2)  # the last part's
 
 
 def test_a_prompt_that_never_fits_is_counted(inputs, tmp_path):
@@ -99,6 +114,12 @@ def test_a_baseline_without_a_model(inputs, tmp_path):
 def test_wrong_options(inputs, tmp_path, refused, option, message):
     name, value = option.split("=")
     refused(*flags(inputs, "smollm2_random", tmp_path / "run", **{name: value}), message=message)
+
+
+def test_slots_that_the_mesh_does_not_divide(inputs, tmp_path, refused):
+    run = flags(inputs, "smollm2_zero_shot", tmp_path / "run")
+    run.append("--config.parts.llm.mesh.data=3")
+    refused(*run, message=r"engine\.slots is 4: expected a multiple of 3, .* set it to 3,")
 
 
 def promptcap(inputs, workdir, captions):

@@ -51,6 +51,16 @@ def ran(flags_of, tmp_path_factory):
     return run
 
 
+def served(folder: Path):
+    """Each model of a row's config, and where it runs; a batch is that of its training's config."""
+    sizes = {"contrastive": 64, "rerank": 8, "answer": 4}  # the first is chosen
+    for name, spec in read_json(folder / "config.json")["config"]["parts"].items():
+        for key, model in {"": spec, "similarity.": spec.get("similarity") or {}}.items():
+            if path := model.get("model"):
+                one = {"devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}}
+                yield f"{name}.{key}model", {**one, "batch_size": sizes[Path(path).name]}
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_what_a_row_writes(name, ran):
     paper, row = name.split(":")
@@ -59,6 +69,7 @@ def test_what_a_row_writes(name, ran):
     assert scores["dataset"] == paper
     assert (scores["row"], scores["split"], scores["setting"]) == (row, "test", ROWS[name])
     assert (scores["limit"], scores["questions"]) == (None, 5)
+    assert scores.get("serving", {}) == dict(served(folder))
     assert scores["scores"]
     assert all(0 <= value <= 1 for value in scores["scores"].values())
     answers = ROWS[name] in ANSWERING
@@ -200,7 +211,10 @@ def test_a_row_as_its_stages(name, ran, data, models, index, tmp_path):
     dense = [f"--model={models / 'contrastive'}", f"--index={index}"]
     candidates = "restricted"
     if search is not None:
-        done("search", corpus, *dense, *search, f"--out={paths[0]}")
+        found = done("search", corpus, *dense, *search, f"--out={paths[0]}")
+        assert (
+            found.items() >= read_json(folder / "scores.json")["serving"]["retriever.model"].items()
+        )
         same_rankings(folder / "retrieval" / "candidates.jsonl", paths[0])
         candidates = paths[0]
     if name.startswith("atlas"):

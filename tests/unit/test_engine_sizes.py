@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from tiny_llm import write_folder
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.prefix_cache import PrefixCache, split
 from mmqa_jax.decoding.sizes import SIZES, Demand, choose_sizes
-from mmqa_jax.models.llama_config import llama2_7b, llama2_70b, smollm2_135m
+from mmqa_jax.models.llama_config import llama2_7b, llama2_70b, llama31_8b, smollm2_135m
+from mmqa_jax.prompting import local_model
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
 from mmqa_jax.prompting.local_model import ModelConfig, open_backend
 from mmqa_jax.prompting.stream import answer_all
@@ -37,6 +39,7 @@ def test_a_copy_a_chip_where_a_useful_cache_fits():
     assert shape(chosen(SEVEN, AUTO | {"weights": "int8"})) == (4, 1, 2)
     assert shape(chosen(SEVEN)) == (4, 1, 2)
     assert shape(chosen(SEVEN, free=95 * GIB)) == (8, 1, 1)
+    assert shape(chosen(SEVEN, free=float("inf"), platform="cpu")) == (8, 1, 1)
     large = dataclasses.replace(llama2_70b(), dtype="bfloat16")
     assert shape(chosen(large)) == (1, 1, 8)
     assert shape(chosen(large, free=95 * GIB)) == (4, 1, 2)
@@ -95,11 +98,66 @@ def test_slots_as_given_are_split_over_the_devices():
         assert len(sizes.devices) == data
     assert shape(chosen(SEVEN, AUTO | {"slots": 6})) == (2, 1, 2)
     assert shape(chosen(SEVEN, AUTO | {"slots": 8}, {"fsdp": 4})) == (2, 4, 1)
-    assert shape(chosen(SEVEN, AUTO | {"slots": 6}, {"data": 4, "fsdp": 1, "tensor": 2})) == (
-        4,
-        1,
-        2,
-    )
+    given = {"data": 4, "fsdp": 1, "tensor": 2}
+    assert shape(chosen(SEVEN, AUTO | {"slots": 12}, given)) == (4, 1, 2)
+    for slots, mesh, message in (
+        (6, given, r"engine\.slots is 6: expected a multiple of 4, .* data=4; set it to 8, "),
+        (1, {"data": 2, "fsdp": 2}, r"is 1: expected a multiple of 4, .* data=2 fsdp=2; .* to 4,"),
+        (99, {"data": -1}, r"is 99: expected a multiple of 8, .* data=8; set it to 96, "),
+        (6, {"fsdp": 4}, r"is 6: expected a multiple of 8, .* data=2 fsdp=4; set it to 8, "),
+    ):
+        with pytest.raises(UserError, match=message):
+            chosen(SEVEN, AUTO | {"slots": slots}, mesh)
+
+
+LARGE = dataclasses.replace(llama2_70b(), dtype="bfloat16")
+INT8 = AUTO | {"weights": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "lacking"),
+    [
+        (LARGE, {}, r"need 16\.1 GiB of each of 8 devices \(tensor=8\), where 15\.8 GiB are free"),
+        (
+            LARGE,
+            {"count": 1},
+            r"need 128 GiB of the device, .*; use more devices, .*a smaller model",
+        ),
+        (LARGE, {"settings": INT8}, r"need 18\.2 GiB .* to be loaded and rounded to int8, where"),
+        (LARGE, {"count": 16}, ""),
+        (SEVEN, {"count": 1}, ""),
+        (SEVEN, {"count": 1, "free": 12 * GIB}, r"need 12\.6 GiB of the device, where 12 GiB are"),
+        (
+            SEVEN,
+            {"mesh": {"data": 8}, "free": 12 * GIB},
+            r"; leave model\.mesh at auto, .* tensor=4",
+        ),
+        (SEVEN, {"mesh": {"fsdp": 8}, "free": 12 * GIB}, ""),
+        (LARGE, {"count": 1, "free": float("inf")}, ""),
+        (LARGE, {"count": 1, "free": float("inf"), "platform": "cpu"}, ""),
+    ],
+)
+def test_weights_that_fit_no_mesh(model, options, lacking):
+    """`mmqa plan` takes these sizes all the same, and compiles what does not fit."""
+    sizes = chosen(model, **options)
+    assert re.search(lacking, sizes.lacking) if lacking else sizes.lacking == ""
+    assert sizes.engine.slots >= 1
+
+
+def test_int8_weights_are_loaded_before_they_are_rounded():
+    """The layout leaves room for both: 8B on a chip of 15.75 GiB, though in int8 it needs 8.5."""
+    eight = dataclasses.replace(llama31_8b(), dtype="bfloat16")
+    assert shape(chosen(eight, INT8, tokens=1000)) == (4, 1, 2)
+    assert shape(chosen(eight, INT8, tokens=1000, free=17 * GIB)) == (8, 1, 1)
+
+
+def test_weights_that_do_not_fit_are_refused_unread(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "model")
+    monkeypatch.setattr(local_model, "free_bytes", lambda device: 1e4)
+    monkeypatch.setattr(local_model, "weights_hash", None)
+    message = r"parts\.llm\.model=.*model: the weights need .* GiB of the device, where .*\.$"
+    with pytest.raises(UserError, match=message):
+        open_backend(folder, flag="config key parts.llm.model")
 
 
 def test_weights_split_over_fsdp_leave_room_for_slots():

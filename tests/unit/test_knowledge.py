@@ -213,9 +213,10 @@ def test_dense_knowledge(embedder, modality):
     for own, scores in zip(found, asked @ vectors.T, strict=True):
         expected = [kept[i].id for i in np.argsort(-scores)[:2] if scores[i] > 0]
         assert [passage.id for passage in own] == expected
-    before = embedder.computed
-    open_knowledge(CORPUS, spec)
+    before, told = embedder.computed, {}
+    open_knowledge(CORPUS, spec, told.__setitem__)
     assert embedder.computed == before
+    assert told == {"text_model": embedder}
 
 
 @pytest.mark.parametrize("retriever", ["bm25", "fused", "rrf", "random"])

@@ -25,7 +25,7 @@ from mmqa_jax.systems.prompted_parts import (
     open_knowledge,
 )
 from mmqa_jax.systems.run import check_row
-from mmqa_jax.tasks import library
+from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config
 
@@ -56,13 +56,16 @@ def opened(monkeypatch, tmp_path):
     fake = FakeEmbedder()
 
     def open_it(row: Corpus, home: Corpus, **spec):
-        monkeypatch.setattr(library, "open_corpus", lambda folder: home)
+        monkeypatch.setattr(library_module, "open_corpus", lambda folder: home)
         monkeypatch.setattr(
-            library, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
+            library_module, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
         )
         monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
         given = {"data": "elsewhere", "text_model": "clip", "image_model": "clip", **spec}
-        return open_library(row, LibrarySpec(**given))
+        told = {}
+        library = open_library(row, LibrarySpec(**given), on_model=told.__setitem__)
+        assert told == {"text_model": fake, "image_model": fake}
+        return library
 
     return open_it
 

@@ -22,6 +22,7 @@ from mmqa_jax.core.job_files import (
     write_part,
 )
 from mmqa_jax.retrieval.embeddings import write_embeddings
+from mmqa_jax.systems.answered import Answered
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -64,6 +65,20 @@ def rewrite(folder, number: int, change) -> None:
     for name in ("rows", "notes", "sealed"):
         del about[name]
     write_part(path, about, Part([change(row) for row in part.rows], part.notes))
+
+
+def test_where_the_models_of_a_row_ran():
+    """The last parts say; those of a start whose answers were all kept ones name no engine."""
+    one, two = ({"reader.model": {"devices": n}} for n in (1, 2))
+    notes = [
+        {"llm": {}, "engine": {"slots": 4}, "serving": one | {"reranker.model": {"devices": 1}}},
+        {"llm": {}, "engine": None, "serving": two},
+        {"llm": {}},  # of an earlier version
+    ]
+    answered = Answered.of([Part([], of_part) for of_part in notes])
+    assert answered.engine == {"slots": 4}
+    assert answered.serving == {"reader.model": {"devices": 2}, "reranker.model": {"devices": 1}}
+    assert Answered.of([Part([], {"llm": {}})]).serving == {}
 
 
 def test_the_config_file_of_a_folder_is_not_executed(row, tmp_path):

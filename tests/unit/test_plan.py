@@ -397,6 +397,10 @@ PROMPT = f"--config={ROOT}/configs/prompt/default.py"
         ([PROMPT], r"--model is missing: .*llama2_7b"),
         ([PROMPT, "--model=llama2_8b"], r"--model=llama2_8b: .*did you mean 'llama.*_.*b'"),
         ([PROMPT, "--model=smollm2", "--config.engine.length=100000"], r"engine\.length is 100000"),
+        (
+            [PROMPT, "--model=smollm2", "--config.model.mesh.data=2", "--config.engine.slots=3"],
+            r"engine\.slots is 3: expected a multiple of 2, .* data=2; set it to 4",
+        ),
         ([f"--config={ROOT}/configs/webqa/tables.py:vlp"], r"--config.* neither a `task`"),
     ],
 )
