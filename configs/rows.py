@@ -1,75 +1,18 @@
 """What the rows of every paper's table have in common. Not an experiment itself."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto
+from mmqa_jax.prompting.backend_http import ServerConfig
+from mmqa_jax.systems.prompted_parts import KnowledgeSpec
+from mmqa_jax.systems.settings import SYSTEMS, options_of
+from mmqa_jax.tasks.library import LibrarySpec
 
 AUTO = "auto"  # chosen where it is used
-
-_SHOWN = {"order": "most_similar_first", "seed": 0}
-_HEURISTICS = {"similarity": "answer_aware", "seed": 0}
-# Setting of a prompted system -> its options with their defaults, so that each can be overridden.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pica": {
-        **_SHOWN, "shots": 16, "ensemble": 1, "similarity": "question_and_image", "tags": False,
-        "shot_answer": "first", "shot_captions": "own", "template": "pica.okvqa",
-        "max_new_tokens": 5,
-    },
-    "pica_choice": {
-        **_SHOWN, "shots": 8, "similarity": "question", "tags": False, "shot_answer": "first",
-        "template": "pica.okvqa", "score": "sum", "calibrated": False,
-    },
-    "pica_promptcap": {
-        "shots": 16, "similarity": "question_and_image", "tags": True, "max_new_tokens": 20,
-        "seed": 0,
-    },
-    "pica_oracle": {
-        **_SHOWN, "shots": 8, "similarity": "question_and_sources", "template": "pica.webqa",
-        "max_new_tokens": 64,
-    },
-    "pica_question_only": {
-        **_SHOWN, "shots": 8, "similarity": "question", "template": "pica.webqa",
-        "max_new_tokens": 64,
-    },
-    "rmr": {
-        **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
-        "pictures": False, "read": "choice", "max_new_tokens": 256,
-    },
-    "rmr_direct": {
-        **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.direct", "chat": False,
-        "pictures": False, "read": "short", "max_new_tokens": 128,
-    },
-    "rmr_letter": {
-        **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.rationale", "chat": False,
-        "pictures": False, "read": "letter", "max_new_tokens": 256,
-    },
-    "rmr_choice": {
-        **_SHOWN, "shots": 3, "similarity": "bimodal", "template": "rmr.text", "options": "text",
-        "score": "sum", "calibrated": False,
-    },
-    "llava": {"template": "llava.letter", "read": "text", "max_new_tokens": 1024},
-    "prophet": {
-        **_HEURISTICS, "shots": 20, "candidates": 10, "ensemble": 5, "max_new_tokens": 8,
-    },
-    "prophet_choice": {
-        **_HEURISTICS, "shots": 20, "candidates": 10, "score": "sum", "calibrated": False,
-    },
-    "mavl": {
-        **_HEURISTICS, "order": "most_similar_first", "shots": 8, "candidates": 5,
-        "agents": ("junior", "senior", "manager"), "plans": "planned", "votes": (2.0, 3.0, 4.0),
-        "weighting": "level", "task": "prompt", "chat": False, "plan_tokens": 24, "passages": 1,
-        "knowledge_words": 40, "knowledge_tokens": 64, "max_new_tokens": 10,
-    },
-    "mavl_revote": {"votes": (2.0, 3.0, 4.0), "weighting": "fitted", "folds": 2},
-    "mavl_draws": {
-        **_HEURISTICS, "order": "most_similar_first", "shots": 8, "candidates": 5, "draws": 7,
-        "temperature": 0.7, "max_new_tokens": 10,
-    },
-}  # fmt: skip
-
 
 # LLaVA-1.5's checkpoints, converted -> where they come from.
 LLAVA15 = {
@@ -133,13 +76,7 @@ def language_model(
         "dtype": "auto",
         "mesh": {"data": AUTO, "fsdp": AUTO, "tensor": AUTO},
         "engine": {**sizes, **engine},
-        "server": {
-            "concurrency": 8,
-            "timeout": 120.0,
-            "retries": 6,
-            "max_failures": 10,
-            "max_tokens_key": "max_completion_tokens",
-        },
+        "server": dataclasses.asdict(ServerConfig()),
         "cache": cache,
     }
 
@@ -151,16 +88,12 @@ def heuristics(candidates: str, examples: str) -> dict[str, str]:
 
 def library(**changes: Any) -> dict[str, Any]:
     """The section `parts.library` with every key: MiniLM's similarity within the row's own data."""
-    own = {"data": "", "split": "train", "folds": 1, "text_model": "minilm", "image_model": ""}
-    found = {"text": "question", "modality": "", "vectors": "", "index_kind": "exact"}
-    return {**own, **found, **changes}
+    return dataclasses.asdict(LibrarySpec(**changes))
 
 
 def knowledge(**changes: Any) -> dict[str, Any]:
     """The section `parts.knowledge` with every key: the best passage by BM25."""
-    own = {"data": "", "retriever": "bm25", "top_k": 1, "max_words": 100, "modality": ""}
-    searched = {"text_model": "minilm", "index": "", "text": "question", "section_key": ""}
-    return {**own, **searched, **changes}
+    return dataclasses.asdict(KnowledgeSpec(**changes))
 
 
 def make_row(
@@ -201,7 +134,8 @@ def make_row(
         for key in [key for key, value in section.items() if value == AUTO]:
             with section.ignore_type():
                 section[key] = auto()  # which a number may replace
-    config.options = {**OPTIONS.get(row["setting"], {}), **row.get("options", {})}
+    # Every option of the setting, so that each can be overridden.
+    config.options = options_of(SYSTEMS[config.system], row["setting"], row.get("options", {}))
     # lemmatizer: "" is spaCy where it is installed; bart: "" leaves fluency out (WebQA's scores).
     config.scoring = {"lemmatizer": "", "bart": ""}
     config.published = row.get("published", ())

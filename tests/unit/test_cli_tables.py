@@ -12,6 +12,7 @@ from cli_runs import ROOT, done, mmqa
 from mmqa_jax.cli import command, make_parser
 from mmqa_jax.core.config import load_config
 from mmqa_jax.systems.run import check_row
+from mmqa_jax.systems.settings import SYSTEMS, options_of
 
 KEYS = {
     *("paper", "table", "row", "column", "published", "tolerance"),
@@ -449,19 +450,11 @@ def test_rows_of_the_benchmarks(dataset):
     for name in tables.MODES:
         config = tables.get_config(name)
         check_row(config)
+        # All are there, so that each can be overridden.
+        assert {*config.options} == {*options_of(SYSTEMS[config.system], config.setting, {})}
         assert config.dataset == {"openstax": "corpus"}.get(dataset, dataset)
         keys = ("data", "text_model", "image_model", "index", "captions", "tags")
         keys += ("candidates", "examples", "run")
         named = [part.get(key) for part in config.parts.values() for key in keys]
         paths = {config.data.dir, *filter(None, named)} - {"minilm"}
         assert paths <= dict(config.made_by).keys()
-
-
-def test_the_options_of_prompted_settings_are_the_functions_own():
-    from mmqa_jax.core.config import load_module
-    from mmqa_jax.systems.settings import SYSTEMS, options_of
-
-    options = load_module(ROOT / "configs/rows.py").OPTIONS
-    for setting, given in options.items():
-        system = SYSTEMS[setting.partition("_")[0]]
-        assert given == options_of(system, setting, {})
