@@ -55,7 +55,12 @@ def test_a_distractor_joins_single_gold_sources_at_the_given_rate(reader, packer
     feed = FeedConfig(8, seed=4, threads=0)
     counts = Counter()
     iterator = answer_batches(
-        reader, QUESTIONS, packer, MaskingConfig(), feed, AnswerSampling(distractor_prob=0.3, shuffle_sources=False)
+        reader,
+        QUESTIONS,
+        packer,
+        MaskingConfig(),
+        feed,
+        AnswerSampling(distractor_prob=0.3, shuffle_sources=False),
     )
     for b in epoch_of(iterator, 30 * 40):
         for i, place in enumerate(b["index"]):
@@ -117,7 +122,12 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
 def test_shares_that_cannot_be(reader, packer, shares, message):
     with pytest.raises(UserError, match=message):
         answer_batches(
-            reader, in_categories(), packer, MaskingConfig(), FeedConfig(8), AnswerSampling(shares=shares)
+            reader,
+            in_categories(),
+            packer,
+            MaskingConfig(),
+            FeedConfig(8),
+            AnswerSampling(shares=shares),
         )
 
 
@@ -128,13 +138,23 @@ def test_a_category_without_answers_has_no_share(reader, packer):
     ]
     with pytest.raises(UserError, match=r"shares\.picture: no question .* use one of text\."):
         answer_batches(
-            reader, questions, packer, MaskingConfig(), FeedConfig(8), AnswerSampling(shares={"picture": 0.5})
+            reader,
+            questions,
+            packer,
+            MaskingConfig(),
+            FeedConfig(8),
+            AnswerSampling(shares={"picture": 0.5}),
         )
 
 
 def test_question_only_hides_all_sources(reader, packer):
     iterator = answer_batches(
-        reader, QUESTIONS, packer, MaskingConfig(), FeedConfig(8, threads=0), AnswerSampling(no_source_prob=1.0)
+        reader,
+        QUESTIONS,
+        packer,
+        MaskingConfig(),
+        FeedConfig(8, threads=0),
+        AnswerSampling(no_source_prob=1.0),
     )
     for b in epoch_of(iterator, 60):
         assert b["region_features"].shape[1] == 0

@@ -120,7 +120,9 @@ def test_it_is_trained_resumed_reported_and_planned(own, data, tmp_path):
     flags = f"--config={own}", f"--config.data.dir={data}"
     run = tmp_path / "run"
     assert done("train", *flags, f"--workdir={run}")["steps"] == 3
-    longer = done("train", *flags, "--config.train.steps=5", f"--workdir={run}", "--stretch_schedule")
+    longer = done(
+        "train", *flags, "--config.train.steps=5", f"--workdir={run}", "--stretch_schedule"
+    )
     assert longer["steps"] == 5
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5]

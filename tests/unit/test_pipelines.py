@@ -51,11 +51,19 @@ def builders(reader, packer):
     """The batches of the three tasks as functions of a FeedConfig."""
     return {
         "contrastive": lambda feed: contrastive_batches(
-            reader, QUESTIONS, feed, ContrastSampling(query_length=24, source_lengths=(12, 40), second_hop=True)
+            reader,
+            QUESTIONS,
+            feed,
+            ContrastSampling(query_length=24, source_lengths=(12, 40), second_hop=True),
         ),
         "rerank": lambda feed: rerank_batches(reader, QUESTIONS, packer, feed),
         "answer": lambda feed: answer_batches(
-            reader, QUESTIONS, packer, MaskingConfig(0.5, 9), feed, AnswerSampling(distractor_prob=0.4)
+            reader,
+            QUESTIONS,
+            packer,
+            MaskingConfig(0.5, 9),
+            feed,
+            AnswerSampling(distractor_prob=0.4),
         ),
     }
 
@@ -123,7 +131,10 @@ def test_shapes_are_those_of_the_buckets(reader, packer, task):
 def test_contrastive_targets_negatives_and_pictures(reader):
     feed = FeedConfig(8, seed=1, threads=0)
     iterator = contrastive_batches(
-        reader, QUESTIONS, feed, ContrastSampling(query_length=24, source_lengths=(40,), num_negatives=3)
+        reader,
+        QUESTIONS,
+        feed,
+        ContrastSampling(query_length=24, source_lengths=(40,), num_negatives=3),
     )
     targets, seen = defaultdict(set), Counter()
     for b in epoch_of(iterator, 60 * 8):
@@ -154,7 +165,10 @@ def test_contrastive_targets_negatives_and_pictures(reader):
 def test_second_hop_queries_carry_the_first_hops_title(reader):
     feed = FeedConfig(10, seed=2, threads=0)
     iterator = contrastive_batches(
-        reader, QUESTIONS, feed, ContrastSampling(query_length=24, source_lengths=(40,), second_hop=True)
+        reader,
+        QUESTIONS,
+        feed,
+        ContrastSampling(query_length=24, source_lengths=(40,), second_hop=True),
     )
     kinds, firsts = Counter(), defaultdict(set)
     for b in epoch_of(iterator, 60 * 10, 10):
@@ -248,7 +262,9 @@ def test_an_epochs_mean_over_pairs_is_the_mean_over_questions(reader, packer):
 
 def test_rerank_halves_its_choices_between_the_modalities(reader, packer):
     feed = FeedConfig(4, seed=1, threads=0)
-    choices = rerank_batches(reader, QUESTIONS[:4], packer, feed, PairSampling(choices_per_question=6))
+    choices = rerank_batches(
+        reader, QUESTIONS[:4], packer, feed, PairSampling(choices_per_question=6)
+    )
     seen = Counter()
     plan_length = 0
     while plan_length < 24:  # one epoch: 4 questions * 6 choices, in whole buckets or wrapped
@@ -365,13 +381,17 @@ def test_bad_input(reader, packer):
     feed, masking = FeedConfig(8), MaskingConfig()
     goldless = [dataclasses.replace(q, positives=(), answers=()) for q in QUESTIONS]
     with pytest.raises(UserError, match="contrastive training: no question lists a gold source"):
-        contrastive_batches(reader, goldless, feed, ContrastSampling(query_length=8, source_lengths=(8,)))
+        contrastive_batches(
+            reader, goldless, feed, ContrastSampling(query_length=8, source_lengths=(8,))
+        )
     with pytest.raises(UserError, match="rerank training: no question lists a gold source"):
         rerank_batches(reader, goldless, packer, feed)
     with pytest.raises(UserError, match="answer training: no question has a reference answer"):
         answer_batches(reader, goldless, packer, masking, feed)
     with pytest.raises(UserError, match=r"distractor_prob=1\.5"):
-        answer_batches(reader, QUESTIONS, packer, masking, feed, AnswerSampling(distractor_prob=1.5))
+        answer_batches(
+            reader, QUESTIONS, packer, masking, feed, AnswerSampling(distractor_prob=1.5)
+        )
     with pytest.raises(UserError, match="seed=-1"):
         FeedConfig(8, seed=-1)
     with pytest.raises(AssertionError):
