@@ -112,6 +112,15 @@ def tower_bytes(llama: LlamaConfig, vision: VisionConfig | None) -> float:
     return (vision.layers * of_layer + projector) * np.dtype(_numpy(llama.dtype)).itemsize
 
 
+def takes_all(mesh: Mapping[str, Any], count: int) -> bool:
+    """Whether the axes of a mesh that are given in numbers multiply to all of `count` devices.
+
+    Such an engine may span the hosts of a launch; any other has the devices of one process.
+    """
+    numbers = [mesh[axis] for axis in MESH_AXES if mesh.get(axis, AUTO) != AUTO]
+    return bool(numbers) and math.prod(numbers) == count
+
+
 def choose_sizes(
     model: LlamaConfig,
     settings: Mapping[str, Any],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,19 @@ from mmqa_jax import __version__
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.mesh import MESH_AXES, platform
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.sizes import SIZES, UNKNOWN, Demand, EngineSizes, choose_sizes, tower_bytes
+from mmqa_jax.decoding.sizes import (
+    SIZES,
+    UNKNOWN,
+    Demand,
+    EngineSizes,
+    choose_sizes,
+    takes_all,
+    tower_bytes,
+)
 from mmqa_jax.decoding.slot_runner import EngineConfig, scans
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -207,9 +214,7 @@ def _least_free(devices: Sequence[jax.Device], *, agreed: bool) -> float:
 
 def devices_for(mesh: Mapping[str, Any]) -> Sequence[jax.Device]:
     """The devices of this process, or those of the whole launch where the mesh names as many."""
-    sizes = [mesh.get(axis, AUTO) for axis in MESH_AXES]
-    whole = AUTO not in sizes and math.prod(sizes) == jax.device_count()
-    return jax.devices() if whole else jax.local_devices()
+    return jax.devices() if takes_all(mesh, jax.device_count()) else jax.local_devices()
 
 
 def spans_processes(mesh: Mapping[str, Any]) -> bool:

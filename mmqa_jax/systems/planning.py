@@ -135,7 +135,8 @@ def chosen(config: ConfigDict, only: Sequence[str], model: str | None = None) ->
 
 def place(name: str, config: ConfigDict, topology: Topology) -> Topology:
     """The devices of a topology that a program runs on: all, or those of one host."""
-    return topology.host if on_one_host(name, config) else topology
+    one_host = on_one_host(name, config, len(topology.devices))
+    return topology.host if one_host else topology
 
 
 def _planned(name: str, config: ConfigDict, topology: Topology, model: str | None) -> Planned:

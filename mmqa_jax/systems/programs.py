@@ -119,17 +119,18 @@ def make_program(
         return fluency_program(model, devices)
     if name == "train":
         return _train(config, devices, model)
-    task = check_config(config, devices, files=False)
+    task = read_task(config)
+    task.check_sizes(files=False)
     return program_in_use(name, task, devices)
 
 
-def on_one_host(name: str, config: ConfigDict) -> bool:
+def on_one_host(name: str, config: ConfigDict, devices: int) -> bool:
     """Whether each process runs a program on its own devices, and does its share of a job.
 
-    Only training, and an engine whose mesh is given in numbers, may span the hosts of a launch.
+    Only training, and an engine whose mesh is given for all devices, span the hosts of a launch.
     """
     if name in (*ENGINE, TOWER):
-        return AUTO in config.model.mesh.values()
+        return not sizes_of_engine.takes_all(config.model.mesh.to_dict(), devices)
     return name != "train"
 
 

@@ -211,6 +211,12 @@ class Task(abc.ABC):
         Raises:
           UserError: sizes that do not fit together or the devices.
         """
+        self.check_sizes(files=files)
+        parts = self.loop.accumulate * self._parts()
+        check_batch_size(self.batches.batch_size, make_mesh(self.mesh, devices), parts)
+
+    def check_sizes(self, *, files: bool = True) -> None:
+        """As `check`, whatever the devices are."""
         augment = getattr(self, "augment", None)
         if augment:
             fields = spec_of(augmentation_factory(augment))
@@ -227,9 +233,6 @@ class Task(abc.ABC):
                 "set that to 0."
             )
         self._check(files)
-        accumulate = self.loop.accumulate
-        mesh = make_mesh(self.mesh, devices)
-        check_batch_size(self.batches.batch_size, mesh, accumulate * self._parts())
 
     @abc.abstractmethod
     def _check(self, files: bool) -> None:

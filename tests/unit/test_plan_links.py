@@ -11,6 +11,9 @@ from mmqa_jax.bench.plan.links import fewest_links, wraps
 from mmqa_jax.bench.plan.roofline import Bound
 from mmqa_jax.bench.plan.topology import open_topology
 from mmqa_jax.core.chips import GPUS, TPUS
+from mmqa_jax.core.config import load_config
+from mmqa_jax.systems.planning import place
+from mmqa_jax.systems.programs import make_program
 
 V5E, V5P = TPUS["v5e"], TPUS["v5p"]
 
@@ -91,3 +94,28 @@ def test_a_mesh_lies_on_the_links_that_it_has():
 def test_the_devices_of_one_host_are_a_slice(name, host):
     """The TPU's compiler refuses a mesh of some devices of a larger one."""
     assert open_topology(name).host.name == host
+
+
+def test_an_encoder_of_a_pods_run_is_planned_on_one_host():
+    """The mesh of training, here fsdp=8 over 64 chips, is no mesh of the four of a host."""
+    config = load_config("configs/webqa/contrastive.py:pod")
+    slice_ = open_topology("v5p:4x4x4")
+    assert place("train", config, slice_) is slice_
+    host = place("embed", config, slice_)
+    program = make_program("embed", config, host.devices)
+    assert program.mesh == {"data": 4, "fsdp": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [
+        ({}, 8),
+        ({"data": 1, "tensor": 16}, 16),  # fsdp is left at auto
+        ({"data": 2, "fsdp": 1, "tensor": 8}, 16),
+        ({"data": 1, "tensor": 8}, 8),
+    ],
+)
+def test_an_engine_spans_hosts_where_its_mesh_takes_all_devices(mesh, devices):
+    changes = {f"model.mesh.{axis}": size for axis, size in mesh.items()}
+    config = load_config("configs/prompt/default.py", changes)
+    assert len(place("decode", config, open_topology("v5e:4x4")).devices) == devices
