@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "candidates": arguments.candidates if given is None else identity.of_rankings(given),
         "top_k": arguments.top_k,
         "cap": arguments.cap,
-        "retriever": identity.of_retriever(dense),
+        "retriever": dense.fingerprint(),
         "similarity_weight": weight,
         "select": arguments.select,
     }

@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "verb": "search",
         "corpus": corpus.fingerprint,
         "questions": identity.of_questions(questions),
-        "retriever": identity.of_retriever(spec),
+        "retriever": spec.fingerprint(),
         "candidates": arguments.candidates,
         "top_k": top_k,
     }

@@ -10,11 +10,13 @@ A name is the id of a question (PromptCap describes a picture for a question), o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmqa_jax.data.datasets.coco import read_captions, read_named_captions, read_scored_tsv
 from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.systems.part import OpenParts
 
 
 class Captions:
@@ -42,6 +44,27 @@ class Captions:
     def of_source(self, source: Source) -> tuple[str, tuple[str, ...]]:
         """Caption and tags of a source's picture; empty where there are none."""
         return self._captions.get(source.id, ""), self._tags.get(source.id, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptionsSpec:
+    """Side files that describe pictures, see this file's beginning.
+
+    Attributes:
+      captions: file of captions, by the id of a question, a picture (image_id) or a source.
+      tags: file of tags; "": none.
+    """
+
+    captions: str
+    tags: str = ""
+
+    def paths(self) -> list[str]:
+        """The files that it reads."""
+        return [self.captions, self.tags]
+
+    def open(self, row: OpenParts) -> Captions:
+        """Captions and tags by name."""
+        return open_captions(self.captions, self.tags, row.corpus.questions())
 
 
 def open_captions(captions: str, tags: str = "", questions: Sequence[Question] = ()) -> Captions:

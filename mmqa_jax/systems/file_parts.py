@@ -11,6 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
 from mmqa_jax.prompting.heuristics import AnswerHeuristics
+from mmqa_jax.systems.part import OpenParts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,28 @@ class HeuristicsSpec:
     candidates: str
     examples: str = ""
 
+    def paths(self) -> list[str]:
+        """The files that it reads."""
+        return [self.candidates, self.examples]
+
+    def open(self, row: OpenParts) -> AnswerHeuristics:
+        """The answer heuristics."""
+        return open_heuristics(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class FinishedSpec:
     """A finished run of another row: its workdir."""
 
     run: str
+
+    def paths(self) -> list[str]:
+        """The folder that it reads."""
+        return [self.run]
+
+    def open(self, row: OpenParts) -> Mapping[str, Mapping[str, Any]]:
+        """Question id -> its line in the run's trace.jsonl."""
+        return open_finished(self)
 
 
 def open_heuristics(spec: HeuristicsSpec) -> AnswerHeuristics:

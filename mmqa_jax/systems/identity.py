@@ -14,9 +14,7 @@ from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.retrieval.milvus import PREFIX
 from mmqa_jax.retrieval.rankings import ranking_row
-from mmqa_jax.systems.parts import INDEX, RetrieverSpec
 
 _SAMPLED = 1 << 30  # bytes: of larger files (weights) only the size and both ends are read
 _END = 1 << 20
@@ -55,16 +53,6 @@ def of_path(path: str | Path) -> str:
     if Path(path).is_dir():
         return of_folders(path)
     return of_file(path) if Path(path).is_file() else str(path)
-
-
-def of_retriever(spec: RetrieverSpec) -> str:
-    """16 hex digits of a retriever's settings, model and index."""
-    # Folders are identified by content, not by path; a collection of Milvus by its name.
-    in_milvus = spec.index.startswith(PREFIX)
-    named = spec.index if in_milvus else ""
-    settings = dataclasses.replace(spec, model="", index=named, modality_model="")
-    index = "" if in_milvus or not spec.index else f"{spec.index}/{INDEX}"
-    return of_folders(spec.model, index, spec.modality_model, text=str(settings))
 
 
 def of_rankings(rankings: Sequence[Ranking]) -> str:

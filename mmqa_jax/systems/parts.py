@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
+from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.retriever import Retriever
+from mmqa_jax.systems import identity
+from mmqa_jax.systems.part import OpenParts
+from mmqa_jax.systems.resumable import ResumableReader, ResumableReranker, ResumableRetriever
 
 EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa embed` writes
 
@@ -74,6 +79,44 @@ class RetrieverSpec:
         if self.method != "bm25" and not (self.model and self.index):
             raise UserError(f"--method={self.method} needs --model and --index; give both.")
 
+    def check_in_row(self, name: str) -> None:
+        """As `check`, of the config section `name` of a row."""
+        if self.method != "bm25" and not (self.model and self.index):
+            raise UserError(
+                f"config key {name}.method={self.method}: needs {name}.model and {name}.index; "
+                "give both."
+            )
+        if self.fusion_weight is not None:
+            check_weight(self.fusion_weight, f"config key {name}.fusion_weight")
+            if self.method != "fused":
+                raise UserError(
+                    f"config key {name}.fusion_weight: works only with method=fused; leave it out."
+                )
+
+    def paths(self) -> list[str]:
+        """What it reads: folders, and a collection of Milvus."""
+        return [self.index, self.modality_model, self.model]
+
+    def fingerprint(self) -> str:
+        """16 hex digits of the settings, model and index.
+
+        Folders are identified by content, not by path; a collection of Milvus by its name.
+        """
+        in_milvus = self.index.startswith(MILVUS)
+        named = self.index if in_milvus else ""
+        settings = dataclasses.replace(self, model="", index=named, modality_model="")
+        index = "" if in_milvus or not self.index else f"{self.index}/{INDEX}"
+        return identity.of_folders(self.model, index, self.modality_model, text=str(settings))
+
+    def open(self, row: OpenParts, name: str = "retriever") -> Any:
+        """The retriever over the row's corpus, with what it finished kept on disk."""
+
+        def make(journal: Journal, on_model: OnModel) -> Any:
+            retriever = open_retriever(row.corpus, self, on_model)
+            return ResumableRetriever(retriever, journal, row.seconds)
+
+        return row.once("retriever", self.fingerprint(), make, name)
+
 
 @dataclasses.dataclass(frozen=True)
 class RerankerSpec:
@@ -90,12 +133,48 @@ class RerankerSpec:
     similarity: RetrieverSpec | None = None
     similarity_weight: float = 0.0
 
+    def paths(self) -> list[str]:
+        """The folders that it reads."""
+        return [self.model, *([] if self.similarity is None else self.similarity.paths())]
+
+    def open(self, row: OpenParts) -> Any:
+        """The reranker over the row's corpus, with what it finished kept on disk."""
+
+        def make(journal: Journal, on_model: OnModel) -> Any:
+            from mmqa_jax.tasks.rerank import load_reranker
+
+            reranker = load_reranker(self.model, row.corpus)
+            on_model("model", reranker)
+            return ResumableReranker(reranker, journal, row.seconds)
+
+        reranker = row.once("reranker", identity.of_folders(self.model), make, "reranker")
+        if self.similarity is None:
+            return reranker
+        retriever = self.similarity.open(row, "reranker.similarity")
+        return with_similarity(reranker, retriever, row.corpus, self.similarity_weight)
+
 
 @dataclasses.dataclass(frozen=True)
 class ReaderSpec:
     """How questions are answered: `model` is the workdir of an answer run."""
 
     model: str
+
+    def paths(self) -> list[str]:
+        """The folder that it reads."""
+        return [self.model]
+
+    def open(self, row: OpenParts) -> Any:
+        """The reader over the row's corpus, with what it finished kept on disk."""
+
+        def make(journal: Journal, on_model: OnModel) -> Any:
+            from mmqa_jax.tasks.answer import load_reader
+
+            reader = load_reader(self.model, row.corpus)
+            on_model("model", reader)
+            return ResumableReader(reader, journal, row.seconds)
+
+        return row.once("reader", identity.of_folders(self.model), make, "reader")
 
 
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:

@@ -10,12 +10,14 @@ from typing import Any, Literal
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.serving import OnModel, ignored
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
+from mmqa_jax.systems.part import OpenParts
 from mmqa_jax.systems.parts import RetrieverSpec, open_dense, retrievers_over
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
@@ -42,6 +44,14 @@ class LLMSpec:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
     cache: str = ""
+
+    def paths(self) -> list[str]:
+        """Weights in this process; a server's name of its model is no path."""
+        return [] if self.backend == "openai" else [self.model]
+
+    def open(self, row: OpenParts) -> Any:
+        """The language model with its response cache."""
+        return row.closing(open_llm(self, row.journals / "responses.sqlite"))
 
 
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
@@ -72,34 +82,29 @@ class KnowledgeSpec:
 
     data: str = ""
     retriever: Literal["bm25", "dense", "fused", "rrf", "random"] = "bm25"
-    top_k: int = 1
-    max_words: int = 100
+    top_k: int = at_least(1, 1)
+    max_words: int = at_least(0, 100)
     modality: Literal["", "text", "image"] = ""
     text_model: str = "minilm"
     index: str = ""
     text: Literal["question", "question_and_choices", "question_and_caption"] = "question"
     section_key: str = ""
 
+    def paths(self) -> list[str]:
+        """The folders that it reads."""
+        return [self.index, self.data, self.text_model]
 
-@dataclasses.dataclass(frozen=True)
-class CaptionsSpec:
-    """Side files that describe pictures; see systems/captions.py.
-
-    Attributes:
-      captions: file of captions, by the id of a question, a picture (image_id) or a source.
-      tags: file of tags; "": none.
-    """
-
-    captions: str
-    tags: str = ""
+    def open(self, row: OpenParts) -> KnowledgeBase:
+        """The knowledge base."""
+        return open_knowledge(row.corpus, self, row.on_model("knowledge"))
 
 
-def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> None:
+def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
     """Refuses, before anything is opened, what could only fail later.
 
     Args:
       options: of the setting, its defaults included.
-      library: the config section `parts.library`.
+      library: of the row.
 
     Raises:
       UserError: an unknown template, or as `check_similarity`.
@@ -109,7 +114,7 @@ def check_prompted(options: Mapping[str, Any], library: Mapping[str, Any]) -> No
     similarity = options.get("similarity")
     if similarity in (None, "answer_aware") or options.get("shots", 1) == 0:
         return
-    check_similarity(similarity, LibrarySpec(**library))
+    check_similarity(similarity, library)
 
 
 def open_llm(spec: LLMSpec, cache: Path) -> Any:

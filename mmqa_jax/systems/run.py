@@ -40,13 +40,13 @@ from mmqa_jax.evaluation.retrieval_tables import score_modality
 from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
 from mmqa_jax.evaluation.source_selection import check_threshold
-from mmqa_jax.retrieval.fusion import check_weight
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.systems import identity
 from mmqa_jax.systems.answered import Answered, answering
 from mmqa_jax.systems.mavl_record import agent_summary
-from mmqa_jax.systems.opened_parts import PART_SPECS, OpenedParts
+from mmqa_jax.systems.opened_parts import OpenedParts, read_parts
+from mmqa_jax.systems.parts import RerankerSpec, RetrieverSpec
 from mmqa_jax.systems.prompted_parts import LLM_FREE, check_prompted
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import (
@@ -59,7 +59,7 @@ from mmqa_jax.systems.settings import (
     parts_of,
 )
 from mmqa_jax.systems.traces import llm_cost, trace_counts, trace_rows
-from mmqa_jax.tasks.library import has_picture
+from mmqa_jax.tasks.library import LibrarySpec, has_picture
 from mmqa_jax.weights.hub import is_hub_name
 
 CHUNK = 512  # questions
@@ -81,11 +81,7 @@ _SPEC: dict[str, Any] = {
     "published": tuple[dict, ...],
     "made_by": tuple[tuple[str, str], ...],
 }
-# Keys of a part that are paths, besides `model`, and names of models that are installed packages.
-_PATHS = (
-    *("index", "modality_model", "data", "text_model", "image_model"),
-    *("vectors", "captions", "tags", "candidates", "examples", "run"),
-)
+# Names of models that are installed packages.
 _INSTALLED = ("minilm", "smollm2")
 # Parts that find sources; without them, a row's sources are the gold ones or none, and no result.
 _FINDING = ("retriever", "reranker")
@@ -265,37 +261,22 @@ def check_row(config: ConfigDict) -> None:
         known = ", ".join(system.SETTINGS)
         raise UserError(f"config key setting={config.get('setting')}: use one of {known}.")
     taken = parts_of(system, config.setting)
-    parts = {name: Key(PART_SPECS[name], needed) for name, needed in taken.items()}
+    parts = {name: Key(dict, needed) for name, needed in taken.items()}
     given = ("questions", "corpus", *system.PARTS)
     options = spec_of(system.SETTINGS[config.setting], *given, minimum=1)
     for name in _MAY_BE_ZERO & options.keys():
         options[name] = dataclasses.replace(options[name], minimum=0)
     check_section(config, "", {**_SPEC, "parts": parts, "options": options})
-    if "library" in parts:
-        options = options_of(system, config.setting, config.options)
-        check_prompted(options, config.parts.library)
+    opened = read_parts(config.parts)
+    if isinstance(library := opened.get("library"), LibrarySpec):
+        check_prompted(options_of(system, config.setting, config.options), library)
     if "threshold" in config.options:
         check_threshold(config.options.threshold, "config key options.threshold")
-    for name in ("retriever", "reranker.similarity"):
-        part, _, inner = name.partition(".")
-        section = config.parts.get(part) or {}
-        _check_retriever(f"parts.{name}", (section.get(inner) if inner else section) or {})
+    if isinstance(retriever := opened.get("retriever"), RetrieverSpec):
+        retriever.check_in_row("parts.retriever")
+    if isinstance(reranker := opened.get("reranker"), RerankerSpec) and reranker.similarity:
+        reranker.similarity.check_in_row("parts.reranker.similarity")
     check_options(system, config.setting, config.options, config.parts)
-
-
-def _check_retriever(name: str, section: Mapping[str, Any]) -> None:
-    """Raises UserError if the values of a retriever's config section contradict each other."""
-    method, weight = section.get("method", "bm25"), section.get("fusion_weight")
-    if method != "bm25" and not (section.get("model") and section.get("index")):
-        raise UserError(
-            f"config key {name}.method={method}: needs {name}.model and {name}.index; give both."
-        )
-    if weight is not None:
-        check_weight(weight, f"config key {name}.fusion_weight")
-        if method != "fused":
-            raise UserError(
-                f"config key {name}.fusion_weight: works only with method=fused; leave it out."
-            )
 
 
 def _check_folder(folder: Path, row: str) -> None:
@@ -322,13 +303,8 @@ def missing_inputs(config: ConfigDict) -> dict[str, str]:
 
 
 def _part_paths(config: ConfigDict) -> list[str]:
-    """The paths that the config sections of parts name, and names of installed models."""
-    paths = []
-    for part in config.parts.values():
-        for section in (part, part.get("similarity") or {}):
-            paths += [section.get(key) for key in _PATHS]
-            if section.get("backend") != "openai":  # a server's name of its model is no path
-                paths.append(section.get("model"))
+    """What the parts of a row read: paths, and names of installed models."""
+    paths = [path for part in read_parts(config.parts).values() for path in part.paths()]
     return list(dict.fromkeys(filter(None, paths)))
 
 

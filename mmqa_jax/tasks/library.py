@@ -50,6 +50,14 @@ class LibrarySpec:
     vectors: str = ""
     index_kind: Literal["exact", "scann"] = "exact"
 
+    def paths(self) -> list[str]:
+        """What it reads: files, folders, and names of models that are installed packages."""
+        return [self.data, self.text_model, self.image_model, self.vectors]
+
+    def open(self, row: Any) -> ExampleLibrary:
+        """The library of a row (systems.part.OpenParts)."""
+        return open_library(row.corpus, self, on_model=row.on_model("library"))
+
 
 def check_similarity(
     similarity: str,

@@ -13,12 +13,11 @@ from test_shots import FakeEmbedder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import check_section
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.systems.extensions.example_judging import run_judging
-from mmqa_jax.systems.opened_parts import PART_SPECS
+from mmqa_jax.systems.opened_parts import read_parts
 from mmqa_jax.systems.prompted_parts import (
     KnowledgeSpec,
     check_prompted,
@@ -159,12 +158,14 @@ def test_two_spaces_are_not_added(similarity):
     library = {"text_model": "minilm", "image_model": "runs/clip"}
     message = r"text_model=minilm and parts\.library\.image_model=runs/clip are no common space"
     with pytest.raises(UserError, match=message):
-        check_prompted({"similarity": similarity}, library)
-    check_prompted({"similarity": similarity, "shots": 0}, library)
-    check_prompted({"similarity": "question_and_image"}, library)
+        check_prompted({"similarity": similarity}, LibrarySpec(**library))
+    check_prompted({"similarity": similarity, "shots": 0}, LibrarySpec(**library))
+    check_prompted({"similarity": "question_and_image"}, LibrarySpec(**library))
     one = {"text_model": "runs/clip/", "image_model": "runs/clip"}
-    check_prompted({"similarity": similarity}, one)
-    check_prompted({"similarity": similarity}, {"text_model": "minilm", "image_model": ""})
+    check_prompted({"similarity": similarity}, LibrarySpec(**one))
+    check_prompted(
+        {"similarity": similarity}, LibrarySpec(**{"text_model": "minilm", "image_model": ""})
+    )
 
 
 def test_two_spaces_of_training_and_judging(tmp_path):
@@ -183,7 +184,7 @@ def test_two_spaces_of_training_and_judging(tmp_path):
 def test_folds_below_one_are_refused(folds, tmp_path):
     message = rf"folds={folds}: at least 1 was expected"
     with pytest.raises(UserError, match=message):
-        check_section(ConfigDict({"folds": folds}), "parts.library", PART_SPECS["library"])
+        read_parts(ConfigDict({"library": {"folds": folds}}))
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random")
     config.parts.library.folds = folds
     with pytest.raises(UserError, match=rf"parts\.library\.{message}"):
@@ -197,15 +198,15 @@ def test_folds_below_one_are_refused(folds, tmp_path):
 def test_kinds_of_index(monkeypatch):
     library = {"index_kind": "scann", "vectors": "coco_clip_new"}
     with pytest.raises(UserError, match=r"vectors compares questions and pictures, and exactly"):
-        check_prompted({"similarity": "question"}, library)
+        check_prompted({"similarity": "question"}, LibrarySpec(**library))
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random")
     config.parts.library.index_kind = "milvus"
     with pytest.raises(UserError, match=r"index_kind='milvus': one of exact, scann was expected"):
         check_row(config)
     monkeypatch.setattr("mmqa_jax.retrieval.index.scann_available", lambda: False)
     with pytest.raises(UserError, match=r"parts\.library\.index_kind=scann: ScaNN cannot be"):
-        check_prompted({"similarity": "question"}, {"index_kind": "scann"})
-    check_prompted({"similarity": "random"}, {"index_kind": "scann"})
+        check_prompted({"similarity": "question"}, LibrarySpec(**{"index_kind": "scann"}))
+    check_prompted({"similarity": "random"}, LibrarySpec(**{"index_kind": "scann"}))
 
 
 def test_the_library_of_a_row_is_found_by_the_retrieval_rooms_index(opened):

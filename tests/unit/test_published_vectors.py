@@ -17,6 +17,7 @@ from mmqa_jax.prompting.published_vectors import PublishedVectors
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.systems.prompted_parts import check_prompted
 from mmqa_jax.systems.run import check_row, run_row
+from mmqa_jax.tasks.library import LibrarySpec
 
 DIM = 16
 QUESTION, IMAGE = "question", "convertedidx_image"
@@ -187,11 +188,11 @@ def test_arrays_that_cannot_be_read(folder):
 @pytest.mark.parametrize("similarity", ["question", "image", "question_and_image"])
 def test_similarities_without_models(similarity):
     library = {"text_model": "", "image_model": "", "vectors": "folder"}
-    check_prompted({"similarity": similarity}, library)
+    check_prompted({"similarity": similarity}, LibrarySpec(**library))
     with pytest.raises(UserError, match="has no embedder"):
-        check_prompted({"similarity": similarity}, {**library, "vectors": ""})
+        check_prompted({"similarity": similarity}, LibrarySpec(**{**library, "vectors": ""}))
     with pytest.raises(UserError, match=r"similarity=bimodal: parts\.library\.vectors compares"):
-        check_prompted({"similarity": "bimodal"}, library)
+        check_prompted({"similarity": "bimodal"}, LibrarySpec(**library))
 
 
 def test_a_row_with_published_vectors(tmp_path, quiet):
