@@ -29,7 +29,7 @@ _SLOW = frozenset(
         *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
         *("cli_atlas_systems", "cli_prompt", "grid_stage", "launch_slurm"),
         *("cli_run", "cli_run_errors", "inference_killed", "ray_engine", "run_resume"),
-        *("cli_store", "shards_cli"),
+        *("cli_store", "outside_task", "shards_cli"),
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("flash", "input_workers", "scanned_cache"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
