@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.config import auto
 from mmqa_jax.prompting.backend_http import ServerConfig
 from mmqa_jax.systems.prompted_parts import KnowledgeSpec
-from mmqa_jax.systems.settings import SYSTEMS, options_of
+from mmqa_jax.systems.settings import known_systems, options_of
 from mmqa_jax.tasks.library import LibrarySpec
 
 AUTO = "auto"  # chosen where it is used
@@ -135,7 +135,9 @@ def make_row(
             with section.ignore_type():
                 section[key] = auto()  # which a number may replace
     # Every option of the setting, so that each can be overridden.
-    config.options = options_of(SYSTEMS[config.system], row["setting"], row.get("options", {}))
+    config.options = options_of(
+        known_systems()[config.system], row["setting"], row.get("options", {})
+    )
     # lemmatizer: "" is spaCy where it is installed; bart: "" leaves fluency out (WebQA's scores).
     config.scoring = {"lemmatizer": "", "bart": ""}
     config.published = row.get("published", ())

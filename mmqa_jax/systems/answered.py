@@ -16,7 +16,7 @@ from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
 from mmqa_jax.systems.opened_parts import OpenedParts
-from mmqa_jax.systems.settings import SYSTEMS, check_inputs, run_setting
+from mmqa_jax.systems.settings import check_inputs, known_systems, run_setting
 
 # The parts of a row whose rankings are kept -> the file of retrieval/ that they go to.
 _RANKED = {"retriever": "candidates", "reranker": "relevance"}
@@ -27,7 +27,7 @@ def answering(
     config: ConfigDict, questions: Sequence[Question], corpus: Corpus, opened: OpenedParts
 ) -> Compute:
     """Opens a row's parts; returns what executes its setting on a chunk of the questions."""
-    parts, system = _open_parts(config, questions, opened), SYSTEMS[config.system]
+    parts, system = _open_parts(config, questions, opened), known_systems()[config.system]
     serving = {key: one.to_json() for key, one in opened.serving.items()}
 
     def answer(chunk: range) -> Part:
@@ -64,7 +64,7 @@ def _open_parts(
     parts = opened.of_row({name: sections.pop(name) for name in _FILES if name in sections})
     if "heuristics" in parts:
         parts["heuristics"] = parts["heuristics"].of_split(questions)
-    check_inputs(SYSTEMS[config.system], config.setting, questions, config.options, parts)
+    check_inputs(known_systems()[config.system], config.setting, questions, config.options, parts)
     last = sorted(sections, key=lambda name: name == "llm")
     return parts | opened.of_row({name: sections[name] for name in last})
 

@@ -50,9 +50,9 @@ from mmqa_jax.systems.parts import RerankerSpec, RetrieverSpec
 from mmqa_jax.systems.prompted_parts import LLM_FREE, check_prompted
 from mmqa_jax.systems.run_report import write_row_report
 from mmqa_jax.systems.settings import (
-    SYSTEMS,
     check_options,
     check_questions,
+    known_systems,
     needs_all,
     notes_of,
     options_of,
@@ -167,7 +167,7 @@ def run_row(
             assert opened is None, "parts that other rows opened read questions as they are"
             corpus = with_gold_sources(corpus, context)
         questions = row_questions(config, corpus)[:limit]
-        system = SYSTEMS[config.system]
+        system = known_systems()[config.system]
         check_questions(system, config.setting, questions)
         if needs_all(system, config.setting):
             chunk = len(questions)
@@ -208,7 +208,7 @@ def write_results(
     """Scores a row's answers to the questions, and writes all that it writes to its workdir."""
     predictions, rankings = answered.predictions, answered.rankings
     evaluation = _evaluate(config, corpus, questions, predictions, rankings)
-    system = SYSTEMS[config.system]
+    system = known_systems()[config.system]
     evaluation.notes += notes_of(system, config.setting, questions, config.options)
     if _answers(config):
         evaluation.notes += notes_of_counts(evaluation, predictions)
@@ -253,10 +253,11 @@ def check_row(config: ConfigDict) -> None:
             "--config: the file does not define a row of a table (no key `row`); name one such as "
             "configs/webqa/tables.py:vlp."
         )
-    if config.system not in SYSTEMS:
-        known = ", ".join(SYSTEMS)
+    systems = known_systems()
+    if config.system not in systems:
+        known = ", ".join(systems)
         raise UserError(f"config key system={config.system}: use one of {known}.")
-    system = SYSTEMS[config.system]
+    system = systems[config.system]
     if config.get("setting") not in system.SETTINGS:
         known = ", ".join(system.SETTINGS)
         raise UserError(f"config key setting={config.get('setting')}: use one of {known}.")

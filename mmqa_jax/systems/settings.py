@@ -9,15 +9,31 @@ have `check_questions` and `notes`, as webqa.py has them, and `check_options`, `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.systems import llava, mavl, pica, prophet, rmr, webqa
 
-SYSTEMS: dict[str, ModuleType] = {
+
+class OwnSystem:
+    """A system that is no module of this package: a subclass, in the config file of its rows.
+
+    Its attributes are what the modules have: SETTINGS and PARTS, and the hooks as static methods.
+
+    Attributes:
+      name: as in the key `system` of a row.
+    """
+
+    name: ClassVar[str]
+    SETTINGS: ClassVar[Mapping[str, Callable[..., Any]]]
+    PARTS: ClassVar[tuple[str, ...]]
+
+
+System = ModuleType | type[OwnSystem]
+BUILT_IN: dict[str, System] = {
     "webqa": webqa,
     "pica": pica,
     "rmr": rmr,
@@ -27,26 +43,31 @@ SYSTEMS: dict[str, ModuleType] = {
 }
 
 
-def parts_of(system: ModuleType, setting: str) -> dict[str, bool]:
+def known_systems() -> dict[str, System]:
+    """Every system by its name: those of the package, and those that a config file defines."""
+    return {**BUILT_IN, **{kind.name: kind for kind in OwnSystem.__subclasses__()}}
+
+
+def parts_of(system: System, setting: str) -> dict[str, bool]:
     """The names of the parts that a setting takes -> whether it needs them."""
     taken = inspect.signature(system.SETTINGS[setting]).parameters
     return {name: p.default is p.empty for name, p in taken.items() if name in system.PARTS}
 
 
-def options_of(system: ModuleType, setting: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(system: System, setting: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """A setting's options, with the defaults of those that are not given."""
     parameters = inspect.signature(system.SETTINGS[setting]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     return {**defaults, **options}
 
 
-def needs_all(system: ModuleType, setting: str) -> bool:
+def needs_all(system: System, setting: str) -> bool:
     """Whether an answer depends on the other questions: then they are not cut into chunks."""
     return setting in getattr(system, "NEEDS_ALL", ())
 
 
 def check_options(
-    system: ModuleType, setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]
+    system: System, setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]
 ) -> None:
     """Raises UserError for a row that contradicts itself; called before anything is opened.
 
@@ -59,7 +80,7 @@ def check_options(
 
 
 def check_inputs(
-    system: ModuleType,
+    system: System,
     setting: str,
     questions: Sequence[Question],
     options: Mapping[str, Any],
@@ -77,21 +98,21 @@ def check_inputs(
         system.check_inputs(setting, questions, given, parts)
 
 
-def check_questions(system: ModuleType, setting: str, questions: Sequence[Question]) -> None:
+def check_questions(system: System, setting: str, questions: Sequence[Question]) -> None:
     """Raises UserError for questions that a setting cannot answer; called before parts open."""
     if hasattr(system, "check_questions"):
         system.check_questions(setting, questions)
 
 
 def notes_of(
-    system: ModuleType, setting: str, questions: Sequence[Question], options: Mapping[str, Any]
+    system: System, setting: str, questions: Sequence[Question], options: Mapping[str, Any]
 ) -> list[str]:
     """What a reader of the results has to know about how a setting treated its questions."""
     return system.notes(setting, questions, options) if hasattr(system, "notes") else []
 
 
 def run_setting(
-    system: ModuleType,
+    system: System,
     setting: str,
     questions: Sequence[Question],
     corpus: Corpus,

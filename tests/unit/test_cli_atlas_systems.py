@@ -19,7 +19,7 @@ from mmqa_jax.systems.prompted_parts import (
     KnowledgeSpec,
     open_knowledge,
 )
-from mmqa_jax.systems.settings import SYSTEMS, run_setting
+from mmqa_jax.systems.settings import BUILT_IN, run_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config
 
@@ -65,7 +65,7 @@ def run_row(name, data, found, llm, library=None, **options):
         parts["heuristics"] = open_heuristics(HeuristicsSpec(*map(str, files)))
     if "knowledge" in config.parts:
         parts["knowledge"] = open_knowledge(corpus, KnowledgeSpec(**config.parts.knowledge))
-    system, questions = SYSTEMS[config.system], corpus.questions("test")
+    system, questions = BUILT_IN[config.system], corpus.questions("test")
     return run_setting(system, config.setting, questions, corpus, parts, config.options)
 
 

@@ -12,7 +12,7 @@ from cli_runs import ROOT, done, mmqa
 from mmqa_jax.cli import command, make_parser
 from mmqa_jax.core.config import load_config
 from mmqa_jax.systems.run import check_row
-from mmqa_jax.systems.settings import SYSTEMS, options_of
+from mmqa_jax.systems.settings import BUILT_IN, options_of
 
 KEYS = {
     *("paper", "table", "row", "column", "published", "tolerance"),
@@ -451,7 +451,7 @@ def test_rows_of_the_benchmarks(dataset):
         config = tables.get_config(name)
         check_row(config)
         # All are there, so that each can be overridden.
-        assert {*config.options} == {*options_of(SYSTEMS[config.system], config.setting, {})}
+        assert {*config.options} == {*options_of(BUILT_IN[config.system], config.setting, {})}
         assert config.dataset == {"openstax": "corpus"}.get(dataset, dataset)
         keys = ("data", "text_model", "image_model", "index", "captions", "tags")
         keys += ("candidates", "examples", "run")
