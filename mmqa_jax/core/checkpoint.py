@@ -15,6 +15,7 @@ import copy
 import json
 import math
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,8 +27,10 @@ import numpy as np
 from mmqa_jax.core.checkpoint_files import check_steps, find_damage_together, write_step_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.orbax_s3 import teach_orbax_s3
-from mmqa_jax.core.paths import absolute, scheme_of
+from mmqa_jax.core.paths import absolute, in_store, scheme_of
 from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
+
+_DELETED = "deleted"  # folder beside the steps
 
 
 class Restored(NamedTuple):
@@ -78,6 +81,7 @@ class Checkpoints:
         self._fingerprint, self._former = fingerprint, former
         self._saving = 0  # the step that was saved last
         _remove_uncommitted(self.folder)
+        self._remove_deleted()
         check_steps(self.folder, skip_damaged=skip_damaged)
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -91,6 +95,9 @@ class Checkpoints:
                     ]
                 ),
                 best_fn=_rank,
+                # A step that is no longer kept leaves its place at once, and not file by file: what
+                # a kill left of it would look like damage. Objects in a store cannot be renamed.
+                todelete_subdir=None if in_store(self.folder) else _DELETED,
                 # The loop decides when; Orbax would also skip some at its own discretion.
                 save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
                 enable_async_checkpointing=True,
@@ -146,7 +153,7 @@ class Checkpoints:
         args = self._ocp.args
         # A copy: Orbax writes it later, when the caller may have changed what is in it.
         meta = copy.deepcopy({**meta, "fingerprint": self._fingerprint})
-        self._manager.wait_until_finished()  # the save before it still needs its number
+        self.wait()  # the save before it still needs its number
         self._saving = step
         self._manager.save(
             step,
@@ -225,10 +232,17 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until the last save is committed; raises what went wrong with it."""
         self._manager.wait_until_finished()
+        self._remove_deleted()
 
     def close(self) -> None:
         """Waits for the last save and frees the manager's threads."""
         self._manager.close()
+        self._remove_deleted()
+
+    def _remove_deleted(self) -> None:
+        """Removes the steps that are no longer kept, which stand beside the others."""
+        if jax.process_index() == 0 and not in_store(self.folder):
+            shutil.rmtree(Path(self.folder) / _DELETED, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -163,3 +163,21 @@ def test_metadata_is_that_of_the_save(tmp_path, monkeypatch):
         checkpoints.wait()
         found = checkpoints.restore_latest(**arrays(0), iterator=tiny_run.pipeline())
     assert found.meta["window"] == {"sums": {"loss": 1.0}}
+
+
+def test_a_kill_while_a_step_that_is_no_longer_kept_is_removed(tmp_path, monkeypatch):
+    """It leaves its place at once; what is left of it elsewhere is no damage."""
+    folder, left = tmp_path / "checkpoints", []
+
+    def killed(deleted, **_):
+        for step in deleted.iterdir() if deleted.exists() else ():
+            left.append(step.name)
+            next(file for file in step.rglob("*") if file.is_file()).unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        save(folder, 10, 20, 30)
+    assert left[0] == "10"
+    assert {path.name for path in folder.iterdir()} == {"20", "30", "deleted"}
+    save(folder, 40)
+    assert {path.name for path in folder.iterdir()} == {"30", "40"}

@@ -17,7 +17,9 @@ from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
 from mmqa_jax.data.picture_features import open_features
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
+from mmqa_jax.models.presets import GridModel
 from mmqa_jax.systems.grid_features import embed_grids
+from mmqa_jax.tasks.vqa import PictureFeaturesSection
 from mmqa_jax.weights.folder import save_trained
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -43,7 +45,8 @@ def test_grids_of_a_benchmarks_pictures(tower, tmp_path):
     one = {"data": 1, "fsdp": 1, "tensor": 1}
     assert result == {**found, "devices": 1, "mesh": one, "batch_size": 8}
     features = open_features(
-        {"root": tmp_path / "grids"}, {"image": "grid", "grid": 2, "image_features": 256}
+        PictureFeaturesSection(root=str(tmp_path / "grids")),
+        GridModel(image="grid", trunk="minilm_l6", grid=2, image_features=256),
     )
     pixels = decode_to_pixels(png((1, 2, 3)), 64, "squash", alpha="dropped")
     with jax.default_matmul_precision("highest"):
