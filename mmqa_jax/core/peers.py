@@ -182,9 +182,9 @@ class Peers:
         flush.join(2)
         here = f"this process {self.me} was at step {self._step}, {self._doing}"
         line = f"mmqa: {lost}; {here}; {self._remedy()}.\n"
-        os.write(2, line.encode(errors="replace"))
         if self.me == 0:  # the others need its store to know what it knows
-            time.sleep(1)
+            time.sleep(1)  # before the line, which jaxlib's own would follow else
+        os.write(2, line.encode(errors="replace"))
         self._end(1)
 
     def _remedy(self) -> str:
