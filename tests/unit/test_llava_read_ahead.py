@@ -71,13 +71,14 @@ def test_closed_early_it_reads_no_further():
 
     def reader(one: Picture) -> np.ndarray:
         read.append(one)
-        waits.wait(5)
+        if one.name != "picture 0":
+            waits.wait(5)  # so that the others are queued still when it is closed
         return np.zeros(1)
 
     before = threading.active_count()
     running = read_ahead(([picture(n)] for n in range(10_000)), list, reader, 5_000)
-    threading.Timer(0.1, waits.set).start()
     next(running)
+    threading.Timer(0.1, waits.set).start()
     running.close()
     assert len(read) < 5_000
     assert threading.active_count() <= before + 1
