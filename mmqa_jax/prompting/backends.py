@@ -173,3 +173,41 @@ class Backend(Protocol):
 
     def sizes(self) -> dict[str, Any] | None:
         """Devices and sizes of what answered in this process; None: nothing did."""
+
+
+class Around:
+    """A backend around another one, which does all that a subclass does not do in its place."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+    @property
+    def usage(self) -> Usage:
+        """The backend's."""
+        return self._backend.usage
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The backend's."""
+        return self._backend.failures
+
+    @property
+    def fingerprint(self) -> str:
+        """The backend's."""
+        return self._backend.fingerprint
+
+    def check(self, query: Query) -> None:
+        """The backend's."""
+        self._backend.check(query)
+
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        """The backend's."""
+        return self._backend.answer(queries)
+
+    def rates(self) -> dict[str, float]:
+        """The backend's."""
+        return self._backend.rates()
+
+    def sizes(self) -> dict[str, Any] | None:
+        """The backend's."""
+        return self._backend.sizes()

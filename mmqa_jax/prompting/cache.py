@@ -25,6 +25,7 @@ from typing import Any
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.decoding.requests import Result, Score, Scores
 from mmqa_jax.prompting.backends import (
+    Around,
     Backend,
     Chat,
     Choices,
@@ -32,7 +33,6 @@ from mmqa_jax.prompting.backends import (
     Message,
     Picture,
     Query,
-    Usage,
 )
 from mmqa_jax.prompting.kept_answers import Unkeepable, keep, restore
 
@@ -201,7 +201,7 @@ class Work:
         )
 
 
-class Cached:
+class Cached(Around):
     """A backend with a response cache.
 
     A query's key is made of the backend's fingerprint, the decoding parameters and the whole query,
@@ -217,39 +217,13 @@ class Cached:
     """
 
     def __init__(self, backend: Backend, cache: ResponseCache):
-        self._backend, self._cache = backend, cache
+        super().__init__(backend)
+        self._cache = cache
         self.work = Work()
-
-    @property
-    def usage(self) -> Usage:
-        """The backend's, with `cached` counted."""
-        return self._backend.usage
-
-    @property
-    def failures(self) -> list[Failure]:
-        """The backend's."""
-        return self._backend.failures
-
-    @property
-    def fingerprint(self) -> str:
-        """The backend's."""
-        return self._backend.fingerprint
-
-    def rates(self) -> dict[str, float]:
-        """The backend's."""
-        return self._backend.rates()
-
-    def sizes(self) -> dict[str, Any] | None:
-        """The backend's."""
-        return self._backend.sizes()
 
     def close(self) -> None:
         """Closes the cache's file."""
         self._cache.close()
-
-    def check(self, request: Query) -> None:
-        """The backend's."""
-        self._backend.check(request)
 
     def find(self, request: Query) -> Result | Scores | None:
         """The cached answer to a query, or None; an entry that cannot be read is removed."""

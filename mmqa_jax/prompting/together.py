@@ -13,7 +13,7 @@ from typing import Any
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Result, Scores
-from mmqa_jax.prompting.backends import Backend, Failure, Query, Usage
+from mmqa_jax.prompting.backends import Around, Backend, Query
 
 _NAME = "queries"
 
@@ -32,7 +32,7 @@ def leads(what: Any) -> bool:
     return distributed.process_index() == 0
 
 
-class Leading:
+class Leading(Around):
     """The backend of process 0, whose calls the others follow; see backends.Backend.
 
     Args:
@@ -40,35 +40,8 @@ class Leading:
     """
 
     def __init__(self, backend: Backend, queries: Sequence[Query]):
-        self._backend = backend
+        super().__init__(backend)
         self._places = {query.id: place for place, query in enumerate(queries)}
-
-    @property
-    def usage(self) -> Usage:
-        """The backend's."""
-        return self._backend.usage
-
-    @property
-    def failures(self) -> list[Failure]:
-        """The backend's."""
-        return self._backend.failures
-
-    @property
-    def fingerprint(self) -> str:
-        """The backend's."""
-        return self._backend.fingerprint
-
-    def check(self, query: Query) -> None:
-        """The backend's."""
-        self._backend.check(query)
-
-    def rates(self) -> dict[str, float]:
-        """The backend's."""
-        return self._backend.rates()
-
-    def sizes(self) -> dict[str, Any] | None:
-        """The backend's."""
-        return self._backend.sizes()
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """The backend's; to be read to its end, as the others do."""
