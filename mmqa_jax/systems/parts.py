@@ -58,14 +58,24 @@ class RetrieverSpec:
     second_hop: bool = False
     fusion_weight: float | None = None
 
-    def check(self, *, restricted: bool = False) -> None:
-        """Raises UserError if the values contradict each other."""
+    def check(self, section: str = "", *, restricted: bool = False) -> None:
+        """Raises UserError if the values contradict each other.
+
+        Args:
+          section: of the config that has them; "": they are flags.
+          restricted: whether each question's own candidates alone are ranked.
+        """
+        named, other = (f"config key {section}.", "") if section else ("--", "--")
         if self.webqa_compat and (self.method != "bm25" or self.second_hop):
-            raise UserError("--webqa_compat: works only with plain --method=bm25; leave it out.")
+            raise UserError(
+                f"{named}webqa_compat: works only with plain {other}method=bm25; leave it out."
+            )
         if self.fusion_weight is not None:
-            check_weight(self.fusion_weight, "--fusion_weight")
+            check_weight(self.fusion_weight, f"{named}fusion_weight")
             if self.method != "fused":
-                raise UserError("--fusion_weight: works only with --method=fused; leave it out.")
+                raise UserError(
+                    f"{named}fusion_weight: works only with {other}method=fused; leave it out."
+                )
         if restricted and (self.method in ("fused", "rrf") or self.modality != "unknown"):
             raise UserError(
                 "--candidates=restricted: works with --method=bm25 or dense and without "
@@ -73,25 +83,13 @@ class RetrieverSpec:
             )
         if self.modality_model and self.modality != "classified":
             raise UserError(
-                f"--modality_model={self.modality_model}: classifies questions, but --modality="
-                f"{self.modality}; set it to classified or leave the model out."
+                f"{named}modality_model={self.modality_model}: classifies questions, but "
+                f"{other}modality={self.modality}; set it to classified or leave the model out."
             )
         if self.method != "bm25" and not (self.model and self.index):
-            raise UserError(f"--method={self.method} needs --model and --index; give both.")
-
-    def check_in_row(self, name: str) -> None:
-        """As `check`, of the config section `name` of a row."""
-        if self.method != "bm25" and not (self.model and self.index):
-            raise UserError(
-                f"config key {name}.method={self.method}: needs {name}.model and {name}.index; "
-                "give both."
-            )
-        if self.fusion_weight is not None:
-            check_weight(self.fusion_weight, f"config key {name}.fusion_weight")
-            if self.method != "fused":
-                raise UserError(
-                    f"config key {name}.fusion_weight: works only with method=fused; leave it out."
-                )
+            in_row = f": needs {section}.model and {section}.index"
+            needs = in_row if section else " needs --model and --index"
+            raise UserError(f"{named}method={self.method}{needs}; give both.")
 
     def paths(self) -> list[str]:
         """What it reads: folders, and a collection of Milvus."""

@@ -274,9 +274,9 @@ def check_row(config: ConfigDict) -> None:
     if "threshold" in config.options:
         check_threshold(config.options.threshold, "config key options.threshold")
     if isinstance(retriever := opened.get("retriever"), RetrieverSpec):
-        retriever.check_in_row("parts.retriever")
+        retriever.check("parts.retriever")
     if isinstance(reranker := opened.get("reranker"), RerankerSpec) and reranker.similarity:
-        reranker.similarity.check_in_row("parts.reranker.similarity")
+        reranker.similarity.check("parts.reranker.similarity")
     check_options(system, config.setting, config.options, config.parts)
 
 
