@@ -51,30 +51,23 @@ def changes_of(kind: type, *without: str) -> Any:
     return mapping(spec_of(kind, *without, minimum=1, partial=True))
 
 
-def chosen_by(choose: Callable[[Mapping[str, Any]], type], **options: Any) -> Any:
+def chosen_by(choose: Callable[[Mapping[str, Any]], type]) -> Any:
     """A section whose dataclass depends on its values: `choose(section)`."""
-    return dataclasses.field(metadata={"choose": choose}, **options)
+    return dataclasses.field(metadata={"choose": choose})
 
 
-def read_by(read: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """A section with a reader of its own, which checks it too."""
-    return dataclasses.field(metadata={"read": read})
-
-
-def read_typed(kind: type[T], section: Any, name: str = "", **fixed: Any) -> T:
+def read_typed(kind: type[T], section: Any, name: str = "") -> T:
     """A config section as its dataclass, the sections in it included.
 
     Args:
       section: a ConfigDict or mapping.
       name: of the section, such as `inference`; empty for the whole config.
-      fixed: values of fields that are not in the section.
 
     Raises:
       UserError: not a section; a key that is unknown (with the nearest known one) or missing; a
         value of another type or below its minimum; or what the dataclass refuses.
     """
-    hints = _hints(kind)
-    fields = [field for field in dataclasses.fields(kind) if field.name not in fixed]
+    hints, fields = _hints(kind), dataclasses.fields(kind)
     check_section(section, name, {field.name: _key(field, hints, section) for field in fields})
     prefix = f"{name}." if name else ""
     values = {
@@ -82,7 +75,7 @@ def read_typed(kind: type[T], section: Any, name: str = "", **fixed: Any) -> T:
         for field in fields
         if field.name in section
     }
-    return kind(**values, **fixed)
+    return kind(**values)
 
 
 @functools.cache
@@ -91,13 +84,13 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _key(field: dataclasses.Field, hints: Mapping[str, Any], section: Mapping[str, Any]) -> Key:
-    """What core.config checks of a field."""
+    """What check_section checks of a field."""
     required = field.default is _REQUIRED and field.default_factory is _REQUIRED
     kind: Any = hints[field.name]
     if "spec" in field.metadata:
         kind = field.metadata["spec"]
         kind = kind(section) if isinstance(kind, types.FunctionType) else kind
-    elif {"choose", "read"} & field.metadata.keys() or dataclasses.is_dataclass(kind):
+    elif "choose" in field.metadata or dataclasses.is_dataclass(kind):
         kind = dict
     elif _section_of(kind) is not None:
         kind = dict | None
@@ -106,8 +99,6 @@ def _key(field: dataclasses.Field, hints: Mapping[str, Any], section: Mapping[st
 
 def _value(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
     """The field's value as the dataclass has it."""
-    if "read" in field.metadata:
-        return field.metadata["read"](plain(value))
     if "choose" in field.metadata:
         return read_typed(field.metadata["choose"](value), value, name)
     if "spec" in field.metadata:

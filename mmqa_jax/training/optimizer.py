@@ -17,8 +17,8 @@ import optax
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import check_section, spec_of
 from mmqa_jax.core.trees import flatten_named, name_of
+from mmqa_jax.core.typed import at_least, read_typed
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -71,48 +71,44 @@ class OptimizerOptions:
     clip_parameter_norm: float = 1.0
     multipliers: tuple[tuple[str, float], ...] = ()
     trainable: str | None = None
-    every: int = 1
+    every: int = at_least(1, 1)
+
+    def __post_init__(self):
+        if self.name == "adam" and self.weight_decay:
+            raise UserError(
+                "config key train.optimizer.weight_decay: adam has no weight decay; set "
+                "train.optimizer.name to adamw or leave weight_decay out."
+            )
+        if self.name == "bert_adam" and self.trainable is not None:
+            raise UserError(
+                "config key train.optimizer.trainable: bert_adam trains all parameters; set "
+                "train.optimizer.name to adamw or leave trainable out."
+            )
+        if self.warmup < 0 or self.learning_rate <= 0:
+            raise UserError(
+                "config section train.optimizer: learning_rate must be above 0 and warmup not "
+                f"below 0; they are {self.learning_rate} and {self.warmup}."
+            )
+        starts = [first for first, _ in self.levels]
+        if (0 not in starts) if self.schedule == "stairs" else starts:
+            raise UserError(
+                f"config key train.optimizer.levels={self.levels}: pairs of first step and factor, "
+                "from step 0 on, were expected for the schedule stairs, and none for others."
+            )
+        patterns = [self.no_decay, *(pattern for pattern, _ in self.multipliers)]
+        for pattern in [*patterns, self.trainable or ""]:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(
+                    f"config section train.optimizer: {pattern!r} is not a regular expression "
+                    f"({error}); correct it."
+                ) from error
 
 
 def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
-    """Reads the section `train.optimizer` of a config.
-
-    Raises:
-      UserError: an unknown key, a value of another type, or values that no optimizer can have.
-    """
-    check_section(section, "train.optimizer", spec_of(OptimizerOptions, minimum=1))
-    options = OptimizerOptions(**dict(section))
-    if options.name == "adam" and options.weight_decay:
-        raise UserError(
-            "config key train.optimizer.weight_decay: adam has no weight decay; set "
-            "train.optimizer.name to adamw or leave weight_decay out."
-        )
-    if options.name == "bert_adam" and options.trainable is not None:
-        raise UserError(
-            "config key train.optimizer.trainable: bert_adam trains all parameters; set "
-            "train.optimizer.name to adamw or leave trainable out."
-        )
-    if options.warmup < 0 or options.learning_rate <= 0:
-        raise UserError(
-            "config section train.optimizer: learning_rate must be above 0 and warmup not below "
-            f"0; they are {options.learning_rate} and {options.warmup}."
-        )
-    starts = [first for first, _ in options.levels]
-    if (0 not in starts) if options.schedule == "stairs" else starts:
-        raise UserError(
-            f"config key train.optimizer.levels={options.levels}: pairs of first step and factor, "
-            "from step 0 on, were expected for the schedule stairs, and none for others."
-        )
-    patterns = [options.no_decay, *(pattern for pattern, _ in options.multipliers)]
-    for pattern in [*patterns, options.trainable or ""]:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(
-                f"config section train.optimizer: {pattern!r} is not a regular expression "
-                f"({error}); correct it."
-            ) from error
-    return options
+    """The section `train.optimizer` of a config; UserError for a wrong key or value."""
+    return read_typed(OptimizerOptions, section, "train.optimizer")
 
 
 def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:

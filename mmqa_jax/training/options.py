@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
-from mmqa_jax.core.sections import Key, check_section, optional, spec_of
+from mmqa_jax.core.typed import at_least, read_typed
 from mmqa_jax.training.nonfinite import OnNan
-from mmqa_jax.training.optimizer import OptimizerOptions, read_options
+from mmqa_jax.training.optimizer import OptimizerOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,28 +32,21 @@ class LoopOptions:
       skip_at_most: so many such steps in a run; one more ends it.
     """
 
-    steps: int
+    steps: int = at_least(1)
     optimizer: OptimizerOptions
     rules: Rules = DEFAULT_RULES
-    log_every: int = 10
-    checkpoint_every: int = 500
-    evaluate_every: int = 0
-    accumulate: int = 1
-    keep: int = 2
+    log_every: int = at_least(1, 10)
+    checkpoint_every: int = at_least(0, 500)
+    evaluate_every: int = at_least(0, 0)
+    accumulate: int = at_least(1, 1)
+    keep: int = at_least(1, 2)
     on_nan: OnNan = "stop"
-    skip_at_most: int = 10
+    skip_at_most: int = at_least(1, 10)
 
 
 def read_section(config: Mapping[str, Any]) -> LoopOptions:
     """Reads the section `train`; UserError for an unknown or missing key or a bad value."""
-    spec = spec_of(LoopOptions, minimum=1)
-    zero = optional(int, minimum=0)
-    spec |= {"optimizer": Key(dict), "rules": optional(Any)}
-    check_section(config, "train", spec | {"checkpoint_every": zero, "evaluate_every": zero})
-    options = {key: config[key] for key in spec if key in config}
-    options["optimizer"] = read_options(config["optimizer"])
-    rules = options.pop("rules", None) or DEFAULT_RULES
-    return LoopOptions(**options, rules=tuple((name, axes) for name, axes in rules))
+    return read_typed(LoopOptions, config, "train")
 
 
 def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
