@@ -33,7 +33,7 @@ class QuestionClassifier:
     All batches have one size and one length, so that one program is compiled.
 
     Args:
-      task: tasks.modality.ModalityTask, of the run.
+      task: tasks.modality.QuestionModality, of the run.
       model: with the classes of MODALITIES.
       tokenizer: of the run.
 

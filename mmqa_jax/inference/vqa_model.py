@@ -36,7 +36,7 @@ class VQAModel:
     """Holds the parameters and the jitted function; all batches have one size and one length.
 
     Args:
-      task: tasks.vqa.VQATask, of the run.
+      task: tasks.vqa.VQA, of the run.
       tokenizer: of the run.
       answers: of the run.
       model: possibly abstract, if `use` gives the parameters.

@@ -35,7 +35,6 @@ CLIPS: dict[str, Callable[..., clip.CLIPConfig]] = {
     "vit_l_14_336": clip.vit_l_14_336,
 }
 Frontend = Literal["patches", "x101", "vinvl", "clip"]
-VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from mmqa_jax.prompting.candidates import (
 )
 from mmqa_jax.tasks.opening import read_run
 from mmqa_jax.tasks.reading import read_task
-from mmqa_jax.tasks.vqa import FoldedData, VQATask, load_prophets_mcan, load_vqa_model
+from mmqa_jax.tasks.vqa import VQA, FoldedData, load_prophets_mcan, load_vqa_model
 from mmqa_jax.weights.folder import is_converted
 
 EXAMPLES = 100  # Prophet's EXAMPLE_NUM
@@ -127,15 +127,15 @@ class _Share(NamedTuple):
     own: list[Question]  # its examples
 
 
-def _vqa_task(config: ConfigDict) -> VQATask:
+def _vqa_task(config: ConfigDict) -> VQA:
     """The task that a config of converted checkpoints describes."""
     task = read_task(config)
-    if not isinstance(task, VQATask):
+    if not isinstance(task, VQA):
         raise UserError(f"--config: is of the task {task.name}, vqa was expected; name another.")
     return task
 
 
-def _trained_on(folder: Path, described: VQATask | None) -> FoldedData:
+def _trained_on(folder: Path, described: VQA | None) -> FoldedData:
     """The section `data` of a model's run, or of the config that stands for it."""
     converted = is_converted(folder)
     if converted != (described is not None):
@@ -147,7 +147,7 @@ def _trained_on(folder: Path, described: VQATask | None) -> FoldedData:
             "it out"
         )
         raise UserError(f"--model {folder}: {remedy}.")
-    return (read_run(folder, (VQATask,))[0] if described is None else described).data
+    return (read_run(folder, (VQA,))[0] if described is None else described).data
 
 
 def _share(data: FoldedData, questions: Sequence[Question], library: Sequence[Question]) -> _Share:

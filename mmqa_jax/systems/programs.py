@@ -158,7 +158,7 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
     """The jitted step of training, over all devices."""
     task = check_config(_with_preset(config, model), devices, files=False)
     options, mesh = task.loop, make_mesh(task.mesh, devices)
-    objective = task.planned_objective(mesh)
+    objective = task.objective(task.vocabulary_size(), mesh)
     optimizer, schedule = make_optimizer(options.optimizer, options.steps)
     split = split_model(objective, task.seed)
     abstract = abstract_state(split, optimizer, mesh, options.rules)
@@ -256,7 +256,7 @@ def _gradient_flops(config: ConfigDict) -> float:
     if "tower_parts" in plain:
         plain.tower_parts = 1
     task = read_task(plain)
-    objective = task.planned_objective(None)
+    objective = task.objective(task.vocabulary_size())
     split = split_model(objective, task.seed)
     batch = task.batch()
 

@@ -36,7 +36,6 @@ from mmqa_jax.tasks.task import (
     Recipe,
     floats,
     ints,
-    mined,
     part_of,
     scored_questions,
 )
@@ -100,7 +99,6 @@ class Answer(VLPTask):
 
     name: ClassVar[str] = "answer"
     product: ClassVar[str] = "reader"
-    title: ClassVar[str] = "Training the reader"
     program: ClassVar[str] = "answer"
 
     data: AnswerData
@@ -110,12 +108,8 @@ class Answer(VLPTask):
     questions_per_mean: int | None = at_least(1, None)
     validate: ValidateAnswers | None = None
 
-    def objective(self, vocab_size: int) -> AnswerObjective:
-        """Model and loss."""
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> AnswerObjective:
         return AnswerObjective(self.vlp_config(vocab_size), self.questions_per_mean)
-
-    def planned_objective(self, mesh: Mesh | None) -> AnswerObjective:
-        return self.objective(self.vocabulary_size())
 
     def _check(self, files: bool) -> None:
         ngram, most = self.inference.no_repeat_ngram, self.inference.max_new_tokens
@@ -157,7 +151,7 @@ class Answer(VLPTask):
         reader = self.source_reader(corpus, tokenizer)
         batches = answer_batches(
             reader,
-            mined(self.data, questions, corpus),
+            self.data.chosen(questions, corpus),
             self.packer(tokenizer),
             self.masking,
             self.feed(VLPInputs),
@@ -168,10 +162,9 @@ class Answer(VLPTask):
         return Recipe(self.objective(tokenizer.vocab_size), batches, loader, reader)
 
     def evaluation(
-        self, section: ValidateAnswers, corpus: Corpus, tokenizer: Any, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        """WebQA's accuracy of the answers from gold sources, or from none."""
-        return AnswerEvaluation(self, section, corpus, tokenizer, model)
+        return AnswerEvaluation(self, corpus, tokenizer, model)
 
     def cost(self) -> RowCost:
         """Of questions, with their keys and values and their beams."""
@@ -209,15 +202,10 @@ class AnswerEvaluation:
       reader: answers them.
     """
 
-    def __init__(
-        self,
-        task: Answer,
-        section: ValidateAnswers,
-        corpus: Corpus,
-        tokenizer: WordPiece,
-        model: nnx.Module,
-    ):
-        self.questions = scored_questions(task, section, corpus, has_keywords, "keywords")
+    def __init__(self, task: Answer, corpus: Corpus, tokenizer: WordPiece, model: nnx.Module):
+        section = task.validate
+        assert section is not None
+        self.questions = scored_questions(task, corpus, has_keywords, "keywords")
         if section.sources == "oracle":
             check_gold(self.questions)
             self._cited = [gold_ranking(question) for question in self.questions]
@@ -226,8 +214,8 @@ class AnswerEvaluation:
         if section.num_beams is not None:
             serving = dataclasses.replace(task.inference, num_beams=section.num_beams)
             task = dataclasses.replace(task, inference=serving)
-        own = [row for question in self.questions for row in corpus.positive_rows(question)]
-        self.reader = Reader(task, part_of(corpus, own), tokenizer, model)
+        gold = [row for question in self.questions for row in corpus.positive_rows(question)]
+        self.reader = Reader(task, part_of(corpus, gold), tokenizer, model)
         self._normalizer = Normalizer("none")
 
     def __call__(self, model: nnx.Module) -> Mapping[str, float]:

@@ -157,13 +157,8 @@ def _train_tokenizer(corpus: Corpus, size: int) -> TextTokenizer:
     return TextTokenizer(tokenizer, end_ids=(tokenizer.token_to_id(_END),))
 
 
-def make_llama(task: Any, tokenizer: TextTokenizer) -> LlamaConfig:
-    """The model's config.
-
-    Raises:
-      UserError: a tokenizer with ids that the model lacks, or rows longer than it reads.
-    """
-    llama = llama_of(task, tokenizer.vocab_size)
+def check_rows(task: Any, llama: LlamaConfig, tokenizer: TextTokenizer) -> None:
+    """Refuses a tokenizer with ids that the model lacks, and rows longer than it reads."""
     if tokenizer.vocab_size > llama.vocab_size:
         raise UserError(
             f"config key tokenizer={task.tokenizer}: has {tokenizer.vocab_size} tokens, the "
@@ -174,4 +169,3 @@ def make_llama(task: Any, tokenizer: TextTokenizer) -> LlamaConfig:
             f"config key batches.length={task.batches.length}: the model reads at most "
             f"{llama.positions} tokens; use fewer."
         )
-    return llama

@@ -35,7 +35,6 @@ from mmqa_jax.tasks.task import (
     Struct,
     bools,
     ints,
-    mined,
     part_of,
     scored_questions,
 )
@@ -81,7 +80,6 @@ class Contrastive(DualEncoderTask):
 
     name: ClassVar[str] = "contrastive"
     product: ClassVar[str] = "retriever"
-    title: ClassVar[str] = "Training the retriever"
     program: ClassVar[str] = "embed"
 
     data: DataSection
@@ -109,8 +107,8 @@ class Contrastive(DualEncoderTask):
     def _parts(self) -> int:
         return self.tower_parts
 
-    def planned_objective(self, mesh: Mesh | None) -> ContrastiveObjective:
-        return ContrastiveObjective(self.planned_config(), mesh, self.tower_parts)
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> ContrastiveObjective:
+        return ContrastiveObjective(self.model.config(vocab_size), mesh, self.tower_parts)
 
     def batch(self) -> dict[str, Any]:
         batches, side = self.batches, self.pictures.size
@@ -132,17 +130,15 @@ class Contrastive(DualEncoderTask):
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         pictures, text_of = self.pictures.open(corpus), self.data.text_of
         reader = SourceReader(corpus, tokenizer, pictures, None, text_of, None)
-        questions = mined(self.data, questions, corpus)
+        questions = self.data.chosen(questions, corpus)
         batches = contrastive_batches(reader, questions, self.feed(), self.batches)
-        config, mesh = self.model.config(tokenizer.vocab_size), make_mesh(self.mesh)
-        objective = ContrastiveObjective(config, mesh, self.tower_parts)
+        objective = self.objective(tokenizer.vocab_size, make_mesh(self.mesh))
         return Recipe(objective, batches, dual_encoder_loader(self, tokenizer), reader)
 
     def evaluation(
-        self, section: ValidateRetrieval, corpus: Corpus, tokenizer: Any, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        """recall@k and MRR over a fixed pool of sources."""
-        return RetrievalEvaluation(self, section, corpus, tokenizer, model)
+        return RetrievalEvaluation(self, corpus, tokenizer, model)
 
     def in_use(self) -> InUse:
         """Sources: captions with pictures."""
@@ -165,20 +161,12 @@ class RetrievalEvaluation:
       embedder: of both.
     """
 
-    def __init__(
-        self,
-        task: Contrastive,
-        section: ValidateRetrieval,
-        corpus: Corpus,
-        tokenizer: Any,
-        model: nnx.Module,
-    ):
-        self.questions = scored_questions(
-            task, section, corpus, lambda q: bool(q.positives), "gold sources"
-        )
-        sampled = evenly(range(len(corpus)), section.sources)
-        own = [row for question in self.questions for row in corpus.candidates(question)]
-        self.pool = part_of(corpus, [*own, *sampled])
+    def __init__(self, task: Contrastive, corpus: Corpus, tokenizer: Any, model: nnx.Module):
+        assert task.validate is not None
+        self.questions = scored_questions(task, corpus, lambda q: bool(q.positives), "gold sources")
+        sampled = evenly(range(len(corpus)), task.validate.sources)
+        candidates = [row for question in self.questions for row in corpus.candidates(question)]
+        self.pool = part_of(corpus, [*candidates, *sampled])
         self.pictures = task.pictures.open(self.pool)
         self.embedder = task.embedder(tokenizer, model)
 

@@ -78,7 +78,6 @@ class ExampleRetrieval(DualEncoderTask):
 
     name: ClassVar[str] = "example_retrieval"
     product: ClassVar[str] = "retriever of examples"
-    title: ClassVar[str] = "Training the retriever of examples"
     program: ClassVar[str] = "embed"
 
     data: JudgedData
@@ -89,8 +88,8 @@ class ExampleRetrieval(DualEncoderTask):
     def lengths(self) -> Mapping[str, int]:
         return {**super().lengths(), "batches.length": self.batches.length}
 
-    def planned_objective(self, mesh: Mesh | None) -> DistillationObjective:
-        return DistillationObjective(self.planned_config(), self.target_temperature)
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> DistillationObjective:
+        return DistillationObjective(self.model.config(vocab_size), self.target_temperature)
 
     def batch(self) -> dict[str, Any]:
         batches = self.batches
@@ -113,15 +112,15 @@ class ExampleRetrieval(DualEncoderTask):
             length=self.batches.length,
             candidates=self.batches.candidates,
         )
-        config = self.model.config(tokenizer.vocab_size)
-        objective = DistillationObjective(config, self.target_temperature)
+        objective = self.objective(tokenizer.vocab_size)
         return Recipe(objective, batches, dual_encoder_loader(self, tokenizer))
 
     def evaluation(
-        self, section: ValidateExampleRetrieval, corpus: Corpus, tokenizer: Any, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
         """What the nearest of a held-out question's candidates is worth to the language model."""
-        rows = judged_questions(self.data.scores, corpus, section.split)
+        assert self.validate is not None
+        rows = judged_questions(self.data.scores, corpus, self.validate.split)
         names = sorted({name for row in rows for name in (row.question_id, *row.candidates)})
         place = {name: i for i, name in enumerate(names)}
         questions = {question.id: question for question in corpus.questions()}

@@ -49,14 +49,14 @@ from mmqa_jax.prompting.training_examples import (
 from mmqa_jax.tasks.base_llm import (
     base_fingerprint,
     base_loader,
+    check_rows,
     check_trainable,
     llama_of,
-    make_llama,
     make_text_tokenizer,
 )
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
-from mmqa_jax.tasks.task import ANY_VOCABULARY, DataSection, Recipe, Task, ints, mined
+from mmqa_jax.tasks.task import ANY_VOCABULARY, DataSection, Recipe, Task, ints
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,6 @@ class LanguageModel(Task):
 
     name: ClassVar[str] = "language_model"
     product: ClassVar[str] = "language model"
-    title: ClassVar[str] = "Fine-tuning the language model"
     unit: ClassVar[str] = "rows"
 
     data: DataSection
@@ -130,6 +129,10 @@ class LanguageModel(Task):
     batches: RowBatches
     inference: ValidationRows
     validate: ValidateLanguageModel | None = None
+
+    @property
+    def title(self) -> str:
+        return f"Fine-tuning the {self.product}"
 
     @property
     def size(self) -> RowSize:
@@ -160,8 +163,8 @@ class LanguageModel(Task):
                 "tokens of a row can be learned; change one of them."
             )
 
-    def planned_objective(self, mesh: Mesh | None) -> LanguageModelObjective:
-        return LanguageModelObjective(llama_of(self, self.vocabulary_size()), self.model.lora)
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> LanguageModelObjective:
+        return LanguageModelObjective(llama_of(self, vocab_size), self.model.lora)
 
     def batch(self) -> dict[str, Any]:
         batches = self.batches
@@ -172,8 +175,9 @@ class LanguageModel(Task):
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
-        config = make_llama(self, tokenizer)
-        examples = self.make_examples(corpus, mined(self.data, questions, corpus), tokenizer)
+        objective = self.objective(tokenizer.vocab_size)
+        check_rows(self, objective.config, tokenizer)
+        examples = self.make_examples(corpus, self.data.chosen(questions, corpus), tokenizer)
         batches = language_model_batches(
             examples.versions,
             examples.shares,
@@ -181,7 +185,6 @@ class LanguageModel(Task):
             length=self.batches.length,
             targets=self.batches.targets,
         )
-        objective = LanguageModelObjective(config, self.model.lora)
         return Recipe(
             objective,
             batches,
@@ -232,9 +235,9 @@ class LanguageModel(Task):
         return examples
 
     def evaluation(
-        self, section: ValidateLanguageModel, corpus: Corpus, tokenizer: Any, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        return OptionLikelihood(self, section, corpus, tokenizer, model)
+        return OptionLikelihood(self, corpus, tokenizer, model)
 
 
 class OptionLikelihood:
@@ -244,14 +247,9 @@ class OptionLikelihood:
     Questions are shown as many of their shots as fit.
     """
 
-    def __init__(
-        self,
-        task: LanguageModel,
-        section: ValidateLanguageModel,
-        corpus: Corpus,
-        tokenizer: Any,
-        model: nnx.Module,
-    ):
+    def __init__(self, task: LanguageModel, corpus: Corpus, tokenizer: Any, model: nnx.Module):
+        section = task.validate
+        assert section is not None
         self._section, self._tokenizer = section, tokenizer
         self._size = task.size
         questions = [q for q in corpus.questions(section.split) if q.answer_index is not None]

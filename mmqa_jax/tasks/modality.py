@@ -33,7 +33,6 @@ from mmqa_jax.tasks.task import (
     Task,
     bools,
     ints,
-    mined,
 )
 
 
@@ -45,14 +44,12 @@ class ModalityBatches(BatchesSection):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModalityTask(Task):
+class QuestionModality(Task):
     """Questions and the modality of their gold sources."""
 
     name: ClassVar[str] = "modality"
     product: ClassVar[str] = "modality classifier"
-    title: ClassVar[str] = "Training the modality classifier"
     program: ClassVar[str] = "modality"
-    validates: ClassVar[bool] = False
 
     data: DataSection
     model: TextClassifierModel
@@ -77,8 +74,8 @@ class ModalityTask(Task):
                 "train.optimizer.weight_decay to 0.0."
             )
 
-    def planned_objective(self, mesh: Mesh | None) -> ModalityObjective:
-        return ModalityObjective(self.config(self.vocabulary_size()), self.model.frozen)
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> ModalityObjective:
+        return ModalityObjective(self.config(vocab_size), self.model.frozen)
 
     def batch(self) -> dict[str, Any]:
         rows, length = self.batches.batch_size, self.batches.length
@@ -90,11 +87,11 @@ class ModalityTask(Task):
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
-        texts, modalities = labeled_questions(mined(self.data, questions, corpus), corpus)
+        texts, modalities = labeled_questions(self.data.chosen(questions, corpus), corpus)
         labels = [MODALITIES.index(modality) for modality in modalities]
         length = self.batches.length
         batches = modality_batches(tokenizer, texts, labels, self.feed(), length=length)
-        objective = ModalityObjective(self.config(tokenizer.vocab_size), self.model.frozen)
+        objective = self.objective(tokenizer.vocab_size)
         return Recipe(objective, batches, classifier_loader(self, tokenizer))
 
     def cost(self) -> RowCost:
@@ -116,7 +113,7 @@ class ModalityTask(Task):
 
 def load_question_classifier(folder: str | Path) -> QuestionClassifier:
     """The trained classifier of a modality run."""
-    task, tokenizer = read_run(folder, (ModalityTask,))
+    task, tokenizer = read_run(folder, (QuestionModality,))
     config = task.config(tokenizer.vocab_size)
     mesh = task.serving_mesh()
     model = task.load(folder, lambda: TextClassifier(config, rngs=nnx.Rngs()), mesh)

@@ -13,15 +13,15 @@ from mmqa_jax.tasks.answer import Answer
 from mmqa_jax.tasks.contrastive import Contrastive
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
 from mmqa_jax.tasks.language_model import LanguageModel
-from mmqa_jax.tasks.modality import ModalityTask
+from mmqa_jax.tasks.modality import QuestionModality
 from mmqa_jax.tasks.rerank import Rerank
 from mmqa_jax.tasks.task import Task
-from mmqa_jax.tasks.vqa import VQATask
+from mmqa_jax.tasks.vqa import VQA
 
 BUILT_IN: tuple[type[Task], ...] = (
     *(Contrastive, Rerank, Answer),  # WebQA
-    ModalityTask,
-    VQATask,  # MAVL
+    QuestionModality,
+    VQA,  # MAVL
     *(ExampleRetrieval, LanguageModel),  # beyond RMR
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -36,7 +36,14 @@ from mmqa_jax.retrieval.rankings import restricted_candidates
 from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.tasks.pretrained import vlp_loader
-from mmqa_jax.tasks.task import InUse, Recipe, floats, ints, mined, part_of, scored_questions
+from mmqa_jax.tasks.task import (
+    InUse,
+    Recipe,
+    floats,
+    ints,
+    part_of,
+    scored_questions,
+)
 from mmqa_jax.tasks.vlp import VLPTask
 
 _PAPERS_THRESHOLD = 0.2
@@ -85,7 +92,6 @@ class Rerank(VLPTask):
 
     name: ClassVar[str] = "rerank"
     product: ClassVar[str] = "source selector"
-    title: ClassVar[str] = "Training the source selector"
     unit: ClassVar[str] = "pairs"
     program: ClassVar[str] = "rerank"
 
@@ -98,13 +104,9 @@ class Rerank(VLPTask):
         model = self.model
         return two_sides(model.joint_layers, model.match_type, self.packing_config(), config)
 
-    def objective(self, vocab_size: int) -> RerankObjective:
-        """Model and loss."""
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> RerankObjective:
         config = self.vlp_config(vocab_size)
         return RerankObjective(config, self.sides(config))
-
-    def planned_objective(self, mesh: Mesh | None) -> RerankObjective:
-        return self.objective(self.vocabulary_size())
 
     def _check(self, files: bool) -> None:
         super()._check(files)
@@ -123,7 +125,7 @@ class Rerank(VLPTask):
         reader = self.source_reader(corpus, tokenizer)
         batches = rerank_batches(
             reader,
-            mined(self.data, questions, corpus),
+            self.data.chosen(questions, corpus),
             self.packer(tokenizer),
             self.feed(VLPInputs),
             self.batches,
@@ -132,10 +134,9 @@ class Rerank(VLPTask):
         return Recipe(self.objective(tokenizer.vocab_size), batches, loader, reader)
 
     def evaluation(
-        self, section: ValidateSelection, corpus: Corpus, tokenizer: Any, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        """Source F1 among each question's own candidates."""
-        return SelectionEvaluation(self, section, corpus, tokenizer, model)
+        return SelectionEvaluation(self, corpus, tokenizer, model)
 
     def cost(self) -> RowCost:
         """Of pairs of the bucket with the most columns."""
@@ -164,19 +165,12 @@ class SelectionEvaluation:
       reranker: scores them.
     """
 
-    def __init__(
-        self,
-        task: Rerank,
-        section: ValidateSelection,
-        corpus: Corpus,
-        tokenizer: WordPiece,
-        model: nnx.Module,
-    ):
-        self.questions = scored_questions(
-            task, section, corpus, lambda q: bool(q.positives), "gold sources"
-        )
-        own = [row for question in self.questions for row in corpus.candidates(question)]
-        self.pool = part_of(corpus, own)
+    def __init__(self, task: Rerank, corpus: Corpus, tokenizer: WordPiece, model: nnx.Module):
+        section = task.validate
+        assert section is not None
+        self.questions = scored_questions(task, corpus, lambda q: bool(q.positives), "gold sources")
+        candidates = [row for question in self.questions for row in corpus.candidates(question)]
+        self.pool = part_of(corpus, candidates)
         self.reranker = task.reranker(self.pool, tokenizer, model)
         self._candidates = restricted_candidates(self.questions, self.pool, CAPS[section.cap])
         self._selection = SELECTIONS[section.select]
@@ -231,32 +225,13 @@ def two_sides(
     return sides
 
 
-class SourceHead(NamedTuple):
-    """The trained source selector of a rerank run.
-
-    Attributes:
-      sides: how it encodes question and source separately; None: it encodes pairs.
-    """
-
-    task: Rerank
-    tokenizer: WordPiece
-    model: ExtendedVLP
-    sides: TwoSides | None
-
-
-def load_source_head(
+def load_selector(
     folder: str | Path, options: Options | None = None, *, one_shape: bool = False
-) -> SourceHead:
-    """The source selector of a rerank run.
-
-    Args:
-      options: of the section `inference`, in place of the run's own.
-      one_shape: for a few pairs, see VLPTask.in_one_shape.
-    """
+) -> tuple[Rerank, WordPiece, ExtendedVLP]:
+    """The task, tokenizer and model of a rerank run; the arguments are those of `load_reranker`."""
     task, tokenizer = read_run(folder, (Rerank,), options)
     task = task.in_one_shape() if one_shape else task
-    vlp = task.open_vlp(folder, tokenizer, one_shape=one_shape)
-    return SourceHead(task, tokenizer, vlp, task.sides(vlp.config))
+    return task, tokenizer, task.open_vlp(folder, tokenizer, one_shape=one_shape)
 
 
 def load_reranker(
@@ -266,7 +241,12 @@ def load_reranker(
     *,
     one_shape: bool = False,
 ) -> Reranker | CachedReranker:
-    """The reranker of a rerank run: over pairs or, with `joint_layers`, over cached sources."""
-    head = load_source_head(folder, options, one_shape=one_shape)
-    vlp = head.model if head.sides is None else TwoSidedVLP.of(head.model, head.sides)
-    return head.task.reranker(corpus, head.tokenizer, vlp)
+    """The reranker of a rerank run: over pairs or, with `joint_layers`, over cached sources.
+
+    Args:
+      options: of the section `inference`, in place of the run's own.
+      one_shape: for a few pairs, see VLPTask.in_one_shape.
+    """
+    task, tokenizer, vlp = load_selector(folder, options, one_shape=one_shape)
+    sides = task.sides(vlp.config)
+    return task.reranker(corpus, tokenizer, vlp if sides is None else TwoSidedVLP.of(vlp, sides))

@@ -79,6 +79,11 @@ class DataSection:
         """The text of a source as the model takes it."""
         return source_text(source) if self.titles else source.text
 
+    def chosen(self, questions: list[Question], corpus: Corpus) -> list[Question]:
+        """Those of its modality, with the negatives that it names."""
+        questions = with_mined_negatives(questions, self.negatives, corpus.row)
+        return of_modality(questions, corpus, self.modality)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PicturesSection:
@@ -165,23 +170,24 @@ class Task(abc.ABC):
     Attributes:
       name: of the task, as in the key `task` of a config.
       product: what is trained, in words.
-      title: of the progress line.
       unit: of a batch's examples.
       program: the program that uses what is trained (`mmqa plan`), if one does.
+      augment: `factory` and its arguments (tasks.augmentation), of tasks that have such a section.
+      validate: the section `validate`, of tasks that validate.
       task: its `name`.
       seed: of initialization, sampling and dropout.
       tokenizer: see tasks.run_tokenizer.
       init: what the weights start from: `scratch`, `minilm`, or a folder or file of weights.
       mesh: size of each mesh axis (core.mesh.make_mesh).
-      train: see training.loop.LoopOptions.
+      train: see training.options.LoopOptions.
     """
 
     name: ClassVar[str]
     product: ClassVar[str]
-    title: ClassVar[str]
     unit: ClassVar[str] = "questions"
     program: ClassVar[str | None] = None
-    validates: ClassVar[bool] = True
+    augment: ClassVar[Mapping[str, Any]] = {}
+    validate: ClassVar[Any] = None
 
     task: str
     seed: int
@@ -195,6 +201,16 @@ class Task(abc.ABC):
     train: Mapping[str, Any] = mapping(dict, required=True)
 
     # --- What the config alone tells ---------------------------------------------------------
+
+    @classmethod
+    def validates(cls) -> bool:
+        """Whether its config may have a section `validate`."""
+        return any(field.name == "validate" for field in dataclasses.fields(cls))
+
+    @property
+    def title(self) -> str:
+        """Of the progress line."""
+        return f"Training the {self.product}"
 
     @functools.cached_property
     def loop(self) -> LoopOptions:
@@ -217,17 +233,16 @@ class Task(abc.ABC):
 
     def check_sizes(self, *, files: bool = True) -> None:
         """As `check`, whatever the devices are."""
-        augment = getattr(self, "augment", None)
-        if augment:
-            fields = spec_of(augmentation_factory(augment))
-            check_section(augment, "augment", {"factory": str, **fields})
-        every = self.train.get("evaluate_every", 0)
-        if every and not self.validates:
+        if self.augment:
+            arguments = spec_of(augmentation_factory(self.augment))
+            check_section(self.augment, "augment", {"factory": str, **arguments})
+        every = self.loop.evaluate_every
+        if every and not self.validates():
             raise UserError(
                 f"config task={self.task}: training of this task does not validate; set "
                 "train.evaluate_every to 0."
             )
-        if every and getattr(self, "validate", None) is None:
+        if every and self.validate is None:
             raise UserError(
                 f"config key validate is missing, but train.evaluate_every is {every}; add it, or "
                 "set that to 0."
@@ -260,8 +275,13 @@ class Task(abc.ABC):
         return keys
 
     @abc.abstractmethod
-    def planned_objective(self, mesh: Mesh | None) -> Objective:
-        """Model and loss with `vocabulary_size`; `mesh` None: as on one device."""
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> Objective:
+        """Model and loss.
+
+        Args:
+          vocab_size: of the tokenizer; `vocabulary_size` where there is none yet.
+          mesh: that the batch is split over; None: as on one device.
+        """
 
     @abc.abstractmethod
     def batch(self) -> dict[str, Any]:
@@ -322,15 +342,14 @@ class Task(abc.ABC):
         Raises:
           UserError: no questions of its split that can be scored.
         """
-        section = getattr(self, "validate", None)
-        if section is None:
+        if self.validate is None:
             return None
-        return Validation(self.evaluation(section, corpus, tokenizer, model), section.metric)
+        return Validation(self.evaluation(corpus, tokenizer, model), self.validate.metric)
 
     def evaluation(
-        self, section: Any, corpus: Corpus, tokenizer: Any, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        """model -> values by name, on the questions of a section `validate`."""
+        """model -> values by name, on the questions of the section `validate`."""
         raise NotImplementedError
 
     def feed(self, inputs: Callable[..., Any] | None = None) -> FeedConfig:
@@ -339,7 +358,7 @@ class Task(abc.ABC):
         return FeedConfig(
             batch_size=section.batch_size,
             seed=self.seed,
-            augment=make_augmentation(getattr(self, "augment", {})),
+            augment=make_augmentation(self.augment),
             inputs=inputs,
             slack=section.slack,
             rows=local_rows(make_mesh(self.mesh), section.batch_size),
@@ -361,25 +380,19 @@ class Task(abc.ABC):
         return nnx.merge(graphdef, load_weights(folder, abstract))
 
 
-def mined(data: DataSection, questions: list[Question], corpus: Corpus) -> list[Question]:
-    """The questions with the negatives that `data` names, of its modality."""
-    questions = with_mined_negatives(questions, data.negatives, corpus.row)
-    return of_modality(questions, corpus, data.modality)
-
-
 def scored_questions(
     task: Task,
-    section: Any,
     corpus: Corpus,
     counts: Callable[[Question], bool],
     needed: str,
 ) -> list[Question]:
-    """The questions of a section `validate` that can be scored, of the model's modality.
+    """The questions of the section `validate` that can be scored, of the model's modality.
 
     Args:
       counts: whether a question can be scored.
       needed: what it lacks otherwise, for the message.
     """
+    section = task.validate
     questions = [question for question in corpus.questions(section.split) if counts(question)]
     if not questions:
         raise UserError(

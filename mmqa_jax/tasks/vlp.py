@@ -119,8 +119,8 @@ class VLPTask(Task):
         """Sizes of the regions that the model takes; opens no files."""
         reader = READERS.get(self.model.frontend)
         if reader is not None:
-            slots = (self.features or FeaturesSection()).slots
-            return RegionSizes(slots, FEATURES, BOX + reader.classes)
+            assert self.features is not None
+            return RegionSizes(self.features.slots, FEATURES, BOX + reader.classes)
         regions = self._patch_regions()
         return RegionSizes(regions.slots, regions.dim, regions.position_dim)
 

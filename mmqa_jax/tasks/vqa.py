@@ -128,7 +128,7 @@ class ValidateVQA:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VQATask(Task):
+class VQA(Task):
     """Questions on pictures.
 
     Attributes:
@@ -139,7 +139,6 @@ class VQATask(Task):
 
     name: ClassVar[str] = "vqa"
     product: ClassVar[str] = "VQA model"
-    title: ClassVar[str] = "Training the VQA model"
     program: ClassVar[str] = "candidates"
 
     data: FoldedData
@@ -199,8 +198,9 @@ class VQATask(Task):
                 f"config key data.fold={fold}: 0 to data.folds - 1 = {folds - 1} is right."
             )
 
-    def planned_objective(self, mesh: Mesh | None) -> VQAObjective:
-        return VQAObjective(self.model.config(self.vocabulary_size(), PLANNED_ANSWERS))
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> VQAObjective:
+        """With as many answers as the published vocabularies have."""
+        return VQAObjective(self.model.config(vocab_size, PLANNED_ANSWERS))
 
     def planned_inputs(self, rows: int) -> tuple[Struct, Any]:
         """Shapes of `question_ids` and `image` of the longest questions."""
@@ -213,8 +213,8 @@ class VQATask(Task):
             side, pictures = self.pictures.size, model.pictures
             pixels = Struct((rows, pictures, side, side, 3), jnp.uint8)
             return ints(rows, length), {"pixels": pixels, "shown": bools(rows, pictures)}
-        slots = (self.features or PictureFeaturesSection(root="")).slots
-        return ints(rows, length), floats(rows, slots, model.region_features)
+        assert self.features is not None
+        return ints(rows, length), floats(rows, self.features.slots, model.region_features)
 
     def batch(self) -> dict[str, Any]:
         rows = self.batches.batch_size
@@ -250,9 +250,13 @@ class VQATask(Task):
         kind = GridInputs if self.model.image == "grid" else RegionInputs
         return kind(tokenizer, pictures, length)
 
+    def trained_questions(self, corpus: Corpus) -> list[Question]:
+        """Those with answers, of the config's fold and of further splits."""
+        return [q for q in corpus.questions() if q.answers and trains_on(self.data, q)]
+
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
-        del questions  # those of the config's fold and of further splits
-        questions = [q for q in corpus.questions() if q.answers and trains_on(self.data, q)]
+        del questions  # of the split alone
+        questions = self.trained_questions(corpus)
         answers = make_answers(self.answers, questions)
         old = pretrained_answers(self, answers)
         config = self.model.config(tokenizer.vocab_size, old, len(answers) - old)
@@ -263,16 +267,15 @@ class VQATask(Task):
         return Recipe(VQAObjective(config), batches, loader, pictures, answers)
 
     def evaluation(
-        self, section: ValidateVQA, corpus: Corpus, tokenizer: Any, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
         """Accuracy of the best answers, and recall of the candidates."""
-        held_out = Corpus(
-            [], [q for q in corpus.questions(section.split) if not trains_on(self.data, q)]
-        )
-        questions = scored_questions(self, section, held_out, has_answers, "answers")
+        assert self.validate is not None
+        split = corpus.questions(self.validate.split)
+        held_out = Corpus([], [q for q in split if not trains_on(self.data, q)])
+        questions = scored_questions(self, held_out, has_answers, "answers")
         # The answers are the run's own, which it wrote before.
-        own = [q for q in corpus.questions() if q.answers and trains_on(self.data, q)]
-        answers = make_answers(self.answers, own)
+        answers = make_answers(self.answers, self.trained_questions(corpus))
         vqa = VQAModel(self, tokenizer, answers, model, corpus)
 
         def evaluate(model: nnx.Module) -> Mapping[str, float]:
@@ -289,8 +292,8 @@ class VQATask(Task):
         if model.image == "grid":
             columns, features = model.grid**2, model.image_features
         elif model.image == "regions":
-            slots = (self.features or PictureFeaturesSection(root="")).slots
-            columns, features = slots, model.region_features
+            assert self.features is not None
+            columns, features = self.features.slots, model.region_features
         elif model.image == "patches":
             columns = model.pictures * config.vision.patches
             features = config.vision.patch_size**2 * 3
@@ -301,7 +304,7 @@ class VQATask(Task):
         return RowCost("questions", 64, 128, attended + 2 * 4.0 * columns * features)
 
     def in_use(self) -> InUse:
-        objective = self.planned_objective(None)
+        objective = self.objective(self.vocabulary_size())
 
         def build() -> nnx.Module:
             return objective.init(jax.random.key(0))
@@ -321,7 +324,7 @@ def load_vqa_model(
     Raises:
       UserError: another task's run, or answers.json is not that of the weights.
     """
-    task, tokenizer = read_run(folder, (VQATask,), options)
+    task, tokenizer = read_run(folder, (VQA,), options)
     answers = read_vocabulary(folder)
     heads = _answer_heads(read_record(folder).config)
     if heads != len(answers):
@@ -333,9 +336,7 @@ def load_vqa_model(
     return VQAModel(task, tokenizer, answers, model, corpus)
 
 
-def load_prophets_mcan(
-    folder: str | Path, task: VQATask, options: Options | None = None
-) -> VQAModel:
+def load_prophets_mcan(folder: str | Path, task: VQA, options: Options | None = None) -> VQAModel:
     """A checkpoint of Prophet's authors that `mmqa convert` wrote.
 
     Args:

@@ -18,7 +18,7 @@ from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.systems.extensions.similarity import read_all
 from mmqa_jax.systems.webqa import restricted_candidates
-from mmqa_jax.tasks.rerank import load_reranker, load_source_head
+from mmqa_jax.tasks.rerank import load_reranker, load_selector
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -55,7 +55,7 @@ def parts(run, corpus):
 
     Those of the source head are large from the beginning: larger ones bring all scores near 1.
     """
-    task, tokenizer, vlp, _ = load_source_head(run)
+    task, tokenizer, vlp = load_selector(run)
     graphdef, state = nnx.split(vlp)
     head = state.pop("source_head")
     state = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, state)

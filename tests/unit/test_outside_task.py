@@ -63,8 +63,6 @@ class Batches(BatchesSection):
 class Length(Task):
     name: ClassVar[str] = "length"
     product: ClassVar[str] = "judge of length"
-    title: ClassVar[str] = "Training the judge of length"
-    validates: ClassVar[bool] = False
 
     data: DataSection
     model: Model
@@ -74,8 +72,8 @@ class Length(Task):
     def _check(self, files):
         pass
 
-    def planned_objective(self, mesh):
-        return Objective(self.vocabulary_size(), self.model.width)
+    def objective(self, vocab_size, mesh=None):
+        return Objective(vocab_size, self.model.width)
 
     def batch(self):
         rows, length = self.batches.batch_size, self.batches.length
@@ -93,7 +91,7 @@ class Length(Task):
 
         shapes = [Bucket(0, self.batches.length)]
         batches = feed_batches(lambda _: everything, shapes, make, self.feed())
-        return Recipe(Objective(tokenizer.vocab_size, self.model.width), batches, None)
+        return Recipe(self.objective(tokenizer.vocab_size), batches, None)
 
 
 def get_config():

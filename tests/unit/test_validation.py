@@ -330,7 +330,7 @@ def test_every_training_config_can_be_validated(folder):
         if file.stem in ("tables", "demo", "vlp", "mcan"):  # mcan: test_cli_vqa.py
             continue
         config = load_config(file)
-        if not known_tasks()[config.task].validates:
+        if not known_tasks()[config.task].validates():
             assert "validate" not in config
             assert config.train.evaluate_every == 0
             continue

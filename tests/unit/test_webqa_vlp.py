@@ -39,7 +39,7 @@ from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.systems import webqa
 from mmqa_jax.tasks.answer import load_reader
 from mmqa_jax.tasks.reading import check_config
-from mmqa_jax.tasks.rerank import load_source_head
+from mmqa_jax.tasks.rerank import load_selector
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted
@@ -259,7 +259,7 @@ def test_a_fine_tuned_checkpoint_serves_without_training(release, selector, tmp_
     """As WebQA_Baseline saves it, source head and region embeddings included."""
 
     def weights(folder):
-        vlp = load_source_head(folder).model
+        *_, vlp = load_selector(folder)
         return vlp.config, nnx.state(vlp)
 
     config, trained = weights(selector[0])
