@@ -106,7 +106,7 @@ _MAVL_CITED = {  # val, test
     "PromptCap-LLaMA": (None, 48.1),
     "Ours": (None, 49.1),
 }
-# Row -> setting of systems/pica.py, rmr.py, prophet.py or mavl.py, parts, options, published
+# Row -> setting of papers/pica.py, rmr.py, prophet.py or mavl.py, parts, options, published
 # figures (RMR, table 2; MAVL, tables 2 and 3).
 ROWS = {
     "gemini": _gemini("Gemini", 44.2, 0),

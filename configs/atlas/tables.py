@@ -132,7 +132,7 @@ _SECOND_HOP = {"retriever": _retriever("dense", second_hop=True)}
 _OWN = {"cap": "none", "select": "best"}
 _ACC, _F1 = "webqa_acc/no_lemma", "source_f1/official"
 
-# Row -> setting of systems/webqa.py and others, parts, options, figures of README.md.
+# Row -> setting of papers/webqa.py and others, parts, options, figures of README.md.
 ROWS = {
     "question_only": {"setting": "question_only", "parts": _READER, "published": {_ACC: 0.21}},
     "oracle": {"setting": "oracle", "parts": _READER, "published": {_ACC: 0.73}},

@@ -80,7 +80,7 @@ def _ours(**options) -> dict:
 _DEV = (70.96, 76.01, 72.70, 65.03, 75.38, 55.93, 68.70)
 _TEST = (67.26, 69.16, 69.10, 61.54, 77.43, 53.18, 63.98)
 
-# Row -> setting of systems/rmr.py or llava.py, parts, options, published figures.
+# Row -> setting of papers/rmr.py or llava.py, parts, options, published figures.
 ROWS = {
     "gemini": _letter(_GEMINI, 0, _cells("dev", "Gemini", 57.9)),
     "gemini_rmr": _letter(_GEMINI, 3, _cells("dev", "Gemini+RMR", *_DEV)),

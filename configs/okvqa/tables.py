@@ -116,7 +116,7 @@ _MAVL = {
     "prophet_llama": (_mavl("Prophet-LLaMA", 52.8),),
     "promptcap_llama": (_mavl("PromptCap-LLaMA", 53.4),),
 }
-# Row -> setting of systems/pica.py, prophet.py or mavl.py, parts, options, published figures (PICa,
+# Row -> setting of papers/pica.py, prophet.py or mavl.py, parts, options, published figures (PICa,
 # table 2; MAVL, tables 1 and 3).
 ROWS = {
     "pica_base": _paper("PICa-Base (C)", 42.0, _UNCOMPARED, similarity="random"),

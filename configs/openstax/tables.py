@@ -33,7 +33,7 @@ def _row(knowledge: dict | None = None, **options) -> dict:
 
 _CHOICES = {"modality": "text", "text": "question_and_choices"}
 
-# Row -> setting of systems/rmr.py, parts, options.
+# Row -> setting of papers/rmr.py, parts, options.
 ROWS = {
     "smollm2_k0": _row(),
     "smollm2_k0_uncalibrated": _row(calibrated=False),

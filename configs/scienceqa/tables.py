@@ -189,7 +189,7 @@ def _knowing(shots: int, **knowledge) -> dict:
     return row
 
 
-# Row -> setting of systems/rmr.py or llava.py, parts, options, published figures.
+# Row -> setting of papers/rmr.py or llava.py, parts, options, published figures.
 ROWS = {
     **_paper_rows(),
     **{

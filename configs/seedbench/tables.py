@@ -67,7 +67,7 @@ def _likelihood(model: dict, library: dict, **options) -> dict:
     }
 
 
-# Row -> setting of systems/rmr.py or llava.py, parts, options, published figures.
+# Row -> setting of papers/rmr.py or llava.py, parts, options, published figures.
 ROWS = {
     "gemini_letter": _letter(_GEMINI, 0, _cell("Gemini", 56.53)),
     "gemini_rmr_letter": _letter(_GEMINI, 3, _cell("Gemini+RMR", 64.72)),

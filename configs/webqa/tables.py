@@ -136,7 +136,7 @@ _CLIP_RECALLS = _recalls(
     text=(13.925, 26.106, 31.544, 38.443, 43.625, 48.781, 55.737, 60.235, 64.401),
 )
 
-# Row -> setting of systems/webqa.py, parts, options, published figures.
+# Row -> setting of papers/webqa.py, parts, options, published figures.
 ROWS = {
     "vlp_q_only": {
         "setting": "question_only",

@@ -60,9 +60,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.data.predictions import prediction_row
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.source_selection import check_threshold
+    from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.modality import of_modality
     from mmqa_jax.retrieval.rankings import read_rankings
-    from mmqa_jax.systems import identity, webqa
+    from mmqa_jax.runs import identity
     from mmqa_jax.tasks.answer import load_reader, reader_modality
 
     data, out = Path(arguments.data), as_path(arguments.out)

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core import distributed
 
     distributed.start()
-    from mmqa_jax.systems.ask import Answerer
+    from mmqa_jax.runs.ask import Answerer
 
     answerer = Answerer(Path(arguments.workdir))
     answers = []

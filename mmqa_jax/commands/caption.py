@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the captions; continues an interrupted job."""
-    from mmqa_jax.systems.captioning import caption_pictures
+    from mmqa_jax.runs.captioning import caption_pictures
 
     return caption_pictures(
         Path(arguments.features),

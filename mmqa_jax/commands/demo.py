@@ -24,6 +24,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     distributed.start()
     from mmqa_jax.core.config import load_config
-    from mmqa_jax.systems.demo import run_demo
+    from mmqa_jax.runs.demo import run_demo
 
     return run_demo(load_config(arguments.config, arguments.overrides), Path(arguments.workdir))

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Embeds the sources, or the questions' pictures."""
     shard = flags.start(arguments)
     from mmqa_jax.core.local_copies import local_copy
-    from mmqa_jax.systems.grid_features import embed_grids, is_image_tower
-    from mmqa_jax.systems.indexing import embed
+    from mmqa_jax.runs.grid_features import embed_grids, is_image_tower
+    from mmqa_jax.runs.indexing import embed
 
     options = flags.serving_options(arguments)
     data, model, out = map(as_path, (arguments.data, arguments.model, arguments.out))

@@ -41,6 +41,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core import distributed
 
     distributed.start()
-    from mmqa_jax.systems.indexing import index
+    from mmqa_jax.runs.indexing import index
 
     return index(as_path(arguments.embeddings), arguments.kind, arguments.index)

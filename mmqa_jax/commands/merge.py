@@ -28,9 +28,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Puts the parts together, and says where the results are."""
     from mmqa_jax.commands.run import show_results
     from mmqa_jax.core.job_files import check_no_link
-    from mmqa_jax.systems.indexing import merge_embeddings
-    from mmqa_jax.systems.jobs import find_job
-    from mmqa_jax.systems.merging import merge_parts
+    from mmqa_jax.runs.indexing import merge_embeddings
+    from mmqa_jax.runs.jobs import find_job
+    from mmqa_jax.runs.merging import merge_parts
 
     place = find_job(as_path(arguments.path))
     if place.embeddings:

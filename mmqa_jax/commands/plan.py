@@ -11,11 +11,11 @@ from mmqa_jax.commands import flags
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-    from mmqa_jax.bench.plan.roofline import Planned
-    from mmqa_jax.bench.plan.topology import Topology
     from mmqa_jax.evaluation.tables import Table
-    from mmqa_jax.systems.collection_planning import CollectionPlan
-    from mmqa_jax.systems.planning import Found, Plan
+    from mmqa_jax.plan.collection import CollectionPlan
+    from mmqa_jax.plan.roofline import Planned
+    from mmqa_jax.plan.topology import Topology
+    from mmqa_jax.plan.verdict import Found, Plan
 
 SUMMARY = "what a config's programs need on a TPU slice or GPUs, by the compiler, without them."
 EXAMPLE = "mmqa plan --config=configs/webqa/vlp_select.py --topology=v5e:4x4"
@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compiles, and prints the table and the verdict."""
     # Without distributed.start: one process plans alone, and what is compiled for devices that are
     # not there cannot be read back from the compilation cache.
-    from mmqa_jax.bench.plan.calibration import read_calibration
-    from mmqa_jax.bench.plan.topology import open_topology
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.systems import planning
+    from mmqa_jax.plan import verdict as planning
+    from mmqa_jax.plan.calibration import read_calibration
+    from mmqa_jax.plan.topology import open_topology
 
     config = _config(arguments)
     planning.chosen(config, arguments.only, arguments.model)  # refused before a compiler is loaded
@@ -120,7 +120,7 @@ def _config(arguments: argparse.Namespace) -> ConfigDict:
 
 def _collections(config: ConfigDict, topology: Topology, sizes: str) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.systems.collection_planning import plan_collections, read_sizes
+    from mmqa_jax.plan.collection import plan_collections, read_sizes
 
     plans = plan_collections(config, topology, read_sizes(sizes))
     for one in plans:
@@ -248,7 +248,7 @@ def _lines(plan: Plan) -> list[str]:
 
 def _search_table(topology: str, found: list[Found]) -> Table:
     from mmqa_jax.evaluation.tables import Table
-    from mmqa_jax.systems.planning import described
+    from mmqa_jax.plan.verdict import described
 
     unit = found[0].planned.compiled.program.unit
     rows = [

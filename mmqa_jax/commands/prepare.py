@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prepares the corpus."""
-    from mmqa_jax.systems.prepare import prepare
+    from mmqa_jax.runs.prepare import prepare
 
     return prepare(
         arguments.dataset,

@@ -21,8 +21,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the report."""
-    from mmqa_jax.systems.demo import write_demo_report
-    from mmqa_jax.systems.training_report import METRICS, write_training_report
+    from mmqa_jax.runs.demo import write_demo_report
+    from mmqa_jax.runs.training_report import METRICS, write_training_report
 
     folder = Path(arguments.workdir)
     is_training = (folder / METRICS).exists()

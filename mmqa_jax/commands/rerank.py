@@ -14,7 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
-    from mmqa_jax.systems.extensions.similarity import Tuned
+    from mmqa_jax.extensions.similarity import Tuned
 
 SUMMARY = "score candidate sources with a trained VLP source head."
 EXAMPLE = (
@@ -87,10 +87,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
     from mmqa_jax.evaluation.source_selection import SELECTIONS, best_threshold
+    from mmqa_jax.extensions import similarity
+    from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
-    from mmqa_jax.systems import identity, webqa
-    from mmqa_jax.systems.extensions import similarity
-    from mmqa_jax.systems.parts import RetrieverSpec, open_dense, with_similarity
+    from mmqa_jax.runs import identity
+    from mmqa_jax.runs.parts import RetrieverSpec, open_dense, with_similarity
     from mmqa_jax.tasks.rerank import load_reranker
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split

@@ -11,7 +11,7 @@ from mmqa_jax.commands import flags
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
-    from mmqa_jax.systems.run import RowRun
+    from mmqa_jax.runs.row import RowRun
 
 SUMMARY = "run one row of a paper's table end to end; continues where it was interrupted."
 EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the row and prints its scores."""
     shard = flags.start(arguments)
     from mmqa_jax.core.config import load_config
-    from mmqa_jax.systems.run import check_row, run_row
+    from mmqa_jax.runs.row import check_row, run_row
     from mmqa_jax.weights.hub import download_model
 
     config = load_config(arguments.config, arguments.overrides)
@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def show_results(result: RowRun, folder: Path) -> dict[str, Any]:
     """Prints what a row's run came to; returns scores.json."""
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.systems.run_report import row_title
-    from mmqa_jax.systems.traces import counts_table
+    from mmqa_jax.runs.run_report import row_title
+    from mmqa_jax.runs.traces import counts_table
 
     for note in result.scores["notes"]:
         print(note, file=sys.stderr)

@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
-    from mmqa_jax.systems.extensions.fusion_tuning import TunedFusion
+    from mmqa_jax.extensions.fusion_tuning import TunedFusion
 
 SUMMARY = "rank sources for every question."
 EXAMPLE = (
@@ -101,11 +101,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
+    from mmqa_jax.extensions.fusion_tuning import check_gold, tune_fusion
+    from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.modality import modality_report
     from mmqa_jax.retrieval.rankings import ranking_of, ranking_row, write_rankings
-    from mmqa_jax.systems import identity, webqa
-    from mmqa_jax.systems.extensions.fusion_tuning import check_gold, tune_fusion
-    from mmqa_jax.systems.parts import RetrieverSpec, open_fusions, open_predictor, open_retriever
+    from mmqa_jax.runs import identity
+    from mmqa_jax.runs.parts import RetrieverSpec, open_fusions, open_predictor, open_retriever
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"

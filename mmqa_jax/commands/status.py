@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prints what is known of a training run, or a line per shard of a job and one for all."""
-    from mmqa_jax.systems.training_status import is_training, status_lines, training_status
+    from mmqa_jax.runs.training_status import is_training, status_lines, training_status
 
     path = as_path(arguments.path)
     check_store(path)
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.job_files import named
     from mmqa_jax.core.progress import duration
     from mmqa_jax.evaluation.tables import Table, show
-    from mmqa_jax.systems.jobs import find_job, job_status
+    from mmqa_jax.runs.jobs import find_job, job_status
 
     status = job_status(find_job(path))
     rows = [

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Lists the rows."""
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.systems.tables import PAPERS, commands_table, list_rows, rows_tables
+    from mmqa_jax.runs.tables import PAPERS, commands_table, list_rows, rows_tables
 
     rows = []
     for paper in [arguments.paper] if arguments.paper else PAPERS:

@@ -57,7 +57,7 @@ class QuestionGroup(NamedTuple):
 
 
 class CachedReranker:
-    """A Reranker and, over the whole collection, a Retriever of systems.webqa.
+    """A Reranker and, over the whole collection, a Retriever of papers.webqa.
 
     Args:
       task: tasks.rerank.Rerank, of the run; `inference.batch_size` sources are encoded at a time.

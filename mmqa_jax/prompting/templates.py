@@ -11,7 +11,7 @@ from importlib import resources
 
 from mmqa_jax.core.errors import UserError
 
-_PACKAGE = "mmqa_jax.systems"
+_PACKAGE = "mmqa_jax.papers"
 _FOLDER = "templates"
 
 
@@ -69,7 +69,7 @@ class PromptTemplate:
 
 @functools.cache
 def load_template(name: str) -> PromptTemplate:
-    """The template `FILE.TABLE`: a table of systems/templates/FILE.toml.
+    """The template `FILE.TABLE`: a table of papers/templates/FILE.toml.
 
     Raises:
       UserError: no such file or table.

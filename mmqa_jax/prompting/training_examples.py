@@ -27,7 +27,7 @@ class ExampleOptions:
       templates: of the prompts; an epoch shows an example in one of them, drawn anew.
       shots: retrieved examples in front of a question, fewer where they do not fit.
       with_shots: the share of examples that have them; the others have none.
-      similarity, order: as of RMR (systems/rmr.py).
+      similarity, order: as of RMR (papers/rmr.py).
       learn: the whole completion, or only the answer behind the rationale.
     """
 

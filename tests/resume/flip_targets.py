@@ -34,7 +34,7 @@ from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
 from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
-from mmqa_jax.systems.merging import merge_parts
+from mmqa_jax.runs.merging import merge_parts
 from mmqa_jax.tasks.modality import load_question_classifier
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import (

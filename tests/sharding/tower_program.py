@@ -16,14 +16,14 @@ from pathlib import Path
 
 import jax
 
-from mmqa_jax.bench.plan.counts import count
-from mmqa_jax.bench.plan.topology import open_topology
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.abstract_tower import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b
+from mmqa_jax.plan.counts import count
+from mmqa_jax.plan.topology import open_topology
 
 # 64 patches; a device's share of a feature fills the 128 lanes.
 SMALL = LlavaConfig(

@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from mmqa_jax.bench.plan.counts import count
-from mmqa_jax.bench.plan.hlo import Instruction, Module, parse
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
@@ -28,6 +26,8 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.vlp import VLPConfig, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from mmqa_jax.plan.counts import count
+from mmqa_jax.plan.hlo import Instruction, Module, parse
 from mmqa_jax.tasks.objectives import (
     AnswerObjective,
     ContrastiveObjective,

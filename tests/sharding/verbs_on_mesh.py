@@ -26,7 +26,7 @@ from mmqa_jax.core.mesh import RowPlacement
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.answer_vocabulary import read_vocabulary
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
-from mmqa_jax.systems.programs import program_in_use
+from mmqa_jax.plan.programs import program_in_use
 from mmqa_jax.tasks import vqa
 from mmqa_jax.tasks.reading import read_task
 

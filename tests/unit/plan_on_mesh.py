@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmqa_jax.bench.plan.counts import count
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.plan.counts import count
 
 LAYERS, WIDTH, HIDDEN, ROWS = 3, 32, 64, 16
 

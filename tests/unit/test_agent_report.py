@@ -11,9 +11,9 @@ from test_mavl import by_tools
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.evaluation.report import ReportData, Trace, TraceNode, render_report
-from mmqa_jax.systems.mavl import answer_mavl
-from mmqa_jax.systems.mavl_record import agent_summary, agent_tables, agent_tree
-from mmqa_jax.systems.traces import report_traces, trace_counts
+from mmqa_jax.papers.mavl import answer_mavl
+from mmqa_jax.runs.agent_report import agent_summary, agent_tables, agent_tree
+from mmqa_jax.runs.traces import report_traces, trace_counts
 
 
 @pytest.fixture(scope="module")

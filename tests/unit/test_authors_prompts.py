@@ -19,13 +19,13 @@ from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.schema import Question
+from mmqa_jax.papers import rmr
+from mmqa_jax.papers.pica import answer_pica, answer_promptcap
+from mmqa_jax.papers.prophet import answer_prophet
 from mmqa_jax.prompting.few_shot import majority_answer
 from mmqa_jax.prompting.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.shots import Shot
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.systems import rmr
-from mmqa_jax.systems.pica import answer_pica, answer_promptcap
-from mmqa_jax.systems.prophet import answer_prophet
 
 HEAD = "Please answer the question according to the above context.\n===\n"
 QUOTED = 'a sign that says " stop ".'

@@ -20,11 +20,11 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import Unanswerable
+from mmqa_jax.papers.pica import choose_pica
+from mmqa_jax.papers.rmr import answer_rmr
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Message, Picture
 from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.systems.pica import choose_pica
-from mmqa_jax.systems.rmr import answer_rmr
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

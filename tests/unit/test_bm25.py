@@ -10,10 +10,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source, source_text
 from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.extensions.similarity import interpolate
 from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, words
 from mmqa_jax.retrieval.fusion import RankFusion
-from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
-from mmqa_jax.systems.extensions.similarity import interpolate
 
 WORDS = [
     "flag",

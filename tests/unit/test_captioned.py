@@ -10,10 +10,11 @@ from mavl_team import EXAMPLES, FULL, QUESTIONS, FakeKnowledge, heuristics, libr
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.papers import mavl, pica, prophet
+from mmqa_jax.prompting.captions import Captions
 from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.systems import mavl, pica, prophet, settings
-from mmqa_jax.systems.captions import Captions
-from mmqa_jax.systems.traces import counts_table, report_traces, trace_counts
+from mmqa_jax.runs import settings
+from mmqa_jax.runs.traces import counts_table, report_traces, trace_counts
 
 CAPTIONS = Captions({"q0": "a file's scene", "q1": "another", "e0": "a file's view"})
 # q2 and every example but e0 keep their own caption.

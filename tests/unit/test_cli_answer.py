@@ -9,10 +9,10 @@ from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_docum
 
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
+from mmqa_jax.extensions.similarity import combine, tune_selection
+from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings
-from mmqa_jax.systems import webqa
-from mmqa_jax.systems.extensions.similarity import combine, tune_selection
-from mmqa_jax.systems.parts import open_dense, with_similarity
+from mmqa_jax.runs.parts import open_dense, with_similarity
 from mmqa_jax.tasks.rerank import load_reranker
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -17,7 +17,7 @@ from mmqa_jax.decoding.oscar_caption import write_captions
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.oscar import Oscar, OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout
-from mmqa_jax.systems import captioning
+from mmqa_jax.runs import captioning
 from mmqa_jax.weights.folder import save_trained
 
 pytestmark = pytest.mark.usefixtures("quiet")

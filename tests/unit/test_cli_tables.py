@@ -11,8 +11,8 @@ from cli_runs import ROOT, done, mmqa
 
 from mmqa_jax.cli import command, make_parser
 from mmqa_jax.core.config import load_config
-from mmqa_jax.systems.run import check_row
-from mmqa_jax.systems.settings import BUILT_IN, options_of
+from mmqa_jax.runs.row import check_row
+from mmqa_jax.runs.settings import BUILT_IN, options_of
 
 KEYS = {
     *("paper", "table", "row", "column", "published", "tolerance"),

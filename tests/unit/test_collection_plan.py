@@ -10,10 +10,10 @@ from cli_runs import done
 
 from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.plan.collection import read_sizes
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.index import build_index
 from mmqa_jax.retrieval.index_sizes import index_sizes
-from mmqa_jax.systems.collection_planning import read_sizes
 
 pytestmark = pytest.mark.usefixtures("quiet")
 CONFIG = "--config=configs/atlas/contrastive.py:runlocal"

@@ -7,6 +7,9 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.extensions.fusion_tuning import tune_fusion
+from mmqa_jax.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.papers.webqa import find_candidates
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
@@ -19,9 +22,6 @@ from mmqa_jax.retrieval.fusion import (
     convex_combination,
     reciprocal_rank_fusion,
 )
-from mmqa_jax.systems.extensions.fusion_tuning import tune_fusion
-from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
-from mmqa_jax.systems.webqa import find_candidates
 
 
 def ranking(question, *sources):

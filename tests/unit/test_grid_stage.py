@@ -18,7 +18,7 @@ from mmqa_jax.data.picture_features import open_features
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.models.presets import GridModel
-from mmqa_jax.systems.grid_features import embed_grids
+from mmqa_jax.runs.grid_features import embed_grids
 from mmqa_jax.tasks.vqa import PictureFeaturesSection
 from mmqa_jax.weights.folder import save_trained
 

@@ -17,7 +17,7 @@ from tiny_llm import SIZES, write_folder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.systems.run import missing_inputs
+from mmqa_jax.runs.row import missing_inputs
 from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 
 COMMIT = "a" * 40

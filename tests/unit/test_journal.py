@@ -8,7 +8,7 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.journal import Journal
-from mmqa_jax.systems.identity import of_folders
+from mmqa_jax.runs.identity import of_folders
 
 
 @pytest.fixture

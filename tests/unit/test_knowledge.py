@@ -10,17 +10,17 @@ from test_shots import FakeEmbedder
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source, source_text
+from mmqa_jax.papers.pica import answer_pica
+from mmqa_jax.papers.rmr import choose_rmr
 from mmqa_jax.prompting.backends import Completion
 from mmqa_jax.prompting.few_shot import few_shot, prompts_record
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary, Shot
 from mmqa_jax.prompting.templates import PromptTemplate
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, RandomRetriever, passages_of
-from mmqa_jax.systems import prompted_parts
-from mmqa_jax.systems.pica import answer_pica
-from mmqa_jax.systems.prompted_parts import KnowledgeSpec, open_knowledge
-from mmqa_jax.systems.rmr import choose_rmr
-from mmqa_jax.systems.traces import trace_counts
+from mmqa_jax.runs import prompted_parts
+from mmqa_jax.runs.prompted_parts import KnowledgeSpec, open_knowledge
+from mmqa_jax.runs.traces import trace_counts
 
 CORPUS = Corpus(
     [

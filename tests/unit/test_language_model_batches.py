@@ -18,9 +18,9 @@ from mmqa_jax.data.batches.language_model import (
     packed_batch,
 )
 from mmqa_jax.data.schema import Question
+from mmqa_jax.papers.rmr import fields
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.prompting.training_examples import ExampleOptions, token_example, training_examples
-from mmqa_jax.systems.rmr import fields
 
 SIZE = RowSize(32, 12)
 

@@ -16,14 +16,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.systems.extensions.example_judging import run_judging
-from mmqa_jax.systems.opened_parts import read_parts
-from mmqa_jax.systems.prompted_parts import (
+from mmqa_jax.extensions.example_judging import run_judging
+from mmqa_jax.runs.opened_parts import read_parts
+from mmqa_jax.runs.prompted_parts import (
     KnowledgeSpec,
     check_prompted,
     open_knowledge,
 )
-from mmqa_jax.systems.run import check_row
+from mmqa_jax.runs.row import check_row
 from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config

@@ -21,10 +21,10 @@ from mavl_team import (
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of
+from mmqa_jax.papers.mavl import answer_mavl
+from mmqa_jax.papers.mavl_votes import revote, vote_on_draws
 from mmqa_jax.prompting.cache import Cached, ResponseCache
-from mmqa_jax.systems.mavl import answer_mavl
-from mmqa_jax.systems.mavl_record import agent_summary
-from mmqa_jax.systems.mavl_votes import revote, vote_on_draws
+from mmqa_jax.runs.agent_report import agent_summary
 
 # What the manager's prompt for q0 must be, with the nearest example (figures 1b and 9).
 MANAGERS = """Please answer the question according to the context, candidate answers, KBs_knowledge and LLM_knowledge.

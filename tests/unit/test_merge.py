@@ -22,7 +22,7 @@ from mmqa_jax.core.job_files import (
     write_part,
 )
 from mmqa_jax.retrieval.embeddings import write_embeddings
-from mmqa_jax.systems.answered import Answered
+from mmqa_jax.runs.answered import Answered
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -13,6 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.extensions.similarity import interpolate
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import search_within
@@ -28,8 +29,7 @@ from mmqa_jax.retrieval.rankings import (
     to_rankings,
 )
 from mmqa_jax.retrieval.vectors import not_finite
-from mmqa_jax.systems.extensions.similarity import interpolate
-from mmqa_jax.systems.resumable import ResumableReranker, Seconds
+from mmqa_jax.runs.resumable import ResumableReranker, Seconds
 
 NOT_FINITE = [math.nan, math.inf, -math.inf, 1e30]  # of 1e30 the square is infinite
 kinds = [kind for kind in KINDS if kind not in ("auto", "scann") or scann_available()]

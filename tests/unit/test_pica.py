@@ -9,14 +9,14 @@ from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.systems.pica import (
+from mmqa_jax.papers.pica import (
     answer_pica,
     choose_pica,
     context,
     copy_nearest_answer,
     vote_of_nearest_answers,
 )
+from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 
 TAGS = [{"class": "cat", "conf": 0.9}, {"class": "mat", "conf": 0.5}]  # as the reader keeps them
 ANSWERS = ("blue", "red", "red", "red", "green")

@@ -13,10 +13,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import EncodedPicture
 from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.papers.pica import answer_promptcap, check_questions
+from mmqa_jax.papers.pica_webqa import answer_with_sources, answer_without_sources
+from mmqa_jax.prompting.captions import Captions, open_captions
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.systems.captions import Captions, open_captions
-from mmqa_jax.systems.pica import answer_promptcap, check_questions
-from mmqa_jax.systems.pica_webqa import answer_with_sources, answer_without_sources
 
 SOURCES = [
     *(Source(f"t{n}", "text", f"Snippet {n}\nof two lines.") for n in range(4)),

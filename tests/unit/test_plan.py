@@ -15,11 +15,16 @@ import jax.numpy as jnp
 import pytest
 from cli_runs import ROOT, mmqa
 
-from mmqa_jax.bench.plan import topology as topologies
-from mmqa_jax.bench.plan.calibration import read_calibration
-from mmqa_jax.bench.plan.collectives import Collective
-from mmqa_jax.bench.plan.counts import Counts
-from mmqa_jax.bench.plan.program import (
+from mmqa_jax.core.chips import GIB, GPUS, TPUS, chip_of_kind
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.plan import topology as topologies
+from mmqa_jax.plan import verdict as planning
+from mmqa_jax.plan.calibration import read_calibration
+from mmqa_jax.plan.collectives import Collective
+from mmqa_jax.plan.counts import Counts
+from mmqa_jax.plan.program import (
     Compiled,
     Memory,
     Program,
@@ -27,15 +32,10 @@ from mmqa_jax.bench.plan.program import (
     needed_bytes,
     shard_bytes,
 )
-from mmqa_jax.bench.plan.roofline import Planned
-from mmqa_jax.bench.plan.topology import Topology, open_topology
-from mmqa_jax.core.chips import GIB, GPUS, TPUS, chip_of_kind
-from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.systems import planning
-from mmqa_jax.systems.planning import Plan, Remedy, changed
-from mmqa_jax.systems.programs import PRESETS, make_program
+from mmqa_jax.plan.programs import PRESETS, make_program
+from mmqa_jax.plan.roofline import Planned
+from mmqa_jax.plan.topology import Topology, open_topology
+from mmqa_jax.plan.verdict import Plan, Remedy, changed
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

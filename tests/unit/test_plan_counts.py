@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import plan_on_mesh
 import pytest
 
-from mmqa_jax.bench.plan.collectives import Collective, axis_of, groups
-from mmqa_jax.bench.plan.counts import count
-from mmqa_jax.bench.plan.hlo import arrays, parse
 from mmqa_jax.core.flops import jaxpr_flops, traced_flops
 from mmqa_jax.models.fused import fused_attention
+from mmqa_jax.plan.collectives import Collective, axis_of, groups
+from mmqa_jax.plan.counts import count
+from mmqa_jax.plan.hlo import arrays, parse
 
 LAYERS, ROWS, WIDTH = 5, 8, 16
 

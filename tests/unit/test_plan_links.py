@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from mmqa_jax.bench.plan.collectives import Collective
-from mmqa_jax.bench.plan.links import fewest_links, wraps
-from mmqa_jax.bench.plan.roofline import Bound
-from mmqa_jax.bench.plan.topology import open_topology
 from mmqa_jax.core.chips import GPUS, TPUS
 from mmqa_jax.core.config import load_config
-from mmqa_jax.systems.planning import place
-from mmqa_jax.systems.programs import make_program
+from mmqa_jax.plan.collectives import Collective
+from mmqa_jax.plan.links import fewest_links, wraps
+from mmqa_jax.plan.programs import make_program
+from mmqa_jax.plan.roofline import Bound
+from mmqa_jax.plan.topology import open_topology
+from mmqa_jax.plan.verdict import place
 
 V5E, V5P = TPUS["v5e"], TPUS["v5p"]
 

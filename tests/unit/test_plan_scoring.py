@@ -11,14 +11,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from mmqa_jax.bench.plan.topology import Topology, open_topology
 from mmqa_jax.core.chips import GPUS
 from mmqa_jax.evaluation.fluency import BartScorer
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig
-from mmqa_jax.systems import scoring_program
-from mmqa_jax.systems.planning import plan
-from mmqa_jax.systems.programs import make_program
+from mmqa_jax.plan import scoring_program
+from mmqa_jax.plan.programs import make_program
+from mmqa_jax.plan.topology import Topology, open_topology
+from mmqa_jax.plan.verdict import plan
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -8,7 +8,7 @@ from mavl_team import EXAMPLES, QUESTIONS, heuristics, library
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
-from mmqa_jax.systems.prophet import answer_first_candidate, answer_prophet, choose_prophet
+from mmqa_jax.papers.prophet import answer_first_candidate, answer_prophet, choose_prophet
 
 HEAD = (
     "Please answer the question according to the context and candidate answers. Each candidate "

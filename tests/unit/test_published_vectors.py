@@ -15,8 +15,8 @@ from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.published_vectors import PublishedVectors
 from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.systems.prompted_parts import check_prompted
-from mmqa_jax.systems.run import check_row, run_row
+from mmqa_jax.runs.prompted_parts import check_prompted
+from mmqa_jax.runs.row import check_row, run_row
 from mmqa_jax.tasks.library import LibrarySpec
 
 DIM = 16

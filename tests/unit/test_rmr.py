@@ -12,10 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.multiple_choice import llava_choice
-from mmqa_jax.prompting.backends import Chat
-from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.systems.rmr import (
+from mmqa_jax.papers.rmr import (
     SETTINGS,
     answer_rmr,
     check_questions,
@@ -23,6 +20,9 @@ from mmqa_jax.systems.rmr import (
     fields,
     short_answer,
 )
+from mmqa_jax.prompting.backends import Chat
+from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.prompting.templates import load_template
 
 TRIPLETS = [
     Question(

@@ -20,7 +20,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.wandb_log import check_wandb
 from mmqa_jax.models.vlp import VLPInputs
-from mmqa_jax.systems.training_status import training_status
+from mmqa_jax.runs.training_status import training_status
 from mmqa_jax.training import loop, throughput
 from mmqa_jax.training.attempts import FILE, Attempts, goodput, read_attempts
 from mmqa_jax.training.optimizer import OptimizerOptions

@@ -2,7 +2,7 @@
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.extensions.second_hop import SecondHopRetriever
 
 # The answer to "q" is the source "seven", which only the title "Peru" finds.
 SOURCES = [

@@ -1,4 +1,4 @@
-"""The paper's settings are composed in systems/webqa.py; every verb goes through them."""
+"""The paper's settings are composed in papers/webqa.py; every verb goes through them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from row_runs import ROWS, row_flags
 
 import mmqa_jax
 from mmqa_jax.core.workdir import Workdir
-from mmqa_jax.systems import webqa
-from mmqa_jax.systems.extensions import similarity
+from mmqa_jax.extensions import similarity
+from mmqa_jax.papers import webqa
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -27,11 +27,11 @@ STEPS = {
     *("without_own_source", "top", "rescored"),
 }
 # The settings, our additions to them, and parts that only pass a call on.
-COMPOSING = {"systems/webqa.py", "systems/resumable.py"}
+COMPOSING = {"papers/webqa.py", "runs/resumable.py"}
 ALLOWED = {
-    ("systems/opened_parts.py", "_Recorded"),  # keeps what a part returned
+    ("runs/opened_parts.py", "_Recorded"),  # keeps what a part returned
     ("commands/evaluate.py", "scoring.score"),  # a benchmark's scores, no part
-    ("systems/run.py", "benchmark.score"),  # the same
+    ("runs/row.py", "benchmark.score"),  # the same
     ("commands/ask.py", "answerer.answer"),  # the demo's Answerer, no part
 }
 # Setting -> the function that finds its sources.
@@ -53,7 +53,9 @@ class Reached(Exception):
 
 def verb_files() -> list[Path]:
     """What may call settings, but compose none."""
-    files = sorted([*PACKAGE.glob("commands/*.py"), *PACKAGE.glob("systems/*.py")])
+    files = sorted(
+        [*PACKAGE.glob("commands/*.py"), *PACKAGE.glob("papers/*.py"), *PACKAGE.glob("runs/*.py")]
+    )
     return [file for file in files if str(file.relative_to(PACKAGE)) not in COMPOSING]
 
 
@@ -99,7 +101,7 @@ def test_no_setting_is_composed_elsewhere():
         ),
         ("cited = select_sources(relevance, 0.2)", "select_sources"),
         ("webqa.restricted_candidates(q, corpus)", "webqa.restricted_candidates"),
-        ("from mmqa_jax.systems.webqa import gold_ranking as gold", "import gold_ranking"),
+        ("from mmqa_jax.papers.webqa import gold_ranking as gold", "import gold_ranking"),
         ("webqa.answer_oracle(questions, reader)", None),
         ("re.search('a', text)", None),
         ("class _Recorded:\n    def answer(self):\n        self.part.answer()", "self.part.answer"),

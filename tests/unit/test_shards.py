@@ -27,7 +27,7 @@ from mmqa_jax.core.job_files import (
     write_job,
 )
 from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
-from mmqa_jax.systems.jobs import find_job, job_status
+from mmqa_jax.runs.jobs import find_job, job_status
 
 WHAT = {"verb": "test", "model": "m1"}
 

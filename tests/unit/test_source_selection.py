@@ -8,18 +8,18 @@ import pytest
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.evaluation.source_selection import SELECTIONS, THRESHOLDS, select_sources
-from mmqa_jax.retrieval.dense import DenseRetriever
-from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.rankings import best_of
-from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
-from mmqa_jax.systems.extensions.similarity import (
+from mmqa_jax.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.extensions.similarity import (
     WEIGHTS,
     Evidence,
     combine,
     interpolate,
     tune_selection,
 )
+from mmqa_jax.retrieval.dense import DenseRetriever
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.rankings import best_of
 
 
 def ranking(**scores: float) -> Ranking:

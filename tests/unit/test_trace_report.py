@@ -11,7 +11,7 @@ import pytest
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import ReportData, Trace, render_report
-from mmqa_jax.systems.traces import report_traces, trace_counts, trace_rows
+from mmqa_jax.runs.traces import report_traces, trace_counts, trace_rows
 
 EVIL = "</script><script>alert('x')</script> & <b>bold</b>"
 TRACE = {

@@ -10,7 +10,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.evaluation.source_selection import SELECTIONS, select_sources
 from mmqa_jax.evaluation.webqa import score_sources
-from mmqa_jax.systems import webqa
+from mmqa_jax.papers import webqa
 
 COUNT = 20  # candidates of each modality, above the cap of 16
 CORPUS = Corpus(

@@ -21,18 +21,18 @@ from mmqa_jax.evaluation.source_selection import (
     tune_threshold,
 )
 from mmqa_jax.evaluation.webqa import EPSILON
-from mmqa_jax.retrieval.dense import DenseRetriever
-from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.systems import webqa
-from mmqa_jax.systems.demo_results import question_groups
-from mmqa_jax.systems.extensions.second_hop import SecondHopRetriever
-from mmqa_jax.systems.extensions.similarity import (
+from mmqa_jax.extensions.second_hop import SecondHopRetriever
+from mmqa_jax.extensions.similarity import (
     WEIGHTS,
     Evidence,
     interpolate,
     tune_selection,
 )
+from mmqa_jax.papers import webqa
+from mmqa_jax.retrieval.dense import DenseRetriever
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.runs.demo_results import question_groups
 
 BEST = SELECTIONS["best"]
 SOURCES = [Source(name, "text", f"text of {name}") for name in "abcdefgh"]

@@ -35,8 +35,8 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.vlp_extensions import ExtendedVLP
+from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings
-from mmqa_jax.systems import webqa
 from mmqa_jax.tasks.answer import load_reader
 from mmqa_jax.tasks.reading import check_config
 from mmqa_jax.tasks.rerank import load_selector

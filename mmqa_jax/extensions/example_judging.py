@@ -1,0 +1,211 @@
+"""How much each solved example helps a language model: the signal that trains RMR's retriever.
+
+For every question the model scores the options behind each of its m most similar triplets, one at
+a time (EPR, Rubin et al. 2022, section 3.1; REPLUG LSR, Shi et al. 2023, section 4.1). A triplet's
+score is log p(right option) - log sum over the options of p(option).
+
+  library.select(questions, m, similarity) -> candidates
+  llm.answer(queries)                      -> likelihoods of the options
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import check_section, spec_of
+from mmqa_jax.core.typed import read_typed
+from mmqa_jax.core.workdir import claim_workdir
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.example_scores import (
+    FILE,
+    ExampleScores,
+    write_example_scores,
+)
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import evenly
+from mmqa_jax.prompting.backends import Choices
+from mmqa_jax.prompting.few_shot import FewShot, few_shot
+from mmqa_jax.prompting.multiple_choice import Normalization, option_scores
+from mmqa_jax.prompting.rmr_fields import fields
+from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
+from mmqa_jax.prompting.stream import Answers, answer_all
+from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.runs.prompted_parts import LLMSpec, open_llm
+from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
+
+RESPONSES = "responses.sqlite"
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeOptions:
+    """The section `judge` of a config.
+
+    Attributes:
+      candidates: m.
+      similarity: by which they are chosen.
+      template: of the prompts, after which the options' texts are scored.
+      score: log-probability of an option, summed over its tokens or per token.
+      questions: how many of each split, evenly; 0: all.
+    """
+
+    candidates: int = 8
+    similarity: Similarity = "bimodal"
+    template: str = "rmr.text"
+    score: Normalization = "sum"
+    questions: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What `judge_examples` found.
+
+    Attributes:
+      rows: of every question with a scored candidate.
+      left_out: candidates without a score: their prompt was too long, or the model failed.
+    """
+
+    rows: Sequence[ExampleScores]
+    left_out: int
+
+
+def judge_examples(
+    questions: Sequence[Question],
+    llm: Any,
+    library: ExampleLibrary,
+    options: JudgeOptions,
+) -> Judged:
+    """Scores the candidates of all questions, as one stream to the model."""
+    template = load_template(options.template)
+    chosen = library.select(questions, options.candidates, options.similarity)
+
+    def prompt(question: Question, shot: Shot | None) -> FewShot:
+        name = (question.id, "" if shot is None else shot.question.id)
+        spelled = tuple(f" {choice}" for choice in question.choices)
+
+        def make(text: str) -> Choices:
+            return Choices("\t".join(name), text, spelled)
+
+        shown = () if shot is None else (shot,)
+        return few_shot(template, question, shown, fields, make, llm.check)
+
+    prompts = {
+        (question.id, "" if shot is None else shot.question.id): prompt(question, shot)
+        for question, own in zip(questions, chosen, strict=True)
+        for shot in (None, *own)
+    }
+    queries = [p.query for p in prompts.values() if p.query is not None and not p.dropped]
+    answers = answer_all(llm, queries, "Judging examples")
+
+    def score(question: Question, name: str) -> float | None:
+        found = prompts[question.id, name]
+        if found.query is None or found.dropped or found.query.id not in answers.by_id:
+            return None
+        return right_option_score(question, answers, found.query.id, options.score)
+
+    rows, left_out = [], 0
+    for question, own in zip(questions, chosen, strict=True):
+        scored = [(shot, score(question, shot.question.id)) for shot in own]
+        kept = [(shot, value) for shot, value in scored if value is not None]
+        left_out += len(scored) - len(kept)
+        if kept:
+            rows.append(
+                ExampleScores(
+                    question.id,
+                    score(question, ""),
+                    tuple(shot.question.id for shot, _ in kept),
+                    tuple(shot.similarity for shot, _ in kept),
+                    tuple(value for _, value in kept),
+                )
+            )
+    return Judged(rows, left_out)
+
+
+def right_option_score(
+    question: Question, answers: Answers, name: str, score: Normalization
+) -> float:
+    """log p(right option) - log sum over the options of p(option)."""
+    values = option_scores(answers.by_id[name], score)
+    assert question.answer_index is not None
+    return float(values[question.answer_index] - np.logaddexp.reduce(values))
+
+
+_SPEC: dict[str, Any] = {
+    "data": {"dir": str, "splits": tuple[str, ...]},
+    "parts": {"llm": spec_of(LLMSpec), "library": dict},
+    "judge": spec_of(JudgeOptions, minimum=0),
+}
+
+
+def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
+    """Judges the questions of a config's splits, or continues: answers are kept as they come.
+
+    Args:
+      folder: gets example_scores.jsonl; config.json and responses.sqlite are for continuing.
+
+    Returns:
+      What `--json` prints: questions, candidates, and the mean scores by which example is shown.
+
+    Raises:
+      UserError: a config that does not judge, missing data or model, or no question with choices.
+    """
+    check_section(config, "", _SPEC)
+    options = JudgeOptions(**config.judge.to_dict())
+    load_template(options.template)
+    spec = read_typed(LibrarySpec, config.parts.library, "parts.library")
+    check_similarity(options.similarity, spec, key="judge.similarity")
+    if options.candidates < 2:
+        raise UserError(
+            f"config key judge.candidates={options.candidates}: at least 2 were expected; a "
+            "retriever learns which of several helps more."
+        )
+    corpus = open_corpus(config.data.dir)
+    questions = [q for split in config.data.splits for q in _questions(config, corpus, split)]
+    with claim_workdir(folder, config, work=(RESPONSES,)):
+        library = open_library(corpus, spec)
+        llm = open_llm(LLMSpec(**config.parts.llm.to_dict()), folder / RESPONSES)
+        try:
+            judged = judge_examples(questions, llm, library, options)
+        finally:
+            llm.close()
+        write_example_scores(folder / FILE, judged.rows)
+    return {
+        "out": str(folder / FILE),
+        "questions": len(judged.rows),
+        "unscored_questions": len(questions) - len(judged.rows),
+        "candidates": sum(len(row.scores) for row in judged.rows),
+        "left_out": judged.left_out,
+        "mean_score": mean_scores(judged.rows),
+    }
+
+
+def mean_scores(rows: Sequence[ExampleScores]) -> dict[str, float]:
+    """The mean score with no example, the most similar, any, and the most helpful candidate."""
+    kinds: dict[str, Callable[[ExampleScores], float]] = {
+        "alone": lambda row: math.nan if row.alone is None else row.alone,
+        "most_similar": lambda row: row.scores[0],
+        "any": lambda row: float(np.mean(row.scores)),
+        "most_helpful": lambda row: max(row.scores),
+    }
+    if not rows:
+        return {}
+    return {
+        name: round(float(np.nanmean([of(row) for row in rows])), 6) for name, of in kinds.items()
+    }
+
+
+def _questions(config: ConfigDict, corpus: Corpus, split: str) -> list[Question]:
+    found = [q for q in corpus.questions(split) if q.answer_index is not None]
+    if not found:
+        raise UserError(
+            f"config key data.splits={tuple(config.data.splits)}: {config.data.dir} holds no "
+            f"questions of split {split} with choices and a known answer; choose another."
+        )
+    return evenly(found, config.judge.questions)

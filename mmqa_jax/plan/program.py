@@ -1,0 +1,202 @@
+"""A program to plan, and what its compiler says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import jaxpr_flops
+from mmqa_jax.plan.collectives import Collective
+from mmqa_jax.plan.counts import KERNEL, Counts, count
+from mmqa_jax.plan.links import Placement
+
+_EXCEEDS = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
+_USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) ?(?:i?B)? of ([\d.]+)([KMGT]?) ?(?:i?B)? hbm")
+_ASKED = re.compile(r"(?:allocate|allocating|requires|total of) ([\d.]+) ?([KMGT]?)i?B?(?:ytes)?")
+_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One jitted function with the shapes and shardings that a verb gives it.
+
+    Attributes:
+      name: of the verb, or of the engine's part (`decode`, `prefill`).
+      lower: traces it for the devices of `mesh`.
+      mesh: axis -> size; {} is one device.
+      model_flops: of one call over all devices, without recomputation.
+      kernel_flops: of the Pallas kernels in it, which the compiled program need not state.
+      parameters, optimizer, cache: bytes on one device.
+      floor_bytes: bytes that one device must move to or from its memory at least; None: what goes
+        in and comes out, once.
+      examples: questions, pairs or tokens of one call, over all devices.
+      input_bytes: that the host brings for a call, over all devices.
+      steps: how often a whole run of the config calls it; None: the config does not say.
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    mesh: Mapping[str, int]
+    model_flops: Callable[[], float]
+    parameters: float
+    optimizer: float = 0
+    cache: float = 0
+    kernel_flops: Callable[[], float] = float
+    floor_bytes: float | None = None
+    examples: int = 0
+    unit: str = "examples"
+    input_bytes: float = 0
+    steps: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        function: Any,
+        arguments: Sequence[Any],
+        mesh: Mesh,
+        options: Mapping[str, Any] | None = None,
+        **sizes: Any,
+    ) -> Program:
+        """A jitted function with arguments as shapes; `options` are its static ones.
+
+        It is traced once, for the mesh, when that is needed first. `sizes`: the other attributes.
+        """
+
+        @functools.cache
+        def trace() -> jax.stages.Traced:
+            with jax.set_mesh(mesh):
+                return function.trace(*arguments, **(options or {}))
+
+        return cls(
+            name=name,
+            lower=lambda: trace().lower(),
+            mesh=dict(mesh.shape),
+            model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
+            kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
+            **sizes,
+        )
+
+    @property
+    def devices(self) -> int:
+        """How many run it together."""
+        return math.prod(self.mesh.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while the program runs; without `temporaries` where it was refused.
+
+    Attributes:
+      temporaries: activations, batch, results and workspace, with the padding of tiled layouts.
+    """
+
+    parameters: float
+    optimizer: float
+    cache: float
+    temporaries: float | None
+    total: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a program, on one device and in one call.
+
+    Attributes:
+      counts: None where the program was refused for its memory.
+    """
+
+    program: Program
+    memory: Memory
+    counts: Counts | None
+    collectives: tuple[Collective, ...]
+    floor_bytes: float
+    seconds: float  # that compiling took
+
+    @property
+    def refused(self) -> bool:
+        """Whether the compiler found that it does not fit."""
+        return self.counts is None
+
+
+def compile_program(program: Program, placement: Placement | None = None) -> Compiled:
+    """Compiles a program and counts what it does.
+
+    Args:
+      placement: None: all devices are of one host, and each reaches all others.
+
+    Raises:
+      UserError: the compiler refuses it for another reason than memory.
+    """
+    began = time.perf_counter()
+    parts = (program.parameters, program.optimizer, program.cache)
+    try:
+        compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        total = needed_bytes(str(error))
+        if total is None:
+            raise UserError(
+                f"{program.name}: the compiler refuses the program ({_first_line(error)}); change "
+                "the mesh or the sizes in the config."
+            ) from error
+        memory = Memory(*parts, None, max(total, sum(parts)))
+        return Compiled(program, memory, None, (), 0.0, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    stats = compiled.memory_analysis()
+    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    total = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
+    total += stats.generated_code_size_in_bytes
+    memory = Memory(*parts, max(0.0, total - sum(parts)), total)
+    counts = count(compiled.as_text())
+    if counts.unknown.pop(KERNEL, 0):
+        flops = program.kernel_flops() / program.devices
+        counts.flops["bf16"] += flops
+        counts.kernels = (counts.kernels[0] + flops, counts.kernels[1])
+    floor = program.floor_bytes
+    if floor is None:
+        floor = stats.argument_size_in_bytes + stats.output_size_in_bytes
+    where = () if placement is None else (placement.hosts, placement.links)
+    collectives = tuple(counts.on_mesh(program.mesh or {"": 1}, *where))
+    return Compiled(program, memory, counts, collectives, floor, seconds)
+
+
+def needed_bytes(message: str) -> float | None:
+    """The bytes that a program asked for, from the message that refuses it; None: another error.
+
+    The TPU's compiler says `HLO temporaries (258.00G) exceeds available HBM (15.75G)`, arguments
+    and results included, or `Used 20.30G of 15.75G hbm`; allocators `Out of memory allocating ...
+    bytes`.
+    """
+    if "RESOURCE_EXHAUSTED" not in message and "memory" not in message.lower():
+        return None
+    found = next((m for p in (_EXCEEDS, _USED, _ASKED) if (m := p.search(message))), None)
+    return None if found is None else float(found[1]) * _UNIT[found[2]]
+
+
+def shard_bytes(tree: Any) -> float:
+    """Bytes of one device's shards of a tree of arrays or ShapeDtypeStructs with shardings."""
+    total = 0.0
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
+
+
+def tree_bytes(tree: Any) -> float:
+    """Bytes of all arrays of a tree, whole."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,393 @@
+"""The programs that the verbs run with a config, ready to be compiled for any devices.
+
+They are the verbs' own: the training step of training.state, the jitted functions of embedder,
+reranker, reader and engine. Here they get shapes in place of arrays, which the tasks know (tasks/),
+so that neither data nor weights are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import traced_flops
+from mmqa_jax.core.mesh import batch_sharding, make_mesh, on_shardings, state_shardings
+from mmqa_jax.core.sections import nearest
+from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_mesh
+from mmqa_jax.decoding import sizes as sizes_of_engine
+from mmqa_jax.decoding.slot_runner import slot_shards
+from mmqa_jax.models import llama_config
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
+from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
+from mmqa_jax.plan.scoring_program import BARTS, FLUENCY, fluency_program
+from mmqa_jax.tasks.base_llm import SCRATCH, base_path
+from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
+from mmqa_jax.tasks.task import Task
+from mmqa_jax.training.optimizer import make_optimizer
+from mmqa_jax.training.state import abstract_state, make_step, split_model
+from mmqa_jax.weights.config_json import replace_fields
+
+ENGINE = ("decode", "prefill")
+# Language models whose sizes are known without their weights.
+PRESETS: dict[str, Callable[..., LlamaConfig]] = {
+    "smollm2": llama_config.smollm2_135m,
+    **{
+        name: getattr(llama_config, name)
+        for name in (
+            *("llama_7b", "llama_13b", "llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b"),
+            *("llama31_8b", "smollm2_135m", "stories260k"),
+        )
+    },
+}
+
+
+# Those with a tower for pictures in front.
+LLAVAS: dict[str, Callable[..., LlavaConfig]] = {
+    "llava15_7b": llava_1_5_7b,
+    "llava15_13b": llava_1_5_13b,
+}
+TOWER = "tower"
+FIXED = (TOWER, FLUENCY)  # programs without a size of their own in a config
+
+
+def preset(name: str) -> LlamaConfig:
+    """The sizes of a language model by name, a LLaVA's too; UserError for an unknown one."""
+    if name in LLAVAS:
+        return LLAVAS[name]().llama
+    if name not in PRESETS:
+        raise UserError(f"--model={name}: sizes are not known; {nearest(name, PRESETS | LLAVAS)}")
+    return PRESETS[name]()
+
+
+def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ...]:
+    """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
+
+    Args:
+      config: empty for a model of BARTS, which `mmqa evaluate` uses without one.
+      model: that an engine serves: a LLaVA has its tower, too.
+
+    Raises:
+      UserError: a config of neither.
+    """
+    if model in BARTS:
+        if config:
+            raise UserError(f"--model={model}: no config decides its program; leave --config out.")
+        return (FLUENCY,)
+    if not config:
+        raise UserError(
+            "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
+            f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`)."
+        )
+    if "task" in config:
+        kind = known_tasks().get(config.task)
+        return ("train",) if kind is None or kind.program is None else ("train", kind.program)
+    if "engine" in config:
+        return (*ENGINE, TOWER) if model in LLAVAS else ENGINE
+    raise UserError(
+        "--config: has neither a `task` to train nor an `engine`; name a config of `mmqa train` or "
+        "configs/prompt/default.py."
+    )
+
+
+def make_program(
+    name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
+) -> Program:
+    """One of `program_names(config)`.
+
+    Args:
+      devices: possibly compile-only ones, all of which the program takes; see `on_one_host`.
+      model: of a language model, a name of PRESETS in place of its weights.
+
+    Raises:
+      UserError: a config that cannot be trained or served, a mesh that does not divide.
+    """
+    if name in ENGINE:
+        return _engine(config, devices, model)[name]
+    if name == TOWER and model is not None:
+        return _tower(config, devices, model)
+    if name == FLUENCY and model is not None:
+        return fluency_program(model, devices)
+    if name == "train":
+        return _train(config, devices, model)
+    task = read_task(config)
+    task.check_sizes(files=False)
+    return program_in_use(name, task, devices)
+
+
+def on_one_host(name: str, config: ConfigDict, devices: int) -> bool:
+    """Whether each process runs a program on its own devices, and does its share of a job.
+
+    Only training, and an engine whose mesh is given for all devices, span the hosts of a launch.
+    """
+    if name in (*ENGINE, TOWER):
+        return not sizes_of_engine.takes_all(config.model.mesh.to_dict(), devices)
+    return name != "train"
+
+
+def settled(
+    name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
+) -> ConfigDict:
+    """The config with the numbers that `auto` stands for in a program's mesh and sizes."""
+    if name in ("train", *FIXED):
+        return config
+    if name not in ENGINE and config.inference.batch_size != AUTO:
+        return config
+    copy = ConfigDict(config.to_dict())
+    if name in ENGINE:
+        sizes = engine_sizes(config, devices, model)
+        for key in sizes_of_engine.SIZES:
+            set_key(copy, f"engine.{key}", getattr(sizes.engine, key))
+        for axis, size in sizes.shape.items():
+            set_key(copy, f"model.mesh.{axis}", size)
+        return copy
+    set_key(copy, "inference.batch_size", make_program(name, config, devices).examples)
+    return copy
+
+
+def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None) -> Program:
+    """The jitted step of training, over all devices."""
+    task = check_config(_with_preset(config, model), devices, files=False)
+    options, mesh = task.loop, make_mesh(task.mesh, devices)
+    objective = task.objective(task.vocabulary_size(), mesh)
+    optimizer, schedule = make_optimizer(options.optimizer, options.steps)
+    split = split_model(objective, task.seed)
+    abstract = abstract_state(split, optimizer, mesh, options.rules)
+    step = make_step(
+        objective,
+        split,
+        optimizer,
+        schedule,
+        seed=task.seed,
+        accumulate=options.accumulate,
+        abstract=abstract,
+        mesh=mesh,
+    )
+    batch = task.batch()
+    return Program(
+        name="train",
+        lower=lambda: step.lower(batch),
+        mesh=dict(mesh.shape),
+        model_flops=functools.cache(lambda: _gradient_flops(_with_preset(config, model))),
+        parameters=shard_bytes(abstract.params),
+        optimizer=shard_bytes(abstract.optimizer),
+        examples=task.batches.batch_size,
+        unit=task.unit,
+        input_bytes=tree_bytes(batch),
+        steps=options.steps,
+    )
+
+
+def program_in_use(name: str, task: Task, devices: Sequence[jax.Device]) -> Program:
+    """The program that uses what a task trains, as its verb makes it; `devices` of one process.
+
+    Mesh and batch size are those that the verb chooses, by the same functions (core/serving.py).
+    """
+    used, mesh = task.in_use(), serving_mesh(task.inference.mesh, devices)
+    graphdef, state = nnx.split(nnx.eval_shape(used.build))
+    state = on_shardings(state, state_shardings(state, mesh))
+    held = shard_bytes(state)
+    examples = planned_batch_size(task.inference.batch_size, used.cost, mesh, held)
+    batch = used.inputs(examples)
+    rows = batch_sharding(mesh)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
+    return Program.of(
+        name,
+        used.make(graphdef),
+        (state, *placed),
+        mesh,
+        used.options,
+        parameters=held,
+        examples=examples,
+        unit=used.cost.unit,
+        input_bytes=tree_bytes(batch),
+    )
+
+
+def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
+    """A language model's config whose base is a preset: from scratch, with its sizes."""
+    if config.get("task") != "language_model":
+        if model is not None:
+            raise UserError(
+                f"--model={model}: is the language model of a config of `mmqa prompt` or of task "
+                "language_model; leave it out."
+            )
+        return config
+    named = model or config.init
+    if named == SCRATCH:
+        return config
+    if model is None and named not in PRESETS:
+        try:
+            base_path(named)
+        except UserError as error:
+            if Path(named).exists():  # and is something else
+                raise
+            raise UserError(
+                f"config key init={named}: is not on this machine; plan with the sizes of --model="
+                f"NAME instead, one of {', '.join(sorted(PRESETS))}."
+            ) from error
+        return config
+    sizes = preset(named)
+    fields = {key: value for key, value in vars(sizes).items() if value is not None}
+    changed = ConfigDict(config.to_dict())
+    scaling = fields.pop("rope_scaling", None)  # changes no shape
+    del scaling
+    with changed.unlocked(), changed.model.ignore_type():
+        changed.init = SCRATCH
+        changed.model.changes = {**fields, **config.model.changes.to_dict()}
+    return changed
+
+
+def _gradient_flops(config: ConfigDict) -> float:
+    """Products of the loss and its gradient on the whole batch, nothing computed twice."""
+    plain = ConfigDict(config.to_dict())
+    for path in read_task(config).remat_keys():
+        with plain.unlocked(), plain.ignore_type():
+            set_key(plain, path, "none")
+    if "tower_parts" in plain:
+        plain.tower_parts = 1
+    task = read_task(plain)
+    objective = task.objective(task.vocabulary_size())
+    split = split_model(objective, task.seed)
+    batch = task.batch()
+
+    def loss(params: Any, constants: Any, batch: Any) -> jax.Array:
+        module = nnx.merge(split.graphdef, params, constants)
+        return objective.loss(module, batch, jax.random.key(0))[0]
+
+    # For a CPU layers are unrolled, and nothing is recomputed (layers.scan_layers).
+    with jax.set_mesh(make_mesh({"data": 1}, jax.devices("cpu")[:1])):
+        return traced_flops(jax.value_and_grad(loss), split.params, split.constants, batch)
+
+
+def remat_keys(config: ConfigDict) -> list[str]:
+    """The keys that say what a config's model computes again in the backward pass."""
+    return list(read_task(config).remat_keys()) if "task" in config else []
+
+
+def set_key(config: ConfigDict, path: str, value: Any) -> None:
+    """Sets `a.b.c`, also where the config leaves it out."""
+    *sections, last = path.split(".")
+    section = config
+    with config.unlocked():
+        for name in sections:
+            if name not in section:
+                section[name] = ConfigDict()
+            section = section[name]
+        with section.unlocked(), section.ignore_type():
+            section[last] = value
+
+
+def _engine(
+    config: ConfigDict, devices: Sequence[jax.Device], model: str | None
+) -> dict[str, Program]:
+    """The engine's step of all slots, and its batch of chunks of prompts, with sequences as long
+    as `engine.length`."""
+    if model is None:
+        raise UserError(
+            "--model is missing: the config's engine serves any language model; name one of "
+            f"{', '.join(sorted(PRESETS | LLAVAS))}."
+        )
+    from mmqa_jax.decoding.abstract_programs import engine_programs
+
+    chosen, llama = engine_sizes(config, devices, model), _llama(config, devices, model)
+    mesh, sizes = chosen.mesh(), chosen.engine
+    made = engine_programs(llama, sizes, mesh)
+
+    def program(name: str, examples: int) -> Program:
+        function, arguments = made[name]
+        state, cache = arguments[:2]
+        weights, held = shard_bytes(state), shard_bytes(cache)
+        # Of an embedding table that is no output head only the rows of the tokens are read.
+        looked_up = 0 if llama.tied else shard_bytes(nnx.to_pure_dict(state)["tokens"])
+        return Program.of(
+            name,
+            function,
+            arguments,
+            mesh,
+            parameters=weights,
+            cache=held,
+            floor_bytes=weights - looked_up + (held if name == "decode" else 0),
+            examples=examples,
+            unit="tokens",
+            input_bytes=examples * 4,
+        )
+
+    bucket = sizes.buckets[-1]
+    rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
+    return {
+        "decode": program("decode", sizes.slots),
+        "prefill": program("prefill", bucket * rows),
+    }
+
+
+def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Program:
+    """A full batch of pictures of a LLaVA, beside its language model."""
+    from mmqa_jax.decoding.abstract_tower import feature_bytes, tower_programs
+
+    chosen = engine_sizes(config, devices, model)
+    mesh, sizes = chosen.mesh(), chosen.engine
+    llama = _llama(config, devices, model)
+    llava = replace_fields(LLAVAS[model](), dtype=llama.dtype)  # as it is loaded
+    function, arguments = tower_programs(llava, sizes, mesh)[TOWER]
+    state, pixels = arguments
+    return Program.of(
+        TOWER,
+        function,
+        arguments,
+        mesh,
+        parameters=shard_bytes(state),
+        cache=feature_bytes(llava, sizes, mesh),
+        examples=pixels.shape[0],
+        unit="pictures",
+        input_bytes=tree_bytes(pixels),
+    )
+
+
+def _llama(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> LlamaConfig:
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    return dataclasses.replace(preset(model), dtype=dtype)
+
+
+def engine_sizes(
+    config: ConfigDict, devices: Sequence[jax.Device], model: str
+) -> sizes_of_engine.EngineSizes:
+    """Mesh and sizes as `mmqa prompt` takes them for prompts up to `engine.length`."""
+    mesh, settings = config.model.mesh.to_dict(), config.engine.to_dict()
+    tokens = None if settings["length"] == AUTO else settings["length"]
+    llama = _llama(config, devices, model)
+    vision = LLAVAS[model]().vision if model in LLAVAS else None
+    return sizes_of_engine.choose_sizes(
+        llama,
+        settings,
+        mesh,
+        devices,
+        sizes_of_engine.Demand(tokens=tokens),
+        free=min(free_bytes(device, 0.0) for device in devices),
+        beside=sizes_of_engine.tower_bytes(llama, vision),
+    )
+
+
+def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:
+    """Meshes that split an engine's weights over all devices, the one of faster steps first.
+
+    On `tensor` alone nothing is gathered, but fewer key heads than devices are repeated in the
+    cache (decoding/key_heads.py). With as many as divide the heads, and `fsdp` for the rest, the
+    cache is split by heads and slots, and every step gathers weights.
+    """
+    by_heads = math.gcd(devices, preset(model).kv_heads)
+    return [
+        {"data": 1, "fsdp": devices // tensor, "tensor": tensor}
+        for tensor in sorted({devices, by_heads}, reverse=True)
+    ]

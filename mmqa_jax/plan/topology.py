@@ -1,0 +1,212 @@
+"""Names of slices and hosts -> devices to compile for, which need not be there.
+
+XLA's own compilers run on a plain machine: the TPU's is in the package libtpu (extra `plan`), the
+GPU's in JAX's CUDA plugin (extra `cuda12`), which also wants a description of the GPU (targets/).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import MESH_AXES, make_mesh
+from mmqa_jax.plan.links import Placement, fewest_links
+
+LOCAL = "local"
+KNOWN = (
+    "local, v5e:AxB and v6e:AxB (such as v5e:16x16), v4:AxBxC and v5p:AxBxC (such as v5p:4x4x4), "
+    "a100:N, h100:N, h200:N, and several hosts of GPUs as 2x h100:8"
+)
+_TPU = re.compile(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)")
+_GPU = re.compile(r"(?:(\d+)x ?)?(a100|h100|h200):(\d+)")
+_AXES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+# A whole host's slice: Google's machine types that end in 8t, and in 4t.
+_OF_HOST = {"v4": "2x2x1", "v5p": "2x2x1", "v5e": "2x4", "v6e": "2x4"}
+_TARGETS = Path(__file__).parent / "targets"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to compile for.
+
+    Attributes:
+      hosts: the host of every device; one number for all where they are linked as one (a slice).
+      data_sheet: of the devices' kind; None where there is none.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    hosts: tuple[int, ...]
+    data_sheet: Chip | None = None
+
+    @functools.cached_property
+    def chip(self) -> Chip:
+        """What a device does, by its data sheet or measured on this machine (seconds)."""
+        return self.data_sheet or _measured(self.devices[0], len(self.devices))
+
+    @functools.cached_property
+    def host(self) -> Topology:
+        """What one process sees: the devices of one host, of a TPU as a slice of their own.
+
+        (The TPU's compiler takes one device of a slice or all of them.)
+        """
+        tpu = _TPU.fullmatch(self.name)
+        if tpu is None:
+            own = [n for n, host in enumerate(self.hosts) if host == self.hosts[0]]
+            devices = tuple(self.devices[n] for n in own)
+            return dataclasses.replace(self, devices=devices, hosts=self.hosts[: len(own)])
+        alone = open_topology(f"{tpu[1]}:{_OF_HOST[tpu[1]]}")
+        return alone if len(alone.devices) < len(self.devices) else self
+
+    def placement(self, mesh: Mapping[str, int]) -> Placement:
+        """Where the devices of a mesh (axis -> size; {} is one device) lie."""
+        count = math.prod(mesh.values())
+        placed = list(self.devices[:count])
+        if set(mesh) <= set(MESH_AXES):  # which places devices by their links
+            placed = list(make_mesh(dict(mesh) or {"data": 1}, placed).devices.flat)
+        hosts = tuple(self.hosts[self.devices.index(device)] for device in placed)
+        if not self.chip.links:
+            return Placement(hosts)
+        dimensions = self.chip.links // 2  # a v5e has a third coordinate, always 0
+        places = [tuple(device.coords)[:dimensions] for device in placed]
+        ends = zip(*(device.coords for device in self.devices), strict=True)
+        shape = [1 + max(numbers) for numbers in ends][:dimensions]
+
+        def links(group: Sequence[int]) -> int:
+            return fewest_links([places[n] for n in group], shape, self.chip)
+
+        return Placement(hosts, links)
+
+
+def open_topology(name: str) -> Topology:
+    """The devices of a topology.
+
+    Raises:
+      UserError: an unknown name, or one that the compiler refuses; no compiler for it.
+    """
+    if name == LOCAL:
+        return _local()
+    tpu, gpu = _TPU.fullmatch(name), _GPU.fullmatch(name)
+    if tpu is not None and tpu[2].count("x") + 1 == _AXES[tpu[1]]:
+        return _tpu(name, tpu[1])
+    if gpu is not None and int(gpu[3]) and gpu[1] != "0":
+        return _gpu(name, gpu[2], int(gpu[1] or 1), int(gpu[3]))
+    raise UserError(f"--topology={name}: unknown; use one of {KNOWN}.")
+
+
+def _tpu(name: str, version: str) -> Topology:
+    _check_libtpu(name)
+    # Only compiles: looks for no TPU in the cloud, and lets other processes load libtpu as well.
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    # It complains without these, and does not use them: the topology's name decides.
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    from jax.experimental import topologies
+
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except Exception as error:
+        raise UserError(
+            f"--topology={name}: libtpu knows no such slice ({_first_line(error)}); use one that "
+            "exists, such as v5e:2x4, v5e:16x16, v6e:8x8, v4:4x4x4 or v5p:4x4x4."
+        ) from error
+    return Topology(name, tuple(devices), (0,) * len(devices), TPUS[version])
+
+
+def _check_libtpu(name: str) -> None:
+    """UserError if the TPU's compiler is not there, or of another jax version."""
+    advice = "install it with `pip install mmqa-jax[plan]` (Linux), or plan for --topology=local."
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"--topology={name}: the TPU's compiler, libtpu, is not installed; {advice}"
+        )
+    asked = [text for text in metadata.requires("jax") or () if text.startswith("libtpu")]
+    wanted = re.search(r"==\s*([\d.]+?)\.?\*?\s*(?:;|$)", asked[0]) if asked else None
+    installed, jax = _installed("libtpu"), _installed("jax")
+    if wanted is not None and not f"{installed}.".startswith(f"{wanted[1]}."):
+        raise UserError(
+            f"--topology={name}: libtpu {installed} is installed, but jax {jax} needs "
+            f"libtpu {wanted[1]}; {advice}"
+        )
+
+
+def _installed(package: str) -> str:
+    """Version of an installed package."""
+    return metadata.version(package)
+
+
+def _gpu(name: str, chip: str, hosts: int, each: int) -> Topology:
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        raise UserError(
+            f"--topology={name}: the GPU's compiler comes with JAX's CUDA plugin, which is not "
+            "installed; install it with `pip install mmqa-jax[cuda12]`, or plan for a TPU or "
+            "--topology=local."
+        )
+    from jax.experimental import topologies
+
+    described = (_TARGETS / f"{chip}.txtpb").read_text(encoding="utf-8")
+    try:
+        devices = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"1x{hosts}x{each}",
+            target_config=described,
+        ).devices
+    except Exception as error:
+        raise UserError(
+            f"--topology={name}: JAX's CUDA plugin cannot compile for it ({_first_line(error)}); "
+            "install the plugin of jax's own version."
+        ) from error
+    of_host = tuple(n // each for n in range(len(devices)))
+    return Topology(name, tuple(devices), of_host, GPUS[chip])
+
+
+def _local() -> Topology:
+    import jax
+
+    devices = jax.devices()
+    hosts = tuple(device.process_index for device in devices)
+    return Topology(LOCAL, tuple(devices), hosts, chip_of_kind(devices[0].device_kind))
+
+
+def _measured(device: Any, count: int) -> Chip:
+    """A device without a data sheet: what it does in a short measurement, shared by `count`."""
+    from mmqa_jax.bench.timing import device_name, read_bandwidth
+    from mmqa_jax.core.speed import matmul_rates
+
+    rates = {name: rate * 1e9 / count for name, rate in matmul_rates().items()}
+    stated = {"f32": rates["float32"], "bf16": rates["bfloat16"], "f16": rates["float32"]}
+    memory = (device.memory_stats() or {}).get("bytes_limit") or _host_memory() / count
+    bandwidth = read_bandwidth() / count
+    return Chip(
+        device_name(),
+        {**stated, "f32:highest": stated["f32"], "bf16": max(stated.values())},
+        memory,
+        bandwidth,
+        bandwidth,
+        bandwidth,
+        "measured on this machine just now",
+    )
+
+
+def _host_memory() -> float:
+    """Bytes of the machine's memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of XLA says, in short."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,292 @@
+"""The results of the demo's rows: scores as JSON, tables, the HTML report."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.evaluation.examples import evenly_by_category, example
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.report import ReportData, write_report
+from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
+from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
+from mmqa_jax.evaluation.webqa import (
+    Normalizer,
+    constant_predictions,
+    fit_constant_answers,
+    score_answers,
+)
+from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.runs.run_report import run_facts
+from mmqa_jax.runs.training_report import run_curves
+from mmqa_jax.tasks.reading import known_tasks
+from mmqa_jax.training.best_weights import read_best
+
+SETTINGS = ("question_only", "oracle", "restricted", "full")
+RETRIEVERS = (
+    *("bm25", "dense", "rrf", "fused"),
+    *("bm25_second_hop", "dense_second_hop", "rrf_second_hop", "fused_second_hop"),
+)
+# Source F1 in the JSON: name -> row. The first four choose among each question's own candidates.
+SOURCE_F1 = {
+    "bm25": "restricted_bm25",
+    "dense": "restricted_dense",
+    "vlp": "restricted_vlp",
+    "reranked": "restricted",
+    "full_bm25": "bm25",
+    "full_dense": "dense",
+    "full_vlp": "full_vlp",
+    "full_reranked_one_hop": "full_one_hop",
+    "full_reranked": "full",
+}
+METRICS = ("webqa_acc", "exact_match")
+NOTICE = (
+    "Atlas is mmqa_jax's own benchmark, made from OpenMoji pictures and World Factbook text. Its "
+    "scores are not comparable with WebQA's or with any other benchmark's."
+)
+_TUNED = ("weight", "weight_at_edge", "threshold", "vlp_threshold")
+_KS = (1, 2, 5, 10, 20, 50, 100)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The outputs of the rows of a finished demo.
+
+    Attributes:
+      scores: row -> scorer -> float64[questions].
+      predictions: row -> predictions, one per question.
+      relevance: scored candidates of the row `full`, one Ranking per question.
+      selection: `weight` of the similarity, `threshold`, and `vlp_threshold` (VLP alone).
+      examples: approximate number of questions that the report shows.
+    """
+
+    folder: Path
+    corpus: Corpus
+    questions: Sequence[Question]
+    scores: Mapping[str, Mapping[str, np.ndarray]]
+    predictions: Mapping[str, Sequence[Prediction]]
+    relevance: Sequence[Ranking]
+    selection: Mapping[str, Any]
+    examples: int
+
+
+def read_results(
+    folder: Path,
+    rows: Path,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    selection: Mapping[str, Any],
+    examples: int,
+) -> Results:
+    """Reads the outputs of every row in `rows`; adds the constant answers as a row."""
+    scores, predictions = {}, {}
+    for row in sorted(path.parent for path in rows.glob("*/per_question.jsonl")):
+        lines = [line["scores"] for _, line in read_jsonl(row / "per_question.jsonl")]
+        scores[row.name] = {name: np.array([line[name] for line in lines]) for name in lines[0]}
+        predictions[row.name] = read_answers(row / "predictions.jsonl")
+    normalizer = Normalizer("none")
+    known = [question for question in corpus.questions() if question.split != "test"]
+    constants = constant_predictions(questions, fit_constant_answers(known, lemmatizer=normalizer))
+    scores["constant"] = score_answers(questions, constants, lemmatizer=normalizer).per_question
+    ids = [question.id for question in questions]
+    relevance = read_rankings(rows / "full" / "retrieval" / "relevance.jsonl", ids, corpus.row)
+    return Results(folder, corpus, questions, scores, predictions, relevance, selection, examples)
+
+
+def score_demo(results: Results) -> dict[str, Any]:
+    """All scores: the JSON object of `mmqa demo --json`.
+
+    Answers are scored with WebQA's accuracy without a lemmatizer (key `scorer`). Groups are
+    WebQA's categories, with `text` also split by number of hops.
+    """
+    groups = question_groups(results.questions)
+    named = {
+        **{
+            f"{metric}/{row}": results.scores[row][f"{metric}/no_lemma"]
+            for row in (*SETTINGS, "constant")
+            for metric in METRICS
+        },
+        **{
+            f"source_f1/{name}": results.scores[row]["source_f1/official"]
+            for name, row in SOURCE_F1.items()
+        },
+    }
+    intervals = {name: bootstrap_interval(values) for name, values in named.items()}
+    recall = {
+        row: {str(k): float(results.scores[row][f"recall@{k}"].mean()) for k in _KS}
+        for row in RETRIEVERS
+    }
+    by_category: dict[str, Any] = {
+        row: {
+            group: {m: float(named[f"{m}/{row}"][members].mean()) for m in METRICS}
+            for group, members in groups.items()
+        }
+        for row in (*SETTINGS, "constant")
+    }
+    by_category |= {
+        f"retrieval/{row}": {
+            group: {"recall_at_20": float(results.scores[row]["recall@20"][members].mean())}
+            for group, members in groups.items()
+        }
+        for row in RETRIEVERS
+    }
+    return {
+        "dataset": "atlas",
+        "n": len(results.questions),
+        "scorer": "webqa_acc/no_lemma",
+        "selection": {k: results.selection[k] for k in _TUNED},
+        "scores": {name: interval.mean for name, interval in intervals.items()}
+        | {f"recall_at_20/{row}": values["20"] for row, values in recall.items()},
+        "intervals": {name: [x.low, x.high] for name, x in intervals.items()},
+        "by_category": by_category,
+        "recall": recall,
+    }
+
+
+def question_groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
+    """Category -> indices of its questions; `text` also as one-hop and two-hop text."""
+    groups: dict[str, list[int]] = {}
+    for i, question in enumerate(questions):
+        groups.setdefault(question.category, []).append(i)
+        if question.category == "text":
+            hops = "two-hop" if question.extra.get("hops") == 2 else "one-hop"
+            groups.setdefault(f"text, {hops}", []).append(i)
+    return {name: np.array(groups[name]) for name in sorted(groups)}
+
+
+def show_tables(
+    results: Results, scores: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Prints the tables on stderr, because stdout is reserved for the JSON."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    console.print(f"\n{NOTICE}", soft_wrap=True)
+    for table in [*result_tables(results, scores), stage_table(stages)]:
+        console.print(to_rich(table))
+
+
+def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
+    """Tables of answers by setting and category, exact match, retrieval, source selection."""
+    n = scores["n"]
+    tables = [
+        _settings_table(results, scores, "webqa_acc", f"Answers: WebQA accuracy, {n} questions"),
+        _settings_table(results, scores, "exact_match", f"Answers: exact match, {n} questions"),
+    ]
+    f1 = {row: float(results.scores[row]["source_f1/official"].mean()) for row in RETRIEVERS}
+    recall = {
+        name: {int(k): v for k, v in values.items() if int(k) != 50}
+        for name, values in scores["recall"].items()
+    }
+    tables.append(
+        retrieval_table("Retrieval over the whole collection", recall, f1, "Source F1: top two.")
+    )
+    groups = list(scores["by_category"]["retrieval/bm25"])
+    rows = [
+        [name, *(scores["by_category"][f"retrieval/{name}"][g]["recall_at_20"] for g in groups)]
+        for name in RETRIEVERS
+    ]
+    tables.append(Table("recall@20 by category", ["retriever", *groups], rows))
+    tuned = scores["selection"]
+    note = (
+        f"bm25, dense: top two. vlp: above {tuned['vlp_threshold']}. reranked: above "
+        f"{tuned['threshold']}, VLP with {tuned['weight']:g} x similarity. Tuned on val."
+    )
+    if tuned.get("weight_at_edge"):
+        note += " That weight is the largest one tried: a larger one may be better."
+    cited = [[name, _interval(scores, f"source_f1/{name}")] for name in SOURCE_F1]
+    title = "Source F1 (restricted; full_: whole collection)"
+    return [*tables, Table(title, ["system", "F1"], cited, note)]
+
+
+def stage_table(stages: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Time and memory of every stage."""
+    rows: list[list[Cell]] = [
+        [name, round(record["seconds"] / 60, 2), record["peak_rss_mib"]]
+        for name, record in stages.items()
+    ]
+    total = sum(record["seconds"] for record in stages.values())
+    peak = max((record["peak_rss_mib"] for record in stages.values()), default=0)
+    return Table("Stages", ["stage", "minutes", "peak MiB"], [*rows, ["all", total / 60, peak]])
+
+
+def write_html(
+    path: Path,
+    results: Results,
+    scores: Mapping[str, Any],
+    stages: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Writes report.html."""
+    products = {kind.product: results.folder / task for task, kind in known_tasks().items()}
+    best = {product: read_best(folder) for product, folder in products.items()}
+    data = ReportData(
+        title="Atlas: cited answers from pictures and prose",
+        description=(
+            f"{len(results.corpus):,} sources; {scores['n']} test questions about countries that "
+            "no training question names. This run trained the retriever, the source selector and "
+            "the reader."
+        ),
+        notice=NOTICE,
+        attribution=results.corpus.manifest.get("attribution", "").strip().splitlines(),
+        facts=run_facts(results.folder, results.corpus),
+        headline={
+            "answer accuracy, oracle sources": scores["scores"]["webqa_acc/oracle"],
+            "answer accuracy, full collection": scores["scores"]["webqa_acc/full"],
+            "recall@20, dense with second hop": scores["scores"]["recall_at_20/dense_second_hop"],
+            "source F1, restricted": scores["scores"]["source_f1/reranked"],
+        },
+        tables=result_tables(results, scores),
+        curves={
+            kind.product: run_curves(results.folder / task) for task, kind in known_tasks().items()
+        },
+        best_steps={title: found["step"] for title, found in best.items() if found is not None},
+        recall={
+            name: {int(k): v for k, v in values.items()}
+            for name, values in scores["recall"].items()
+        },
+        stages=[(name, record["seconds"]) for name, record in stages.items()],
+        examples=[
+            _example(results, i) for i in evenly_by_category(results.questions, results.examples)
+        ],
+    )
+    write_report(path, data)
+
+
+def _example(results: Results, i: int) -> Any:
+    answers = {
+        row: (
+            results.predictions[row][i],
+            {metric: float(results.scores[row][f"{metric}/no_lemma"][i]) for metric in METRICS},
+        )
+        for row in ("full", "restricted", "oracle", "question_only")
+    }
+    cited = results.predictions["full"][i].sources
+    return example(results.corpus, results.questions[i], answers, results.relevance[i], cited)
+
+
+def _settings_table(results: Results, scores: Mapping[str, Any], metric: str, title: str) -> Table:
+    """One row per category, one column per setting, the constant answer last."""
+    by_category = scores["by_category"]
+    columns = (*SETTINGS, "constant")
+    rows: list[list[Cell]] = [
+        [name, len(members), *(by_category[setting][name][metric] for setting in columns)]
+        for name, members in question_groups(results.questions).items()
+    ]
+    overall = [_interval(scores, f"{metric}/{setting}") for setting in columns]
+    rows.append(["all", len(results.questions), *overall])
+    note = (
+        "No lemmatizer. Constant: each category's best single answer, chosen on train and val. "
+        "Intervals: 95%, bootstrap over questions."
+    )
+    return Table(title, ["category", "n", *columns], rows, note)
+
+
+def _interval(scores: Mapping[str, Any], name: str) -> Interval:
+    return Interval(scores["scores"][name], *scores["intervals"][name])

@@ -1,0 +1,165 @@
+"""`mmqa embed` and `mmqa index`: embeddings of a corpus's sources, and the index over them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core import distributed
+from mmqa_jax.core.chunks import Engine, check_chunk
+from mmqa_jax.core.files import check_out, read_json, write_json
+from mmqa_jax.core.local_copies import local_copy
+from mmqa_jax.core.paths import check_store
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.retrieval.embeddings import (
+    Embeddings,
+    join_embeddings,
+    open_embeddings,
+    read_unfinished,
+)
+from mmqa_jax.retrieval.exact import ExactIndex, check_embeddings
+from mmqa_jax.retrieval.index import build_index, is_current, load_index
+from mmqa_jax.retrieval.manifest import MANIFEST
+from mmqa_jax.retrieval.milvus import ingest, open_milvus
+from mmqa_jax.retrieval.recall import recall_against
+from mmqa_jax.runs.parts import EMBEDDINGS, INDEX
+from mmqa_jax.tasks.embedder import open_embedder
+
+_COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth
+
+
+def embed(
+    data: Path,
+    model: Path,
+    out: Path,
+    *,
+    shard: Shard = WHOLE,
+    chunk: int = 1024,
+    overwrite: bool = False,
+    engine: Engine | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Embeds every source of a corpus; continues an interrupted job.
+
+    Args:
+      data, model, out: may be in an object store.
+      shard: this process's share of the job.
+      chunk: sources that are written together.
+      overwrite: replace embeddings of another model or corpus in `out`.
+      engine: computes the chunks instead of this process.
+      options: see tasks.embedder.open_embedder.
+    """
+    check_chunk(chunk)
+    check_out(out / EMBEDDINGS, folder=True)
+    corpus = open_corpus(local_copy(data))
+    if engine is not None:
+        count = -(-len(corpus) // chunk)  # a part for each chunk
+
+        def open_one() -> Callable[[int], None]:
+            embedder, pictures = open_embedder(local_copy(model), corpus, options)
+
+            def one(number: int) -> None:
+                embedder.embed_sources(
+                    corpus, pictures, out / EMBEDDINGS,
+                    shard_rows=chunk, part=(number, count), overwrite=overwrite,
+                )  # fmt: skip
+
+            return one
+
+        engine.compute(_missing(out / EMBEDDINGS, count), open_one)
+        write_json(out / "embed.json", {"data": str(data), "model": str(model)})
+        return merge_embeddings(out)
+    embedder, pictures = open_embedder(local_copy(model), corpus, options)
+    with Progress("Embedding sources", len(corpus), "sources") as progress:
+        embeddings = embedder.embed_sources(
+            corpus,
+            pictures,
+            out / EMBEDDINGS,
+            shard_rows=chunk,
+            part=shard,
+            overwrite=overwrite,
+            on_progress=progress.reach,
+        )
+    write_json(out / "embed.json", {"data": str(data), "model": str(model)})
+    result = {"sources": len(corpus), "dim": embedder.dim, "broken_pictures": pictures.broken.count}
+    result |= embedder.serving.to_json()
+    print(f"embed: {embedder.serving}", file=sys.stderr)
+    if embeddings is None:
+        print(f"This process's part is in {out}; other processes have not finished theirs.")
+        return {**result, "waiting_for_other_shards": True}
+    print(f"{len(corpus):,} sources x {embedder.dim}: {out}")
+    return result
+
+
+def _missing(folder: Path, count: int) -> list[int]:
+    """The chunks to compute; of another job's folder all, of a finished job one, to compare it."""
+    if not (folder / MANIFEST).exists():
+        return list(range(count))
+    unfinished = read_unfinished(folder)
+    if unfinished is None:
+        return [0]
+    return unfinished.missing if len(unfinished.shards) == count else list(range(count))
+
+
+def merge_embeddings(out: Path) -> dict[str, Any]:
+    """The last step of `embed`: puts together what its shards wrote to `out`."""
+    rows, dim = join_embeddings(out / EMBEDDINGS).vectors.shape
+    print(f"{rows:,} sources x {dim}: {out}")
+    return {"sources": rows, "dim": dim}
+
+
+def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
+    """Builds the index over the embeddings in `folder`, unless it is up to date.
+
+    Args:
+      kind: see retrieval.index.build_index.
+      place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
+    """
+    check_store(folder)
+    embeddings = open_embeddings(folder / EMBEDDINGS)
+    check_embeddings(embeddings)  # also where the index is up to date
+    if place:
+        return _fill(place, embeddings)
+    import jax
+
+    current = is_current(folder / INDEX, embeddings, kind)
+    distributed.barrier("index: all have looked")
+    if not current and jax.process_index() == 0:
+        build_index(embeddings, kind).save(folder / INDEX)
+    distributed.barrier("index: written")
+    kind = read_json(folder / INDEX / "manifest.json")["kind"]
+    rows, state = len(embeddings.vectors), "is up to date" if current else "built"
+    print(f"Index of {rows:,} sources ({kind}) {state}: {folder / INDEX}")
+    result = {"rows": rows, "kind": kind, "built": not current}
+    if kind == "mesh_approx":
+        result |= _recall(load_index(folder / INDEX, embeddings), embeddings)
+    return result
+
+
+def _fill(place: str, embeddings: Embeddings) -> dict[str, Any]:
+    """Fills a collection of Milvus, or finishes that, and compares it with exact search."""
+    import jax
+
+    rows, sent = len(embeddings.vectors), False
+    if jax.process_index() == 0:
+        with Progress("Filling Milvus", rows, "sources") as progress:
+            sent = ingest(place, embeddings, on_progress=lambda done: progress.reach(done, rows))
+    distributed.barrier("index: filled")
+    made = open_milvus(place, embeddings.model_fingerprint, embeddings.corpus_fingerprint)
+    print(f"Index of {rows:,} sources (milvus) {'built' if sent else 'is up to date'}: {place}")
+    return {"rows": rows, "kind": made.kind, "built": sent, **_recall(made, embeddings)}
+
+
+def _recall(index: Any, embeddings: Embeddings) -> dict[str, float]:
+    """Prints and returns what an approximate index finds of exact search's results."""
+    rows = len(embeddings.vectors)
+    if rows > _COMPARED_ROWS:
+        return {}
+    top_k = min(20, rows)
+    recall = recall_against(index, ExactIndex(embeddings), top_k)
+    print(f"recall@{top_k} against exact search: {recall:.4f}")
+    return {f"recall@{top_k}": recall}

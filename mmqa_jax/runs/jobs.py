@@ -1,0 +1,151 @@
+"""Jobs in parts (core.chunks, retrieval.embeddings): where they are, and how far."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.job_files import JOB_FILE, PARTS, part_files, read_about, read_job
+from mmqa_jax.core.paths import check_store
+from mmqa_jax.retrieval.embeddings import read_unfinished
+from mmqa_jax.retrieval.manifest import MANIFEST
+from mmqa_jax.runs.parts import EMBEDDINGS
+
+
+class Place(NamedTuple):
+    """A folder of parts, and whether they are embeddings."""
+
+    folder: Path
+    embeddings: bool
+
+
+def find_job(path: Path) -> Place:
+    """The job whose --workdir, --out or folder of parts `path` is; UserError if there is none."""
+    check_store(path)
+    for folder in (path, path / PARTS, path.with_name(f"{path.name}.parts")):
+        if (folder / JOB_FILE).is_file():
+            return Place(folder, False)
+    for folder in (path, path / EMBEDDINGS):
+        if (folder / MANIFEST).is_file() and folder.name == EMBEDDINGS:
+            return Place(folder, True)
+    raise UserError(
+        f"{path}: holds no parts of a job; name the --workdir of `mmqa run` or the --out of "
+        "another verb, one that is not finished or was started with --shard."
+    )
+
+
+@dataclasses.dataclass
+class ShardStatus:
+    """How far one shard is.
+
+    Attributes:
+      parts, parts_done, items, items_done: what it has to do, and what of it is done.
+      rate: items per second of its work so far; None: not known yet.
+      last: seconds since its last part; None: there is none.
+      host: of the last part; "": not known.
+    """
+
+    shard: str
+    parts: int = 0
+    parts_done: int = 0
+    items: int = 0
+    items_done: int = 0
+    rate: float | None = None
+    last: float | None = None
+    host: str = ""
+
+
+def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
+    """How far a job is.
+
+    Args:
+      now: seconds since the epoch.
+
+    Returns:
+      `items`, `items_done`, `parts`, `parts_done`, `missing` (numbers of parts), `shards` (the
+      fields of ShardStatus), `rate` (items per second of all shards that have done a part, as if
+      all were at work), `seconds_left` (of the last shard, at the rates so far; None: not known),
+      `complete` (the results are written).
+    """
+    now = time.time() if now is None else now
+    if place.embeddings:
+        shards, missing, complete = _of_embeddings(place.folder, now)
+    else:
+        shards, missing, complete = _of_chunks(place.folder, now)
+    rates = [shard.rate for shard in shards if shard.rate]
+    usual = sum(rates) / len(rates) if rates else None
+    left = [
+        (shard.items - shard.items_done) / (shard.rate or usual) if usual else None
+        for shard in shards
+        if shard.items > shard.items_done
+    ]
+    return {
+        "folder": str(place.folder),
+        "complete": complete,
+        **{
+            name: sum(getattr(shard, name) for shard in shards)
+            for name in ("items", "items_done", "parts", "parts_done")
+        },
+        "missing": missing,
+        "rate": sum(rates) if rates else None,
+        "seconds_left": None if None in left else max(left, default=0.0),
+        "shards": [dataclasses.asdict(shard) for shard in shards],
+    }
+
+
+def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:
+    record = read_job(folder)
+    job, count = record.job, record.shards
+    found = {about["chunk"]: about for about in map(read_about, part_files(folder))}
+    starts = range(0, job["items"], job["chunk"])
+    sizes = [min(job["chunk"], job["items"] - start) for start in starts]
+    shards = _dealt(sizes, found, count)
+    for index, shard in enumerate(shards):
+        own = [about for number, about in found.items() if number % count == index]
+        if own:
+            seconds = _covered([(about["began"], about["ended"]) for about in own])
+            shard.rate = shard.items_done / seconds if seconds > 0 else None
+            newest = max(own, key=lambda about: about["ended"])
+            shard.last, shard.host = max(now - newest["ended"], 0.0), newest["host"]
+    missing = [number for number in range(len(sizes)) if number not in found]
+    return shards, missing, record.complete
+
+
+def _of_embeddings(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:
+    unfinished = read_unfinished(folder)
+    if unfinished is None:
+        return [], [], True
+    sizes = [size for size, _ in unfinished.shards]
+    found = {n: at for n, (_, at) in enumerate(unfinished.shards) if at is not None}
+    shards = _dealt(sizes, found, unfinished.parts)
+    for index, shard in enumerate(shards):
+        own = sorted((at, sizes[n]) for n, at in found.items() if n % unfinished.parts == index)
+        if own:
+            shard.last = max(now - own[-1][0], 0.0)  # clocks of hosts may differ, or be set
+        if len(own) > 1 and own[-1][0] > own[0][0]:  # when the first was begun is not known
+            shard.rate = sum(size for _, size in own[1:]) / (own[-1][0] - own[0][0])
+    return shards, unfinished.missing, False
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans was: workers of one shard may overlap."""
+    covered, until = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        covered += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return covered
+
+
+def _dealt(sizes: Sequence[int], found: Any, count: int) -> list[ShardStatus]:
+    """What every shard has to do and has done; `sizes` are of the parts, `found` those done."""
+    shards = [ShardStatus(f"{index}/{count}") for index in range(count)]
+    for number, size in enumerate(sizes):
+        shard = shards[number % count]
+        shard.parts, shard.items = shard.parts + 1, shard.items + size
+        if number in found:
+            shard.parts_done, shard.items_done = shard.parts_done + 1, shard.items_done + size
+    return shards

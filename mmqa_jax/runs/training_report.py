@@ -1,0 +1,101 @@
+"""`mmqa report` of one training run: its curves, and the table of its validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.evaluation.plots import Points
+from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
+from mmqa_jax.evaluation.tables import Table, show
+from mmqa_jax.runs.run_report import run_facts
+from mmqa_jax.tasks.reading import known_tasks
+from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
+from mmqa_jax.training.best_weights import read_best
+
+METRICS = "metrics.jsonl"
+_VALIDATION = "eval/"
+
+
+def run_curves(folder: Path) -> dict[str, Points]:
+    """Loss, accuracy and validation of the run in `folder`: name -> [(step, value)]."""
+    return {
+        name: points
+        for name, points in read_curves(folder / METRICS).items()
+        if name in ("loss", "accuracy") or name.startswith(_VALIDATION)
+    }
+
+
+def write_training_report(folder: Path) -> dict[str, Any]:
+    """Prints the validation of a finished or running training run and writes its report.html.
+
+    Raises:
+      UserError: `folder` has no config.json of a training run.
+    """
+    config = read_config(folder)
+    if "task" not in config:
+        raise UserError(
+            f"{folder}: holds no training run (config key task is {config.get('task')!r}); name "
+            "the workdir of `mmqa train` or of `mmqa demo`."
+        )
+    curves, best, product = run_curves(folder), read_best(folder), _product(config.task)
+    title = f"Training of the {product}"
+    tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
+    headline = {} if best is None else {f"best {best['metric']}": best["value"]}
+    if (found := goodput(read_attempts(folder))) is not None:
+        tables.append(_time_table(found))
+    facts = run_facts(folder)
+    if best is not None:
+        facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
+    for table in tables:
+        show(table)
+    data = ReportData(
+        title=title,
+        description=(
+            f"{config.train.steps:,} steps on split {config.data.split} of {config.data.dir}."
+        ),
+        facts=facts,
+        headline=headline,
+        tables=tables,
+        curves={product: curves},
+        best_steps={} if best is None else {product: best["step"]},
+    )
+    write_report(folder / "report.html", data)
+    Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    return {"task": config.task, "report": str(folder / "report.html"), "best": best}
+
+
+def _product(task: str) -> str:
+    """What a task trains, in words; of a task that a config file defines its name."""
+    kind = known_tasks().get(task)
+    return task if kind is None else kind.product
+
+
+def _time_table(found: Goodput) -> Table:
+    """What the wall time of all attempts went into."""
+    rows = [
+        [name, round(seconds, 1), seconds / found.wall_seconds]
+        for name, seconds in found.seconds.items()
+    ]
+    return Table(
+        "Wall time",
+        ["what", "seconds", "share"],
+        rows,
+        note=f"Goodput: {found.text()}. training/README.md says what the rows are.",
+    )
+
+
+def _validation_table(curves: dict[str, Points]) -> Table:
+    """One row per evaluation, one column per value."""
+    values = {
+        name.removeprefix(_VALIDATION): dict(points)
+        for name, points in curves.items()
+        if name.startswith(_VALIDATION)
+    }
+    steps = sorted({step for points in values.values() for step in points})
+    rows = [[int(step), *(points.get(step) for points in values.values())] for step in steps]
+    return Table("Validation", ["step", *values], rows)
