@@ -8,23 +8,23 @@ are those of haotian-liu/LLaVA, scripts/v1_5/eval/{sqa,mmbench,seed}.sh (templat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, llava_choice
-from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture, Query
-from mmqa_jax.prompting.few_shot import few_shot, output_record, prompts_record
-from mmqa_jax.prompting.multiple_choice import check_choices
-from mmqa_jax.prompting.stream import answer_all
+from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
+from mmqa_jax.prompting.few_shot import ask_few_shot, one_prompt, pictures_of, read_one
 from mmqa_jax.prompting.templates import load_template
 
 
 def answer_llava(
     questions: Sequence[Question],
     corpus: Corpus,
-    llm: Any,
+    llm: Backend,
     *,
     template: str = "llava.letter",
     read: Literal["choice", "text"] = "text",
@@ -37,28 +37,21 @@ def answer_llava(
       read: whether the option that the text names is recorded (`choice`, by LLaVA's rule for
         ScienceQA), or the text alone, which MMBench's and SEED-Bench's scorers read.
     """
-    prompt, decoding = load_template(template), Decoding(max_new_tokens=max_new_tokens)
+    decoding = Decoding(max_new_tokens=max_new_tokens)
 
-    def asking(question: Question) -> Callable[[str], Query]:
-        data = corpus.question_picture(question)
-        shown = () if data is None else (Picture(data, question.image or ""),)
-        return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
+    def show(key: Hashable, question: Question, text: str) -> Chat:
+        shown = pictures_of(corpus, question)
+        return Chat(key, (Message("user", (*shown, text)),), decoding)
 
-    prompts = [few_shot(prompt, q, [], fields, asking(q), llm.check) for q in questions]
-    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    predictions = []
-    for question, own in zip(questions, prompts, strict=True):
-        failed = answers.failed.get(question.id)
-        trace = prompts_record([own], [] if failed is None else [failed])
-        text, choice = "", None
-        if question.id in answers.by_id:
-            candidate = answers.by_id[question.id].candidates[0]
-            text = (candidate.text or "").strip()
-            trace["outputs"] = [output_record(text, candidate.total)]
-            if read == "choice":
-                choice = llava_choice(text, len(question.choices))
-        predictions.append(Prediction(question.id, text, choice=choice, trace=trace))
-    return predictions
+    no_shots = one_prompt(questions, [[]] * len(questions))
+    replies = ask_few_shot(questions, no_shots, llm, load_template(template), fields, show)
+    predictions = list(map(read_one, questions, replies))
+    if read == "text":
+        return predictions
+    return [
+        dataclasses.replace(p, choice=llava_choice(p.answer, len(question.choices)))
+        for question, p in zip(questions, predictions, strict=True)
+    ]
 
 
 def fields(question: Question) -> Mapping[str, str]:
@@ -73,10 +66,4 @@ def fields(question: Question) -> Mapping[str, str]:
     }
 
 
-SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {"llava": answer_llava}
-PARTS = ("llm",)
-
-
-def check_questions(setting: str, questions: Sequence[Question]) -> None:
-    """Raises UserError for questions that a setting cannot answer; called before parts open."""
-    check_choices(setting, questions)
+SETTINGS = {"llava": Setting(answer_llava, of_choices=True)}

@@ -3,7 +3,7 @@
 The picture becomes a caption, perhaps with tags; solved questions that resemble the query in text
 and picture precede it; of several prompts with different examples the most probable answer wins.
 PromptCap's rows are the same with its own captions, one prompt, and the most similar example last.
-WebQA's, which show sources, are in pica_webqa.py.
+On WebQA's sources (its section 6.3) the prompt shows the gold sources, put into words.
 
   library.select(questions, count, similarity) -> shots of every question, most similar first
   knowledge.of_questions(questions)            -> passages for the context (as KAT; optional)
@@ -16,40 +16,36 @@ import collections
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS
 from mmqa_jax.data.datasets.coco import PEOPLE_CAPTIONS
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.evaluation.answer_text import pica_answer
-from mmqa_jax.papers.pica_webqa import answer_with_sources, answer_without_sources
-from mmqa_jax.prompting.backends import Choices, Completion, Decoding
-from mmqa_jax.prompting.captions import (
-    Captions,
-    check_captions,
-    check_no_tags,
-    traced,
-    with_captions,
-)
+from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting.backends import Backend, Decoding
+from mmqa_jax.prompting.captions import Captions, traced, with_captions
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
     OWN_CAPTION,
-    FewShot,
+    Fields,
+    MakeQuery,
     Order,
-    few_shot,
+    Replies,
+    ask_few_shot,
+    continued,
     majority_answer,
+    one_prompt,
+    outputs_record,
     prompts_record,
+    read_one,
+    several_prompts,
 )
-from mmqa_jax.prompting.multiple_choice import (
-    Normalization,
-    check_choices,
-    choose_options,
-)
+from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity, seeded
-from mmqa_jax.prompting.stream import Answers, answer_all
-from mmqa_jax.prompting.templates import PromptTemplate, load_template
-from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
-from mmqa_jax.retrieval.rankings import check_gold
+from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 ShotAnswer = Literal["first", "majority"]
 ShotCaptions = Literal["own", "people"]
@@ -61,7 +57,7 @@ _PROMPTCAP_ANSWERS = {
 
 def answer_pica(
     questions: Sequence[Question],
-    llm: Any,
+    llm: Backend,
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
@@ -87,21 +83,21 @@ def answer_pica(
         people, without tags (`people`, PICa's; by `seed` and the shot); the query's is then
         written as in the released file, which PICa's code cuts without reading its JSON.
     """
-    decoding, fields = _decoding(max_new_tokens), _fields_of(tags, shot_answer)
     chosen = library.select(questions, shots * ensemble, similarity, seed=seed)
     if shot_captions == "people":
         chosen = [[_captioned_by_people(shot, seed) for shot in found] for found in chosen]
         questions = [_as_released(question) for question in questions]
-    groups = [[found[r * shots : (r + 1) * shots] for r in range(ensemble)] for found in chosen]
-    return _answer(
-        questions, groups, passages_of(knowledge, questions), llm,
-        load_template(template), fields, decoding, order,
+    replies = ask_few_shot(
+        questions, several_prompts(questions, chosen, shots, ensemble), llm,
+        load_template(template), _fields_of(tags, shot_answer), _one_line(max_new_tokens),
+        order, knowledge,
     )  # fmt: skip
+    return [_most_probable(*pair, pica_answer) for pair in zip(questions, replies, strict=True)]
 
 
 def answer_promptcap(
     questions: Sequence[Question],
-    llm: Any,
+    llm: Backend,
     library: ExampleLibrary,
     captions: Captions | None = None,
     *,
@@ -122,27 +118,28 @@ def answer_promptcap(
 
     def fields(question: Question) -> Mapping[str, str]:
         caption = str(question.extra.get(CAPTION, ""))
+        with_tags = tags and TAGS in question.extra
         return {
-            "context": f"{caption} {_tags(question)}"
-            if tags and TAGS in question.extra
-            else caption,
+            "context": f"{caption} {_tags(question)}" if with_tags else caption,
             "question": question.question,
             "answer": majority_answer(question, last=True),
         }
 
     chosen = library.select(questions, shots, similarity, seed=seed)
     shown, chosen = with_captions(questions, chosen, captions)
-    predictions = _answer(
-        shown, [[found] for found in chosen], [None] * len(questions), llm,
-        load_template("pica.okvqa"), fields, _decoding(max_new_tokens), "most_similar_last",
-        read=_promptcap_answer,
+    replies = ask_few_shot(
+        shown, several_prompts(shown, chosen, shots, 1), llm,
+        load_template("pica.okvqa"), fields, _one_line(max_new_tokens), "most_similar_last",
     )  # fmt: skip
+    predictions = [
+        _most_probable(*pair, _promptcap_answer) for pair in zip(shown, replies, strict=True)
+    ]
     return traced(predictions, questions, captions)
 
 
 def choose_pica(
     questions: Sequence[Question],
-    llm: Any,
+    llm: Backend,
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
@@ -162,19 +159,13 @@ def choose_pica(
       score: log-probability of an option's text, summed or per token.
       calibrated: less the option's log-probability after a prompt without question and context.
     """
-    prompt, fields = load_template(template), _fields_of(tags, shot_answer)
     chosen = library.select(questions, shots, similarity, seed=seed)
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
-    prompts = [
-        few_shot(prompt, q, found, fields, _scoring(q.id, options[q.id]), llm.check, order, known)
-        for q, found, known in zip(
-            questions, chosen, passages_of(knowledge, questions), strict=True
-        )
-    ]
-    blank = prompt.render([], dict.fromkeys(("context", "question"), NO_CONTEXT))
+    blank = dict.fromkeys(("context", "question"), NO_CONTEXT) if calibrated else None
     return choose_options(
-        questions, prompts, options, llm, score=score, blank=blank if calibrated else None
-    )
+        questions, chosen, options, llm, load_template(template), _fields_of(tags, shot_answer),
+        order=order, knowledge=knowledge, score=score, blank=blank,
+    )  # fmt: skip
 
 
 def copy_nearest_answer(
@@ -205,43 +196,6 @@ def vote_of_nearest_answers(
         votes = collections.Counter(majority_answer(shot.question) for shot in found)
         predictions.append(Prediction(question.id, votes.most_common(1)[0][0] if votes else ""))
     return predictions
-
-
-SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
-    "pica": answer_pica,
-    "pica_choice": choose_pica,
-    "pica_promptcap": answer_promptcap,
-    "pica_oracle": answer_with_sources,
-    "pica_question_only": answer_without_sources,
-    "copy_nearest": copy_nearest_answer,
-    "vote_of_nearest": vote_of_nearest_answers,
-}
-PARTS = ("llm", "library", "knowledge", "captions")
-
-
-def check_questions(setting: str, questions: Sequence[Question]) -> None:
-    """Raises UserError for questions that a setting cannot answer; called before parts open."""
-    if setting == "pica_choice":
-        check_choices(setting, questions)
-    if setting == "pica_oracle":
-        check_gold(questions)
-
-
-def check_options(setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Raises UserError for options and parts without effect; called before anything is opened."""
-    if setting == "pica_promptcap":
-        check_no_tags(parts)
-
-
-def check_inputs(
-    setting: str,
-    questions: Sequence[Question],
-    options: Mapping[str, Any],
-    parts: Mapping[str, Any],
-) -> None:
-    """Raises UserError for files that are not the questions'; called before a model is loaded."""
-    if setting == "pica_promptcap":
-        check_captions(questions, parts.get("captions"))
 
 
 def context(question: Question, tags: bool) -> str:
@@ -282,7 +236,7 @@ def _promptcap_answer(text: str) -> str:
     return pica_answer(_PROMPTCAP_ANSWERS.get(text.lower(), text))
 
 
-def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Callable[[Question], Mapping[str, str]]:
+def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Fields:
     def fields(question: Question) -> Mapping[str, str]:
         first = question.answers[0] if question.answers else ""
         answer = first if shot_answer == "first" and first else majority_answer(question)
@@ -295,59 +249,132 @@ def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Callable[[Question], Mapp
     return fields
 
 
-def _answer(
+def _one_line(max_new_tokens: int) -> MakeQuery:
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
+    return continued(decoding)
+
+
+def _most_probable(question: Question, replies: Replies, read: Callable[[str], str]) -> Prediction:
+    """Of a question's prompts the answer with the largest summed log-probability."""
+    trace = prompts_record(replies.prompts, replies.failed)
+    trace["outputs"] = outputs_record(replies.best)
+    if not replies.best:
+        return Prediction(question.id, trace=trace)
+    best = max(replies.best, key=lambda candidate: candidate.total)
+    return Prediction(question.id, read(best.text or ""), trace=trace)
+
+
+# On WebQA's sources (WebQA, section 6.3). A snippet is its text; a picture its description, and a
+# caption and tags where a captioner's are at hand. XML-style brackets tell them apart (figure 4 is
+# a picture only; see templates/pica.toml).
+
+
+def answer_with_sources(
     questions: Sequence[Question],
-    groups: Sequence[Sequence[Sequence[Shot]]],
-    knowledge: Sequence[Sequence[Passage] | None],
-    llm: Any,
-    template: PromptTemplate,
-    fields: Callable[[Question], Mapping[str, str]],
-    decoding: Decoding,
-    order: Order,
-    read: Callable[[str], str] = pica_answer,
+    corpus: Corpus,
+    llm: Backend,
+    library: ExampleLibrary,
+    captions: Captions | None = None,
+    *,
+    shots: int = 8,
+    similarity: Similarity = "question_and_sources",
+    order: Order = "most_similar_first",
+    template: str = "pica.webqa",
+    max_new_tokens: int = 64,
+    seed: int = 0,
 ) -> list[Prediction]:
-    """One prompt for each group of shots of a question; the most probable answer, `read`, wins."""
-    prompts: list[dict[tuple[str, int], FewShot]] = []  # of every question
-    for question, own, passages in zip(questions, groups, knowledge, strict=True):
-        prompts.append({})
-        for r, shots in enumerate(own):
-            key = (question.id, r)
-            make = _completion(key, decoding)
-            prompts[-1][key] = few_shot(
-                template, question, shots, fields, make, llm.check, order, passages
-            )
-    queries = [p.query for own in prompts for p in own.values() if p.query is not None]
-    answers = answer_all(llm, queries)
+    """Table 6, `PICa`, oracle sources: 8 shots, fewer where the context is short.
+
+    Args:
+      captions: of the pictures; None: their descriptions stand alone.
+      similarity: shots are similar in question and sources; of several sources the mean of the
+        pairwise similarities counts.
+    """
+
+    def fields(question: Question) -> Mapping[str, str]:
+        sources = (corpus.sources[row] for row in corpus.positive_rows(question))
+        shown = "".join(f"{source_text(source, captions)}\n" for source in sources)
+        return {**_webqa_fields(question), "sources": shown}
+
+    chosen = library.select(questions, shots, similarity, seed=seed)
+    predictions = _answer_webqa(questions, chosen, llm, fields, order, template, max_new_tokens)
     return [
-        _most_probable(question, own, answers, read)
-        for question, own in zip(questions, prompts, strict=True)
+        dataclasses.replace(p, sources=q.positives, source_scores=(1.0,) * len(q.positives))
+        for p, q in zip(predictions, questions, strict=True)
     ]
 
 
-def _decoding(max_new_tokens: int) -> Decoding:
-    return Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
+def answer_without_sources(
+    questions: Sequence[Question],
+    llm: Backend,
+    library: ExampleLibrary,
+    *,
+    shots: int = 8,
+    similarity: Similarity = "question",
+    order: Order = "most_similar_first",
+    template: str = "pica.webqa",
+    max_new_tokens: int = 64,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Table 6, `PICa (Q-only)`: neither the question nor its shots show a source."""
+
+    def fields(question: Question) -> Mapping[str, str]:
+        return {**_webqa_fields(question), "sources": ""}
+
+    chosen = library.select(questions, shots, similarity, seed=seed)
+    return _answer_webqa(questions, chosen, llm, fields, order, template, max_new_tokens)
 
 
-def _completion(key: Any, decoding: Decoding) -> Callable[[str], Completion]:
-    return lambda text: Completion(key, text, decoding)
+def source_text(source: Source, captions: Captions | None) -> str:
+    """A source in brackets, on one line."""
+    if source.modality == "text":
+        return _bracketed("Text", source.text)
+    caption, tags = captions.of_source(source) if captions else ("", ())
+    parts = {"Description": source.text, "Caption": caption, "Tags": ", ".join(tags)}
+    return "".join(_bracketed(name, text) for name, text in parts.items() if text)
 
 
-def _scoring(key: Any, options: tuple[str, ...]) -> Callable[[str], Choices]:
-    return lambda text: Choices(key, text, options)
+def _bracketed(name: str, text: str) -> str:
+    return f"<{name}>{' '.join(text.split())}</{name}>"
 
 
-def _most_probable(
-    question: Question,
-    prompts: Mapping[tuple[str, int], FewShot],
-    answers: Answers,
-    read: Callable[[str], str],
-) -> Prediction:
-    """Of a question's prompts the answer with the largest summed log-probability."""
-    found = [answers.by_id[key].candidates[0] for key in prompts if key in answers.by_id]
-    failed = [answers.failed[key] for key in prompts if key in answers.failed]
-    trace = prompts_record(list(prompts.values()), failed)
-    trace["outputs"] = [{"text": c.text, "logprob": c.total} for c in found]
-    if not found:
-        return Prediction(question.id, trace=trace)
-    best = max(found, key=lambda candidate: candidate.total)
-    return Prediction(question.id, read(best.text or ""), trace=trace)
+def _webqa_fields(question: Question) -> dict[str, str]:
+    answer = question.answers[0] if question.answers else ""
+    return {"question": question.question.strip(), "answer": " ".join(answer.split())}
+
+
+def _answer_webqa(
+    questions: Sequence[Question],
+    shots: Sequence[Sequence[Shot]],
+    llm: Backend,
+    fields: Fields,
+    order: Order,
+    template: str,
+    max_new_tokens: int,
+) -> list[Prediction]:
+    """The model's sentence up to the end of its bracket or line."""
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("</Answer>", "\n"), logprobs=True)
+    replies = ask_few_shot(
+        questions, one_prompt(questions, shots), llm,
+        load_template(template), fields, continued(decoding), order,
+    )  # fmt: skip
+
+    def read(question: Question, replies: Replies) -> Prediction:
+        prediction, (prompt,) = read_one(question, replies), replies.prompts
+        if not prompt.too_long:
+            return prediction
+        trace = {**prediction.trace, "failed": [prompt.reason]}
+        return dataclasses.replace(prediction, trace=trace)
+
+    return list(map(read, questions, replies))
+
+
+SETTINGS = {
+    "pica": Setting(answer_pica),
+    "pica_choice": Setting(choose_pica, of_choices=True),
+    "pica_promptcap": Setting(answer_promptcap, captions_of="questions"),
+    "pica_oracle": Setting(answer_with_sources, of_gold=True),
+    "pica_question_only": Setting(answer_without_sources),
+    "copy_nearest": Setting(copy_nearest_answer),
+    "vote_of_nearest": Setting(vote_of_nearest_answers),
+}

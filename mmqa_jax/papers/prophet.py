@@ -10,32 +10,28 @@ answers, the examples of each prompt. Several prompts with different examples vo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.answer_text import prep_ans
-from mmqa_jax.prompting.backends import Choices, Completion, Decoding
-from mmqa_jax.prompting.captions import (
-    Captions,
-    check_captions,
-    check_no_tags,
-    traced,
-    with_captions,
-)
+from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting.backends import Backend, Decoding
+from mmqa_jax.prompting.captions import Captions, caption_sentence, traced, with_captions
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
-    FewShot,
-    few_shot,
+    Fields,
+    Replies,
+    ask_few_shot,
+    continued,
     majority_answer,
+    outputs_record,
     prompts_record,
+    several_prompts,
 )
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
-from mmqa_jax.prompting.multiple_choice import Normalization, check_choices, choose_options
+from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, seeded
-from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.prompting.tools import context
 from mmqa_jax.prompting.voting import vote
 
 _TEMPLATE = "prophet.okvqa"
@@ -43,7 +39,7 @@ _TEMPLATE = "prophet.okvqa"
 
 def answer_prophet(
     questions: Sequence[Question],
-    llm: Any,
+    llm: Backend,
     library: ExampleLibrary,
     heuristics: AnswerHeuristics,
     captions: Captions | None = None,
@@ -65,29 +61,24 @@ def answer_prophet(
       shots, candidates, ensemble: N, K and T of the paper.
       seed: of the shuffle, which depends on the question as well.
     """
-    template, fields = load_template(_TEMPLATE), _fields_of(heuristics, candidates)
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
-    chosen = heuristics.select(questions, library, shots * ensemble, similarity, seed=seed)
-    shown, chosen = with_captions(questions, chosen, captions)
-    prompts: list[list[FewShot]] = []  # of every question
-    for question, found in zip(shown, chosen, strict=True):
-        found = _shuffled(found, question, seed)
-        prompts.append([])
-        for t in range(ensemble):
-            own = found[t * shots : (t + 1) * shots]
-            make = _completion((question.id, t), decoding)
-            prompts[-1].append(few_shot(template, question, own, fields, make, llm.check))
-    answers = answer_all(llm, [p.query for own in prompts for p in own if p.query is not None])
+    nearest = heuristics.select(questions, library, shots * ensemble, similarity, seed=seed)
+    shown, nearest = with_captions(questions, nearest, captions)
+    chosen = [_shuffled(found, q, seed) for q, found in zip(shown, nearest, strict=True)]
+    replies = ask_few_shot(
+        shown, several_prompts(shown, chosen, shots, ensemble), llm,
+        load_template(_TEMPLATE), _fields_of(heuristics, candidates), continued(decoding),
+    )  # fmt: skip
     predictions = [
-        _elected(question, own, answers, heuristics)
-        for question, own in zip(questions, prompts, strict=True)
+        _elected(question, own, heuristics.best(question))
+        for question, own in zip(questions, replies, strict=True)
     ]
     return traced(predictions, questions, captions)
 
 
 def choose_prophet(
     questions: Sequence[Question],
-    llm: Any,
+    llm: Backend,
     library: ExampleLibrary,
     heuristics: AnswerHeuristics,
     captions: Captions | None = None,
@@ -106,21 +97,15 @@ def choose_prophet(
       score: log-probability of an option's text, summed or per token.
       calibrated: less the option's log-probability after a prompt without question and context.
     """
-    template, fields = load_template(_TEMPLATE), _fields_of(heuristics, candidates)
-    chosen = heuristics.select(questions, library, shots, similarity, seed=seed)
-    shown, chosen = with_captions(questions, chosen, captions)
+    nearest = heuristics.select(questions, library, shots, similarity, seed=seed)
+    shown, nearest = with_captions(questions, nearest, captions)
+    chosen = [_shuffled(found, q, seed) for q, found in zip(shown, nearest, strict=True)]
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
-    prompts = [
-        few_shot(
-            template, question, _shuffled(found, question, seed), fields,
-            _scoring(question.id, options[question.id]), llm.check,
-        )
-        for question, found in zip(shown, chosen, strict=True)
-    ]  # fmt: skip
-    blank = template.render([], {"context": NO_CONTEXT, "question": NO_CONTEXT, "candidates": ""})
+    blank = {"context": NO_CONTEXT, "question": NO_CONTEXT, "candidates": ""}
     predictions = choose_options(
-        questions, prompts, options, llm, score=score, blank=blank if calibrated else None
-    )
+        shown, chosen, options, llm, load_template(_TEMPLATE), _fields_of(heuristics, candidates),
+        score=score, blank=blank if calibrated else None,
+    )  # fmt: skip
     return traced(predictions, questions, captions)
 
 
@@ -132,40 +117,11 @@ def answer_first_candidate(
     return [Prediction(q.id, prep_ans(heuristics.best(q))) for q in questions]
 
 
-SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
-    "prophet": answer_prophet,
-    "prophet_choice": choose_prophet,
-    "prophet_candidate": answer_first_candidate,
-}
-PARTS = ("llm", "library", "heuristics", "captions")
-
-
-def check_questions(setting: str, questions: Sequence[Question]) -> None:
-    """Raises UserError for questions that a setting cannot answer; called before parts open."""
-    if setting == "prophet_choice":
-        check_choices(setting, questions)
-
-
-def check_options(setting: str, options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Raises UserError for options and parts without effect; called before anything is opened."""
-    check_no_tags(parts)
-
-
-def check_inputs(
-    setting: str,
-    questions: Sequence[Question],
-    options: Mapping[str, Any],
-    parts: Mapping[str, Any],
-) -> None:
-    """Raises UserError for files that are not the questions'; called before a model is loaded."""
-    check_captions(questions, parts.get("captions"))
-
-
-def _fields_of(heuristics: AnswerHeuristics, count: int) -> Callable[[Question], Mapping[str, str]]:
+def _fields_of(heuristics: AnswerHeuristics, count: int) -> Fields:
     def fields(question: Question) -> Mapping[str, str]:
         listed = heuristics.listed(question, count)
         return {
-            "context": context(question),
+            "context": caption_sentence(question),
             "question": question.question,
             "candidates": f"===\nCandidates: {listed}\n" if listed else "",
             "answer": majority_answer(question),
@@ -178,27 +134,20 @@ def _shuffled(shots: Sequence[Shot], question: Question, seed: int) -> list[Shot
     return [shots[i] for i in seeded(question.id, seed).permutation(len(shots))]
 
 
-def _completion(key: Any, decoding: Decoding) -> Callable[[str], Completion]:
-    return lambda text: Completion(key, text, decoding)
-
-
-def _scoring(key: Any, options: tuple[str, ...]) -> Callable[[str], Choices]:
-    return lambda text: Choices(key, text, options)
-
-
-def _elected(
-    question: Question,
-    prompts: Sequence[FewShot],
-    answers: Answers,
-    heuristics: AnswerHeuristics,
-) -> Prediction:
+def _elected(question: Question, replies: Replies, first_candidate: str) -> Prediction:
     """The answer with the largest sum of probabilities, normalized; else the first candidate."""
-    trace = prompts_record(prompts)
-    ids = [p.query.id for p in prompts if p.query is not None]
-    found = [answers.by_id[key].candidates[0] for key in ids if key in answers.by_id]
-    trace["outputs"] = [{"text": c.text, "logprob": c.total} for c in found]
-    if failed := [answers.failed[key] for key in ids if key in answers.failed]:
-        trace["failed"] = failed
-    answer, trace["vote"] = vote([(c.text.strip(), math.exp(c.total)) for c in found])
-    trace["fallback"] = prep_ans(heuristics.best(question))
+    trace = prompts_record(replies.prompts)
+    trace["outputs"] = outputs_record(replies.best)
+    if replies.failed:
+        trace["failed"] = replies.failed
+    ballots = [(best.text.strip(), math.exp(best.total)) for best in replies.best]
+    answer, trace["vote"] = vote(ballots)
+    trace["fallback"] = prep_ans(first_candidate)
     return Prediction(question.id, answer or trace["fallback"], trace=trace)
+
+
+SETTINGS = {
+    "prophet": Setting(answer_prophet, captions_of="questions"),
+    "prophet_choice": Setting(choose_prophet, of_choices=True, captions_of="questions"),
+    "prophet_candidate": Setting(answer_first_candidate),
+}

@@ -13,45 +13,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Sequence
+from typing import Literal
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_index, llava_choice
-from mmqa_jax.prompting.backends import (
-    Chat,
-    Choices,
-    Completion,
-    Decoding,
-    Message,
-    Picture,
-    Query,
-)
+from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
-    FewShot,
     Order,
-    few_shot,
-    output_record,
-    prompts_record,
+    ask_few_shot,
+    one_prompt,
+    pictures_of,
+    read_one,
 )
-from mmqa_jax.prompting.multiple_choice import (
-    Normalization,
-    check_choices,
-    choose_options,
-)
+from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.rmr_fields import fields
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
-from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.retrieval.knowledge import KnowledgeBase, passages_of
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 
 def answer_rmr(
     questions: Sequence[Question],
     corpus: Corpus,
-    llm: Any,
+    llm: Backend,
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
@@ -76,44 +64,39 @@ def answer_rmr(
       read: what of an output is the answer: `choice` keeps the output, and the option that it
         names; `letter` and `short` are `letter_alone` and `short_answer`, without an option.
     """
-    prompt = load_template(template)
     # A base model goes on with another example. A chat model ends its message by itself, and may
     # write paragraphs.
     stop = () if chat else ("\n\n", "\nQuestion:")
     # Few servers of chat models give log-probabilities, some refuse requests that ask for them.
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
 
-    def asking(question: Question) -> Callable[[str], Query]:
-        data = corpus.question_picture(question) if pictures else None
-        shown = () if data is None else (Picture(data, question.image or ""),)
+    def show(key: Hashable, question: Question, text: str) -> Query:
+        shown = pictures_of(corpus, question) if pictures else ()
         if chat:
-            return lambda text: Chat(question.id, (Message("user", (*shown, text)),), decoding)
-        return lambda text: Completion(question.id, text, decoding, shown)
+            return Chat(key, (Message("user", (*shown, text)),), decoding)
+        return Completion(key, text, decoding, shown)
 
-    chosen = library.select(questions, shots, similarity, seed=seed)
-    prompts = [
-        few_shot(prompt, question, found, fields, asking(question), llm.check, order, passages)
-        for question, found, passages in zip(
-            questions, chosen, passages_of(knowledge, questions), strict=True
-        )
-    ]
-    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    found = [_read(question, p, answers) for question, p in zip(questions, prompts, strict=True)]
-    if read == "choice":
-        return found
-    said = [
-        letter_alone(p, len(question.choices)) if read == "letter" else short_answer(p.answer)
-        for question, p in zip(questions, found, strict=True)
-    ]
-    return [
-        dataclasses.replace(p, answer=answer, choice=None)
-        for p, answer in zip(found, said, strict=True)
-    ]
+    triplets = library.select(questions, shots, similarity, seed=seed)
+    replies = ask_few_shot(
+        questions, one_prompt(questions, triplets), llm,
+        load_template(template), fields, show, order, knowledge,
+    )  # fmt: skip
+    predictions = []
+    for question, output in zip(questions, map(read_one, questions, replies), strict=True):
+        choice = llava_choice(output.answer, len(question.choices))
+        if read == "choice":
+            predictions.append(dataclasses.replace(output, choice=choice))
+        elif read == "letter":
+            letter = letter_alone(output.answer, choice, len(question.choices))
+            predictions.append(dataclasses.replace(output, answer=letter))
+        else:
+            predictions.append(dataclasses.replace(output, answer=short_answer(output.answer)))
+    return predictions
 
 
 def choose_rmr(
     questions: Sequence[Question],
-    llm: Any,
+    llm: Backend,
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
@@ -132,7 +115,7 @@ def choose_rmr(
       calibrated: less the likelihood after a prompt whose question and context are `N/A`.
     """
     prompt = load_template(template)
-    chosen = library.select(questions, shots, similarity, seed=seed)
+    triplets = library.select(questions, shots, similarity, seed=seed)
     spelled = {
         question.id: tuple(
             f" {LETTERS[i]}" if options == "letter" else prompt.spaced(f" {choice}")
@@ -140,33 +123,25 @@ def choose_rmr(
         )
         for question in questions
     }
-
-    def scoring(question: Question) -> Callable[[str], Choices]:
-        return lambda text: Choices(question.id, text, spelled[question.id])
-
-    prompts = [
-        few_shot(prompt, question, found, fields, scoring(question), llm.check, order, passages)
-        for question, found, passages in zip(
-            questions, chosen, passages_of(knowledge, questions), strict=True
-        )
-    ]
-    blank = prompt.render([], dict.fromkeys(("question", "context", "options"), NO_CONTEXT))
+    blank = dict.fromkeys(("question", "context", "options"), NO_CONTEXT)
     predictions = choose_options(
-        questions, prompts, spelled, llm, score=score, blank=blank if calibrated else None
-    )
-    return [_lettered(q, chosen) for q, chosen in zip(questions, predictions, strict=True)]
+        questions, triplets, spelled, llm, prompt, fields,
+        order=order, knowledge=knowledge, score=score, blank=blank if calibrated else None,
+    )  # fmt: skip
+    return list(map(_lettered, questions, predictions))
 
 
-def letter_alone(found: Prediction, choices: int) -> str:
+def letter_alone(output: str, choice: int | None, choices: int) -> str:
     """The letter that an output names, which MMBench's and SEED-Bench's scorers read.
 
     `The answer is B.`, `B. because` and `(B)` become `B`; an output that names none stays as it
     is, for the scorers' own rules.
+
+    Args:
+      choice: that it names by LLaVA's rule, out of `choices`.
     """
-    index = found.choice
-    if index is None:
-        index = letter_index(found.answer.strip(" .()"), choices)
-    return found.answer if index is None else LETTERS[index]
+    index = letter_index(output.strip(" .()"), choices) if choice is None else choice
+    return output if index is None else LETTERS[index]
 
 
 def short_answer(text: str) -> str:
@@ -179,23 +154,6 @@ def short_answer(text: str) -> str:
     return line.strip().rstrip(".").strip().lower()
 
 
-SETTINGS: dict[str, Callable[..., Sequence[Prediction]]] = {
-    "rmr": answer_rmr,
-    "rmr_letter": functools.partial(answer_rmr, read="letter"),
-    "rmr_direct": functools.partial(
-        answer_rmr, template="rmr.direct", read="short", max_new_tokens=128
-    ),
-    "rmr_choice": choose_rmr,
-}
-PARTS = ("llm", "library", "knowledge")
-
-
-def check_questions(setting: str, questions: Sequence[Question]) -> None:
-    """Raises UserError for questions that a setting cannot answer; called before parts open."""
-    if setting in ("rmr_choice", "rmr_letter"):
-        check_choices(setting, questions)
-
-
 def _lettered(question: Question, chosen: Prediction) -> Prediction:
     """The chosen option as `B. its text`, which every benchmark's rule reads as B."""
     if chosen.choice is None:
@@ -204,15 +162,11 @@ def _lettered(question: Question, chosen: Prediction) -> Prediction:
     return dataclasses.replace(chosen, answer=f"{letter}. {text}")
 
 
-def _read(question: Question, prompt: FewShot, answers: Answers) -> Prediction:
-    """A question's output, and the choice that it names."""
-    failed = answers.failed.get(question.id)
-    trace = prompts_record([prompt], [] if failed is None else [failed])
-    if question.id not in answers.by_id:
-        return Prediction(question.id, trace=trace)
-    candidate = answers.by_id[question.id].candidates[0]
-    text = (candidate.text or "").strip()
-    trace["outputs"] = [output_record(text, candidate.total)]
-    return Prediction(
-        question.id, text, choice=llava_choice(text, len(question.choices)), trace=trace
-    )
+SETTINGS = {
+    "rmr": Setting(answer_rmr),
+    "rmr_letter": Setting(functools.partial(answer_rmr, read="letter"), of_choices=True),
+    "rmr_direct": Setting(
+        functools.partial(answer_rmr, template="rmr.direct", read="short", max_new_tokens=128)
+    ),
+    "rmr_choice": Setting(choose_rmr, of_choices=True),
+}

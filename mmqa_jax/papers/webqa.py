@@ -11,15 +11,14 @@ The settings of tables 6, 7 and 8, each a function of the same three parts:
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, select_sources
+from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.rankings import (
-    check_gold,
     find_candidates,
     gold_ranking,
     restricted_candidates,
@@ -154,36 +153,6 @@ def retrieve_full_scale(
     return [top(ranking, cited) for ranking in ranked]
 
 
-# The settings that `mmqa run` executes, by the name in a row's config.
-SETTINGS: dict[str, Callable[..., Sequence[Prediction | Ranking]]] = {
-    "question_only": answer_question_only,
-    "oracle": answer_oracle,
-    "restricted": answer_restricted,
-    "full_scale": answer_full_scale,
-    "retrieved": answer_retrieved,
-    "select_restricted": select_restricted,
-    "select_full_scale": select_full_scale,
-    "retrieve_restricted": retrieve_restricted,
-    "retrieve_full_scale": retrieve_full_scale,
-}
-PARTS = ("retriever", "reranker", "reader")
-
-
-def check_questions(setting: str, questions: Sequence[Question]) -> None:
-    """Raises UserError for questions that a setting cannot answer; called before parts open."""
-    if setting == "oracle":
-        check_gold(questions)
-
-
-def notes(setting: str, questions: Sequence[Question], options: Mapping[str, Any]) -> list[str]:
-    """What a reader of the results has to know about how a setting treated its questions."""
-    taken = inspect.signature(SETTINGS[setting]).parameters
-    if "cap" not in taken:
-        return []
-    note = cap_note(questions, options.get("cap", taken["cap"].default))
-    return [note] if note else []
-
-
 def cap_note(questions: Sequence[Question], cap: Cap) -> str | None:
     """That a cap was not applied to questions with hidden gold sources; None if there are none."""
     hidden = sum(not question.positives for question in questions)
@@ -198,3 +167,22 @@ def cap_note(questions: Sequence[Question], cap: Cap) -> str | None:
 def top(ranking: Ranking, top_k: int) -> Ranking:
     """The first `top_k` sources of a ranking."""
     return Ranking(ranking.question_id, ranking.sources[:top_k], ranking.scores[:top_k])
+
+
+def _cap_notes(questions: Sequence[Question], options: Mapping[str, Any]) -> list[str]:
+    note = cap_note(questions, options["cap"])
+    return [note] if note else []
+
+
+# The settings that `mmqa run` executes, by the name in a row's config.
+SETTINGS = {
+    "question_only": Setting(answer_question_only),
+    "oracle": Setting(answer_oracle, of_gold=True),
+    "restricted": Setting(answer_restricted, notes=_cap_notes),
+    "full_scale": Setting(answer_full_scale),
+    "retrieved": Setting(answer_retrieved),
+    "select_restricted": Setting(select_restricted, notes=_cap_notes),
+    "select_full_scale": Setting(select_full_scale),
+    "retrieve_restricted": Setting(retrieve_restricted),
+    "retrieve_full_scale": Setting(retrieve_full_scale),
+}

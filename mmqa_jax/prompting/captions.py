@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import CAPTION
@@ -113,13 +112,19 @@ def check_captions(questions: Sequence[Question], captions: Captions | None) -> 
         )
 
 
-def check_no_tags(parts: Mapping[str, Any]) -> None:
+def check_no_tags(tags: str) -> None:
     """Raises UserError for a file of tags, which only a setting that shows sources reads."""
-    if tags := parts.get("captions", {}).get("tags"):
+    if tags:
         raise UserError(
             f"config key parts.captions.tags={tags}: this setting does not read it; set it to ''. "
             "The tags of questions are those that `mmqa prepare` found."
         )
+
+
+def caption_sentence(question: Question) -> str:
+    """The picture's caption, which ends with a period (Prophet)."""
+    caption = str(question.extra.get(CAPTION, "")).strip()
+    return caption if not caption or caption.endswith(".") else f"{caption}."
 
 
 def _captioned(question: Question, captions: Captions) -> Question:

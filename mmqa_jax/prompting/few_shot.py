@@ -1,25 +1,36 @@
-"""Prompts of solved examples and one open question, with as many examples as fit."""
+"""Prompts of solved examples and one open question, with as many examples as fit, and replies.
+
+A prompted system chooses shots for its questions (shots.py), says what a template's fields are, and
+reads what the model replies. What lies between is the same for all: `ask_few_shot`.
+"""
 
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
-from mmqa_jax.data.schema import Question
-from mmqa_jax.decoding.requests import TooLong, Unanswerable
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.decoding.requests import Candidate, Result, TooLong, Unanswerable
 from mmqa_jax.evaluation.webqa import has_keywords
-from mmqa_jax.prompting.backends import Query
+from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Picture, Query
 from mmqa_jax.prompting.shots import Shot, shots_record
+from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import PromptTemplate
-from mmqa_jax.retrieval.knowledge import Passage
+from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
 
 Order = Literal["most_similar_first", "most_similar_last"]
+Fields = Callable[[Question], Mapping[str, str]]  # a template's fields of a question, shot or query
+MakeQuery = Callable[[Hashable, Question, str], Query]  # of an id, a question and its prompt's text
+# Query id -> the shots of that prompt: all prompts of a question.
+ShotsOfPrompts = Mapping[Hashable, Sequence[Shot]]
 NO_CONTEXT = "N/A"  # what a template's context says where there is none
 # Key of Question.extra: a file of captions lacks this question, whose own caption stands in.
 OWN_CAPTION = "own_caption"
@@ -55,7 +66,7 @@ def few_shot(
     template: PromptTemplate,
     question: Question,
     shots: Sequence[Shot],
-    fields: Callable[[Question], Mapping[str, str]],
+    fields: Fields,
     make: Callable[[str], Query],
     check: Callable[[Query], None],
     order: Order = "most_similar_first",
@@ -97,6 +108,124 @@ def few_shot(
             lacking=_lacking(asked, shots[:count], solved),
         )
     return FewShot(None, "", (), len(shots), reason, True, none, len(found))
+
+
+class Replies(NamedTuple):
+    """A question's prompts, and the model's replies to them.
+
+    Attributes:
+      results: of the prompts that were answered, in the order of the prompts.
+      failed: why other requests were not answered.
+    """
+
+    prompts: Sequence[FewShot]
+    results: Sequence[Result]
+    failed: Sequence[str]
+
+    @property
+    def best(self) -> list[Candidate]:
+        """The best candidate of every prompt that was answered."""
+        return [result.candidates[0] for result in self.results]
+
+
+def one_prompt(
+    questions: Sequence[Question], shots: Sequence[Sequence[Shot]]
+) -> list[ShotsOfPrompts]:
+    """One prompt per question, with its shots; the query's id is the question's."""
+    return [{question.id: own} for question, own in zip(questions, shots, strict=True)]
+
+
+def several_prompts(
+    questions: Sequence[Question], shots: Sequence[Sequence[Shot]], each: int, count: int
+) -> list[ShotsOfPrompts]:
+    """`count` prompts per question: the r-th, (question id, r), has its r-th `each` shots."""
+    return [
+        {(question.id, r): own[r * each : (r + 1) * each] for r in range(count)}
+        for question, own in zip(questions, shots, strict=True)
+    ]
+
+
+def continued(decoding: Decoding) -> MakeQuery:
+    """Prompts are texts that the model continues."""
+    return lambda key, _, text: Completion(key, text, decoding)
+
+
+def few_shot_prompts(
+    questions: Sequence[Question],
+    shots: Sequence[ShotsOfPrompts],
+    llm: Backend,
+    template: PromptTemplate,
+    fields: Fields,
+    make: MakeQuery,
+    order: Order = "most_similar_first",
+    knowledge: KnowledgeBase | None = None,
+) -> list[list[FewShot]]:
+    """The prompts of every question, each with as many of its shots as the context holds."""
+
+    def prompts_of(
+        question: Question, shots_of: ShotsOfPrompts, passages: Sequence[Passage] | None
+    ) -> list[FewShot]:
+        return [
+            few_shot(
+                template, question, chosen, fields, functools.partial(make, key, question),
+                llm.check, order, passages,
+            )
+            for key, chosen in shots_of.items()
+        ]  # fmt: skip
+
+    found = passages_of(knowledge, questions)
+    return list(map(prompts_of, questions, shots, found))
+
+
+def ask(prompts: Sequence[Sequence[FewShot]], llm: Backend) -> list[Replies]:
+    """The replies to the prompts of every question, all asked as one stream."""
+    queries = [one.query for own in prompts for one in own if one.query is not None]
+    answers = answer_all(llm, queries)
+
+    def replies(own: Sequence[FewShot]) -> Replies:
+        ids = [one.query.id for one in own if one.query is not None]
+        results = [answers.by_id[name] for name in ids if name in answers.by_id]
+        return Replies(own, results, [answers.failed[n] for n in ids if n in answers.failed])
+
+    return [replies(own) for own in prompts]
+
+
+def ask_few_shot(
+    questions: Sequence[Question],
+    shots: Sequence[ShotsOfPrompts],
+    llm: Backend,
+    template: PromptTemplate,
+    fields: Fields,
+    make: MakeQuery,
+    order: Order = "most_similar_first",
+    knowledge: KnowledgeBase | None = None,
+) -> list[Replies]:
+    """The model's replies to the prompts of every question.
+
+    Args:
+      shots: of every question its prompts (`one_prompt`, `several_prompts`).
+      make: the query of a prompt (`continued`, or a system's own).
+      knowledge: whose passages follow a question's context; None: there are none.
+    """
+    prompts = few_shot_prompts(questions, shots, llm, template, fields, make, order, knowledge)
+    return ask(prompts, llm)
+
+
+def read_one(question: Question, replies: Replies) -> Prediction:
+    """The model's text in reply to a question's only prompt; "" where there is none."""
+    trace = prompts_record(replies.prompts, replies.failed)
+    if not replies.results:
+        return Prediction(question.id, trace=trace)
+    (best,) = replies.best
+    text = (best.text or "").strip()
+    trace["outputs"] = [output_record(text, best.total)]
+    return Prediction(question.id, text, trace=trace)
+
+
+def pictures_of(corpus: Corpus, question: Question) -> tuple[Picture, ...]:
+    """The question's picture, to be shown to a model that sees; none where it is absent."""
+    data = corpus.question_picture(question)
+    return () if data is None else (Picture(data, question.image or ""),)
 
 
 def lacks_caption(question: Question) -> bool:
@@ -175,6 +304,11 @@ def passages_record(passages: Sequence[Passage]) -> list[dict[str, Any]]:
     return [{"id": one.id, "score": round(one.score, 6)} for one in passages]
 
 
-def output_record(text: str, logprob: float) -> dict[str, Any]:
+def output_record(text: str | None, logprob: float) -> dict[str, Any]:
     """What trace.jsonl keeps of an output; a server may give no log-probability (NaN)."""
     return {"text": text, **({} if math.isnan(logprob) else {"logprob": logprob})}
+
+
+def outputs_record(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """What trace.jsonl keeps of several outputs."""
+    return [output_record(one.text, one.total) for one in candidates]

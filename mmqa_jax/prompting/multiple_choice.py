@@ -11,9 +11,18 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Scores, Unanswerable
-from mmqa_jax.prompting.backends import Choices
-from mmqa_jax.prompting.few_shot import FewShot, prompts_record
+from mmqa_jax.prompting.backends import Backend, Choices
+from mmqa_jax.prompting.few_shot import (
+    Fields,
+    Order,
+    few_shot_prompts,
+    one_prompt,
+    prompts_record,
+)
+from mmqa_jax.prompting.shots import Shot
 from mmqa_jax.prompting.stream import Answers, answer_all
+from mmqa_jax.prompting.templates import PromptTemplate
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 Normalization = Literal["sum", "mean"]
 Prior = Mapping[str, np.ndarray]
@@ -33,31 +42,43 @@ def check_choices(setting: str, questions: Sequence[Question]) -> None:
 
 def choose_options(
     questions: Sequence[Question],
-    prompts: Sequence[FewShot],
+    shots: Sequence[Sequence[Shot]],
     options: Mapping[str, Sequence[str]],
-    llm: Any,
+    llm: Backend,
+    template: PromptTemplate,
+    fields: Fields,
     *,
+    order: Order = "most_similar_first",
+    knowledge: KnowledgeBase | None = None,
     score: Normalization = "sum",
-    blank: str | None = None,
+    blank: Mapping[str, str] | None = None,
 ) -> list[Prediction]:
-    """Asks every prompt, a query of `Choices`, and gives each question's most probable option.
+    """Each question's most probable option after its few-shot prompt.
 
     Args:
-      options: question id -> its options as the prompts ask for them.
+      shots: of each question's prompt.
+      options: question id -> its options as they continue the prompt.
       score: log-probability of an option, summed over its tokens or per token.
-      blank: a prompt without the question, after which the options are scored for calibration;
-        None: not calibrated.
+      blank: fields of a prompt without question and shots, after which the options are scored for
+        calibration; None: not calibrated.
     """
-    answers = answer_all(llm, [p.query for p in prompts if p.query is not None])
-    prior = None if blank is None else option_prior(llm, options, blank, score)
+    prompts = few_shot_prompts(
+        questions, one_prompt(questions, shots), llm, template, fields,
+        lambda key, question, text: Choices(key, text, tuple(options[question.id])),
+        order, knowledge,
+    )  # fmt: skip
+    answers = answer_all(llm, [p.query for (p,) in prompts if p.query is not None])
+    prior = None
+    if blank is not None:
+        prior = option_prior(llm, options, template.render([], blank), score)
     return [
-        choose_option(question, answers, prior, score=score, trace=prompts_record([prompt]))
+        choose_option(question, answers, prior, score=score, trace=prompts_record(prompt))
         for question, prompt in zip(questions, prompts, strict=True)
     ]
 
 
 def option_prior(
-    llm: Any,
+    llm: Backend,
     options: Mapping[str, Sequence[str]],
     prompt: str,
     score: Normalization = "sum",

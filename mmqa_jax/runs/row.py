@@ -263,8 +263,9 @@ def check_row(config: ConfigDict) -> None:
         raise UserError(f"config key setting={config.get('setting')}: use one of {known}.")
     taken = parts_of(system, config.setting)
     parts = {name: Key(dict, needed) for name, needed in taken.items()}
-    given = ("questions", "corpus", *system.PARTS)
-    options = spec_of(system.SETTINGS[config.setting], *given, minimum=1)
+    options = spec_of(
+        system.SETTINGS[config.setting].answer, "questions", "corpus", *taken, minimum=1
+    )
     for name in _MAY_BE_ZERO & options.keys():
         options[name] = dataclasses.replace(options[name], minimum=0)
     check_section(config, "", {**_SPEC, "parts": parts, "options": options})

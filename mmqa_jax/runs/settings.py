@@ -1,44 +1,50 @@
 """The systems that rows name, and how a setting of one is executed.
 
-A system is a module with `SETTINGS`, name -> function of (questions, corpus, parts, options), and
-`PARTS`, the names of the parameters that are parts. A function takes what it names. A module may
-have `check_questions` and `notes`, as webqa.py has them, and `check_options`, `check_inputs` and
-`NEEDS_ALL`, as mavl.py.
+A system is what has `SETTINGS`: the settings (papers/setting.py) by the names that rows have for
+them. It is a module of papers/ or extensions/, or a class in the config file of its rows.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.papers import llava, mavl, pica, prophet, rmr, webqa
+from mmqa_jax.extensions import mavl_votes
+from mmqa_jax.papers import llava, pica, prophet, rmr, webqa
+from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting.captions import check_captions, check_no_tags
+from mmqa_jax.prompting.multiple_choice import check_choices
+from mmqa_jax.retrieval.rankings import check_gold
+from mmqa_jax.runs.opened_parts import read_parts
+
+
+class System(Protocol):
+    """What rows name."""
+
+    SETTINGS: Mapping[str, Setting]
 
 
 class OwnSystem:
     """A system that is no module of this package: a subclass, in the config file of its rows.
 
-    Its attributes are what the modules have: SETTINGS and PARTS, and the hooks as static methods.
-
     Attributes:
       name: as in the key `system` of a row.
+      SETTINGS: as those of a paper.
     """
 
     name: ClassVar[str]
-    SETTINGS: ClassVar[Mapping[str, Callable[..., Any]]]
-    PARTS: ClassVar[tuple[str, ...]]
+    SETTINGS: ClassVar[Mapping[str, Setting]]
 
 
-System = ModuleType | type[OwnSystem]
 BUILT_IN: dict[str, System] = {
     "webqa": webqa,
     "pica": pica,
     "rmr": rmr,
     "prophet": prophet,
-    "mavl": mavl,
+    "mavl": mavl_votes,  # the paper's setting, and other votes
     "llava": llava,
 }
 
@@ -50,20 +56,17 @@ def known_systems() -> dict[str, System]:
 
 def parts_of(system: System, setting: str) -> dict[str, bool]:
     """The names of the parts that a setting takes -> whether it needs them."""
-    taken = inspect.signature(system.SETTINGS[setting]).parameters
-    return {name: p.default is p.empty for name, p in taken.items() if name in system.PARTS}
+    return system.SETTINGS[setting].parts()
 
 
 def options_of(system: System, setting: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """A setting's options, with the defaults of those that are not given."""
-    parameters = inspect.signature(system.SETTINGS[setting]).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return {**defaults, **options}
+    return system.SETTINGS[setting].options(options)
 
 
 def needs_all(system: System, setting: str) -> bool:
     """Whether an answer depends on the other questions: then they are not cut into chunks."""
-    return setting in getattr(system, "NEEDS_ALL", ())
+    return system.SETTINGS[setting].needs_all
 
 
 def check_options(
@@ -75,8 +78,19 @@ def check_options(
       options: those that are given.
       parts: the row's config section `parts`.
     """
-    if hasattr(system, "check_options"):
-        system.check_options(setting, options_of(system, setting, options), parts)
+    asked, described = system.SETTINGS[setting], read_parts(parts)
+    if asked.captions_of == "questions" and "captions" in described:
+        check_no_tags(described["captions"].tags)
+    asked.check_row(asked.options(options), described)
+
+
+def check_questions(system: System, setting: str, questions: Sequence[Question]) -> None:
+    """Raises UserError for questions that a setting cannot answer; called before parts open."""
+    asked = system.SETTINGS[setting]
+    if asked.of_choices:
+        check_choices(setting, questions)
+    if asked.of_gold:
+        check_gold(questions)
 
 
 def check_inputs(
@@ -93,22 +107,18 @@ def check_inputs(
       options: those that are given.
       parts: the opened parts that are files.
     """
-    if hasattr(system, "check_inputs"):
-        given = options_of(system, setting, options)
-        system.check_inputs(setting, questions, given, parts)
-
-
-def check_questions(system: System, setting: str, questions: Sequence[Question]) -> None:
-    """Raises UserError for questions that a setting cannot answer; called before parts open."""
-    if hasattr(system, "check_questions"):
-        system.check_questions(setting, questions)
+    asked = system.SETTINGS[setting]
+    asked.check_inputs(questions, asked.options(options))
+    if asked.captions_of == "questions":
+        check_captions(questions, parts.get("captions"))
 
 
 def notes_of(
     system: System, setting: str, questions: Sequence[Question], options: Mapping[str, Any]
 ) -> list[str]:
     """What a reader of the results has to know about how a setting treated its questions."""
-    return system.notes(setting, questions, options) if hasattr(system, "notes") else []
+    asked = system.SETTINGS[setting]
+    return asked.notes(questions, asked.options(options))
 
 
 def run_setting(
@@ -129,7 +139,7 @@ def run_setting(
     Returns:
       One Prediction per question; its answer is "" if the setting only retrieves sources.
     """
-    function = system.SETTINGS[setting]
+    function = system.SETTINGS[setting].answer
     available = {"questions": questions, "corpus": corpus, **parts}
     taken = inspect.signature(function).parameters
     results = function(**{k: v for k, v in available.items() if k in taken}, **options)

@@ -49,15 +49,17 @@ def test_captions_of_other_questions_are_refused(system, setting):
     with pytest.raises(UserError, match=r"parts\.captions\.captions: no caption for any of the 3"):
         settings.check_inputs(system, setting, QUESTIONS, {}, other)
     settings.check_inputs(system, setting, QUESTIONS, {}, {"captions": CAPTIONS})
+    section = {"captions": "x", "tags": "tags.tsv"}
     with pytest.raises(UserError, match=r"parts\.captions\.tags=tags\.tsv: this setting"):
-        settings.check_options(system, setting, {}, {"captions": {"tags": "tags.tsv"}})
+        settings.check_options(system, setting, {}, {"captions": section})
     settings.check_options(system, setting, {}, {"captions": {"captions": "x", "tags": ""}})
 
 
 def test_captions_of_sources_are_no_captions_of_questions():
     by_source = {"captions": Captions({"x": "a cat"})}
     settings.check_inputs(pica, "pica_oracle", QUESTIONS, {}, by_source)
-    settings.check_options(pica, "pica_oracle", {}, {"captions": {"tags": "tags.tsv"}})
+    section = {"captions": "x", "tags": "tags.tsv"}
+    settings.check_options(pica, "pica_oracle", {}, {"captions": section})
 
 
 def test_prophet_with_promptcaps_captions():

@@ -16,7 +16,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.extensions.example_judging import run_judging
+from mmqa_jax.runs.judging import run_judging
 from mmqa_jax.runs.opened_parts import read_parts
 from mmqa_jax.runs.prompted_parts import (
     KnowledgeSpec,

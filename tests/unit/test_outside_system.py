@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mmqa_jax.core.config import load_module
 from mmqa_jax.data.schema import Prediction
+from mmqa_jax.papers.setting import Setting
 from mmqa_jax.runs.settings import OwnSystem
 
 rows = load_module(Path("ROOT/configs/rows.py"))
@@ -31,8 +32,7 @@ def answer_by_title(questions, corpus, retriever, *, top_k: int = 2):
 
 class Titles(OwnSystem):
     name = "titles"
-    SETTINGS = {"by_title": answer_by_title}
-    PARTS = ("retriever",)
+    SETTINGS = {"by_title": Setting(answer_by_title)}
 
 
 def get_config(mode="bm25"):

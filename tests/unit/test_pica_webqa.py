@@ -13,10 +13,15 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import EncodedPicture
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.papers.pica import answer_promptcap, check_questions
-from mmqa_jax.papers.pica_webqa import answer_with_sources, answer_without_sources
+from mmqa_jax.papers import pica
+from mmqa_jax.papers.pica import (
+    answer_promptcap,
+    answer_with_sources,
+    answer_without_sources,
+)
 from mmqa_jax.prompting.captions import Captions, open_captions
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.runs.settings import check_questions
 
 SOURCES = [
     *(Source(f"t{n}", "text", f"Snippet {n}\nof two lines.") for n in range(4)),
@@ -137,9 +142,9 @@ def test_question_only(library):
 
 def test_hidden_sources_are_refused():
     hidden = [Question("x", "test", "?")]
-    check_questions("pica_question_only", hidden)
+    check_questions(pica, "pica_question_only", hidden)
     with pytest.raises(UserError, match="gold sources of all 1 questions of this split are hidden"):
-        check_questions("pica_oracle", hidden)
+        check_questions(pica, "pica_oracle", hidden)
 
 
 CAPTIONED = Question(

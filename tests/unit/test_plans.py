@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmqa_jax.prompting.plans import ROLES, every_plan, parse_plan, planner_prompt
+from mmqa_jax.papers.mavl import ROLES, every_plan, parse_plan, planner_prompt
 
 # Figure 6b of the paper, and the end of its last line (templates/mavl.toml says why).
 MANAGER = """You are manager planner. Please provide the actions for the given task.

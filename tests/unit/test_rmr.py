@@ -12,10 +12,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.multiple_choice import llava_choice
+from mmqa_jax.papers import rmr
 from mmqa_jax.papers.rmr import (
     SETTINGS,
     answer_rmr,
-    check_questions,
     choose_rmr,
     fields,
     short_answer,
@@ -23,6 +23,7 @@ from mmqa_jax.papers.rmr import (
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.runs.settings import check_questions
 
 TRIPLETS = [
     Question(
@@ -181,7 +182,7 @@ def test_short_answers(library, text, answer):
     """What follows the last `The answer is`, else the first line; never a choice."""
     assert short_answer(text) == answer
     llm = FakeLLM(lambda prompt: (text, -1.0))
-    predictions = SETTINGS["rmr_direct"](QUERIES, CORPUS, llm, library, shots=1)
+    predictions = SETTINGS["rmr_direct"].answer(QUERIES, CORPUS, llm, library, shots=1)
     assert {(p.answer, p.choice) for p in predictions} == {(answer, None)}
     assert "Options" not in llm.seen[0].prompt
     assert "The answer is " in llm.seen[0].prompt
@@ -203,14 +204,14 @@ def test_short_answers(library, text, answer):
 def test_letters(library, text, answer):
     """A letter alone, which MMBench's and SEED-Bench's scorers read; never a choice."""
     llm = FakeLLM(lambda prompt: (text, -1.0))
-    predictions = SETTINGS["rmr_letter"](QUERIES, CORPUS, llm, library, shots=1)
+    predictions = SETTINGS["rmr_letter"].answer(QUERIES, CORPUS, llm, library, shots=1)
     assert {(p.answer, p.choice) for p in predictions} == {(answer, None)}
     assert predictions[0].trace["outputs"][0]["text"] == text
 
 
 @pytest.mark.parametrize("setting", ["rmr_choice", "rmr_letter"])
 def test_questions_without_choices_are_refused(setting):
-    check_questions(setting, QUERIES)
-    check_questions("rmr_direct", [Question("x", "test", "?")])
+    check_questions(rmr, setting, QUERIES)
+    check_questions(rmr, "rmr_direct", [Question("x", "test", "?")])
     with pytest.raises(UserError, match=rf"setting {setting}: 1 of 4 questions have no choices"):
-        check_questions(setting, [*QUERIES, Question("x", "test", "?")])
+        check_questions(rmr, setting, [*QUERIES, Question("x", "test", "?")])

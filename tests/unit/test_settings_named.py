@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -114,8 +115,8 @@ def test_what_counts_as_a_composition(source, expected):
 
 
 def test_the_settings_of_run_are_the_named_functions():
-    for function in webqa.SETTINGS.values():
-        assert getattr(webqa, function.__name__) is function
+    for setting in webqa.SETTINGS.values():
+        assert getattr(webqa, setting.answer.__name__) is setting.answer
 
 
 @pytest.fixture
@@ -131,9 +132,10 @@ def reaches(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, reached)
-            for setting, function in webqa.SETTINGS.items():
-                if function is original:
-                    patch.setitem(webqa.SETTINGS, setting, reached)
+            for name_of, setting in webqa.SETTINGS.items():
+                if setting.answer is original:
+                    changed = dataclasses.replace(setting, answer=reached)
+                    patch.setitem(webqa.SETTINGS, name_of, changed)
             with pytest.raises(Reached, match=f"^{name}$"):
                 mmqa(*arguments)
 
@@ -182,7 +184,7 @@ def test_search(method, candidates, setting, wrong, reaches):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_run(name, data, models, index, reaches, tmp_path):
-    setting = webqa.SETTINGS[ROWS[name]].__name__
+    setting = webqa.SETTINGS[ROWS[name]].answer.__name__
     reaches(webqa, setting, *row_flags(name, tmp_path / "run", data, models, index))
 
 
