@@ -76,26 +76,26 @@ def judge_examples(
         def make(text: str) -> Choices:
             return Choices("\t".join(name), text, spelled)
 
-        shown = () if shot is None else (shot,)
-        return few_shot(template, question, shown, fields, make, llm.check)
+        shots = () if shot is None else (shot,)
+        return few_shot(template, question, shots, fields, make, llm.check)
 
     prompts = {
         (question.id, "" if shot is None else shot.question.id): prompt(question, shot)
-        for question, own in zip(questions, chosen, strict=True)
-        for shot in (None, *own)
+        for question, candidates in zip(questions, chosen, strict=True)
+        for shot in (None, *candidates)
     }
     queries = [p.query for p in prompts.values() if p.query is not None and not p.dropped]
     answers = answer_all(llm, queries, "Judging examples")
 
     def score(question: Question, name: str) -> float | None:
-        found = prompts[question.id, name]
-        if found.query is None or found.dropped or found.query.id not in answers.by_id:
+        asked = prompts[question.id, name]
+        if asked.query is None or asked.dropped or asked.query.id not in answers.by_id:
             return None
-        return right_option_score(question, answers, found.query.id, options.score)
+        return right_option_score(question, answers, asked.query.id, options.score)
 
     rows, left_out = [], 0
-    for question, own in zip(questions, chosen, strict=True):
-        scored = [(shot, score(question, shot.question.id)) for shot in own]
+    for question, candidates in zip(questions, chosen, strict=True):
+        scored = [(shot, score(question, shot.question.id)) for shot in candidates]
         kept = [(shot, value) for shot, value in scored if value is not None]
         left_out += len(scored) - len(kept)
         if kept:

@@ -46,8 +46,8 @@ def tune_fusion(
     ks = sorted({*(k for k in KS if k < top_k), top_k})
     sweep = {}
     for weight in WEIGHTS:
-        found = webqa.find_candidates(questions, at(weight), top_k)
-        scores = score_rankings(gold, [ranking.sources for ranking in found], ks).scores
+        rankings = webqa.find_candidates(questions, at(weight), top_k)
+        scores = score_rankings(gold, [ranking.sources for ranking in rankings], ks).scores
         sweep[weight] = {"ndcg": scores[f"ndcg@{top_k}"], "mrr": scores["mrr"]}
         sweep[weight] |= {f"recall@{k}": scores[f"recall@{k}"] for k in ks}
     best = max(WEIGHTS, key=lambda weight: (sweep[weight]["ndcg"], -abs(weight - DEFAULT_WEIGHT)))

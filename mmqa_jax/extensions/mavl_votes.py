@@ -110,8 +110,8 @@ def vote_on_draws(
     }
     outputs: Outputs = {1: listed}
     prompts = [
-        answer_prompt(q, used_actions(outputs, q, (1,)), own, outputs, llm, decoding, order)
-        for q, own in zip(questions, chosen, strict=True)
+        answer_prompt(q, used_actions(outputs, q, (1,)), examples, outputs, llm, decoding, order)
+        for q, examples in zip(questions, chosen, strict=True)
     ]
     predictions = []
     for question, replies in zip(questions, ask([[p] for p in prompts], llm), strict=True):
@@ -202,11 +202,11 @@ def fit_weights(
       start: one weight per voter.
     """
     voters = len(start)
-    given = [[(prep_ans(answer), score) for answer, score in zip(a, s, strict=True)]
+    normalized = [[(prep_ans(answer), score) for answer, score in zip(a, s, strict=True)]
              for a, s in zip(answers, scores, strict=True)]  # fmt: skip
     # The same pattern of agreement and scores occurs in many questions.
     patterns: dict[tuple, int] = {}
-    for row in given:
+    for row in normalized:
         texts = [text for text, _ in row]
         names = tuple(texts.index(text) if text else -1 for text in texts)
         key = (names, tuple(score for _, score in row))

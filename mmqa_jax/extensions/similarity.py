@@ -41,7 +41,7 @@ def combine(hops: Sequence[Evidence], weight: float) -> list[Ranking]:
 
 
 def read_restricted(
-    questions: Sequence[Question], corpus: Corpus, reranker: Any, cap: str = "none"
+    questions: Sequence[Question], corpus: Corpus, reranker: webqa.Reranker, cap: str = "none"
 ) -> list[Evidence]:
     """Evidence for each question's own candidates (the restricted setting)."""
     return _read(
@@ -50,7 +50,10 @@ def read_restricted(
 
 
 def read_candidates(
-    questions: Sequence[Question], candidates: Sequence[Ranking], reranker: Any, top_k: int
+    questions: Sequence[Question],
+    candidates: Sequence[Ranking],
+    reranker: webqa.Reranker,
+    top_k: int,
 ) -> list[Evidence]:
     """Evidence for the best `top_k` candidates, whose scores are the similarity."""
     best = [webqa.top(ranking, top_k) for ranking in candidates]
@@ -60,7 +63,7 @@ def read_candidates(
     return hops
 
 
-def read_all(questions: Sequence[Question], reranker: Any, top_k: int) -> list[Evidence]:
+def read_all(questions: Sequence[Question], reranker: webqa.Reranker, top_k: int) -> list[Evidence]:
     """Evidence for the whole collection, of which the `top_k` most relevant sources are kept.
 
     Raises:
@@ -95,7 +98,7 @@ def evidence_of(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
 
 
 def _read(
-    questions: Sequence[Question], candidates: Sequence[Ranking], reranker: Any
+    questions: Sequence[Question], candidates: Sequence[Ranking], reranker: webqa.Reranker
 ) -> list[Evidence]:
     """Relevance, and similarity in both hops if the reranker has a retriever."""
     if hasattr(reranker, "read"):

@@ -38,10 +38,10 @@ def answer_llava(
         ScienceQA), or the text alone, which MMBench's and SEED-Bench's scorers read.
     """
     decoding = Decoding(max_new_tokens=max_new_tokens)
+    pictures = {question.id: pictures_of(corpus, question) for question in questions}
 
     def show(key: Hashable, question: Question, text: str) -> Chat:
-        shown = pictures_of(corpus, question)
-        return Chat(key, (Message("user", (*shown, text)),), decoding)
+        return Chat(key, (Message("user", (*pictures[question.id], text)),), decoding)
 
     no_shots = one_prompt(questions, [[]] * len(questions))
     replies = ask_few_shot(questions, no_shots, llm, load_template(template), fields, show)

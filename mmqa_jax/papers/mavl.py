@@ -543,7 +543,7 @@ def answer_mavl(
     check_oracle(questions, plans)
     chosen = heuristics.select(questions, library, shots, similarity, seed=seed)
     questions, chosen = with_captions(questions, chosen, captions)
-    shots_of = {question.id: own for question, own in zip(questions, chosen, strict=True)}
+    shots_of = dict(zip((question.id for question in questions), chosen, strict=True))
     steps: dict[str, Steps] = collections.defaultdict(Steps)
     # p_a = G_T(P_0)
     if plans == "planned":
@@ -604,7 +604,11 @@ def _planning(
     shots_of: Mapping[str, Sequence[Shot]],
 ) -> list[Question]:
     """The questions with an agent that plans an action, and their shots, each once."""
-    asked = {name for (name, _), own in planned.items() if any(action in p.actions for p in own)}
+    asked = {
+        name
+        for (name, _), considered in planned.items()
+        if any(action in plan.actions for plan in considered)
+    }
     needed = {q.id: q for q in questions if q.id in asked}
     for name in list(needed):
         needed |= {shot.question.id: shot.question for shot in shots_of[name]}

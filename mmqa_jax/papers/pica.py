@@ -85,7 +85,7 @@ def answer_pica(
     """
     chosen = library.select(questions, shots * ensemble, similarity, seed=seed)
     if shot_captions == "people":
-        chosen = [[_captioned_by_people(shot, seed) for shot in found] for found in chosen]
+        chosen = [[_captioned_by_people(shot, seed) for shot in prompt] for prompt in chosen]
         questions = [_as_released(question) for question in questions]
     replies = ask_few_shot(
         questions, several_prompts(questions, chosen, shots, ensemble), llm,
@@ -126,13 +126,13 @@ def answer_promptcap(
         }
 
     chosen = library.select(questions, shots, similarity, seed=seed)
-    shown, chosen = with_captions(questions, chosen, captions)
+    captioned, chosen = with_captions(questions, chosen, captions)
     replies = ask_few_shot(
-        shown, several_prompts(shown, chosen, shots, 1), llm,
+        captioned, several_prompts(captioned, chosen, shots, 1), llm,
         load_template("pica.okvqa"), fields, _one_line(max_new_tokens), "most_similar_last",
     )  # fmt: skip
     predictions = [
-        _most_probable(*pair, _promptcap_answer) for pair in zip(shown, replies, strict=True)
+        _most_probable(*pair, _promptcap_answer) for pair in zip(questions, replies, strict=True)
     ]
     return traced(predictions, questions, captions)
 
@@ -190,10 +190,9 @@ def vote_of_nearest_answers(
     Of equally frequent answers the one of the more similar example wins.
     """
     predictions = []
-    for question, found in zip(
-        questions, library.select(questions, shots, similarity), strict=True
-    ):
-        votes = collections.Counter(majority_answer(shot.question) for shot in found)
+    nearest = library.select(questions, shots, similarity)
+    for question, examples in zip(questions, nearest, strict=True):
+        votes = collections.Counter(majority_answer(shot.question) for shot in examples)
         predictions.append(Prediction(question.id, votes.most_common(1)[0][0] if votes else ""))
     return predictions
 
@@ -293,8 +292,8 @@ def answer_with_sources(
 
     def fields(question: Question) -> Mapping[str, str]:
         sources = (corpus.sources[row] for row in corpus.positive_rows(question))
-        shown = "".join(f"{source_text(source, captions)}\n" for source in sources)
-        return {**_webqa_fields(question), "sources": shown}
+        texts = "".join(f"{source_text(source, captions)}\n" for source in sources)
+        return {**_webqa_fields(question), "sources": texts}
 
     chosen = library.select(questions, shots, similarity, seed=seed)
     predictions = _answer_webqa(questions, chosen, llm, fields, order, template, max_new_tokens)

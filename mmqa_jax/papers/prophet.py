@@ -63,15 +63,15 @@ def answer_prophet(
     """
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
     nearest = heuristics.select(questions, library, shots * ensemble, similarity, seed=seed)
-    shown, nearest = with_captions(questions, nearest, captions)
-    chosen = [_shuffled(found, q, seed) for q, found in zip(shown, nearest, strict=True)]
+    captioned, nearest = with_captions(questions, nearest, captions)
+    chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]
     replies = ask_few_shot(
-        shown, several_prompts(shown, chosen, shots, ensemble), llm,
+        captioned, several_prompts(captioned, chosen, shots, ensemble), llm,
         load_template(_TEMPLATE), _fields_of(heuristics, candidates), continued(decoding),
     )  # fmt: skip
     predictions = [
-        _elected(question, own, heuristics.best(question))
-        for question, own in zip(questions, replies, strict=True)
+        _elected(question, replies_to_it, heuristics.best(question))
+        for question, replies_to_it in zip(questions, replies, strict=True)
     ]
     return traced(predictions, questions, captions)
 
@@ -98,12 +98,13 @@ def choose_prophet(
       calibrated: less the option's log-probability after a prompt without question and context.
     """
     nearest = heuristics.select(questions, library, shots, similarity, seed=seed)
-    shown, nearest = with_captions(questions, nearest, captions)
-    chosen = [_shuffled(found, q, seed) for q, found in zip(shown, nearest, strict=True)]
+    captioned, nearest = with_captions(questions, nearest, captions)
+    chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
     blank = {"context": NO_CONTEXT, "question": NO_CONTEXT, "candidates": ""}
     predictions = choose_options(
-        shown, chosen, options, llm, load_template(_TEMPLATE), _fields_of(heuristics, candidates),
+        captioned, chosen, options, llm,
+        load_template(_TEMPLATE), _fields_of(heuristics, candidates),
         score=score, blank=blank if calibrated else None,
     )  # fmt: skip
     return traced(predictions, questions, captions)

@@ -69,12 +69,12 @@ def answer_rmr(
     stop = () if chat else ("\n\n", "\nQuestion:")
     # Few servers of chat models give log-probabilities, some refuse requests that ask for them.
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
+    seen = {q.id: pictures_of(corpus, q) if pictures else () for q in questions}
 
     def show(key: Hashable, question: Question, text: str) -> Query:
-        shown = pictures_of(corpus, question) if pictures else ()
         if chat:
-            return Chat(key, (Message("user", (*shown, text)),), decoding)
-        return Completion(key, text, decoding, shown)
+            return Chat(key, (Message("user", (*seen[question.id], text)),), decoding)
+        return Completion(key, text, decoding, seen[question.id])
 
     triplets = library.select(questions, shots, similarity, seed=seed)
     replies = ask_few_shot(

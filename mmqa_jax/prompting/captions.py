@@ -60,16 +60,16 @@ def open_captions(captions: str, tags: str = "", questions: Sequence[Question] =
     """
     path = Path(captions)
     if path.suffix == ".json":
-        found = read_named_captions(path)
+        by_name = read_named_captions(path)
     else:
-        found = {str(name): text for name, text in read_captions(path).items()}
+        by_name = {str(name): text for name, text in read_captions(path).items()}
     names: dict[str, tuple[str, ...]] = {}
     if tags:
         for name, rows in read_scored_tsv(Path(tags), "class").items():
             names[str(name)] = tuple(row["class"] for row in rows)
-    own = sum(question.id in found for question in questions)
-    pictures = sum(_picture(question) in found for question in questions)
-    return Captions(found, names, by_picture=pictures > own)
+    of_questions = sum(question.id in by_name for question in questions)
+    of_pictures = sum(_picture(question) in by_name for question in questions)
+    return Captions(by_name, names, by_picture=of_pictures > of_questions)
 
 
 def _picture(question: Question) -> str:
@@ -84,8 +84,8 @@ def with_captions(
     if captions is None:
         return questions, shots
     return [_captioned(question, captions) for question in questions], [
-        [shot._replace(question=_captioned(shot.question, captions)) for shot in own]
-        for own in shots
+        [shot._replace(question=_captioned(shot.question, captions)) for shot in chosen]
+        for chosen in shots
     ]
 
 
@@ -128,6 +128,6 @@ def caption_sentence(question: Question) -> str:
 
 
 def _captioned(question: Question, captions: Captions) -> Question:
-    found = captions.of_question(question)
-    changed = {OWN_CAPTION: True} if found is None else {CAPTION: found}
+    caption = captions.of_question(question)
+    changed = {OWN_CAPTION: True} if caption is None else {CAPTION: caption}
     return dataclasses.replace(question, extra={**question.extra, **changed})

@@ -85,11 +85,11 @@ def few_shot(
         dropped. None: there is no knowledge base.
     """
     solved, asked, reason = [fields(shot.question) for shot in shots], fields(question), ""
-    found, none = passages or (), None if passages is None else ()
-    known = [(len(shots), read) for read in range(len(found), 0, -1)]
-    for count, read in [*known, *((count, 0) for count in range(len(shots), -1, -1))]:
-        shown = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
-        text = template.render(shown, _with_passages(asked, found[:read]))
+    best_first, none = passages or (), None if passages is None else ()
+    with_passages = [(len(shots), read) for read in range(len(best_first), 0, -1)]
+    for count, read in [*with_passages, *((count, 0) for count in range(len(shots), -1, -1))]:
+        kept = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
+        text = template.render(kept, _with_passages(asked, best_first[:read]))
         try:
             query = make(text)
             check(query)
@@ -103,11 +103,11 @@ def few_shot(
             text,
             shots[:count],
             len(shots) - count,
-            passages=None if passages is None else found[:read],
-            dropped_passages=len(found) - read,
+            passages=None if passages is None else best_first[:read],
+            dropped_passages=len(best_first) - read,
             lacking=_lacking(asked, shots[:count], solved),
         )
-    return FewShot(None, "", (), len(shots), reason, True, none, len(found))
+    return FewShot(None, "", (), len(shots), reason, True, none, len(best_first))
 
 
 class Replies(NamedTuple):
@@ -132,7 +132,7 @@ def one_prompt(
     questions: Sequence[Question], shots: Sequence[Sequence[Shot]]
 ) -> list[ShotsOfPrompts]:
     """One prompt per question, with its shots; the query's id is the question's."""
-    return [{question.id: own} for question, own in zip(questions, shots, strict=True)]
+    return [{question.id: chosen} for question, chosen in zip(questions, shots, strict=True)]
 
 
 def several_prompts(
@@ -140,8 +140,8 @@ def several_prompts(
 ) -> list[ShotsOfPrompts]:
     """`count` prompts per question: the r-th, (question id, r), has its r-th `each` shots."""
     return [
-        {(question.id, r): own[r * each : (r + 1) * each] for r in range(count)}
-        for question, own in zip(questions, shots, strict=True)
+        {(question.id, r): chosen[r * each : (r + 1) * each] for r in range(count)}
+        for question, chosen in zip(questions, shots, strict=True)
     ]
 
 
@@ -173,21 +173,22 @@ def few_shot_prompts(
             for key, chosen in shots_of.items()
         ]  # fmt: skip
 
-    found = passages_of(knowledge, questions)
-    return list(map(prompts_of, questions, shots, found))
+    passages = passages_of(knowledge, questions)
+    return [prompts_of(*each) for each in zip(questions, shots, passages, strict=True)]
 
 
 def ask(prompts: Sequence[Sequence[FewShot]], llm: Backend) -> list[Replies]:
     """The replies to the prompts of every question, all asked as one stream."""
-    queries = [one.query for own in prompts for one in own if one.query is not None]
+    queries = [p.query for of_question in prompts for p in of_question if p.query is not None]
     answers = answer_all(llm, queries)
 
-    def replies(own: Sequence[FewShot]) -> Replies:
-        ids = [one.query.id for one in own if one.query is not None]
+    def replies(of_question: Sequence[FewShot]) -> Replies:
+        ids = [prompt.query.id for prompt in of_question if prompt.query is not None]
         results = [answers.by_id[name] for name in ids if name in answers.by_id]
-        return Replies(own, results, [answers.failed[n] for n in ids if n in answers.failed])
+        failed = [answers.failed[name] for name in ids if name in answers.failed]
+        return Replies(of_question, results, failed)
 
-    return [replies(own) for own in prompts]
+    return list(map(replies, prompts))
 
 
 def ask_few_shot(
@@ -237,26 +238,27 @@ def _lacking(
     asked: Mapping[str, str], shots: Sequence[Shot], solved: Sequence[Mapping[str, str]]
 ) -> dict[str, int]:
     """What shots lack that their prompt is to show, candidates only if the question has some."""
-    found: collections.Counter[str] = collections.Counter()
+    lacking: collections.Counter[str] = collections.Counter()
     for shot, fields in zip(shots, solved, strict=False):
         if "context" in fields:
-            found["shots_without_caption"] += lacks_caption(shot.question)
-            found["shots_with_own_caption"] += OWN_CAPTION in shot.question.extra
+            lacking["shots_without_caption"] += lacks_caption(shot.question)
+            lacking["shots_with_own_caption"] += OWN_CAPTION in shot.question.extra
         if asked.get("candidates"):
-            found["shots_without_candidates"] += not fields["candidates"]
-    return {name: count for name, count in found.items() if count}
+            lacking["shots_without_candidates"] += not fields["candidates"]
+    return {name: count for name, count in lacking.items() if count}
 
 
 def _with_passages(fields: Mapping[str, str], passages: Sequence[Passage]) -> Mapping[str, str]:
     """The fields with the passages behind the context."""
     if not passages:
         return fields
-    own = fields["context"].strip()
-    if own == NO_CONTEXT:
-        own = ""
-    elif own and own[-1] not in ".!?":
-        own += "."
-    return {**fields, "context": " ".join(filter(None, (own, *(p.text for p in passages))))}
+    context = fields["context"].strip()
+    if context == NO_CONTEXT:
+        context = ""
+    elif context and context[-1] not in ".!?":
+        context += "."
+    texts = (context, *(passage.text for passage in passages))
+    return {**fields, "context": " ".join(filter(None, texts))}
 
 
 def majority_answer(question: Question, *, last: bool = False) -> str:

@@ -68,10 +68,10 @@ class AnswerHeuristics:
         self.check(questions)
         if selection != "answer_aware":
             return library.select(questions, count, selection, seed=seed)
-        found = [library.named(q, self.examples.get(q.id, ()), count) for q in questions]
-        if count and not any(found) and not (self.checked and self.examples):
+        shots = [library.named(q, self.examples.get(q.id, ()), count) for q in questions]
+        if count and not any(shots) and not (self.checked and self.examples):
             raise _other_examples()
-        return found
+        return shots
 
     def check(self, questions: Sequence[Question]) -> None:
         """Raises UserError if none of the questions has candidates: it is another split's file."""

@@ -90,7 +90,7 @@ def option_prior(
     an option whose score the model does not give are left out.
     """
     distinct = []
-    for option in sorted({option for own in options.values() for option in own}):
+    for option in sorted({option for spelled in options.values() for option in spelled}):
         with contextlib.suppress(Unanswerable):
             llm.check(Choices(option, prompt, (option,)))
             distinct.append(option)
@@ -105,9 +105,9 @@ def option_prior(
             values = option_scores(answers.by_id[query.id], score)
             prior |= zip(query.continuations, values.tolist(), strict=True)
     return {
-        name: np.array([prior[option] for option in own])
-        for name, own in options.items()
-        if prior.keys() >= set(own)
+        name: np.array([prior[option] for option in spelled])
+        for name, spelled in options.items()
+        if prior.keys() >= set(spelled)
     }
 
 

@@ -51,14 +51,14 @@ def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
 
 def _tool(trace: Mapping[str, Any], action: int) -> TraceNode:
     """What the tool of an action gave, and what it was asked or found."""
-    found = trace["tools"].get(str(action), "") or "nothing found"
+    text = trace["tools"].get(str(action), "") or "nothing found"
     behind = []
     if action == _RETRIEVES and (passages := trace.get("passages")):
         listed = " · ".join(f"{one['id']} ({one['score']:.2f})" for one in passages)
         behind = [TraceNode(f"passages: {listed}")]
     if action == _GENERATES:
         behind = _long("the tool's prompt", trace.get("knowledge_prompt"))
-    return TraceNode(f"{TOOL_NAMES[action]}: {found}", children=behind)
+    return TraceNode(f"{TOOL_NAMES[action]}: {text}", children=behind)
 
 
 def _long(name: str, text: str | None) -> list[TraceNode]:
@@ -99,12 +99,17 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
     rows: list[list[Cell]] = [
         [
             role,
-            *(own["planned"][a] for a in actions),
-            *(own["used"][a] for a in actions),
-            *(own["empty_plans"], own["refused_actions"], own["no_answer"], own["accuracy"]),
+            *(counts["planned"][a] for a in actions),
+            *(counts["used"][a] for a in actions),
+            *(
+                counts["empty_plans"],
+                counts["refused_actions"],
+                counts["no_answer"],
+                counts["accuracy"],
+            ),
             summary["changed_by_leaving_out"][role],
         ]
-        for role, own in summary["agents"].items()
+        for role, counts in summary["agents"].items()
     ]
     note = (
         "Questions. Refused: plans that name unknown actions or those above the agent's level. "
@@ -113,7 +118,7 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
         f"{_scoring(summary['scored_by'])}"
     )
     effects: list[list[Cell]] = [
-        [f"{a}: {TOOL_NAMES[int(a)]}", *own.values()] for a, own in summary["actions"].items()
+        [f"{a}: {TOOL_NAMES[int(a)]}", *effect.values()] for a, effect in summary["actions"].items()
     ]
     seen = (
         "Pairs of answers to one question whose prompts differ in this action alone. The oracle's "
@@ -129,14 +134,14 @@ def _scoring(scorer: str | None) -> str:
     return f"Accuracy alone: {scorer}, of the questions that it counts."
 
 
-def _of_agent(own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    scores = [agent["score"] for agent in own if agent["score"] is not None]
+def _of_agent(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    scores = [agent["score"] for agent in answers if agent["score"] is not None]
     return {
-        "planned": {str(a): sum(a in agent["plan"] for agent in own) for a in _ACTIONS},
-        "used": {str(a): sum(a in agent["used"] for agent in own) for a in _ACTIONS},
-        "empty_plans": sum(not agent["plan"] for agent in own),
-        "refused_actions": sum(bool(agent["refused"]) for agent in own),
-        "no_answer": sum(not agent["answer"] for agent in own),
+        "planned": {str(a): sum(a in agent["plan"] for agent in answers) for a in _ACTIONS},
+        "used": {str(a): sum(a in agent["used"] for agent in answers) for a in _ACTIONS},
+        "empty_plans": sum(not agent["plan"] for agent in answers),
+        "refused_actions": sum(bool(agent["refused"]) for agent in answers),
+        "no_answer": sum(not agent["answer"] for agent in answers),
         "accuracy": float(np.mean(scores)) if scores else None,
     }
 

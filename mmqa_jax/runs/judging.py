@@ -71,10 +71,10 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
 
 
 def _questions(config: ConfigDict, corpus: Corpus, split: str) -> list[Question]:
-    found = [q for q in corpus.questions(split) if q.answer_index is not None]
-    if not found:
+    judged = [q for q in corpus.questions(split) if q.answer_index is not None]
+    if not judged:
         raise UserError(
             f"config key data.splits={tuple(config.data.splits)}: {config.data.dir} holds no "
             f"questions of split {split} with choices and a known answer; choose another."
         )
-    return evenly(found, config.judge.questions)
+    return evenly(judged, config.judge.questions)
