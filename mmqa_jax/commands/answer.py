@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.source_selection import check_threshold
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.modality import of_modality
-    from mmqa_jax.retrieval.rankings import read_rankings
+    from mmqa_jax.retrieval.rankings import check_gold, read_rankings
     from mmqa_jax.runs import identity
     from mmqa_jax.tasks.answer import load_reader, reader_modality
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, arguments.split)
     if arguments.sources == "oracle":  # checked before the model loads, and so is the file
-        webqa.check_gold(questions)
+        check_gold(questions)
     relevance = None
     if arguments.sources not in ("oracle", "none"):
         relevance = read_rankings(arguments.sources, [q.id for q in questions], corpus.row)
