@@ -278,7 +278,7 @@ def check_row(config: ConfigDict) -> None:
         retriever.check("parts.retriever")
     if isinstance(reranker := opened.get("reranker"), RerankerSpec) and reranker.similarity:
         reranker.similarity.check("parts.reranker.similarity")
-    check_options(system, config.setting, config.options, config.parts)
+    check_options(system, config.setting, config.options, opened)
 
 
 def _check_folder(folder: Path, row: str) -> None:

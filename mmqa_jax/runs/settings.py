@@ -18,7 +18,6 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.captions import check_captions, check_no_tags
 from mmqa_jax.prompting.multiple_choice import check_choices
 from mmqa_jax.retrieval.rankings import check_gold
-from mmqa_jax.runs.opened_parts import read_parts
 
 
 class System(Protocol):
@@ -76,12 +75,12 @@ def check_options(
 
     Args:
       options: those that are given.
-      parts: the row's config section `parts`.
+      parts: the row's, as they are described, unopened.
     """
-    asked, described = system.SETTINGS[setting], read_parts(parts)
-    if asked.captions_of == "questions" and "captions" in described:
-        check_no_tags(described["captions"].tags)
-    asked.check_row(asked.options(options), described)
+    asked = system.SETTINGS[setting]
+    if asked.captions_of == "questions" and "captions" in parts:
+        check_no_tags(parts["captions"].tags)
+    asked.check_row(asked.options(options), parts)
 
 
 def check_questions(system: System, setting: str, questions: Sequence[Question]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from fake_llm import FakeLLM
@@ -49,17 +50,16 @@ def test_captions_of_other_questions_are_refused(system, setting):
     with pytest.raises(UserError, match=r"parts\.captions\.captions: no caption for any of the 3"):
         settings.check_inputs(system, setting, QUESTIONS, {}, other)
     settings.check_inputs(system, setting, QUESTIONS, {}, {"captions": CAPTIONS})
-    section = {"captions": "x", "tags": "tags.tsv"}
     with pytest.raises(UserError, match=r"parts\.captions\.tags=tags\.tsv: this setting"):
-        settings.check_options(system, setting, {}, {"captions": section})
-    settings.check_options(system, setting, {}, {"captions": {"captions": "x", "tags": ""}})
+        settings.check_options(system, setting, {}, {"captions": SimpleNamespace(tags="tags.tsv")})
+    settings.check_options(system, setting, {}, {"captions": SimpleNamespace(tags="")})
 
 
 def test_captions_of_sources_are_no_captions_of_questions():
     by_source = {"captions": Captions({"x": "a cat"})}
     settings.check_inputs(pica, "pica_oracle", QUESTIONS, {}, by_source)
-    section = {"captions": "x", "tags": "tags.tsv"}
-    settings.check_options(pica, "pica_oracle", {}, {"captions": section})
+    described = {"captions": SimpleNamespace(tags="tags.tsv")}
+    settings.check_options(pica, "pica_oracle", {}, described)
 
 
 def test_prophet_with_promptcaps_captions():

@@ -42,7 +42,7 @@ def test_a_function_with_other_defaults():
 
 def test_without_rules_nothing_is_refused():
     of, hidden = system(), [Question("x", "test", "?")]
-    settings.check_options(of, "one", {}, {"captions": {"captions": "x", "tags": "t"}})
+    settings.check_options(of, "one", {}, {"captions": SimpleNamespace(tags="t")})
     settings.check_questions(of, "one", hidden)
     settings.check_inputs(of, "one", hidden, {}, {"captions": Captions({})})
     assert settings.notes_of(of, "one", hidden, {}) == []
@@ -76,7 +76,7 @@ def test_rules_see_all_options():
         check_inputs=lambda questions, options: seen.append(options["shots"]),
         notes=lambda questions, options: [f"{options['shots']} shots"],
     )
-    settings.check_options(of, "one", {"read": "x"}, {"knowledge": {"top_k": 2}})
+    settings.check_options(of, "one", {"read": "x"}, {"knowledge": None})
     settings.check_inputs(of, "one", QUESTIONS, {"shots": 1}, {})
     assert seen == [(8, ["knowledge"]), 1]
     assert settings.notes_of(of, "one", QUESTIONS, {}) == ["8 shots"]
