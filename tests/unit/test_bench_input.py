@@ -1,4 +1,4 @@
-"""`mmqa bench input`: both sides decode the same pictures, and waiting is what a run waits."""
+"""`python -m tests.bench input`: both sides decode the same pictures, and waiting is what a run waits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from mmqa_jax.bench import Options
-from mmqa_jax.bench import input as bench
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import decode_to_pixels
+from tests.bench import Options
+from tests.bench import input as bench
 
 SIZES = {
     **{"pictures": 8, "batch": 2, "batches": 2, "steps": 6},

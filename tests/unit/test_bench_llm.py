@@ -1,4 +1,4 @@
-"""`mmqa bench llm`: both sides answer alike, and the rows say what they should."""
+"""`python -m tests.bench llm`: both sides answer alike, and the rows say what they should."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmqa_jax.bench import Options, llama_cpp, llm, llm_total
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.gguf import GGUFSource
+from tests.bench import Options, llama_cpp, llm, llm_total
 
 TINY = LlamaConfig(
     vocab_size=64, hidden=32, layers=1, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,

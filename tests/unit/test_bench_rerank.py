@@ -1,4 +1,4 @@
-"""`mmqa bench rerank`: its rows follow from what was measured, its arithmetic from the models."""
+"""`python -m tests.bench rerank`: its rows follow from what was measured, its arithmetic from the models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmqa_jax.bench import Options, rerank, show
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from tests.bench import Options, rerank, show
 
 TRUNK = BertConfig(
     vocab_size=60, hidden=16, layers=2, heads=2, mlp=32, positions=256, types=6, eps=1e-5,

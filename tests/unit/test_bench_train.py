@@ -1,4 +1,4 @@
-"""`mmqa bench train`: what its rows say, from tiny runs and from shards that only pretend."""
+"""`python -m tests.bench train`: what its rows say, from tiny runs and from shards that only pretend."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import types
 import pytest
 from cli_runs import quietly
 
-from mmqa_jax.bench import Options, train, training_runs, training_shards
-from mmqa_jax.bench.training_runs import InMemory, Sizes, median_share
 from mmqa_jax.core.errors import RunError
+from tests.bench import Options, train, training_runs, training_shards
+from tests.bench.training_runs import InMemory, Sizes, median_share
 
 TINY = Sizes(
     {"hidden": 16, "heads": 2, "mlp": 16, "layers": 1, "vocab_size": 64}, rows=4, columns=8

@@ -8,10 +8,9 @@ import pytest
 
 from mmqa_jax.core.chips import GPUS, TPUS
 from mmqa_jax.core.config import load_config
-from mmqa_jax.plan.collectives import Collective
+from mmqa_jax.plan.exchange import Exchange, groups_along
 from mmqa_jax.plan.links import fewest_links, wraps
 from mmqa_jax.plan.programs import make_program
-from mmqa_jax.plan.roofline import Bound
 from mmqa_jax.plan.topology import open_topology
 from mmqa_jax.plan.verdict import place
 
@@ -57,23 +56,16 @@ def test_links_of_the_worst_placed_chip(group, shape, chip, links):
 
 
 def test_a_line_takes_twice_as_long_as_a_ring():
-    ring, line = (Collective("all-gather", "data", 16, 1, 16e9, links=n) for n in (2, 1))
+    ring, line = (Exchange("all-gather", "data", 16, 16e9, links=n) for n in (2, 1))
     assert line.seconds(V5E) == 2 * ring.seconds(V5E) == 15e9 / 50e9
-    of_gpus = Collective("all-gather", "data", 16, 1, 16e9)
+    of_gpus = Exchange("all-gather", "data", 16, 16e9)
     assert of_gpus.seconds(GPUS["h100"]) == 15e9 / 450e9
 
 
-def test_what_stops_the_device_comes_on_top():
-    near = Collective("all-reduce", "tensor", 8, 1, 8e9, links=2)  # 14 GB at 100 GB/s
-    assert near.exposed_seconds(V5E) == near.seconds(V5E) == pytest.approx(0.14)
-    beside = near._replace(hidden_cycles=0.1 * V5E.clock)
-    assert beside.exposed_seconds(V5E) == pytest.approx(0.04)
-    assert near._replace(hidden_cycles=float("inf")).exposed_seconds(V5E) == 0
-    assert Bound(compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.14).seconds == 0.34
-    assert Bound(compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.04).seconds == pytest.approx(
-        0.24
-    )
-    assert Bound(compute=0.2, hbm=0.1, interconnect=0.5, exposed=0).seconds == 0.5
+def test_groups_along_the_axes_of_a_mesh():
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert groups_along(mesh, ["tensor"]) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups_along(mesh, ["data", "fsdp"]) == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_a_mesh_lies_on_the_links_that_it_has():
