@@ -91,14 +91,14 @@ def least_exchanges(
     for leaf in trained:
         number = numbers[id(leaf)]
         sent.update(_gradient(leaf, reader.itemsize.get(number, leaf.dtype.itemsize), mesh))
-    found = []
+    exchanges = []
     for (kind, axis), size in sent.items():
         axes = axis.split("+")
         members = math.prod(mesh[one] for one in axes)
         if members > 1 and size:
             reach = placement.reach(groups_along(mesh, axes))
-            found.append(Exchange(kind, axis, members, size, *reach))
-    return tuple(sorted(found, key=lambda one: -one.bytes))
+            exchanges.append(Exchange(kind, axis, members, size, *reach))
+    return tuple(sorted(exchanges, key=lambda one: -one.bytes))
 
 
 def groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int, ...]]:
@@ -132,13 +132,13 @@ def _gradient(leaf: Any, itemsize: int, mesh: Mapping[str, int]) -> Sent:
     return sent
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Reader:
     """Follows weights through a jaxpr, and what their products add up to.
 
     Attributes:
-      itemsize: number of a weight -> bytes of an element in the products of it, whose gradients
-        are of that type.
+      itemsize: number of a weight -> bytes of an element of it in the type in which it is used,
+        which is that of its gradient too.
     """
 
     mesh: Mapping[str, int]
@@ -175,10 +175,16 @@ class _Reader:
                 number = next(n for n, weight in enumerate(known) if weight)
                 split = _handed_on(equation, number, known[number].split)
                 if split is not None:
+                    self._note(known[number], equation.outvars[0])
                     weights[id(equation.outvars[0])] = known[number]._replace(split=split)
         for variable in {id(v): v for v in jaxpr.outvars if id(v) in partial}.values():
             sent.update(self._sum(variable))
         return [weights.get(id(v)) for v in jaxpr.outvars], sent
+
+    def _note(self, weight: Weight, variable: Any) -> None:
+        """Notes the type in which a weight is used."""
+        itemsize = variable.aval.dtype.itemsize
+        self.itemsize[weight.number] = min(itemsize, self.itemsize.get(weight.number, itemsize))
 
     def _sum(self, variable: Any) -> Sent:
         """Partial sums of rows that the devices share."""
@@ -194,8 +200,6 @@ class _Reader:
             if weight is None:
                 continue
             itemsize = variable.aval.dtype.itemsize
-            least = min(itemsize, self.itemsize.get(weight.number, itemsize))
-            self.itemsize[weight.number] = least
             split = [axis for axes in weight.split for axis in axes if self.mesh.get(axis, 1) > 1]
             over = [axis for axis in split if axis in _ROWS]
             if over:
@@ -251,10 +255,8 @@ def _handed_on(equation: Any, operand: int, split: Split) -> Split | None:
     if name == "squeeze":
         return tuple(axes for n, axes in enumerate(split) if n not in params["dimensions"])
     if name == "broadcast_in_dim":
-        places = params["broadcast_dimensions"]
-        return tuple(
-            split[places.index(n)] if n in places else () for n in range(len(result.shape))
-        )
+        places, new = params["broadcast_dimensions"], range(len(result.shape))
+        return tuple(split[places.index(n)] if n in places else () for n in new)
     if name == "reshape":
         return _reshaped(before, result.shape, split)
     if name == "gather" and equation.invars[1].aval.ndim <= 1:  # one layer of a stack
@@ -270,7 +272,7 @@ def _handed_on(equation: Any, operand: int, split: Split) -> Split | None:
 
 def _reshaped(before: Sequence[int], after: Sequence[int], split: Split) -> Split:
     """Merged dimensions hand their axes to the result, a divided one to its first part."""
-    found: list[tuple[str, ...]] = [()] * len(after)
+    result: list[tuple[str, ...]] = [()] * len(after)
     old = new = 0
     while old < len(before) and new < len(after):
         axes, first = split[old], new
@@ -283,6 +285,6 @@ def _reshaped(before: Sequence[int], after: Sequence[int], split: Split) -> Spli
                 new += 1
                 right *= after[new]
         place = next((n for n in range(first, new + 1) if after[n] > 1), first)
-        found[place] = axes
+        result[place] = axes
         old, new = old + 1, new + 1
-    return tuple(found)
+    return tuple(result)

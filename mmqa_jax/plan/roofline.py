@@ -40,15 +40,15 @@ def bound(compiled: Compiled, chip: Chip) -> Bound | None:
     """The roofline of a program; None where the compiler refused it."""
     if compiled.flops is None:
         return None
-    found = Bound(
+    roofline = Bound(
         chip.seconds(compiled.flops),
         compiled.floor_bytes / chip.hbm_rate,
         sum(one.seconds(chip) for one in compiled.exchanges),
     )
     model = compiled.program.model_flops() / compiled.program.devices
     model = min(model, sum(compiled.flops.values()) or model)
-    mfu = model / (found.seconds * chip.peak) if found.seconds else 0.0
-    return dataclasses.replace(found, mfu=mfu)
+    mfu = model / (roofline.seconds * chip.peak) if roofline.seconds else 0.0
+    return dataclasses.replace(roofline, mfu=mfu)
 
 
 def fits(compiled: Compiled, chip: Chip) -> bool:

@@ -183,7 +183,7 @@ def test_only_commands_and_the_cli_import_commands():
     assert offending({"commands"}, {"cli"}) == []
 
 
-@pytest.mark.parametrize("name", ["models", "weights", "decoding"])
+@pytest.mark.parametrize("name", ["models", "weights", "decoding", "plan"])
 def test_what_runs_on_a_bare_accelerator_image(name):
     for module in modules():
         if room(module) == name:
