@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCH = ["python", "-m", "tests.bench"]
 TRAINED = ("contrastive", "rerank")  # the demo's tasks whose training steps are timed
 STEPS_PER_RUN = 60
-# The engine as `mmqa bench llm` runs it: slots, columns, prompt tokens of one prefill.
+# The engine as `python -m tests.bench llm` runs it: slots, columns, prompt tokens of one prefill.
 ENGINES = {
     "full": {"model": "llama2_7b", "slots": 64, "length": 1152, "prefill_tokens": 256},
     "small": {"model": "smollm2", "slots": 16, "length": 768, "prefill_tokens": 256},
@@ -25,7 +26,7 @@ ENGINES = {
 
 
 class Step(NamedTuple):
-    """One process: `mmqa` with these words, or another program."""
+    """One process: `mmqa` or `python` with these words, or another program."""
 
     name: str
     words: tuple[str, ...]
@@ -49,8 +50,8 @@ def steps(out: Path, size: str, *, tests: bool) -> list[Step]:
         )
     )
     rows = [f"--only={name}" for name in ("few_shot", "different", "prefill", "decode")]
-    found.append(Step("llm", ("mmqa", "bench", "llm", f"--size={size}", *rows, "--json")))
-    found.append(Step("models", ("mmqa", "bench", "models", f"--size={size}", "--json")))
+    found.append(Step("llm", (*BENCH, "llm", f"--size={size}", *rows, "--json")))
+    found.append(Step("models", (*BENCH, "models", f"--size={size}", "--json")))
     found.append(Step("data", ("mmqa", "prepare", "atlas", f"--out={out / 'atlas'}", "--json")))
     for task in TRAINED:
         config = f"--config=configs/atlas/{task}.py{':runlocal' if size == 'small' else ''}"
@@ -85,8 +86,8 @@ def run_step(step: Step, out: Path) -> dict[str, Any]:
         if found["exit_code"] == 0 and found["words"] == list(step.words):
             return found
     words = list(step.words)
-    if words[0] == "mmqa":  # in this interpreter's place, to learn the devices' peak memory
-        words = [sys.executable, __file__, f"--peak_of={out / step.name}.peak", *words[1:]]
+    if words[0] == "mmqa" or words[:3] == BENCH:  # to learn the devices' peak memory
+        words = [sys.executable, __file__, f"--peak_of={out / step.name}.peak", *words]
     elif words[0] == "python":
         words[0] = sys.executable
     began = time.time()
@@ -193,10 +194,15 @@ def _test_counts(path: Path) -> dict[str, int] | None:
 
 
 def peak_of(path: Path, words: Sequence[str]) -> int:
-    """Runs a verb here and writes the first device's peak memory, where it reports one."""
-    from mmqa_jax.cli import main as mmqa
+    """Runs a verb or bench here and writes the first device's peak memory, if it reports one."""
+    if words[0] == "mmqa":
+        from mmqa_jax.cli import main
 
-    code = mmqa(words)
+        code = main(words[1:])
+    else:
+        from tests.bench.__main__ import main
+
+        code = main(words[len(BENCH) :])
     if "jax" in sys.modules:
         import jax
 

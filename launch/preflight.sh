@@ -21,4 +21,4 @@ for flag in "$@"; do
 done
 export PATH="$here/.venv/bin:$PATH"
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-run timeout "${MMQA_PREFLIGHT_SECONDS:-900}" python -m mmqa_jax.bench.preflight "${flags[@]}"
+run timeout "${MMQA_PREFLIGHT_SECONDS:-900}" python -m launch.preflight "${flags[@]}"

@@ -29,7 +29,7 @@ from mmqa_jax.core.paths import check_scheme, scheme_of
 VERBS = (
     *("demo", "ask", "prepare", "caption", "convert", "train", "embed", "index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
-    *("evaluate", "report", "bench", "plan", "merge", "status"),
+    *("evaluate", "report", "plan", "merge", "status"),
 )
 _PLACES = ("workdir", "out", "cache")  # flags that say where a verb writes
 _INTERRUPTED = 130
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_text(argv)
         with report_disk_once():
-            argv, overrides = _split_config_overrides(argv)
+            if argv[:1] == ["bench"]:
+                raise UserError("mmqa bench: is `python -m tests.bench` now, in a checkout's root.")
+            argv, overrides = split_config_overrides(argv)
             arguments = make_parser().parse_args(argv)
             if overrides and not hasattr(arguments, "config"):
                 raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
@@ -242,7 +244,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`.")
 
 
-def _split_config_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_config_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates `--config.a.b=value` arguments from the verb's own."""
     kept, overrides = [], []
     for argument in argv:

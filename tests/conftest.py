@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mmqa_jax.core.host import skip_absent_tpu
 
+# Processes that tests start find the repository's packages, from any folder.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
 # Before a test imports jax; processes that tests start inherit both.
 skip_absent_tpu()
 # Compiling is most of what tests cost: XLA leaves most of its optimizations out, see `_optimized`.
@@ -33,7 +38,7 @@ _SLOW = frozenset(
         *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
         *("flash", "input_workers", "scanned_cache"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
-        *("plan", "plan_counts", "recipes"),
+        *("hlo", "plan", "recipes"),
         *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
         *("start", "validation", "weights_folder", "wheel"),
     )

@@ -32,17 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
-    flags.add_config(parser, required=False)
-    parser.add_argument(
-        "--topology", default="local", help="what to compile for (this machine's devices)"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...; or "
-        "bart_large_cnn",
-    )
-    flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
+    add_program_flags(parser)
     parser.add_argument(
         "--measured",
         type=Path,
@@ -61,6 +51,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_program_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that name the programs and the devices."""
+    flags.add_config(parser, required=False)
+    parser.add_argument(
+        "--topology", default="local", help="what to compile for (this machine's devices)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...; or "
+        "bart_large_cnn",
+    )
+    flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compiles, and prints the table and the verdict."""
     # Without distributed.start: one process plans alone, and what is compiled for devices that are
@@ -70,7 +75,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.plan.calibration import read_calibration
     from mmqa_jax.plan.topology import open_topology
 
-    config = _config(arguments)
+    config = config_of(arguments)
     planning.chosen(config, arguments.only, arguments.model)  # refused before a compiler is loaded
     topology = open_topology(arguments.topology)
     options = {"model": arguments.model, "only": arguments.only}
@@ -104,7 +109,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result.to_json()
 
 
-def _config(arguments: argparse.Namespace) -> ConfigDict:
+def config_of(arguments: argparse.Namespace) -> ConfigDict:
     """The config as given; an empty one without --config."""
     from ml_collections import ConfigDict
 
@@ -142,18 +147,18 @@ def _collection_table(plan: CollectionPlan) -> Table:
     time = None if seconds is None else f"{seconds / 3600:.3g} hours at least"
     chips = None if seconds is None else f"{seconds / 3600 * devices / chip.of_chip:.3g} chip-hours"
     rows: list[list[str | None]] = [
-        ["embed", of_chip, _bytes(plan.sources * plan.dim * 4), chips, time]
+        ["embed", of_chip, bytes_text(plan.sources * plan.dim * 4), chips, time]
     ]
     for one in plan.hosts:
         per = "a batch" if one.shared else "a query"
-        read = None if one.read is None else f"reads {_bytes(one.read)} {per}"
-        rows.append([f"index: {one.kind}", one.place, _bytes(one.held), None, read])
+        read = None if one.read is None else f"reads {bytes_text(one.read)} {per}"
+        rows.append([f"index: {one.kind}", one.place, bytes_text(one.held), None, read])
     for kind, search in plan.mesh.items():
         need = plan.devices_needed(kind)
         chips = f"{need} or more; {'fits' if search.fits else 'DOES NOT FIT'}"
         batch = search.compiled.program.examples
-        time = search.bound and f"{_seconds(search.bound.seconds)} for {batch} queries at least"
-        held = _bytes(search.compiled.memory.parameters * devices)
+        time = search.bound and f"{milliseconds(search.bound.seconds)} for {batch} queries at least"
+        held = bytes_text(search.compiled.memory.parameters * devices)
         rows.append([f"index: {kind}", f"HBM of {of_chip}", held, chips, time])
     return Table(
         f"{plan.sources:,} sources of {plan.dim} dimensions, {plan.topology.name}",
@@ -174,69 +179,63 @@ def _table(plan: Plan) -> Table:
         f"{devices} x {chip.name} ({plan.topology.name}), in one call",
         columns,
         rows,
-        f"Bounds are by the data sheet ({chip.source}): each part at its peak, beside the others, "
-        "and collectives that nothing runs beside. XLA's estimate is the TPU compiler's own, "
-        "without collectives.",
+        f"Bounds are by the data sheet ({chip.source}): products, bytes and exchanges that cannot "
+        "be avoided, each part at its peak beside the others.",
     )
 
 
 def _cells(one: Planned) -> dict[str, str | None]:
     """Row name -> text."""
     compiled, bound = one.compiled, one.bound
-    memory, counts, program = compiled.memory, compiled.counts, compiled.program
-    mesh = " ".join(f"{axis}={size}" for axis, size in program.mesh.items() if size > 1)
-    cells: dict[str, str | None] = {"mesh": mesh or "one device"}
-    for name in ("parameters", "optimizer", "cache", "temporaries", "total"):
-        cells[f"memory: {name}"] = _bytes(getattr(memory, name))
-    cells["memory: of"] = f"{_bytes(one.chip.hbm_bytes)} {'fits' if one.fits else 'DOES NOT FIT'}"
-    if counts is None or bound is None:
+    flops, program = compiled.flops, compiled.program
+    cells = memory_cells(one)
+    if flops is None or bound is None:
         return {**cells, **dict.fromkeys(_LATER)}
-    moved = max(counts.bytes, compiled.floor_bytes)
-    share = counts.total_flops * program.devices / max(program.model_flops(), 1)
-    loops = ", ".join("?" if turns is None else str(turns) for turns in counts.loops[:6])
+    done = sum(flops.values())
     values = (
-        f"{counts.total_flops:.4g}",
-        f"{share:.3f} x",
-        _bytes(moved),
-        f"{moved / max(compiled.floor_bytes, 1):.2f} x",
-        f"{len(counts.loops)}"
-        + (f" ({loops}{', ...' if len(counts.loops) > 6 else ''})" if loops else ""),
-        f"{counts.copies:,.0f}, {_bytes(counts.copied_bytes)}",
-        _seconds(bound.compute),
-        _seconds(bound.hbm),
-        f"{_seconds(bound.interconnect)}, {_seconds(bound.exposed)} by themselves",
-        f"{_seconds(bound.seconds)} ({bound.by})",
-        None if one.estimated is None else _seconds(one.estimated),
+        f"{done:.4g}",
+        f"{done * program.devices / max(program.model_flops(), 1):.3f} x",
+        bytes_text(compiled.floor_bytes),
+        milliseconds(bound.compute),
+        milliseconds(bound.hbm),
+        milliseconds(bound.interconnect),
+        f"{milliseconds(bound.seconds)} ({bound.by})",
         f"{100 * bound.mfu:.1f} %",
         f"{program.examples / bound.seconds:,.0f} {program.unit}/s, "
-        f"{_bytes(program.input_bytes / bound.seconds)}/s",
+        f"{bytes_text(program.input_bytes / bound.seconds)}/s",
         f"{compiled.seconds:.0f} s",
     )
     return {**cells, **dict(zip(_LATER, values, strict=True))}
 
 
 _LATER = (
-    *("FLOPs", "of the model's", "HBM traffic", "of the least", "loops (turns)", "copies in HBM"),
-    *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "XLA's estimate"),
-    "MFU at most",
+    *("FLOPs", "of the model's", "HBM traffic at least"),
+    *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "MFU at most"),
     *("the host delivers", "compiled in"),
 )
 
 
+def memory_cells(one: Planned) -> dict[str, str | None]:
+    """Row name -> text, of the mesh and the memory."""
+    memory, mesh = one.compiled.memory, one.compiled.program.mesh
+    split = " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+    cells: dict[str, str | None] = {"mesh": split or "one device"}
+    for name in ("parameters", "optimizer", "cache", "temporaries", "total"):
+        cells[f"memory: {name}"] = bytes_text(getattr(memory, name))
+    fits = "fits" if one.fits else "DOES NOT FIT"
+    return {**cells, "memory: of": f"{bytes_text(one.chip.hbm_bytes)} {fits}"}
+
+
 def _lines(plan: Plan) -> list[str]:
-    """Collectives of every program, and the cost of the whole run."""
+    """What the devices exchange in every program, and the cost of the whole run."""
     lines = []
     for one in plan.planned:
-        for c in one.compiled.collectives:
-            far = " between hosts" if c.hosts else ""
+        for exchange in one.compiled.exchanges:
+            far = " between hosts" if exchange.hosts else ""
             lines.append(
-                f"{one.compiled.program.name}: {c.count:,.0f} x {c.kind} over {c.axis}{far}, "
-                f"{_bytes(c.bytes)} in all"
+                f"{one.compiled.program.name}: {exchange.kind} over {exchange.axis}{far}, "
+                f"{bytes_text(exchange.bytes)} in all at least"
             )
-        counts = one.compiled.counts
-        if counts is not None and counts.unknown:
-            names = ", ".join(sorted(counts.unknown))
-            lines.append(f"{one.compiled.program.name}: FLOPs of {names} are not known")
     cost = plan.to_json()["run"]
     if cost["steps"] is not None:
         lines.append(
@@ -254,7 +253,7 @@ def _search_table(topology: str, found: list[Found]) -> Table:
     rows = [
         [
             described(one.changes),
-            _bytes(one.planned.compiled.memory.total),
+            bytes_text(one.planned.compiled.memory.total),
             round(one.rate) if one.rate else None,
             one.planned.bound.by if one.rate and one.planned.bound else "does not fit",
             f"{100 * one.planned.bound.mfu:.1f} %" if one.planned.bound else None,
@@ -265,7 +264,7 @@ def _search_table(topology: str, found: list[Found]) -> Table:
     return Table(f"{topology}: the best {len(rows)} of {len(found)} settings", columns, rows)
 
 
-def _bytes(size: float | None) -> str | None:
+def bytes_text(size: float | None) -> str | None:
     """`6.52 GiB`, `118 MiB`."""
     if size is None:
         return None
@@ -276,5 +275,6 @@ def _bytes(size: float | None) -> str | None:
     return None
 
 
-def _seconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """`12.71 ms`."""
     return f"{1e3 * seconds:.4g} ms"

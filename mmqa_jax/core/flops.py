@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 
 # cuDNN's attention: products as large as the scores, which are not computed again.
 _CUDNN = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}
+_KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8", "uint8": "u8"}
 # How JAX names the scope of what jax.checkpoint computes a second time.
 _RECOMPUTED = "rematted_computation"
 
@@ -31,45 +33,76 @@ def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = Tr
       kernels_only: counts the Pallas kernels in it alone, of those that state no cost.
       recomputed: whether to count what jax.checkpoint computes once more in the backward pass.
     """
-    return sum(_equation(equation, kernels_only, recomputed) for equation in jaxpr.eqns)
+    return sum(flops_by_type(jaxpr, kernels_only=kernels_only, recomputed=recomputed).values())
 
 
-def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> float:
+def flops_by_type(
+    jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = True
+) -> Counter[str]:
+    """As `jaxpr_flops`, by the type of the factors: a key of Chip.rates, such as `bf16`."""
+    total: Counter[str] = Counter()
+    for equation in jaxpr.eqns:
+        total.update(_equation(equation, kernels_only, recomputed))
+    return total
+
+
+def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> dict[str, float]:
     name, params = equation.primitive.name, equation.params
     if not recomputed and _RECOMPUTED in str(equation.source_info.name_stack):
-        return 0.0
+        return {}
     if name == "pallas_call":
         stated = params.get("cost_estimate")
+        kind = _rate(equation.outvars[0].aval.dtype)
         if stated is not None:  # its body may multiply padding, too
-            return 0.0 if kernels_only else float(stated.flops)
-        inner = sum(map(jaxpr_flops, _inner(params)))
-        return inner * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+            return {} if kernels_only else {kind: float(stated.flops)}
+        inner = sum(map(jaxpr_flops, inner_jaxprs(params)))
+        grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+        return {kind: inner * grid}
     if kernels_only and name in ("dot_general", "conv_general_dilated", *_CUDNN):
-        return 0.0
+        return {}
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        shape = equation.invars[0].aval.shape
-        return 2.0 * equation.outvars[0].aval.size * math.prod(shape[n] for n in contracted)
+        factor = equation.invars[0].aval
+        flops = 2.0 * equation.outvars[0].aval.size
+        flops *= math.prod(factor.shape[n] for n in contracted)
+        return {_rate(factor.dtype, params.get("precision")): flops}
     if name == "conv_general_dilated":
         numbers = params["dimension_numbers"]
         kernel = equation.invars[1].aval
         features = kernel.shape[numbers.rhs_spec[0]]
-        return 2.0 * equation.outvars[0].aval.size * kernel.size / features
+        flops = 2.0 * equation.outvars[0].aval.size * kernel.size / features
+        return {_rate(kernel.dtype, params.get("precision")): flops}
     if name in _CUDNN:  # queries [B, Lq, heads, D], keys [B, Lk, kv_heads, D]
         queries, keys = (variable.aval for variable in equation.invars[:2])
-        return 2.0 * _CUDNN[name] * queries.size * keys.shape[1]
-    count = functools.partial(jaxpr_flops, kernels_only=kernels_only, recomputed=recomputed)
+        return {_rate(queries.dtype): 2.0 * _CUDNN[name] * queries.size * keys.shape[1]}
+    count = functools.partial(flops_by_type, kernels_only=kernels_only, recomputed=recomputed)
     if name == "cond":
-        branches = (branch.jaxpr for branch in params["branches"])
-        return max(count(branch) for branch in branches)
-    inner = sum(map(count, _inner(params)))
+        branches = [count(branch.jaxpr) for branch in params["branches"]]
+        return max(branches, key=lambda branch: branch.total())
+    times = times_run(equation)
+    total: Counter[str] = Counter()
+    for jaxpr in inner_jaxprs(params):
+        total.update({kind: flops * times for kind, flops in count(jaxpr).items()})
+    return total
+
+
+def times_run(equation: Any) -> int:
+    """How often the jaxprs that an equation calls are run, over all devices."""
+    name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return inner * params["length"]
+        return params["length"]
     if name == "while":
-        return inner * (_most_turns(params["cond_jaxpr"].jaxpr) or 1)
-    if name == "shard_map":  # what one device does
-        return inner * params["mesh"].size
-    return inner
+        return _most_turns(params["cond_jaxpr"].jaxpr) or 1
+    if name == "shard_map":  # its jaxpr is what one device does
+        return params["mesh"].size
+    return 1
+
+
+def _rate(dtype: Any, precision: Any = None) -> str:
+    """Under which of a chip's rates a product of this type runs."""
+    kind = _KINDS.get(str(dtype), str(dtype))
+    highest = precision is not None and "HIGHEST" in str(precision)
+    return f"{kind}:highest" if kind == "f32" and highest else kind
 
 
 def _most_turns(condition: Any) -> int | None:
@@ -84,7 +117,7 @@ def _most_turns(condition: Any) -> int | None:
     return min(limits, default=None)
 
 
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """The jaxprs that an equation calls."""
     for value in params.values():
         for one in value if isinstance(value, tuple | list) else (value,):

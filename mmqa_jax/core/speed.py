@@ -1,10 +1,15 @@
-"""How fast this machine multiplies matrices, and the precision in which models best compute."""
+"""What this machine is called, how fast it multiplies and reads, and in which precision."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import os
+import platform
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -61,10 +66,64 @@ def matmul_peak(device: jax.Device) -> float:
     side, dtype = (1024, "float32") if on_cpu else (8192, "bfloat16")
     x = jax.device_put(jnp.ones((side, side), dtype), device)
     product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
-    product(x).block_until_ready()  # compiles
-    best = float("inf")
+    return 2 * side**3 / _shortest(lambda: product(x).block_until_ready())
+
+
+def threads() -> int:
+    """Processors that this process may use: XLA uses them all, so PyTorch gets as many threads."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def device_name() -> str:
+    """`Intel(R) Xeon(R) Processor, 2 threads` or `NVIDIA H200`: what jax computes on."""
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return host_name()
+    count = len(jax.devices())
+    return f"{count} x {device.device_kind}" if count > 1 else device.device_kind
+
+
+def host_name() -> str:
+    """The processor and the number of threads, without loading jax."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {threads()} threads"
+
+
+def read_bandwidth(size: int | None = None) -> float:
+    """Bytes per second that all threads, or the accelerator, read from memory at best.
+
+    Args:
+      size: bytes read each time; None is larger than any cache (1 GiB; 4 GiB on accelerators).
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if jax.devices()[0].platform != "cpu":
+        x = jnp.ones((size or 1 << 32) // 2, jnp.bfloat16)
+        total = jax.jit(lambda x: x.max())
+        return x.nbytes / _shortest(lambda: total(x).block_until_ready())
+    # XLA may read with one thread; numpy's reductions run side by side.
+    parts = np.ones((threads(), (size or 1 << 30) // 4 // threads()), np.float32)
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        return parts.nbytes / _shortest(lambda: list(pool.map(np.max, parts)))
+
+
+def _shortest(work: Callable[[], Any]) -> float:
+    """Seconds of the fastest of several calls; one before them compiles."""
+    work()
+    seconds = []
     for _ in range(_TIMES):
         began = time.perf_counter()
-        product(x).block_until_ready()
-        best = min(best, time.perf_counter() - began)
-    return 2 * side**3 / best
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -153,7 +154,7 @@ def _search(kind: str, sources: int, dim: int, topology: Topology) -> Program:
     queries = arguments["queries"]
     return Program(
         name=f"search of {sources:,} by {kind}",
-        lower=lambda: trace().lower(),
+        trace=functools.cache(trace),
         mesh=dict(mesh.shape),
         model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
         parameters=shard_bytes((arguments["vectors"], arguments["mask"])),

@@ -1,4 +1,4 @@
-"""The links that the devices of a collective have to each other in a TPU slice.
+"""What the devices of a mesh have to exchange, and over which links of a slice they do.
 
 A slice is a grid of chips with links between neighbors, and from end to end along those dimensions
 that wrap around. What a group of chips exchanges goes at most at the rate of the chip with the
@@ -26,6 +26,36 @@ class Placement(NamedTuple):
 
     hosts: tuple[int, ...]
     links: Callable[[Sequence[int]], int] | None = None
+
+    def reach(self, groups: Sequence[Sequence[int]]) -> tuple[bool, int | None]:
+        """Whether a group reaches over several hosts, and the links of the worst placed one."""
+        far = any(len({self.hosts[member] for member in group}) > 1 for group in groups)
+        return far, None if self.links is None else min(map(self.links, groups))
+
+
+def sent_bytes(kind: str, members: int, size: float) -> float:
+    """Bytes that a device has to send at least (ring algorithms reach it).
+
+    Args:
+      kind: of the collective, as XLA names it.
+      members: devices of a group.
+      size: bytes of the whole array of a group: what is gathered, reduced or permuted.
+    """
+    if kind in ("collective-permute", "collective-broadcast"):
+        return size
+    return size * (members - 1) / members * (2 if kind == "all-reduce" else 1)
+
+
+def seconds_to_send(size: float, chip: Chip, *, hosts: bool, links: int | None) -> float:
+    """The least time in which a device sends so many bytes.
+
+    Args:
+      hosts: whether they go to other hosts.
+      links: of a TPU's chip to others of its group; None: all that the device has.
+    """
+    if hosts:
+        return size / chip.network_rate
+    return size / (chip.link_rate * (1.0 if links is None else links / chip.links))
 
 
 def wraps(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:

@@ -14,9 +14,8 @@ import jax
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.plan.collectives import Collective
-from mmqa_jax.plan.counts import KERNEL, Counts, count
+from mmqa_jax.core.flops import flops_by_type, jaxpr_flops
+from mmqa_jax.plan.exchange import Exchange, least_exchanges
 from mmqa_jax.plan.links import Placement
 
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
@@ -31,31 +30,35 @@ class Program:
 
     Attributes:
       name: of the verb, or of the engine's part (`decode`, `prefill`).
-      lower: traces it for the devices of `mesh`.
+      trace: traces it for the devices of `mesh`.
       mesh: axis -> size; {} is one device.
       model_flops: of one call over all devices, without recomputation.
-      kernel_flops: of the Pallas kernels in it, which the compiled program need not state.
       parameters, optimizer, cache: bytes on one device.
       floor_bytes: bytes that one device must move to or from its memory at least; None: what goes
         in and comes out, once.
       examples: questions, pairs or tokens of one call, over all devices.
       input_bytes: that the host brings for a call, over all devices.
       steps: how often a whole run of the config calls it; None: the config does not say.
+      arguments: of the function, jax.ShapeDtypeStructs with shardings.
+      weights: those trees of `arguments` that are weights.
+      trained: whether the weights get gradients.
     """
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]
+    trace: Callable[[], jax.stages.Traced]
     mesh: Mapping[str, int]
     model_flops: Callable[[], float]
     parameters: float
     optimizer: float = 0
     cache: float = 0
-    kernel_flops: Callable[[], float] = float
     floor_bytes: float | None = None
     examples: int = 0
     unit: str = "examples"
     input_bytes: float = 0
     steps: int | None = None
+    arguments: Any = ()
+    weights: Any = ()
+    trained: Any = ()
 
     @classmethod
     def of(
@@ -69,7 +72,8 @@ class Program:
     ) -> Program:
         """A jitted function with arguments as shapes; `options` are its static ones.
 
-        It is traced once, for the mesh, when that is needed first. `sizes`: the other attributes.
+        The first argument holds its weights. It is traced once, for the mesh, when that is needed
+        first. `sizes`: the other attributes.
         """
 
         @functools.cache
@@ -79,11 +83,14 @@ class Program:
 
         return cls(
             name=name,
-            lower=lambda: trace().lower(),
+            trace=trace,
             mesh=dict(mesh.shape),
-            model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
-            kernel_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr, kernels_only=True),
-            **sizes,
+            arguments=arguments,
+            **{
+                "model_flops": lambda: jaxpr_flops(trace().jaxpr.jaxpr),
+                "weights": arguments[0],
+                **sizes,
+            },
         )
 
     @property
@@ -109,27 +116,31 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a program, on one device and in one call.
+    """What is known of a compiled program, on one device and in one call.
 
     Attributes:
-      counts: None where the program was refused for its memory.
+      flops: of its products by type (keys of Chip.rates), recomputed ones included; None where the
+        program was refused for its memory.
+      exchanges: that its mesh needs at least.
+      floor_bytes: see Program.
+      seconds: that compiling took.
     """
 
     program: Program
     memory: Memory
-    counts: Counts | None
-    collectives: tuple[Collective, ...]
+    flops: Mapping[str, float] | None
+    exchanges: tuple[Exchange, ...]
     floor_bytes: float
-    seconds: float  # that compiling took
+    seconds: float
 
     @property
     def refused(self) -> bool:
         """Whether the compiler found that it does not fit."""
-        return self.counts is None
+        return self.flops is None
 
 
 def compile_program(program: Program, placement: Placement | None = None) -> Compiled:
-    """Compiles a program and counts what it does.
+    """Compiles a program, and reads from its jaxpr what it has to do.
 
     Args:
       placement: None: all devices are of one host, and each reaches all others.
@@ -138,9 +149,34 @@ def compile_program(program: Program, placement: Placement | None = None) -> Com
       UserError: the compiler refuses it for another reason than memory.
     """
     began = time.perf_counter()
+    memory, executable = build(program)
+    seconds = time.perf_counter() - began
+    if executable is None:
+        return Compiled(program, memory, None, (), 0.0, seconds)
+    jaxpr = program.trace().jaxpr.jaxpr
+    flops = {kind: count / program.devices for kind, count in flops_by_type(jaxpr).items()}
+    exchanges: tuple[Exchange, ...] = ()
+    if program.devices > 1 and program.arguments:
+        exchanges = least_exchanges(
+            jaxpr,
+            # Static arguments, which have no shape, are no inputs of the jaxpr.
+            [leaf for leaf in jax.tree.leaves(program.arguments) if hasattr(leaf, "shape")],
+            *map(jax.tree.leaves, (program.weights, program.trained)),
+            program.mesh,
+            placement or Placement((0,) * program.devices),
+        )
+    return Compiled(program, memory, flops, exchanges, least_bytes(program, executable), seconds)
+
+
+def build(program: Program) -> tuple[Memory, jax.stages.Compiled | None]:
+    """Compiles a program; None where the compiler finds that it does not fit.
+
+    Raises:
+      UserError: as `compile_program`.
+    """
     parts = (program.parameters, program.optimizer, program.cache)
     try:
-        compiled = program.lower().compile()
+        executable = program.trace().lower().compile()
     except jax.errors.JaxRuntimeError as error:
         total = needed_bytes(str(error))
         if total is None:
@@ -148,25 +184,20 @@ def compile_program(program: Program, placement: Placement | None = None) -> Com
                 f"{program.name}: the compiler refuses the program ({_first_line(error)}); change "
                 "the mesh or the sizes in the config."
             ) from error
-        memory = Memory(*parts, None, max(total, sum(parts)))
-        return Compiled(program, memory, None, (), 0.0, time.perf_counter() - began)
-    seconds = time.perf_counter() - began
-    stats = compiled.memory_analysis()
+        return Memory(*parts, None, max(total, sum(parts))), None
+    stats = executable.memory_analysis()
     kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
     total += stats.generated_code_size_in_bytes
-    memory = Memory(*parts, max(0.0, total - sum(parts)), total)
-    counts = count(compiled.as_text())
-    if counts.unknown.pop(KERNEL, 0):
-        flops = program.kernel_flops() / program.devices
-        counts.flops["bf16"] += flops
-        counts.kernels = (counts.kernels[0] + flops, counts.kernels[1])
-    floor = program.floor_bytes
-    if floor is None:
-        floor = stats.argument_size_in_bytes + stats.output_size_in_bytes
-    where = () if placement is None else (placement.hosts, placement.links)
-    collectives = tuple(counts.on_mesh(program.mesh or {"": 1}, *where))
-    return Compiled(program, memory, counts, collectives, floor, seconds)
+    return Memory(*parts, max(0.0, total - sum(parts)), total), executable
+
+
+def least_bytes(program: Program, executable: jax.stages.Compiled) -> float:
+    """Bytes that one device must move to or from its memory in a call."""
+    if program.floor_bytes is not None:
+        return program.floor_bytes
+    stats = executable.memory_analysis()
+    return stats.argument_size_in_bytes + stats.output_size_in_bytes
 
 
 def needed_bytes(message: str) -> float | None:

@@ -34,7 +34,7 @@ from mmqa_jax.tasks.base_llm import SCRATCH, base_path
 from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.training.optimizer import make_optimizer
-from mmqa_jax.training.state import abstract_state, make_step, split_model
+from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
 from mmqa_jax.weights.config_json import replace_fields
 
 ENGINE = ("decode", "prefill")
@@ -173,11 +173,14 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
         mesh=mesh,
     )
     batch = task.batch()
-    return Program(
-        name="train",
-        lower=lambda: step.lower(batch),
-        mesh=dict(mesh.shape),
+    return Program.of(
+        "train",
+        step.jitted,
+        step.abstract_arguments(batch),
+        mesh,
         model_flops=functools.cache(lambda: _gradient_flops(_with_preset(config, model))),
+        weights=abstract.params,
+        trained=_trained(abstract),
         parameters=shard_bytes(abstract.params),
         optimizer=shard_bytes(abstract.optimizer),
         examples=task.batches.batch_size,
@@ -185,6 +188,20 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
         input_bytes=tree_bytes(batch),
         steps=options.steps,
     )
+
+
+def _trained(state: TrainState) -> list[Any]:
+    """The parameters for which the optimizer keeps moments: frozen ones get no gradient."""
+    moments = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(state.optimizer)
+    }
+    return [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state.params)
+        for name in [jax.tree_util.keystr(path, simple=True, separator="/")]
+        if any(moment.endswith(f"/{name}") for moment in moments)
+    ]
 
 
 def program_in_use(name: str, task: Task, devices: Sequence[jax.Device]) -> Program:

@@ -183,8 +183,7 @@ def _local() -> Topology:
 
 def _measured(device: Any, count: int) -> Chip:
     """A device without a data sheet: what it does in a short measurement, shared by `count`."""
-    from mmqa_jax.bench.timing import device_name, read_bandwidth
-    from mmqa_jax.core.speed import matmul_rates
+    from mmqa_jax.core.speed import device_name, matmul_rates, read_bandwidth
 
     rates = {name: rate * 1e9 / count for name, rate in matmul_rates().items()}
     stated = {"f32": rates["float32"], "bf16": rates["bfloat16"], "f16": rates["float32"]}

@@ -161,8 +161,8 @@ class Step:
             traced = self.jitted.trace(state, self.constants, batch)
         return jaxpr_flops(traced.jaxpr.jaxpr, recomputed=False)
 
-    def lower(self, batch: Any) -> jax.stages.Lowered:
-        """The program of a batch of these shapes; nothing is run, the devices need not be there.
+    def abstract_arguments(self, batch: Any) -> tuple[Any, Any, Any]:
+        """What `jitted` takes, as shapes with shardings.
 
         Args:
           batch: as the loop's, without the entries that stay on the host, of arrays or
@@ -175,8 +175,12 @@ class Step:
 
         batch = jax.tree.map(lambda leaf: struct(leaf, split), batch)
         constants = jax.tree.map(lambda leaf: struct(leaf, whole), self.constants)
+        return self.abstract, constants, batch
+
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The program of such a batch; nothing is run, the devices need not be there."""
         with jax.set_mesh(self.mesh):
-            return self.jitted.lower(self.abstract, constants, batch)
+            return self.jitted.lower(*self.abstract_arguments(batch))
 
 
 def make_step(

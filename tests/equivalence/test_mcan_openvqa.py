@@ -22,7 +22,7 @@ from compare import (
     with_config,
 )
 from flax import nnx
-from mcan_torch import MLP, AttFlat, MHAtt
+from mcan_torch import TorchMCAN
 from torch import nn
 
 from mmqa_jax.core.errors import UserError
@@ -58,87 +58,6 @@ CONFIG = MCANOpenVQAConfig(
     region_features=18,
     answers=13,
 )
-
-
-class Norm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.a_2, self.b_2 = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-        self.eps = eps
-
-    def forward(self, x):
-        deviation = x.std(-1, keepdim=True)  # unbiased
-        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (deviation + self.eps) + self.b_2
-
-
-class Feed(nn.Module):
-    def __init__(self, c: FusionConfig):
-        super().__init__()
-        self.mlp = MLP(c.hidden, c.mlp, c.hidden)
-
-
-class SA(nn.Module):
-    def __init__(self, c: FusionConfig):
-        super().__init__()
-        self.mhatt = MHAtt(c.hidden, c.heads, value_bias=True)
-        self.ffn = Feed(c)
-        self.norm1, self.norm2 = Norm(c.hidden, c.eps), Norm(c.hidden, c.eps)
-
-    def forward(self, x, closed):
-        x = self.norm1(x + self.mhatt(x, x, closed))
-        return self.norm2(x + self.ffn.mlp(x))
-
-
-class SGA(nn.Module):
-    def __init__(self, c: FusionConfig):
-        super().__init__()
-        self.mhatt1 = MHAtt(c.hidden, c.heads, value_bias=True)
-        self.mhatt2 = MHAtt(c.hidden, c.heads, value_bias=True)
-        self.ffn = Feed(c)
-        self.norm1, self.norm2, self.norm3 = (Norm(c.hidden, c.eps) for _ in range(3))
-
-    def forward(self, x, question, closed, question_closed):
-        x = self.norm1(x + self.mhatt1(x, x, closed))
-        x = self.norm2(x + self.mhatt2(x, question, question_closed))
-        return self.norm3(x + self.ffn.mlp(x))
-
-
-class Backbone(nn.Module):
-    def __init__(self, c: FusionConfig):
-        super().__init__()
-        self.enc_list = nn.ModuleList(SA(c) for _ in range(c.layers))
-        self.dec_list = nn.ModuleList(SGA(c) for _ in range(c.layers))
-
-
-class Adapter(nn.Module):
-    def __init__(self, a: int, b: int):
-        super().__init__()
-        self.frcn_linear = nn.Linear(a, b)
-
-
-class TorchMCAN(nn.Module):
-    def __init__(self, config: MCANOpenVQAConfig):
-        super().__init__()
-        c = config.fusion
-        self.embedding = nn.Embedding(config.vocab_size, config.word_features)
-        self.lstm = nn.LSTM(config.word_features, c.hidden, batch_first=True)
-        self.adapter = Adapter(config.region_features, c.hidden)
-        self.backbone = Backbone(c)
-        flat = (c.hidden, c.flat_mlp, c.glimpses, c.flat_out)
-        self.attflat_img, self.attflat_lang = AttFlat(*flat), AttFlat(*flat)
-        self.proj_norm = Norm(c.flat_out, c.eps)
-        self.proj = nn.Linear(c.flat_out, config.answers)
-
-    def forward(self, ids, regions):
-        question_closed, closed = ids == 0, regions.abs().sum(-1) == 0
-        x, _ = self.lstm(self.embedding(ids))
-        y = self.adapter.frcn_linear(regions)
-        for layer in self.backbone.enc_list:
-            x = layer(x, question_closed)
-        for layer in self.backbone.dec_list:
-            y = layer(y, x, closed, question_closed)
-        fused = self.attflat_lang(x, question_closed) + self.attflat_img(y, closed)
-        return self.proj(self.proj_norm(fused))
 
 
 @pytest.fixture(scope="module")

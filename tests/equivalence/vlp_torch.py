@@ -15,10 +15,6 @@ from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.vlp import VLPConfig
 
 
-def gelu(x):
-    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
 def modules(**named: nn.Module) -> nn.ModuleDict:
     return nn.ModuleDict(named)
 
@@ -39,6 +35,11 @@ class Layer(nn.Module):
         self.output = ended(c.mlp)
         self.heads = c.heads
 
+    def mix(self, q, k, v, additive):
+        """Attention [B, heads, L, head_dim]."""
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + additive
+        return self.attention["self"]["dropout"](scores.softmax(-1)) @ v
+
     def forward(self, h, additive):
         b, n, size = h.shape
         width = size // self.heads
@@ -47,11 +48,9 @@ class Layer(nn.Module):
             own[name](h).view(b, n, self.heads, width).transpose(1, 2)
             for name in ("query", "key", "value")
         )
-        scores = q @ k.transpose(-1, -2) / math.sqrt(width) + additive
-        weights = own["dropout"](scores.softmax(-1))
-        attended = (weights @ v).transpose(1, 2).reshape(b, n, size)
+        attended = self.mix(q, k, v, additive).transpose(1, 2).reshape(b, n, size)
         h = output["LayerNorm"](output["dropout"](output["dense"](attended)) + h)
-        down = self.output["dense"](gelu(self.intermediate["dense"](h)))
+        down = self.output["dense"](nn.functional.gelu(self.intermediate["dense"](h)))
         return self.output["LayerNorm"](self.output["dropout"](down) + h)
 
 
@@ -65,7 +64,7 @@ class Predictions(nn.Module):
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
 
     def forward(self, h):
-        h = self.transform["LayerNorm"](gelu(self.transform["dense"](h)))
+        h = self.transform["LayerNorm"](nn.functional.gelu(self.transform["dense"](h)))
         return self.decoder(h) + self.bias
 
 

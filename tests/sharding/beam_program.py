@@ -21,8 +21,8 @@ from mmqa_jax.core.mesh import make_mesh, on_shardings, state_shardings
 from mmqa_jax.decoding.llama_beam import beam_search
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.plan.counts import count
 from mmqa_jax.plan.topology import open_topology
+from tests.hlo.counts import count
 
 CONFIG = LlamaConfig(
     vocab_size=1024, hidden=512, layers=2, heads=4, kv_heads=2, mlp=1024, dtype="bfloat16"

@@ -21,8 +21,8 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.abstract_programs import Program, engine_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b
-from mmqa_jax.plan.counts import count
 from mmqa_jax.plan.topology import open_topology
+from tests.hlo.counts import count
 
 # 64 prompts and answers of 2,048 tokens beside the weights: 10.3 of 15.75 GiB of each device.
 SIZES = EngineConfig(slots=64, length=2048, buckets=(128, 512), prefill_tokens=4096, block=0)

@@ -22,8 +22,8 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b
-from mmqa_jax.plan.counts import count
 from mmqa_jax.plan.topology import open_topology
+from tests.hlo.counts import count
 
 # 64 patches; a device's share of a feature fills the 128 lanes.
 SMALL = LlavaConfig(

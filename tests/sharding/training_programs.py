@@ -26,8 +26,6 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.vlp import VLPConfig, VLPInputs
 from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
-from mmqa_jax.plan.counts import count
-from mmqa_jax.plan.hlo import Instruction, Module, parse
 from mmqa_jax.tasks.objectives import (
     AnswerObjective,
     ContrastiveObjective,
@@ -36,6 +34,8 @@ from mmqa_jax.tasks.objectives import (
 )
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, make_step, split_model
+from tests.hlo.counts import count
+from tests.hlo.text import Instruction, Module, parse
 
 ADAM = OptimizerOptions(name="adam", schedule="constant", warmup=0.0)
 

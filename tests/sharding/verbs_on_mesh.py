@@ -77,7 +77,7 @@ def planned(name: str, run: Path, said: dict[str, Any]) -> list[float]:
         program = program_in_use(name, read_task(config), jax.local_devices())
         blocks = program.mesh["data"] * program.mesh["fsdp"]
         held = program.parameters + program.input_bytes / blocks
-        return [held, taken(program.lower())]
+        return [held, taken(program.trace().lower())]
 
 
 def main() -> None:

@@ -1,21 +1,21 @@
-"""`mmqa bench`: how it times and measures memory, what its rows say, what it needs to run."""
+"""`tests.bench`: how it times and measures memory, what its rows say, what it needs to run."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import mmqa
 
-from mmqa_jax.bench import BENCHES, Options, available
-from mmqa_jax.bench.timing import interleave, read_bandwidth, run_child, speed_ratio
 from mmqa_jax.core.errors import RunError
+from tests.bench import BENCHES, available
+from tests.bench.__main__ import main
+from tests.bench.timing import child_environment, interleave, run_child, speed_ratio
 
 HERE = Path(__file__).parent
 COLUMNS = {"name", "ours", "peer", "ratio", "unit", "floor"}
@@ -73,7 +73,7 @@ def test_long_work_gets_fewer_rounds():
 
 
 def test_what_an_interrupted_run_has_measured_is_kept(tmp_path, monkeypatch):
-    from mmqa_jax.bench.runner import Case, measure, open_journal
+    from tests.bench.runner import Case, measure, open_journal
 
     monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
     names, built = ("a", "b", "c"), []
@@ -103,7 +103,7 @@ def test_what_an_interrupted_run_has_measured_is_kept(tmp_path, monkeypatch):
 
 
 def test_bfloat16_that_the_processor_lacks_is_left_out(monkeypatch):
-    from mmqa_jax.bench import runner
+    from tests.bench import runner
 
     rates = {("peer", "bfloat16"): 1e9, ("ours", "bfloat16"): 9e10}
     monkeypatch.setattr(
@@ -127,14 +127,18 @@ def test_bfloat16_that_the_processor_lacks_is_left_out(monkeypatch):
 def test_peak_memory_is_that_of_the_child():
     # From a process of its own: the parent's memory counts as the child's.
     script = (
-        "import sys; from mmqa_jax.bench.timing import run_child\n"
+        "import sys; from tests.bench.timing import run_child\n"
         "for size in (0, 200):\n"
         "    work = f'x = bytearray({size} << 20); x[::4096] = bytes(len(x[::4096])); print(7)'\n"
         "    child = run_child([sys.executable, '-c', work])\n"
         "    print(child.peak_bytes >> 20, child.output.strip())\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=child_environment(),
     )
     (small, _), (large, said) = (line.split() for line in ended.stdout.splitlines())
     assert said == "7"
@@ -147,16 +151,12 @@ def test_a_failed_child_stops_the_bench():
         run_child([sys.executable, "-c", "raise SystemExit(3)"])
 
 
-def test_bandwidth_is_that_of_a_memory():
-    assert 1e8 < read_bandwidth(1 << 22) < 1e13
-
-
 MODELS = """
 import dataclasses, json, sys
 from test_bench import ABSENT, tiny
 sys.modules.update(dict.fromkeys(ABSENT))
-from mmqa_jax.bench import Options
-from mmqa_jax.bench import models
+from tests.bench import Options
+from tests.bench import models
 built, build = [], models.cases
 models.cases = lambda suite, wanted: (built.append(x) or x for x in build(suite, wanted))
 print(json.dumps(models.run_suite(tiny(), Options(rounds=2))))
@@ -169,7 +169,6 @@ models.run_suite(tiny(), Options(rounds=1))
 
 def tiny():
     """The suite in sizes that compile fast."""
-    from mmqa_jax.bench.models import Suite
     from mmqa_jax.models.bart_config import BartConfig
     from mmqa_jax.models.bert import BertConfig
     from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
@@ -177,6 +176,7 @@ def tiny():
     from mmqa_jax.models.mcan_layers import FusionConfig
     from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
     from mmqa_jax.models.vlp import VLPConfig
+    from tests.bench.models import Suite
 
     bert = BertConfig(vocab_size=50, hidden=32, layers=1, heads=2, mlp=48, positions=64)
     return Suite(
@@ -215,12 +215,12 @@ def models_run(cli_cache):
         text=True,
         timeout=300,
         cwd=HERE,
-        env={**os.environ, "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu", "MMQA_CACHE": str(cli_cache)},
-    )  # fmt: skip
+        env=child_environment(MMQA_PROGRESS="off", JAX_PLATFORMS="cpu", MMQA_CACHE=str(cli_cache)),
+    )
 
 
 def test_models_rows_compare_the_same_work(models_run):
-    from mmqa_jax.bench.models import ROWS
+    from tests.bench.models import ROWS
 
     assert models_run.stdout, models_run.stderr
     result = json.loads(models_run.stdout.splitlines()[0])
@@ -259,7 +259,7 @@ def test_operations_are_counted():
     import jax
     import jax.numpy as jnp
 
-    from mmqa_jax.bench.runner import program_flops
+    from tests.bench.runner import program_flops
 
     x = jnp.zeros((2, 3, 4, 8))
     weight = jax.ShapeDtypeStruct((8, 5), jnp.float32)
@@ -267,7 +267,7 @@ def test_operations_are_counted():
 
 
 def test_rows_follow_from_what_was_timed():
-    from mmqa_jax.bench.runner import Case, row_of
+    from tests.bench.runner import Case, row_of
 
     class Peak:
         best = 1e9
@@ -296,7 +296,7 @@ def test_convert_rows_are_shares_of_the_parameters(tmp_path):
         "tied": True,
     }  # fmt: skip
     script = (
-        "import json; from mmqa_jax.bench import Options; from mmqa_jax.bench.convert import run_shape\n"
+        "import json; from tests.bench import Options; from tests.bench.convert import run_shape\n"
         f"print(json.dumps(run_shape({shape!r}, Options(only=('load_mesh',)))))\n"
     )
     ended = subprocess.run(
@@ -304,7 +304,7 @@ def test_convert_rows_are_shares_of_the_parameters(tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "MMQA_PROGRESS": "off", "TMPDIR": str(tmp_path)},
+        env=child_environment(MMQA_PROGRESS="off", TMPDIR=str(tmp_path)),
     )
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
@@ -324,34 +324,42 @@ def test_convert_rows_are_shares_of_the_parameters(tmp_path):
     assert list(tmp_path.iterdir()) == []  # the models are gone
 
 
-def test_only_benches_that_are_there_are_offered(monkeypatch):
+def test_only_benches_that_are_there_are_offered(monkeypatch, capsys):
     assert {"models", "convert"} <= set(available())
     monkeypatch.setitem(BENCHES, "nothing_of_the_kind", "is not there")
     assert "nothing_of_the_kind" not in available()
-    assert "nothing_of_the_kind" not in mmqa("bench", "--help").out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert "convert" in printed
+    assert "example:\n  python -m tests.bench models" in printed
+    assert "nothing_of_the_kind" not in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench"], "required: NAME"),
-        (["bench", "modles"], "argument NAME: invalid choice: 'modles'.*models.*convert"),
-        (["bench", "convert", "--only=lod"], "--only=lod: no such row; use one of .*load"),
-        (["bench", "convert", "--rounds=0"], "--rounds=0: at least 1 was expected"),
-        (["bench", "convert", "--size=huge"], "--size: invalid choice: 'huge'"),
+        ([], "required: NAME"),
+        (["modles"], "argument NAME: invalid choice: 'modles'.*models.*convert"),
+        (["convert", "--only=lod"], "--only=lod: no such row; use one of .*load"),
+        (["convert", "--rounds=0"], "--rounds=0: at least 1 was expected"),
+        (["convert", "--size=huge"], "--size: invalid choice: 'huge'"),
+        (["convert", "--data=x"], "--data=x: .* generates its data; leave it out"),
     ],
 )
-def test_wrong_commands(arguments, message, refused):
-    refused(*arguments, message=message)
+def test_wrong_commands(arguments, message, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(f"tests.bench: .*{message}.*\n", printed.err)
 
 
-def test_rows_keep_the_bench_order():
-    assert Options(only=("c", "a")).chosen(("a", "b", "c")) == ("a", "c")
-    assert Options().chosen(("a", "b")) == ("a", "b")
+def test_the_verb_names_the_new_command(refused):
+    refused("bench", "models", message="mmqa bench: is `python -m tests.bench` now")
 
 
-def test_the_table_shows_all_values(monkeypatch):
-    import mmqa_jax.bench
+def test_the_table_shows_all_values(monkeypatch, capsys):
+    import tests.bench
 
     row = {
         "name": "reading",
@@ -362,11 +370,10 @@ def test_the_table_shows_all_values(monkeypatch):
         "floor": 0.25,
     }
     result = {"bench": "convert", "device": "a machine", "rows": [{**row, "of_p": 0.6912}]}
-    monkeypatch.setattr(mmqa_jax.bench, "run_bench", lambda name, options: result)
-    ended = mmqa("bench", "convert", "--json")
-    assert ended.code == 0
-    assert ended.value == result
-    table = ended.out
+    monkeypatch.setattr(tests.bench, "run_bench", lambda name, options: result)
+    assert main(["convert", "--json"]) == 0
+    table = capsys.readouterr().out
+    assert json.loads(table.splitlines()[-1]) == result
     for shown in (
         "convert, a machine",
         "reading",
@@ -379,4 +386,3 @@ def test_the_table_shows_all_values(monkeypatch):
         "0.691",
     ):
         assert shown in table, shown
-    assert math.isclose(ended.value["rows"][0]["ours"], 1234.5)

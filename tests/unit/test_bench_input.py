@@ -1,17 +1,16 @@
-"""`mmqa bench input`: both sides decode the same pictures, and waiting is what a run waits."""
+"""`python -m tests.bench input`: both sides decode the same pictures, and waiting is what a run waits."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 
-from mmqa_jax.bench import Options
-from mmqa_jax.bench import input as bench
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import decode_to_pixels
+from tests.bench import Options
+from tests.bench import input as bench
 
 SIZES = {
     **{"pictures": 8, "batch": 2, "batches": 2, "steps": 6},
@@ -52,18 +51,6 @@ def test_rows(web):
     assert 0 < waiting["ours"] < 100
     assert (waiting["steps"], waiting["required"]) == (4, 2.0)  # the first of its shape compiled
     json.dumps(found)
-
-
-def test_an_interrupted_run_keeps_its_rows(web, tmp_path, monkeypatch):
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
-    options = Options(rounds=1, only=("records", "workers_0"), data=web)
-    monkeypatch.setattr(bench, "_pipeline", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        bench.run_sizes(SIZES, options)
-    monkeypatch.setattr(bench, "_reading", lambda *_: pytest.fail("measured again"))
-    found = bench.run_sizes(SIZES, dataclasses.replace(options, only=("records",)))
-    assert found["rows_of_an_interrupted_run"] == 1
-    assert [row["name"] for row in found["rows"]] == ["records"]
 
 
 def interrupt(*_):

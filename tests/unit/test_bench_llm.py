@@ -1,22 +1,20 @@
-"""`mmqa bench llm`: both sides answer alike, and the rows say what they should."""
+"""`python -m tests.bench llm`: both sides answer alike, and the rows say what they should."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from flax import nnx
 
-from mmqa_jax.bench import Options, llama_cpp, llm, llm_total
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.gguf import GGUFSource
+from tests.bench import Options, llama_cpp, llm, llm_total
 
 TINY = LlamaConfig(
     vocab_size=64, hidden=32, layers=1, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,
@@ -76,52 +74,6 @@ def test_totals_are_measured_when_asked_for_and_of_the_small_model(tmp_path):
     assert llm_total._same(tmp_path, "x") == 0.5
 
 
-SERVER = """#!{python}
-import http.server, json, sys
-
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-assert options["--parallel"] == "4" and options["--ctx-size"] == "2048", options
-assert options["--cache-type-k"] == options["--cache-type-v"] == "f16", options
-if options["--model"] == "broken.gguf":
-    sys.exit(3)
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, found):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
-
-    def do_GET(self):
-        self.reply({{}})
-
-    def do_POST(self):
-        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert query["temperature"] == 0 and not query["cache_prompt"], query
-        self.reply({{"content": query["prompt"].upper() + str(query["n_predict"])}})
-
-
-address = options["--host"], int(options["--port"])
-http.server.ThreadingHTTPServer(address, Handler).serve_forever()
-"""
-
-
-def test_llama_cpp_answers_where_its_server_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert llama_cpp.kinds() == ()
-    server = tmp_path / llama_cpp.PROGRAM
-    server.write_text(SERVER.format(python=sys.executable))
-    server.chmod(0o755)
-    assert llama_cpp.kinds() == llama_cpp.TYPES
-    prompts, out = tmp_path / "x.txt", tmp_path / "out.jsonl"
-    prompts.write_text("".join(f"ab{n}\n" for n in range(9)))
-    assert 0 < llama_cpp.answer(tmp_path / "m.gguf", "f16", prompts, out, 4, 7) < 60
-    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
-    assert texts == [f"AB{n}7" for n in range(9)]  # in the order of the prompts
-    with pytest.raises(RunError, match=r"--model broken\.gguf .* did not start"):
-        llama_cpp.answer(Path("broken.gguf"), "f16", prompts, out, 4, 7)
-
-
 def test_a_gguf_file_in_other_types(tmp_path):
     rng = np.random.default_rng(0)
     matrix, vector = rng.normal(size=(4, 64)).astype("f"), rng.normal(size=64).astype("f")
@@ -164,8 +116,3 @@ def jax_leaves(model: Llama) -> list:
     import jax
 
     return jax.tree.leaves(nnx.state(model))
-
-
-def test_an_unknown_row_is_refused():
-    with pytest.raises(UserError, match="--only=decoding: no such row; use one of few_shot"):
-        llm.run_load("small", LOAD, Options(only=("decoding",)))

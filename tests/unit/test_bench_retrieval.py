@@ -1,4 +1,4 @@
-"""`mmqa bench retrieval`: the peers give the same answers, the inputs are what they say."""
+"""`python -m tests.bench retrieval`: the peers give the same answers, the inputs are what they say."""
 
 import json
 import subprocess
@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from mmqa_jax.bench import retrieval as bench
-from mmqa_jax.bench import retrieval_data as inputs
 from mmqa_jax.data.datasets.webqa import ImagesTsv
+from tests.bench import retrieval as bench
+from tests.bench import retrieval_data as inputs
+from tests.bench.timing import child_environment
 
 SIZES = {"rows": 600, "dim": 16, "queries": 20, "snippets": 300, "pictures": 5}
 
@@ -74,12 +75,16 @@ def test_rows(tmp_path):
 def test_only_what_is_selected_is_measured():
     """In a process of its own: what its parent holds counts as a child's memory."""
     script = (
-        "import json; from mmqa_jax.bench import Options, retrieval\n"
+        "import json; from tests.bench import Options, retrieval\n"
         f"options = Options(only=('bm25_memory',), rounds=1)\n"
         f"print(json.dumps(retrieval.run_sizes({SIZES}, options)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=child_environment(),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""`mmqa bench train`: what its rows say, from tiny runs and from shards that only pretend."""
+"""`python -m tests.bench train`: what its rows say, from tiny runs and from shards that only pretend."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import types
 import pytest
 from cli_runs import quietly
 
-from mmqa_jax.bench import Options, train, training_runs, training_shards
-from mmqa_jax.bench.training_runs import InMemory, Sizes, median_share
-from mmqa_jax.core.errors import RunError
+from tests.bench import Options, train, training_runs, training_shards
+from tests.bench.training_runs import InMemory, Sizes, median_share
 
 TINY = Sizes(
     {"hidden": 16, "heads": 2, "mlp": 16, "layers": 1, "vocab_size": 64}, rows=4, columns=8
@@ -123,9 +122,3 @@ def test_shards_are_pinned_and_their_parts_timed_after_the_first(pretended):
     row = row_of("prompt")
     assert (row["ours"], row["peer"], row["unit"]) == (120.0, 60.0, "prompts/s")
     assert (row["ratio"], row["floor"], row["ratio_range"]) == (2.0, 120.0, [2.0, 2.0])
-
-
-def test_a_shard_that_fails_ends_the_bench(pretended, monkeypatch):
-    monkeypatch.setattr(training_shards, "_MMQA", "import sys; sys.exit(3)")
-    with pytest.raises(RunError, match=r"mmqa prompt ended with \[3\]"):
-        row_of("prompt")

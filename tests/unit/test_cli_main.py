@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli_runs import ROOT, mmqa
 
-from mmqa_jax.cli import VERBS, _split_config_overrides, make_parser
+from mmqa_jax.cli import VERBS, make_parser, split_config_overrides
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -30,7 +30,7 @@ def test_every_verb_has_help_with_a_working_example():
 
 def _parses(example: str) -> None:
     """The example's flags are those of the parser."""
-    kept, _ = _split_config_overrides(shlex.split(example)[1:])
+    kept, _ = split_config_overrides(shlex.split(example)[1:])
     make_parser().parse_args(kept)
 
 

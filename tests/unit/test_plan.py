@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.plan import topology as topologies
 from mmqa_jax.plan import verdict as planning
 from mmqa_jax.plan.calibration import read_calibration
-from mmqa_jax.plan.collectives import Collective
-from mmqa_jax.plan.counts import Counts
+from mmqa_jax.plan.exchange import Exchange
 from mmqa_jax.plan.program import (
     Compiled,
     Memory,
@@ -95,7 +93,7 @@ def test_memory_is_that_of_the_compiled_program():
     step = jax.jit(lambda w, x: (w - jnp.tanh(x.T @ jnp.sin(x @ w)), 1.0), donate_argnums=0)
     program = Program(
         name="train",
-        lower=lambda: step.lower(weights, x),
+        trace=lambda: step.trace(weights, x),
         mesh={},
         model_flops=lambda: 2 * 2 * 64 * 256 * 512,
         parameters=shard_bytes(weights),
@@ -109,7 +107,8 @@ def test_memory_is_that_of_the_compiled_program():
     assert memory.total == stats.argument_size_in_bytes + stats.temp_size_in_bytes + kept
     assert memory.temporaries >= 64 * 512 * 4  # the activations
     assert memory.total == memory.parameters + memory.temporaries
-    assert planned.counts.total_flops == 2 * 2 * 64 * 256 * 512
+    assert planned.flops == {"f32": 2 * 2 * 64 * 256 * 512}
+    assert planned.floor_bytes == stats.argument_size_in_bytes + stats.output_size_in_bytes
     assert Planned.of(planned, TPUS["v5e"]).fits
 
 
@@ -134,9 +133,9 @@ def test_a_config_is_planned_without_its_data():
     assert found["calibration"] is None
     (train,) = found["programs"]
     keys = (
-        *("name", "fits", "memory_gib", "hbm_gib", "flops", "model_flops", "hbm_bytes"),
-        *("floor_bytes", "bound_ms", "bound_by", "mfu_bound", "estimated_ms", "collectives_ms"),
-        *("collectives_exposed_ms", "collectives", "loops", "compile_seconds"),
+        *("name", "fits", "memory_gib", "hbm_gib", "flops", "model_flops", "floor_bytes"),
+        *("bound_ms", "bound_by", "mfu_bound", "collectives_ms", "collectives"),
+        "compile_seconds",
     )
     assert set(train) == set(keys)
     memory = ("parameters", "optimizer", "cache", "temporaries", "total")
@@ -215,19 +214,27 @@ def test_a_program_is_compiled_for_a_tpu():
     step = jax.jit(jax.grad(loss), out_shardings=whole)
     flops = 3 * 6 * 2 * 512 * 128 * 128
     program = Program(
-        "train", lambda: step.lower(weights, x), {"data": 4}, lambda: flops, shard_bytes(weights)
+        "train",
+        lambda: step.trace(weights, x),
+        {"data": 4},
+        lambda: flops,
+        shard_bytes(weights),
+        arguments=(weights, x),
+        weights=weights,
+        trained=weights,
     )
     row = Planned.of(compile_program(program), slice_.chip).row()
     assert row["fits"]
     assert row["flops"] == flops / 4
-    assert {(c["kind"], c["axis"]) for c in row["collectives"]} == {("all-reduce", "data")}
+    gradients = {"kind": "all-reduce", "axis": "data", "bytes": 6 * 128 * 128 * 2}
+    assert row["collectives"] == [gradients]
     assert 0 < row["mfu_bound"] <= 1
 
     def too_large(x):
         return jnp.sin(x @ x.T)
 
     x = jax.ShapeDtypeStruct((1 << 18, 128), jnp.float32, sharding=whole)
-    refused = Program("embed", lambda: jax.jit(too_large).lower(x), {"data": 4}, lambda: 1.0, 0)
+    refused = Program("embed", lambda: jax.jit(too_large).trace(x), {"data": 4}, lambda: 1.0, 0)
     compiled = compile_program(refused)
     assert compiled.refused
     assert compiled.memory.total > 200 * GIB
@@ -236,10 +243,10 @@ def test_a_program_is_compiled_for_a_tpu():
 
 def compiled(total_gib, *, refused=False, name="train", flops=0.0, moved=0.0, sent=0.0):
     program = Program(name, lambda: None, {"data": 8}, lambda: 8e12, GIB, examples=64)
-    counts = None if refused else Counts(Counter({"bf16": flops}), moved)
-    collectives = (Collective("all-gather", "data", 8, 1, sent),)
     memory = Memory(GIB, 0, 0, None if refused else (total_gib - 1) * GIB, total_gib * GIB)
-    return Compiled(program, memory, counts, collectives, GIB, 1.0)
+    exchanges = (Exchange("all-gather", "data", 8, sent),)
+    done = None if refused else {"bf16": flops}
+    return Compiled(program, memory, done, exchanges, max(moved, GIB), 1.0)
 
 
 def a_plan(one, *remedies):
@@ -335,8 +342,7 @@ def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule):
     [
         ({"flops": 1.97e12}, "compute", 0.01),
         ({"moved": 819e9}, "hbm", 1.0),
-        # What is moved at least is moved beside no collective that stops the device.
-        ({"sent": 8 / 7 * 200e9}, "interconnect", 1.0 + GIB / 819e9),
+        ({"sent": 8 / 7 * 200e9}, "interconnect", 1.0),
     ],
 )
 def test_the_slowest_part_bounds(work, by, seconds):
@@ -348,7 +354,7 @@ def test_the_slowest_part_bounds(work, by, seconds):
 
 def test_hosts_are_joined_by_a_slower_network():
     near = compiled(4, sent=8 / 7 * 50e9)
-    far = dataclasses.replace(near, collectives=(near.collectives[0]._replace(hosts=True),))
+    far = dataclasses.replace(near, exchanges=(near.exchanges[0]._replace(hosts=True),))
     seconds = [Planned.of(one, GPUS["h100"]).bound.interconnect for one in (near, far)]
     assert seconds == pytest.approx([50 / 450, 1.0])
 
@@ -370,13 +376,13 @@ def test_messages_of_programs_that_do_not_fit(message, gib):
 
 
 def test_a_program_that_the_compiler_refuses_is_one_sentence():
-    def lower():
+    def trace():
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such kernel\nmore\nlines")
 
     with pytest.raises(
         Exception, match=r"^train: the compiler refuses .*no such kernel\);"
     ) as said:
-        compile_program(Program("train", lower, {}, lambda: 0.0, 0))
+        compile_program(Program("train", trace, {}, lambda: 0.0, 0))
     assert type(said.value).__name__ == "UserError"
 
 

@@ -1,17 +1,19 @@
-"""How a slice's links bound its collectives, and what of them other work hides."""
+"""What a mesh has to exchange, and how a slice's links bound it."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.chips import GPUS, TPUS
 from mmqa_jax.core.config import load_config
-from mmqa_jax.plan.collectives import Collective
-from mmqa_jax.plan.links import fewest_links, wraps
+from mmqa_jax.plan.exchange import Exchange, groups_along, least_exchanges
+from mmqa_jax.plan.links import Placement, fewest_links, wraps
 from mmqa_jax.plan.programs import make_program
-from mmqa_jax.plan.roofline import Bound
 from mmqa_jax.plan.topology import open_topology
 from mmqa_jax.plan.verdict import place
 
@@ -57,23 +59,16 @@ def test_links_of_the_worst_placed_chip(group, shape, chip, links):
 
 
 def test_a_line_takes_twice_as_long_as_a_ring():
-    ring, line = (Collective("all-gather", "data", 16, 1, 16e9, links=n) for n in (2, 1))
+    ring, line = (Exchange("all-gather", "data", 16, 16e9, links=n) for n in (2, 1))
     assert line.seconds(V5E) == 2 * ring.seconds(V5E) == 15e9 / 50e9
-    of_gpus = Collective("all-gather", "data", 16, 1, 16e9)
+    of_gpus = Exchange("all-gather", "data", 16, 16e9)
     assert of_gpus.seconds(GPUS["h100"]) == 15e9 / 450e9
 
 
-def test_what_stops_the_device_comes_on_top():
-    near = Collective("all-reduce", "tensor", 8, 1, 8e9, links=2)  # 14 GB at 100 GB/s
-    assert near.exposed_seconds(V5E) == near.seconds(V5E) == pytest.approx(0.14)
-    beside = near._replace(hidden_cycles=0.1 * V5E.clock)
-    assert beside.exposed_seconds(V5E) == pytest.approx(0.04)
-    assert near._replace(hidden_cycles=float("inf")).exposed_seconds(V5E) == 0
-    assert Bound(compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.14).seconds == 0.34
-    assert Bound(compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.04).seconds == pytest.approx(
-        0.24
-    )
-    assert Bound(compute=0.2, hbm=0.1, interconnect=0.5, exposed=0).seconds == 0.5
+def test_groups_along_the_axes_of_a_mesh():
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert groups_along(mesh, ["tensor"]) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups_along(mesh, ["data", "fsdp"]) == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_a_mesh_lies_on_the_links_that_it_has():
@@ -119,3 +114,73 @@ def test_an_engine_spans_hosts_where_its_mesh_takes_all_devices(mesh, devices):
     changes = {f"model.mesh.{axis}": size for axis, size in mesh.items()}
     config = load_config("configs/prompt/default.py", changes)
     assert len(place("decode", config, open_topology("v5e:4x4")).devices) == devices
+
+
+def weight(mesh, shape, *split, dtype=jnp.float32):
+    sharding = NamedSharding(mesh, PartitionSpec(*split))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def exchanges_of(function, weights, x, shape, *, trained=()):
+    """What a function of weights and rows exchanges on a mesh: (kind, axis) -> bytes."""
+    jaxpr = jax.make_jaxpr(function)(weights, x).jaxpr
+    leaves = jax.tree.leaves(weights)
+    found = least_exchanges(jaxpr, [*leaves, x], leaves, trained, shape, Placement((0,) * 8))
+    return {(one.kind, one.axis): one.bytes for one in found}
+
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+ROWS = jax.ShapeDtypeStruct((64, 16), jnp.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+def test_a_layers_partial_sums_are_added_up_once(mesh):
+    """Two products that are added are one sum; a residual stream is none of them."""
+    down = [weight(mesh, (16, 16), "tensor", None, dtype=jnp.bfloat16) for _ in range(2)]
+
+    def layer(weights, x):
+        return x + (x @ weights[0] + (2.0 * x) @ weights[1]).astype(jnp.bfloat16)
+
+    rows = 64 // 4  # of a device
+    assert exchanges_of(layer, down, ROWS, MESH) == {("all-reduce", "tensor"): rows * 16 * 2}
+    up = weight(mesh, (16, 16), None, "tensor", dtype=jnp.bfloat16)
+    assert exchanges_of(lambda w, x: x @ w, up, ROWS, MESH) == {}
+
+
+def test_weights_are_gathered_where_they_are_used(mesh):
+    """A layer of a stack in the type of its product, once a turn; merged heads are one dimension."""
+    stack = weight(mesh, (3, 16, 4, 8), None, "fsdp", "tensor", None)
+
+    def layers(stack, x):
+        def layer(x, w):
+            y = x @ w.astype(jnp.bfloat16).reshape(16, 32)
+            return y[:, :16], None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    gathered = 3 * 16 * 4 * 8 * 2 / 2  # half of them over `tensor`
+    assert exchanges_of(layers, stack, ROWS, MESH) == {("all-gather", "fsdp"): gathered}
+    one = exchanges_of(lambda s, x: x @ s[1].reshape(16, 32), stack, ROWS, MESH)
+    assert one == {("all-gather", "fsdp"): 16 * 4 * 8 * 4 / 2}
+    assert exchanges_of(layers, stack, ROWS, {"data": 8, "fsdp": 1, "tensor": 1}) == {}
+
+
+def test_gradients_are_added_up_over_the_devices_that_share_the_batch(mesh):
+    split, frozen = (weight(mesh, (16, 16), "fsdp", "tensor") for _ in range(2))
+    whole = weight(mesh, (16,), None)
+
+    def loss(weights, x):
+        return (x @ weights[0].astype(jnp.bfloat16) + weights[1].astype(jnp.bfloat16)).sum()
+
+    found = exchanges_of(loss, [split, whole, frozen], ROWS, MESH, trained=[split, whole])
+    half = 16 * 16 * 2 / 2  # in bfloat16, in which the product is
+    assert found == {
+        ("all-gather", "fsdp"): half,
+        ("reduce-scatter", "fsdp"): half,
+        ("all-reduce", "data"): half / 2,
+        ("all-reduce", "data+fsdp"): 16 * 2,
+    }

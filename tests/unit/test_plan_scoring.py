@@ -58,7 +58,7 @@ def test_what_is_planned_is_what_evaluation_compiles(tiny, tokenizer, monkeypatc
     scorer.score(["a " * 60] * 70, ["a " * 60] * 70)  # longer than its positions, two batches
     planned = make_program("fluency", ConfigDict(), jax.devices()[:1], LARGE)
     assert planned.examples == 2048 // TINY.positions
-    mine = planned.lower()
+    mine = planned.trace().lower()
     for theirs in lowered:
         shapes = [
             [(x.shape, x.dtype) for x in jax.tree.leaves(one.in_avals)] for one in (mine, theirs)
@@ -80,7 +80,7 @@ def test_fluency_is_planned_for_one_device(tiny):
         on_tpu = make_program("fluency", ConfigDict(), open_topology("v5e:2x2").devices, LARGE)
         assert on_tpu.devices == 1
         assert on_tpu.examples == 16_384 // TINY.positions
-        assert on_tpu.lower().as_text()
+        assert on_tpu.trace().lower().as_text()
 
 
 @pytest.mark.parametrize(

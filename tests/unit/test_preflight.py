@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mmqa_jax.bench import preflight
+from launch import preflight
 
 
 def host(name="a", **changes):

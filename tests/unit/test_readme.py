@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from mmqa_jax.cli import VERBS, _split_config_overrides, command, make_parser
+from mmqa_jax.cli import VERBS, command, make_parser, split_config_overrides
 from mmqa_jax.core.config import load_config
+from tests.bench import __main__ as bench
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     ROOT / "tests/README.md",
+    ROOT / "tests/bench/README.md",
     *(
         page
         for room in ("mmqa_jax", "configs", "launch")
@@ -26,18 +28,20 @@ PAGES = [
 ]
 _OF_ALL = ("--help", "--json", "--traceback")  # flags of every verb
 _SEPARATOR = "\x1f"  # between the arguments of a command
-# In front of a block: `mmqa` prints its arguments, nothing else can be started.
+# In front of a block: `mmqa` and `python` print their arguments, nothing else can be started.
 # A line is one write, so that commands in the background do not mix theirs.
 _RECORDER = (
-    f"PATH=; mmqa() {{ local line; printf -v line '%s\\{oct(ord(_SEPARATOR))[2:]}' \"$@\"; "
-    "printf '%s\\n' \"$line\"; }\n"
+    f"PATH=; record() {{ local line; printf -v line '%s\\{oct(ord(_SEPARATOR))[2:]}' \"$@\"; "
+    'printf \'%s\\n\' "$line"; }; mmqa() { record mmqa "$@"; }; '
+    'python() { record python "$@"; }\n'
 )
+_BENCH = ["python", "-m", "tests.bench"]
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def _commands(page: Path, folder: Path) -> list[list[str]]:
-    """The arguments of every `mmqa` command in a page's shell blocks, with loops unrolled."""
+    """Every `mmqa` and `python` command in a page's shell blocks, with loops unrolled."""
     found = []
     for block in re.findall(r"^```bash\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
         ended = subprocess.run(
@@ -56,8 +60,12 @@ def _commands(page: Path, folder: Path) -> list[list[str]]:
 
 @pages
 def test_every_command_parses(page, tmp_path):
-    for line in _commands(page, tmp_path):
-        kept, overrides = _split_config_overrides(line)
+    for program, *line in _commands(page, tmp_path):
+        if [program, *line[:2]] == _BENCH:
+            bench.make_parser().parse_args(split_config_overrides(line[2:])[0])
+        if program == "python":
+            continue
+        kept, overrides = split_config_overrides(line)
         arguments = make_parser().parse_args(kept)
         if getattr(arguments, "config", None):
             load_config(arguments.config, overrides)  # the file, its mode and the keys exist
@@ -108,4 +116,7 @@ def test_commands_are_found(tmp_path):
     page.write_text(
         '```bash\nls\nfor x in a b; do\n  A=1 mmqa ask --image=$x \\\n  "b c"\ndone\n```\n'
     )
-    assert _commands(page, tmp_path) == [["ask", "--image=a", "b c"], ["ask", "--image=b", "b c"]]
+    assert _commands(page, tmp_path) == [
+        ["mmqa", "ask", "--image=a", "b c"],
+        ["mmqa", "ask", "--image=b", "b c"],
+    ]

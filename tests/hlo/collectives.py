@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmqa_jax.core.chips import Chip
+from mmqa_jax.plan.links import seconds_to_send, sent_bytes
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -47,10 +48,7 @@ class Collective(NamedTuple):
 
     def seconds(self, chip: Chip) -> float:
         """The least time that the exchange takes."""
-        if self.hosts:
-            return self.sent_bytes / chip.network_rate
-        share = 1.0 if self.links is None else self.links / chip.links
-        return self.sent_bytes / (chip.link_rate * share)
+        return seconds_to_send(self.sent_bytes, chip, hosts=self.hosts, links=self.links)
 
     def exposed_seconds(self, chip: Chip) -> float:
         """What of it cannot run beside other work."""
@@ -61,11 +59,8 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device has to send at least (ring algorithms reach it)."""
-        if self.kind in ("collective-permute", "collective-broadcast"):
-            return self.bytes
-        share = (self.members - 1) / self.members
-        return self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+        """See links.sent_bytes."""
+        return sent_bytes(self.kind, self.members, self.bytes)
 
 
 def groups(attributes: str, devices: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,5 @@
-"""Compiles a scanned training step on eight CPU devices and prints what `mmqa plan` counts of it."""
+"""Compiles a scanned training step on eight CPU devices and prints what is counted of it, and
+what `mmqa plan` reads from its jaxpr."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.plan.counts import count
+from mmqa_jax.plan.exchange import least_exchanges
+from mmqa_jax.plan.links import Placement
+from tests.hlo.counts import count
 
 LAYERS, WIDTH, HIDDEN, ROWS = 3, 32, 64, 16
 
@@ -31,10 +34,23 @@ def main() -> None:
 
         return jnp.square(jax.lax.scan(layer, x, weights)[0]).sum()
 
-    compiled = jax.jit(jax.grad(loss), out_shardings=(up.sharding, down.sharding))
-    counts = count(compiled.lower((up, down), x).compile().as_text())
+    step = jax.jit(jax.grad(loss), out_shardings=(up.sharding, down.sharding))
+    traced = step.trace((up, down), x)
+    counts = count(traced.lower().compile().as_text())
     found = [one._asdict() for one in counts.on_mesh(dict(mesh.shape))]
-    print(json.dumps({"flops": counts.total_flops, "loops": counts.loops, "collectives": found}))
+    least = least_exchanges(
+        traced.jaxpr.jaxpr, (up, down, x), (up, down), (up, down), mesh.shape, Placement((0,) * 8)
+    )
+    print(
+        json.dumps(
+            {
+                "flops": counts.total_flops,
+                "loops": counts.loops,
+                "collectives": found,
+                "least": [one._asdict() for one in least],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

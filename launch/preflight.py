@@ -3,7 +3,7 @@
 Every process collects its facts (versions, devices, speeds, clock); they are exchanged by JAX
 itself, so that what is checked is also the way in which the hosts will talk. Process 0 prints.
 
-    python -m mmqa_jax.bench.preflight --workdir=runs/x [--data=DIR] [--devices=N] [--json]
+    python -m launch.preflight --workdir=runs/x [--data=DIR] [--devices=N] [--json]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import mmqa_jax
 from mmqa_jax.core.errors import RunError, UserError
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
@@ -214,7 +215,7 @@ def _versions() -> dict[str, str]:
 
 def _code_digest() -> str:
     """A hash of our sources: a pod's image need not have git."""
-    root, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=6)
+    root, digest = Path(mmqa_jax.__file__).parent, hashlib.blake2b(digest_size=6)
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()

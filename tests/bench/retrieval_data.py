@@ -1,4 +1,4 @@
-"""Generated inputs of `mmqa bench retrieval`: vectors, snippets and pictures."""
+"""Generated inputs of `python -m tests.bench retrieval`: vectors, snippets and pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mmqa bench NAME` measures, always against a peer on the same inputs in the same run.
+"""What `python -m tests.bench NAME` measures, always against a peer on the same inputs in the same run.
 
 A bench is a module of this package that gives its cases to `runner.measure`; its
 `run(options) -> dict` returns the object that `--json` prints:
@@ -30,6 +30,7 @@ BENCHES = {
     "retrieval": "embedding, indexing and search against exact search",
     "train": "the loop, checkpoints, and runs and jobs of several processes",
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
+    "plan": "what the compiler makes of the programs that `mmqa plan` judges",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
 }
 SIZES = ("small", "full")
@@ -39,7 +40,7 @@ _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The flags of `mmqa bench`.
+    """The flags of `python -m tests.bench`.
 
     Attributes:
       rounds: how often each side is timed; None is the bench's own number.
@@ -87,7 +88,7 @@ def run_bench(name: str, options: Options) -> dict[str, Any]:
     """
     if options.data is not None and name not in _ON_DATA:
         raise UserError(
-            f"--data={options.data}: `mmqa bench {name}` generates its data; leave it out."
+            f"--data={options.data}: `tests.bench {name}` generates its data; leave it out."
         )
     return importlib.import_module(f"{__name__}.{name}").run(options)
 

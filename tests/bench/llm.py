@@ -1,4 +1,4 @@
-"""`mmqa bench llm`: the generation engine against transformers' `generate`.
+"""`python -m tests.bench llm`: the generation engine against transformers' `generate`.
 
 Same weights, prompts and threads on both sides, in one process, in turn. `small` is SmolLM2-135M
 in float32 (its package's weights, or random ones in its shape), `full` LLaMA-2-7B's shape with
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmqa_jax.bench import Options, llama_cpp, llm_total
-from mmqa_jax.bench.runner import Case, Work, measure, start_device
 from mmqa_jax.core.errors import UserError
+from tests.bench import Options, llama_cpp, llm_total
+from tests.bench.runner import Case, Work, measure, start_device
 
 if TYPE_CHECKING:
     from mmqa_jax.models.llama import Llama
@@ -304,7 +304,7 @@ class TorchSide:
     def __init__(self, model: Llama, batch: int, dtype: str | None = None):
         import torch
 
-        from mmqa_jax.bench.torch_reference import torch_llama
+        from tests.bench.torch_reference import torch_llama
 
         self._model, self._batch, self.decode_seconds = torch_llama(model), batch, 0.0
         if dtype is not None:

@@ -1,19 +1,23 @@
-"""What `mmqa plan` counts of compiled programs: FLOPs, bytes, loops, collectives."""
+"""tests/hlo: what is counted of compiled programs (FLOPs, bytes, loops, collectives)."""
 
 from __future__ import annotations
 
 import json
 
+import hlo_on_mesh
 import jax
 import jax.numpy as jnp
-import plan_on_mesh
 import pytest
 
+from mmqa_jax.core.chips import GPUS, TPUS
 from mmqa_jax.core.flops import jaxpr_flops, traced_flops
 from mmqa_jax.models.fused import fused_attention
-from mmqa_jax.plan.collectives import Collective, axis_of, groups
-from mmqa_jax.plan.counts import count
-from mmqa_jax.plan.hlo import arrays, parse
+from mmqa_jax.plan.program import Program
+from mmqa_jax.plan.topology import Topology
+from tests.bench.plan import Counted, CountedBound
+from tests.hlo.collectives import Collective, axis_of, groups
+from tests.hlo.counts import count
+from tests.hlo.text import arrays, parse
 
 LAYERS, ROWS, WIDTH = 5, 8, 16
 
@@ -70,13 +74,13 @@ def test_reading_a_slice_is_not_reading_the_whole():
     assert count(compiled.as_text()).bytes < 10 * 2 * 64 * 4
 
 
-def test_collectives_of_a_real_program(run_on_devices):
-    found = json.loads(_on_mesh(run_on_devices))
-    layers = plan_on_mesh.LAYERS
-    rows, sizes = plan_on_mesh.ROWS // 4, (plan_on_mesh.WIDTH, plan_on_mesh.HIDDEN // 2)
+def test_collectives_of_a_real_program(on_mesh):
+    found = on_mesh
+    layers = hlo_on_mesh.LAYERS
+    rows, sizes = hlo_on_mesh.ROWS // 4, (hlo_on_mesh.WIDTH, hlo_on_mesh.HIDDEN // 2)
     assert set(found["loops"]) == {layers}
     # Two products forward, four backward, of which one device does an eighth.
-    product = 2 * plan_on_mesh.ROWS * plan_on_mesh.WIDTH * plan_on_mesh.HIDDEN
+    product = 2 * hlo_on_mesh.ROWS * hlo_on_mesh.WIDTH * hlo_on_mesh.HIDDEN
     assert found["flops"] == 6 * layers * product / 8
     seen = {(one["kind"], one["axis"]) for one in found["collectives"]}
     assert ("all-gather", "fsdp") in seen  # the weights
@@ -91,8 +95,44 @@ def test_collectives_of_a_real_program(run_on_devices):
     assert reduced["bytes"] == reduced["count"] * rows * sizes[0] * 4
 
 
-def _on_mesh(run_on_devices):
-    return run_on_devices(8, "plan_on_mesh.py").splitlines()[-1]
+def test_the_least_exchanges_of_a_plan_are_those_of_the_compiled_program(on_mesh):
+    """The CPU's compiler adds gradients up whole, of which a part would do."""
+    counted = {(one["kind"], one["axis"]): one["bytes"] for one in on_mesh["collectives"]}
+    counted["reduce-scatter", "fsdp"] = counted.pop(("all-reduce", "fsdp"))
+    assert {(one["kind"], one["axis"]): one["bytes"] for one in on_mesh["least"]} == counted
+
+
+@pytest.fixture(scope="module")
+def on_mesh(run_on_devices):
+    return json.loads(run_on_devices(8, "hlo_on_mesh.py").splitlines()[-1])
+
+
+def test_what_stops_the_device_comes_on_top():
+    near = Collective("all-reduce", "tensor", 8, 1, 8e9, links=2)  # 14 GB at 100 GB/s
+    v5e = TPUS["v5e"]
+    assert near.exposed_seconds(v5e) == near.seconds(v5e) == pytest.approx(0.14)
+    beside = near._replace(hidden_cycles=0.1 * v5e.clock)
+    assert beside.exposed_seconds(v5e) == pytest.approx(0.04)
+    assert near._replace(hidden_cycles=float("inf")).exposed_seconds(v5e) == 0
+    assert CountedBound(compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.14).seconds == 0.34
+    assert CountedBound(
+        compute=0.2, hbm=0.1, interconnect=0.14, exposed=0.04
+    ).seconds == pytest.approx(0.24)
+    assert CountedBound(compute=0.2, hbm=0.1, interconnect=0.5, exposed=0).seconds == 0.5
+
+
+def test_a_program_beside_what_it_needs_at_least(scanned):
+    compiled, shapes = scanned
+    program = Program(
+        "train", lambda: jax.jit(jax.grad(chain)).trace(*shapes), {}, lambda: 1e6, 100.0
+    )
+    chips = Topology("local", (jax.devices()[0],), (0,), GPUS["h100"])
+    row = Counted.compiled_for(program, chips).row()
+    counts = count(compiled.as_text())
+    assert (row["flops"], row["loops"]) == (counts.total_flops, 2)
+    assert row["hbm_bytes"] == counts.bytes > row["floor_bytes"]
+    assert row["bound_ms"] == pytest.approx(1e3 * counts.bytes / GPUS["h100"].hbm_rate)
+    assert row["estimated_ms"] is None  # that of a CPU's compiler
 
 
 # What the TPU's compiler writes: no trip count, dots as dilated convolutions, on-chip memory S(1),

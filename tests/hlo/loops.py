@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 
-from mmqa_jax.plan.hlo import Computation, Instruction, Module
+from tests.hlo.text import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
 _SAME_VALUE = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import platform
 import statistics
@@ -12,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mmqa_jax.core.errors import RunError
 
+ROOT = Path(__file__).parents[2]  # of the repository
 _FEWEST_ROUNDS = 3  # of work that exceeds its budget
 _SHORTEST = 0.1  # seconds that one reading lasts at least; quicker work is repeated
 # Lets the threads of one library, which spin for a while after their work, fall asleep before
@@ -104,57 +102,10 @@ def _processor_ticks() -> list[int]:
     return [int(field) for field in line.split()[1:9]]
 
 
-def threads() -> int:
-    """Processors that this process may use: XLA uses them all, so PyTorch gets as many threads."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def device_name() -> str:
-    """`Intel(R) Xeon(R) Processor, 2 threads` or `NVIDIA H200`: what jax computes on."""
-    import jax
-
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return host_name()
-    count = len(jax.devices())
-    return f"{count} x {device.device_kind}" if count > 1 else device.device_kind
-
-
-def host_name() -> str:
-    """The processor and the number of threads, without loading jax."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {threads()} threads"
-
-
-def read_bandwidth(size: int | None = None) -> float:
-    """Bytes per second that all threads, or the accelerator, read from memory at best.
-
-    Args:
-      size: bytes read each time; None is larger than any cache (1 GiB; 4 GiB on accelerators).
-    """
-    import jax
-    import jax.numpy as jnp
-
-    if jax.devices()[0].platform != "cpu":
-        x = jnp.ones((size or 1 << 32) // 2, jnp.bfloat16)
-        total = jax.jit(lambda x: x.max())
-        return x.nbytes / _best(lambda: total(x).block_until_ready())
-    # XLA may read with one thread; numpy's reductions run side by side.
-    parts = np.ones((threads(), (size or 1 << 30) // 4 // threads()), np.float32)
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
-        return parts.nbytes / _best(lambda: list(pool.map(np.max, parts)))
-
-
-def _best(work: Callable[[], Any], times: int = 5) -> float:
-    work()
-    return min(_seconds(work, 1, time.perf_counter) for _ in range(times))
+def child_environment(**variables: str) -> dict[str, str]:
+    """This process's environment, in which a child finds the repository's packages."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **variables}
 
 
 class Child(NamedTuple):
@@ -180,7 +131,7 @@ def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> C
     """
     began = time.perf_counter()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+        command, stdout=subprocess.PIPE, text=True, env=child_environment(**(env or {}))
     ) as process:
         output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)

@@ -1,4 +1,4 @@
-"""`mmqa bench input`: reading and decoding for training and embedding, beside bare decoding.
+"""`python -m tests.bench input`: reading and decoding for training and embedding, beside bare decoding.
 
 `records` and `pictures` run in one thread and count its processor time, and so a second is a second
 of one core. `pictures` is what PictureStore does for a picture of which it has no pixels: read the
@@ -25,10 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmqa_jax.bench import Options
-from mmqa_jax.bench.runner import Case, measure, open_journal
-from mmqa_jax.bench.timing import host_name, threads
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.speed import host_name, threads
+from tests.bench import Options
+from tests.bench.runner import Case, measure, open_journal
 
 if TYPE_CHECKING:
     from mmqa_jax.data.corpus import Corpus
@@ -338,9 +338,9 @@ def _reader(place: str) -> SourceReader:
 
 def _web_corpus(folder: Path, count: int) -> str:
     """A prepared corpus of JPEGs of web size, with a question about each."""
-    from mmqa_jax.bench.retrieval_data import queries, snippets, write_pictures
     from mmqa_jax.data.records import write_records
     from mmqa_jax.data.schema import Question, Source
+    from tests.bench.retrieval_data import queries, snippets, write_pictures
 
     folder.mkdir()
     encoded = write_pictures(folder, count)
@@ -365,9 +365,9 @@ def _demo_corpus(folder: Path, sizes: dict[str, int]) -> str:
     import numpy as np
     from PIL import Image
 
-    from mmqa_jax.bench.retrieval_data import queries, snippets
     from mmqa_jax.data.records import write_records
     from mmqa_jax.data.schema import Question, Source
+    from tests.bench.retrieval_data import queries, snippets
 
     def drawing(name: str) -> bytes:
         rng = np.random.default_rng(int(name[:-4]))

@@ -1,4 +1,4 @@
-"""`mmqa bench retrieval`: search at WebQA's size, on generated inputs.
+"""`python -m tests.bench retrieval`: search at WebQA's size, on generated inputs.
 
 ScaNN against exact search on the same vectors and cores: share of the exact top 20 that it finds,
 queries a second, and what building the index takes. BM25 over as many texts as WebQA has
@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.bench import Options
-from mmqa_jax.bench.runner import Case, measure, row_of, time_case
-from mmqa_jax.bench.timing import host_name, read_bandwidth, run_child, threads
+from mmqa_jax.core.speed import host_name, read_bandwidth, threads
+from tests.bench import Options
+from tests.bench.runner import Case, measure, row_of, time_case
+from tests.bench.timing import run_child
 
 ROWS = (
     *("scann_recall", "scann_search", "exact_search", "index_build", "index_memory"),
@@ -97,7 +98,7 @@ def _timed(case: Case, sizes: dict[str, int]) -> dict[str, Any]:
 def _vectors(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     import numpy as np
 
-    from mmqa_jax.bench.retrieval_data import ClusteredVectors, write_vectors
+    from tests.bench.retrieval_data import ClusteredVectors, write_vectors
 
     vectors = ClusteredVectors(sizes["rows"], sizes["dim"])
     write_vectors(folder / "vectors.npy", vectors)
@@ -169,8 +170,8 @@ def _search(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _bm25(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    from mmqa_jax.bench.retrieval_data import queries, snippets
     from mmqa_jax.retrieval.bm25 import BM25
+    from tests.bench.retrieval_data import queries, snippets
 
     texts, questions = snippets(sizes["snippets"]), queries(sizes["queries"])
     began = time.perf_counter()
@@ -191,9 +192,9 @@ def _pictures(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
 
     from PIL import Image
 
-    from mmqa_jax.bench.retrieval_data import write_pictures
     from mmqa_jax.data.datasets.webqa import ImagesTsv
     from mmqa_jax.data.datasets.webqa_pictures import decoded_pictures
+    from tests.bench.retrieval_data import write_pictures
 
     encoded = write_pictures(folder, sizes["pictures"])
     pictures = ImagesTsv(folder / "imgs.tsv")

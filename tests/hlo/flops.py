@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mmqa_jax.plan.hlo import Array, Instruction
+from tests.hlo.text import Array, Instruction
 
 
 def dot_flops(one: Instruction, left: Array) -> float:

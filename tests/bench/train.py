@@ -1,4 +1,4 @@
-"""`mmqa bench train`: what the loop, checkpoints and many processes cost a training run.
+"""`python -m tests.bench train`: what the loop, checkpoints and many processes cost a training run.
 
 `loop`: the same step on the same batches in memory, in the loop and on its own; `overhead` is the
 share that the loop adds. `save_N`: how long a save keeps the loop waiting, against writing it
@@ -23,13 +23,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from mmqa_jax.bench import Options, training_shards
-from mmqa_jax.bench.runner import Case, measure, open_journal
-from mmqa_jax.bench.training_runs import Sizes, median_share
 from mmqa_jax.core.errors import RunError
+from tests.bench import Options, training_shards
+from tests.bench.runner import Case, measure, open_journal
+from tests.bench.timing import child_environment
+from tests.bench.training_runs import Sizes, median_share
 
 _ROUNDS = 5
 _ONE_B_BYTES = 12e9  # parameters and two moments of Adam, float32
@@ -191,13 +191,11 @@ def _child(name: str, env: Mapping[str, str] | None = None, **arguments: Any) ->
 
 def _start(name: str, env: Mapping[str, str], arguments: Mapping[str, Any]) -> subprocess.Popen:
     command = [sys.executable, "-c", _CHILD, name, json.dumps(arguments)]
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "MMQA_PROGRESS": "off", "PYTHONPATH": path, **env},
+        env=child_environment(**{"MMQA_PROGRESS": "off", **env}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Our models as `mmqa bench models` runs them: in several compute types, and trained by AdamW."""
+"""Our models as `python -m tests.bench models` runs them: in several compute types, and trained by AdamW."""
 
 from __future__ import annotations
 

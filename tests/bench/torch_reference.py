@@ -1,4 +1,4 @@
-"""Our models in PyTorch, with the same weights: transformers', and VLP on top of its BERT.
+"""Our models in PyTorch, with the same weights: transformers' and those of tests/equivalence.
 
 Weights go through `mmqa_jax.weights.published` and a temporary folder into `from_pretrained`, as
 those of a user who publishes a model. PyTorch computes with as many threads as XLA.
@@ -15,19 +15,26 @@ import numpy as np
 import torch
 import transformers
 from flax import nnx
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    scaled_dot_product_attention,
+)
 
-from mmqa_jax.bench.timing import threads
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.speed import threads
 from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.mcan_openvqa import MCANOpenVQA
 from mmqa_jax.models.vlp import VLP
-from mmqa_jax.weights.formats.safetensors import ArraySource
+from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.layouts import Published
-from mmqa_jax.weights.models.bert import bert_to_hf
 from mmqa_jax.weights.models.llama import publish_llama
+from mmqa_jax.weights.models.mcan import publish_mcan_openvqa
 from mmqa_jax.weights.models.vlp import publish_vlp
 from mmqa_jax.weights.published import write_published
+from tests.equivalence.mcan_torch import Projections, TorchMCAN
+from tests.equivalence.vlp_torch import TorchVLP
 
 Work = Callable[[], torch.Tensor]
 
@@ -65,12 +72,15 @@ def torch_model(published: Published, **options: Any) -> torch.nn.Module:
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder:
         write_published(folder, published)
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
-    odd = [key for kind in ("missing_keys", "unexpected_keys") for key in info[kind]]
-    if odd:
-        raise RunError(
-            f"{kind.__name__}: tensors that only one side has: {', '.join(sorted(odd)[:5])}."
-        )
+    _check_alike(kind, [*info["missing_keys"], *info["unexpected_keys"]])
     return model.eval().to(prepare_torch())
+
+
+def _check_alike(kind: type, differing: Sequence[str]) -> None:
+    if differing:
+        raise RunError(
+            f"{kind.__name__}: tensors that only one side has: {', '.join(sorted(differing)[:5])}."
+        )
 
 
 def torch_llama(model: Llama) -> torch.nn.Module:
@@ -78,71 +88,55 @@ def torch_llama(model: Llama) -> torch.nn.Module:
     return torch_model(publish_llama(model.config, nnx.state(model)))
 
 
-class TorchVLP(torch.nn.Module):
-    """VLP in PyTorch. transformers has none: its BERT computes all but the region embeddings."""
-
-    def __init__(self, trunk: torch.nn.Module, content: Sequence[int], position: Sequence[int]):
-        """Makes the model.
-
-        Args:
-          trunk: a BertForMaskedLM.
-          content, position: layer widths of the two embeddings of a region.
-        """
-        super().__init__()
-        self.trunk = trunk
-        self.vis_embed = _relu_stack(content)
-        self.vis_pe_embed = _relu_stack(position)
-
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Hidden states [B, L, H]; `inputs` as VLPInputs, with `mask` bool [B, 1, L, L]."""
-        table = self.trunk.bert.embeddings
-        tokens = table.word_embeddings(inputs["input_ids"])
-        positions = table.position_embeddings(inputs["position_ids"])
-        content = table.dropout(self.vis_embed(inputs["region_features"]))
-        position = table.dropout(self.vis_pe_embed(inputs["region_positions"]))
-        rest = slice(1 + content.shape[1], None)
-        tokens = torch.cat([tokens[:, :1], content, tokens[:, rest]], dim=1)
-        positions = torch.cat([positions[:, :1], position, positions[:, rest]], dim=1)
-        types = table.token_type_embeddings(inputs["token_type_ids"])
-        x = table.dropout(table.LayerNorm(tokens + positions + types))
-        return self.trunk.bert.encoder(x, attention_mask=inputs["mask"])[0]
-
-    def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Mean cross-entropy of the tokens `masked_ids` [B, P] at `masked_positions` [B, P]."""
-        hidden = self(inputs)
-        index = inputs["masked_positions"][:, :, None].expand(-1, -1, hidden.shape[-1])
-        logits = self.trunk.cls(hidden.gather(1, index))  # [B, P, V]
-        return cross_entropy(logits.flatten(0, 1).float(), inputs["masked_ids"].flatten())
-
-
 def torch_vlp(model: VLP) -> TorchVLP:
-    """TorchVLP with the weights of ours, on PyTorch's device."""
-    config, source = model.config, publish_vlp(model.config, nnx.state(model)).source
-    tensors = {key: source.read(key) for key in source.specs()}
-    of_trunk = {key: x for key, x in tensors.items() if key.startswith(("bert.", "cls."))}
-    entries = bert_to_hf(config.bert) | {"architectures": ["BertForMaskedLM"]}
-    trunk = torch_model(Published(ArraySource(of_trunk, "VLP's trunk"), entries))
-    hidden = config.bert.hidden
-    made = TorchVLP(
-        trunk,
-        (config.region_features, *config.visual_hidden, hidden),
-        (config.region_positions, hidden),
-    )
-    for name in ("vis_embed", "vis_pe_embed"):
-        own = {
-            key.removeprefix(f"{name}."): torch.tensor(x)
-            for key, x in tensors.items()
-            if key.startswith(f"{name}.")
-        }
-        getattr(made, name).load_state_dict(own)
-    return made.eval().to(prepare_torch())
+    """tests/equivalence's VLP with the weights of ours, on PyTorch's device."""
+    source = publish_vlp(model.config, nnx.state(model)).source
+    made = _filled(TorchVLP(model.config), source)
+    for layer in made.bert["encoder"]["layer"]:
+        dropout = layer.attention["self"]["dropout"]
+        layer.mix = lambda q, k, v, additive, dropout=dropout: _fused(q, k, v, additive, dropout)
+    return made
 
 
-def _relu_stack(widths: Sequence[int]) -> torch.nn.Sequential:
-    layers: list[torch.nn.Module] = []
-    for i in range(len(widths) - 1):
-        layers += [torch.nn.Linear(*widths[i : i + 2]), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers)
+def vlp_loss(model: TorchVLP, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross-entropy of the tokens `masked_ids` [B, P] at `masked_positions` [B, P]."""
+    hidden = model(inputs, inputs["mask"])[-1]
+    index = inputs["masked_positions"][:, :, None].expand(-1, -1, hidden.shape[-1])
+    logits = model.words(hidden.gather(1, index))  # [B, P, V]
+    return cross_entropy(logits.flatten(0, 1).float(), inputs["masked_ids"].flatten())
+
+
+def torch_mcan(model: MCANOpenVQA) -> TorchMCAN:
+    """tests/equivalence's MCAN of openvqa with the weights of ours, on PyTorch's device."""
+    source = publish_mcan_openvqa(model.config, nnx.state(model)).source
+    made = _filled(TorchMCAN(model.config), source)
+    for attention in (module for module in made.modules() if isinstance(module, Projections)):
+        attention.mix = lambda q, k, v, closed, dropout=attention.dropout: _fused(
+            q, k, v, ~closed[:, None, None], dropout
+        )
+    return made
+
+
+def mcan_loss(model: TorchMCAN, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy summed over answers, mean over the batch, as openvqa trains it."""
+    logits = model(inputs["question_ids"], inputs["image"]).float()
+    entropy = binary_cross_entropy_with_logits(logits, inputs["targets"], reduction="sum")
+    return entropy / len(logits)
+
+
+def _filled(model: torch.nn.Module, source: TensorSource) -> torch.nn.Module:
+    tensors = {key: torch.tensor(source.read(key)) for key in source.specs()}
+    differing = model.load_state_dict(tensors, strict=False)
+    # Of tensors that are tied one is published.
+    missing = dict(model.named_parameters()).keys() & differing.missing_keys
+    _check_alike(type(model), [*missing, *differing.unexpected_keys])
+    return model.eval().to(prepare_torch())
+
+
+def _fused(q, k, v, mask, dropout: torch.nn.Dropout) -> torch.Tensor:
+    """PyTorch's own attention, which a user of it would take; the restatements spell it out."""
+    rate = dropout.p if dropout.training else 0.0
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)
 
 
 def tensors_of(arrays: Mapping[str, np.ndarray], dtype: str = "float32") -> dict[str, Any]:
@@ -190,7 +184,8 @@ class TrainStep:
 
     Args:
       model: trained in place; parameters stay float32.
-      arrays: the batch of `TorchVLP.loss`.
+      loss: (model, batch) -> what is minimized.
+      arrays: the batch.
       dtype: of the matrix products; bfloat16 by torch.autocast.
       optimizer: learning rate and other arguments of AdamW.
       compiled: by torch.compile.
@@ -198,7 +193,8 @@ class TrainStep:
 
     def __init__(
         self,
-        model: TorchVLP,
+        model: torch.nn.Module,
+        loss: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], torch.Tensor],
         arrays: Mapping[str, np.ndarray],
         dtype: str,
         optimizer: Mapping[str, Any],
@@ -207,7 +203,7 @@ class TrainStep:
     ):
         self._model, self._dtype = model, getattr(torch, dtype)
         self._inputs = tensors_of(arrays)
-        self._loss = torch.compile(model.loss) if compiled else model.loss
+        self._loss = torch.compile(loss) if compiled else loss
         self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **optimizer)
 
     def __call__(self, dropout: bool) -> torch.Tensor:
@@ -216,7 +212,7 @@ class TrainStep:
         low = self._dtype != torch.float32
         device = next(iter(self._inputs.values())).device.type
         with torch.autocast(device, self._dtype, enabled=low):
-            loss = self._loss(self._inputs)
+            loss = self._loss(self._model, self._inputs)
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

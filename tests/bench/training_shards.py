@@ -1,4 +1,4 @@
-"""The rows `embed`, `rerank` and `prompt` of `mmqa bench train`: two shards against one.
+"""The rows `embed`, `rerank` and `prompt` of `python -m tests.bench train`: two shards against one.
 
 A job of three shards, of which the last is never started, so that the parts of the others stay in
 its folder. `peer` is shard 0 alone on the first core; `ours` is shards 0 and 1 side by side, a core
@@ -21,9 +21,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mmqa_jax.bench.runner import Case
-from mmqa_jax.bench.timing import threads
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.speed import threads
+from tests.bench.runner import Case
+from tests.bench.timing import child_environment
 
 ROWS = {"embed": "sources/s", "rerank": "questions/s", "prompt": "prompts/s"}  # row -> its unit
 _SHARDS = 3
@@ -136,9 +137,7 @@ class _Job:
 
 
 def _environment() -> dict[str, str]:
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "MMQA_PROGRESS": "off", "PYTHONPATH": path}
+    return child_environment(JAX_PLATFORMS="cpu", MMQA_PROGRESS="off")
 
 
 def _mmqa(*arguments: str) -> None:

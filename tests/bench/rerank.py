@@ -1,4 +1,4 @@
-"""`mmqa bench rerank`: source selection by VLP, every pair in full against sources encoded once.
+"""`python -m tests.bench rerank`: source selection by VLP, every pair in full against sources encoded once.
 
 A BERT-base VLP with random weights scores WebQA's test set against the whole collection, which
 the paper (section 6.2) calls prohibitively expensive (~3 years). `plain` is VLP as published, but
@@ -24,10 +24,10 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmqa_jax.bench import Options
-from mmqa_jax.bench.runner import Case, Peak, Work, measure, program_flops, start_device
-from mmqa_jax.bench.timing import interleave
 from mmqa_jax.core.errors import RunError
+from tests.bench import Options
+from tests.bench.runner import Case, Peak, Work, measure, program_flops, start_device
+from tests.bench.timing import interleave
 
 if TYPE_CHECKING:
     from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs

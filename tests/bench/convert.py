@@ -1,4 +1,4 @@
-"""`mmqa bench convert`: peak memory of converting, exporting and loading a model.
+"""`python -m tests.bench convert`: peak memory of converting, exporting and loading a model.
 
 A random LLaMA of P parameter bytes is written first; every step runs in a process of its own,
 whose peak resident memory the system reports. `of_p` is that peak as a share of P, `added` the
@@ -21,10 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.bench import Options
-from mmqa_jax.bench.runner import Case, measure
-from mmqa_jax.bench.timing import Child, host_name, run_child
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.speed import host_name
+from tests.bench import Options
+from tests.bench.runner import Case, measure
+from tests.bench.timing import Child, run_child
 
 ROWS = ("convert", "export", "load", "load_mesh")
 # Fields of LlamaConfig: SmolLM2-135M's sizes, and LLaMA-3.2-1B's.

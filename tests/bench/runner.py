@@ -1,4 +1,4 @@
-"""The one harness of `mmqa bench`: cases are timed in turn and become rows.
+"""The one harness of the benches: cases are timed in turn and become rows.
 
 A bench yields cases; each has a side of ours and, mostly, a peer that does the same work. Ratios
 are medians over the rounds. Where the operations of a case are known, its row gives the share of
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import mmqa_jax
-from mmqa_jax.bench import Options
-from mmqa_jax.bench.timing import device_name, interleave, read_bandwidth, speed_ratio, stolen_share
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.speed import device_name, read_bandwidth
+from tests.bench import Options
+from tests.bench.timing import interleave, speed_ratio, stolen_share
 
 Work = Callable[[], Any]  # does the work once and returns when it is done
 MATMUL = "matmul"  # name of the row that measures the peak itself
@@ -131,7 +132,7 @@ class Peak:
         product(x).block_until_ready()
         sides = {"ours": lambda: product(x).block_until_ready()}
         if self.with_torch:
-            from mmqa_jax.bench.torch_reference import matmul_work
+            from tests.bench.torch_reference import matmul_work
 
             sides["peer"] = matmul_work(side, dtype)
         return sides
@@ -258,10 +259,10 @@ def open_journal(bench: str, *facts: Any, device: str | None = None) -> Journal:
     """
     import jax
 
-    package = Path(mmqa_jax.__file__).parent
     code = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        code.update(file.read_bytes())
+    for folder in (Path(mmqa_jax.__file__).parent, Path(__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            code.update(file.read_bytes())
     parts = [
         code.hexdigest(),
         device or device_name(),

@@ -1,4 +1,4 @@
-"""`mmqa bench models`: our models against transformers on PyTorch.
+"""`python -m tests.bench models`: our models against transformers on PyTorch.
 
 Same random weights, inputs, threads and type on both sides, in one process, in turn; each row
 first checks that both compute the same. The floor is what the row's operations take at the highest
@@ -27,19 +27,6 @@ import torch
 from flax import nnx
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from mmqa_jax.bench import Options, torch_reference
-from mmqa_jax.bench.mcan import random_batch, torch_mcan
-from mmqa_jax.bench.our_side import OurTrainStep, in_types, maker
-from mmqa_jax.bench.runner import (
-    MATMUL,
-    Case,
-    Peak,
-    Work,
-    measure,
-    open_journal,
-    program_flops,
-    start_device,
-)
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig, bart_base, bart_large_cnn
@@ -53,6 +40,19 @@ from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
 from mmqa_jax.weights.models.bart import publish_bart
 from mmqa_jax.weights.models.bert import publish_bert
 from mmqa_jax.weights.models.clip import publish_clip
+from tests.bench import Options, torch_reference
+from tests.bench.our_side import OurTrainStep, in_types, maker
+from tests.bench.runner import (
+    MATMUL,
+    Case,
+    Peak,
+    Work,
+    measure,
+    open_journal,
+    program_flops,
+    start_device,
+)
+from tests.equivalence.vlp_torch import TorchVLP
 
 ROWS = (
     *("clip_image", "clip_text", "bert", "vlp", "vlp_train", "vlp_train_dropout"),
@@ -239,7 +239,7 @@ def _vlp(suite: Suite) -> Iterator[Case]:
     rows, regions, length = suite.vlp_batch
     work = f"{trunk.layers}x{trunk.hidden}, {rows} x ({regions} regions + {length - regions})"
     inputs, targets = _vlp_batch(suite)
-    mask = np.asarray(mixed_mask(inputs["context_mask"], inputs["answer_mask"]))
+    mask = np.asarray(mixed_mask(inputs["context_mask"], inputs["answer_mask"]))[:, 0]
 
     def encode(model, **inputs):
         return model.encode(VLPInputs(**inputs))
@@ -249,8 +249,8 @@ def _vlp(suite: Suite) -> Iterator[Case]:
         "vlp",
         work,
         (ours, encode, inputs),
-        # A copy: training needs float32.
-        (copy.deepcopy(theirs), lambda model, **inputs: model(inputs), inputs | {"mask": mask}),
+        # Another one than that which is trained, in float32.
+        (torch_reference.torch_vlp(ours("float32")), _torch_states, inputs | {"mask": mask}),
     )
     batch = {"inputs": VLPInputs(**inputs), **targets, "masked_weights": np.ones((rows, _MASKED))}
     arrays = {**inputs, **targets, "mask": mask}
@@ -258,7 +258,13 @@ def _vlp(suite: Suite) -> Iterator[Case]:
     model = ours(suite.dtype, "float32")
     unrolled = ours(suite.dtype, "float32", abstract=True, unroll=True)
     task = AnswerObjective(config)
-    yield from _training(suite, "vlp_train", work, (model, unrolled, task, batch), theirs, arrays)
+    peer = (theirs, torch_reference.vlp_loss, arrays)
+    yield from _training(suite, "vlp_train", work, (model, unrolled, task, batch), peer)
+
+
+def _torch_states(model: TorchVLP, **inputs: torch.Tensor) -> torch.Tensor:
+    """The last layer's states [B, L, H]."""
+    return model(inputs, inputs["mask"])[-1]
 
 
 def _training(
@@ -266,14 +272,13 @@ def _training(
     name: str,
     work: str,
     ours: tuple[nnx.Module, nnx.Module, Any, Mapping[str, Any]],
-    theirs: torch.nn.Module,
-    arrays: Mapping[str, np.ndarray],
+    theirs: tuple[torch.nn.Module, Callable[..., torch.Tensor], Mapping[str, np.ndarray]],
 ) -> Iterator[Case]:
     """The rows of a training step, without and with dropout.
 
     Args:
       ours: the model, an abstract one with its layers unrolled, the task and its batch.
-      theirs: PyTorch's model, with a `loss` of `arrays`.
+      theirs: PyTorch's model, its loss and the batch.
     """
     on_gpu = suite.dtype == "bfloat16"
     model, unrolled, task, batch = ours
@@ -284,7 +289,7 @@ def _training(
         return task.loss(nnx.merge(graphdef, params), batch, None)[0]
 
     flops = program_flops(jax.value_and_grad(loss), params)
-    peer = torch_reference.TrainStep(theirs, arrays, suite.dtype, _ADAMW, compiled=on_gpu)
+    peer = torch_reference.TrainStep(*theirs, suite.dtype, _ADAMW, compiled=on_gpu)
     # With dropout the losses of one step differ by chance.
     for row, dropout, agreement in (
         (name, False, _AGREEMENT[suite.dtype]),
@@ -312,16 +317,33 @@ def _mcan(suite: Suite) -> Iterator[Case]:
         return MCANOpenVQA(dataclasses.replace(config, fusion=fusion), rngs=nnx.Rngs(0))
 
     ours = in_types(build)
-    theirs = torch_mcan(config, nnx.state(ours("float32")))
-    batch = random_batch(config, suite.mcan_batch)
+    theirs = torch_reference.torch_mcan(ours("float32"))
+    batch = _mcan_batch(config, suite.mcan_batch)
     rows, words, regions = suite.mcan_batch
     fusion = config.fusion
     work = f"{fusion.layers}x{fusion.hidden}, {rows} x ({words} words + {regions} regions)"
     model = ours(suite.dtype, "float32")
     unrolled = ours(suite.dtype, "float32", abstract=True, unroll=True)
+    peer = (theirs, torch_reference.mcan_loss, batch)
     yield from _training(
-        suite, "mcan_train", work, (model, unrolled, VQAObjective(config), batch), theirs, batch
+        suite, "mcan_train", work, (model, unrolled, VQAObjective(config), batch), peer
     )
+
+
+def _mcan_batch(config: MCANOpenVQAConfig, sizes: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """Questions of different lengths, pictures with all regions, and targets.
+
+    sizes: rows, words, regions.
+    """
+    rows, words, regions = sizes
+    rng = np.random.default_rng(5)
+    ids = rng.integers(1, config.vocab_size, (rows, words))
+    ids[np.arange(words) >= rng.integers(words // 2, words + 1, (rows, 1))] = 0
+    return {
+        "question_ids": ids,
+        "image": rng.random((rows, regions, config.region_features), np.float32),
+        "targets": (rng.random((rows, config.answers)) < 0.002).astype(np.float32),
+    }
 
 
 def _vlp_batch(suite: Suite) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

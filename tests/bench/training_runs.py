@@ -1,4 +1,4 @@
-"""What the child processes of `mmqa bench train` run: `python -c` with a name and JSON arguments.
+"""What the child processes of `python -m tests.bench train` run: `python -c` with a name and JSON arguments.
 
 A VLP scores pairs of random tokens; its batches lie in memory, so that nothing but the step and
 the loop around it takes time.
@@ -185,8 +185,8 @@ def save(mib: int, rounds: int) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from mmqa_jax.bench.timing import read_bandwidth
     from mmqa_jax.core.checkpoint import Checkpoints
+    from mmqa_jax.core.speed import read_bandwidth
 
     piece = 32  # MiB of an array
     params = {
@@ -231,8 +231,8 @@ def curve(sizes: Sizes, steps: int, folder: str) -> list[float]:
 
 def device() -> dict[str, str]:
     """What jax computes on."""
-    from mmqa_jax.bench.timing import device_name
     from mmqa_jax.core.mesh import platform
+    from mmqa_jax.core.speed import device_name
 
     return {"name": device_name(), "platform": platform()}
 

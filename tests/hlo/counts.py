@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mmqa_jax.plan.collectives import KINDS, Collective, axis_of, groups
-from mmqa_jax.plan.flops import attention_flops, convolution_flops, dot_flops, gemm_flops
-from mmqa_jax.plan.hlo import Array, Computation, Instruction, Module, parse
-from mmqa_jax.plan.loops import trip_count
+from tests.hlo.collectives import KINDS, Collective, axis_of, groups
+from tests.hlo.flops import attention_flops, convolution_flops, dot_flops, gemm_flops
+from tests.hlo.loops import trip_count
+from tests.hlo.text import Array, Computation, Instruction, Module, parse
 
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),

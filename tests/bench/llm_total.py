@@ -1,4 +1,4 @@
-"""The rows `total_40` and `total_400` of `mmqa bench llm`: from a new process to written answers.
+"""The rows `total_40` and `total_400` of `python -m tests.bench llm`: from a new process to written answers.
 
 Both sides read the same folder, SmolLM2 in transformers' format, and the same file of prompts that
 share nothing, and write greedy answers. Ours is `mmqa prompt` with its programs in the compile
@@ -19,10 +19,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmqa_jax.bench import llama_cpp
-from mmqa_jax.bench.runner import Case, Peak
-from mmqa_jax.bench.timing import Child, run_child, threads
+from mmqa_jax.core.speed import threads
 from mmqa_jax.weights.bundled import smollm2_path
+from tests.bench import llama_cpp
+from tests.bench.runner import Case, Peak
+from tests.bench.timing import Child, run_child
 
 ROWS = {"total_40": 40, "total_400": 400}  # name -> number of prompts
 _WORDS = 64  # of a prompt

@@ -1,0 +1,219 @@
+"""`python -m tests.bench plan`: what the compiler made of the programs that `mmqa plan` judges.
+
+FLOPs, bytes, copies, loops and collectives are counted in the text of the compiled program
+(tests/hlo), and the TPU compiler's own estimate is summed up. Nothing is run. `mmqa plan` states
+what a program needs at least; here stands beside it what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from mmqa_jax.commands.plan import bytes_text, memory_cells, milliseconds
+from mmqa_jax.commands.plan import config_of as plan_config
+from mmqa_jax.core.flops import jaxpr_flops
+from mmqa_jax.evaluation.tables import Table
+from mmqa_jax.evaluation.tables import show as show_table
+from mmqa_jax.plan import verdict as planning
+from mmqa_jax.plan.program import Compiled, Program, build, least_bytes
+from mmqa_jax.plan.programs import make_program
+from mmqa_jax.plan.roofline import Bound, Planned, run_cost
+from mmqa_jax.plan.topology import Topology, open_topology
+from tests.hlo.collectives import Collective
+from tests.hlo.counts import KERNEL, Counts, count
+
+if TYPE_CHECKING:
+    from mmqa_jax.core.chips import Chip
+
+# How far XLA:TPU's own estimates of plain streaming and of large products lie above the data sheet:
+# kernels, which it does not estimate, are taken to be as far.
+_STREAMED, _MULTIPLIED = 1.6, 1.77
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compiles the programs of a config; prints them and returns what `--json` prints."""
+    config = plan_config(arguments)
+    names = planning.chosen(config, arguments.only, arguments.model)
+    topology = open_topology(arguments.topology)
+    counted = []
+    for name in names:
+        place = planning.place(name, config, topology)
+        program = make_program(name, config, place.devices, arguments.model)
+        print(f"compiling {name} for {place.name} ...", file=sys.stderr, flush=True)
+        counted.append(Counted.compiled_for(program, place))
+    plan = planning.Plan(topology, tuple(counted), {})
+    _show(plan)
+    return {
+        "bench": "plan",
+        "topology": topology.name,
+        "devices": len(topology.devices),
+        "chip": topology.chip.name,
+        "programs": [one.row() for one in counted],
+        "run": run_cost(counted),
+        "verdict": plan.verdict,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedBound(Bound):
+    """Seconds of one call, if each part ran at its peak beside the others.
+
+    Attributes:
+      exposed: of the collectives, what cannot run beside other work.
+    """
+
+    exposed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The longest of what can run side by side, and what cannot."""
+        return max(self.compute, self.hbm, self.interconnect - self.exposed) + self.exposed
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Planned):
+    """A program with what the compiled text says that it does, on one device and in one call.
+
+    Attributes:
+      counts: None where the compiler refused it.
+    """
+
+    counts: Counts | None = None
+    collectives: tuple[Collective, ...] = ()
+
+    @classmethod
+    def compiled_for(cls, program: Program, topology: Topology) -> Counted:
+        """Compiles and counts a program."""
+        chip, began = topology.chip, time.perf_counter()
+        memory, executable = build(program)
+        seconds = time.perf_counter() - began
+        if executable is None:
+            return cls(Compiled(program, memory, None, (), 0.0, seconds), chip, None)
+        counts = count(executable.as_text())
+        if counts.unknown.pop(KERNEL, 0):  # kernels that do not state what they do
+            jaxpr = program.trace().jaxpr.jaxpr
+            flops = jaxpr_flops(jaxpr, kernels_only=True) / program.devices
+            counts.flops["bf16"] += flops
+            counts.kernels = (counts.kernels[0] + flops, counts.kernels[1])
+        placement = topology.placement(program.mesh)
+        mesh = program.mesh or {"": 1}
+        collectives = tuple(counts.on_mesh(mesh, placement.hosts, placement.links))
+        least = least_bytes(program, executable)
+        compiled = Compiled(program, memory, counts.flops, (), least, seconds)
+        bound = counted_bound(compiled, counts, collectives, chip)
+        return cls(compiled, chip, bound, counts, collectives)
+
+    @property
+    def moved(self) -> float:
+        """Bytes to and from the device's main memory."""
+        assert self.counts is not None
+        return max(self.counts.bytes, self.compiled.floor_bytes)
+
+    @property
+    def estimated(self) -> float | None:
+        """Seconds that XLA for TPUs estimates, without collectives; None where it does not.
+
+        It is a model of the chip, and nothing ran. Loops are multiplied out. Kernels, of which it
+        says nothing, are added by the bytes and FLOPs that they state.
+        """
+        counts, chip = self.counts, self.chip
+        if counts is None or not counts.cycles or not chip.clock:
+            return None
+        flops, moved = counts.kernels
+        kernels = max(_STREAMED * moved / chip.hbm_rate, _MULTIPLIED * flops / chip.peak)
+        return counts.cycles / chip.clock + kernels
+
+    def row(self) -> dict[str, Any]:
+        """The program's entry in `--json`."""
+        counts, bound = self.counts, self.bound
+        return super().row() | {
+            "hbm_bytes": None if counts is None else self.moved,
+            "estimated_ms": None if self.estimated is None else 1e3 * self.estimated,
+            "collectives_exposed_ms": bound and 1e3 * bound.exposed,
+            "collectives": [
+                {"kind": one.kind, "axis": one.axis, "count": one.count, "bytes": one.bytes}
+                for one in self.collectives
+            ],
+            "loops": 0 if counts is None else len(counts.loops),
+        }
+
+
+def counted_bound(
+    compiled: Compiled, counts: Counts, collectives: tuple[Collective, ...], chip: Chip
+) -> CountedBound:
+    """The roofline of what was counted."""
+    bound = CountedBound(
+        chip.seconds(counts.flops),
+        max(counts.bytes, compiled.floor_bytes) / chip.hbm_rate,
+        sum(one.seconds(chip) for one in collectives),
+        exposed=sum(one.exposed_seconds(chip) for one in collectives),
+    )
+    model = compiled.program.model_flops() / compiled.program.devices
+    if counts.total_flops and not counts.unknown:  # XLA drops what no result needs
+        model = min(model, counts.total_flops)
+    mfu = model / (bound.seconds * chip.peak) if bound.seconds else 0.0
+    return dataclasses.replace(bound, mfu=mfu)
+
+
+def _show(plan: planning.Plan) -> None:
+    chip, devices = plan.topology.chip, len(plan.topology.devices)
+    cells = [_cells(one) for one in plan.planned]
+    show_table(
+        Table(
+            f"{devices} x {chip.name} ({plan.topology.name}), in one call",
+            ["a device", *(one.compiled.program.name for one in plan.planned)],
+            [[name, *(own[name] for own in cells)] for name in cells[0]],
+            f"Bounds are by the data sheet ({chip.source}): each part at its peak, beside the "
+            "others, and collectives that nothing runs beside. XLA's estimate is the TPU "
+            "compiler's own, without collectives.",
+        )
+    )
+    for one in plan.planned:
+        name = one.compiled.program.name
+        for collective in one.collectives:
+            far = " between hosts" if collective.hosts else ""
+            print(
+                f"{name}: {collective.count:,.0f} x {collective.kind} over {collective.axis}{far}, "
+                f"{bytes_text(collective.bytes)} in all"
+            )
+        if one.counts is not None and one.counts.unknown:
+            print(f"{name}: FLOPs of {', '.join(sorted(one.counts.unknown))} are not known")
+    print(plan.verdict)
+
+
+def _cells(one: Counted) -> dict[str, str | None]:
+    """Row name -> text."""
+    counts, bound, program = one.counts, one.bound, one.compiled.program
+    cells = memory_cells(one)
+    if counts is None or bound is None:
+        return {**cells, **dict.fromkeys(_COUNTED)}
+    share = counts.total_flops * program.devices / max(program.model_flops(), 1)
+    loops = ", ".join("?" if turns is None else str(turns) for turns in counts.loops[:6])
+    values = (
+        f"{counts.total_flops:.4g}",
+        f"{share:.3f} x",
+        bytes_text(one.moved),
+        f"{one.moved / max(one.compiled.floor_bytes, 1):.2f} x",
+        f"{len(counts.loops)}"
+        + (f" ({loops}{', ...' if len(counts.loops) > 6 else ''})" if loops else ""),
+        f"{counts.copies:,.0f}, {bytes_text(counts.copied_bytes)}",
+        milliseconds(bound.compute),
+        milliseconds(bound.hbm),
+        f"{milliseconds(bound.interconnect)}, {milliseconds(bound.exposed)} by themselves",
+        f"{milliseconds(bound.seconds)} ({bound.by})",
+        None if one.estimated is None else milliseconds(one.estimated),
+        f"{100 * bound.mfu:.1f} %",
+        f"{one.compiled.seconds:.0f} s",
+    )
+    return {**cells, **dict(zip(_COUNTED, values, strict=True))}
+
+
+_COUNTED = (
+    *("FLOPs", "of the model's", "HBM traffic", "of the least", "loops (turns)", "copies in HBM"),
+    *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "XLA's estimate"),
+    *("MFU at most", "compiled in"),
+)
