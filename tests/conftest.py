@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import durations
 import pytest
 
 from mmqa_jax.core.host import skip_absent_tpu
@@ -47,12 +48,22 @@ def pytest_addoption(parser):
         help="only the unit tests that train and compile no model (launch/test.sh quick)",
     )
     parser.addoption(
+        durations.OPTION,
+        metavar="FILE",
+        help="write the seconds of each test file by kind (launch/test.sh --durations)",
+    )
+    parser.addoption(
         "--kills",
         type=int,
         default=5,
         help="how often tests/resume/test_random_kills.py kills a training run, and "
         "tests/unit/test_inference_killed.py all inference verbs together (50 takes minutes)",
     )
+
+
+def pytest_configure(config):
+    if config.getoption(durations.OPTION):
+        config.pluginmanager.register(durations.Durations(config))
 
 
 def pytest_ignore_collect(collection_path, config):
