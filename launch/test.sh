@@ -20,4 +20,11 @@ case "${1:-}" in
 esac
 # Two workers; a file stays with one, so that its fixtures are made once. In the order of the
 # folders the longest files come first, so that no worker waits for the other at the end.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+if [ $# -gt 0 ]; then
+  exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+fi
+status=0
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder || status=1
+# In a process of their own: tests/mesh/conftest.py.
+.venv/bin/python -m pytest -n 2 --dist loadfile tests/mesh || status=1
+exit "$status"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import durations
@@ -41,6 +42,15 @@ _SLOW = frozenset(
 )
 
 
+MESH = Path(__file__).parent / "mesh"
+
+
+def parents(argument: str) -> list[Path]:
+    """The file or folder that an argument of pytest names, and the folders above it."""
+    path = Path(argument.partition("::")[0]).absolute()
+    return [path, *path.parents]
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--quick",
@@ -67,6 +77,8 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
+    if collection_path == MESH and not all(MESH in parents(name) for name in config.args):
+        return True  # its number of devices would be all tests'
     if not config.getoption("--quick") or collection_path.suffix != ".py":
         return None
     return collection_path.parent.name != "unit" or collection_path.name in _SLOW or None
