@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import durations
 import pytest
 
 from mmqa_jax.core.host import skip_absent_tpu
@@ -45,11 +46,25 @@ _SLOW = frozenset(
 )
 
 
+MESH = Path(__file__).parent / "mesh"
+
+
+def parents(argument: str) -> list[Path]:
+    """The file or folder that an argument of pytest names, and the folders above it."""
+    path = Path(argument.partition("::")[0]).absolute()
+    return [path, *path.parents]
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--quick",
         action="store_true",
         help="only the unit tests that train and compile no model (launch/test.sh quick)",
+    )
+    parser.addoption(
+        durations.OPTION,
+        metavar="FILE",
+        help="write the seconds of each test file by kind (launch/test.sh --durations)",
     )
     parser.addoption(
         "--kills",
@@ -60,7 +75,14 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    if config.getoption(durations.OPTION):
+        config.pluginmanager.register(durations.Durations(config))
+
+
 def pytest_ignore_collect(collection_path, config):
+    if collection_path == MESH and not all(MESH in parents(name) for name in config.args):
+        return True  # its number of devices would be all tests'
     if not config.getoption("--quick") or collection_path.suffix != ".py":
         return None
     return collection_path.parent.name != "unit" or collection_path.name in _SLOW or None

@@ -269,12 +269,6 @@ def test_bfloat16_stays_near_float32(first):
     assert 1e-4 < deviation(got, first.forward(*inputs)) < 0.02
 
 
-def test_eight_devices_equal_one(first, run_on_devices):
-    """Loaded straight onto a 2 x 2 x 2 mesh: log-probabilities as on one device."""
-    done = run_on_devices(8, "bart_on_mesh.py", first.folder)
-    assert done.split() == ["load", "forward"]
-
-
 def test_export_reloads_in_transformers(pair, tmp_path):
     theirs, ours, _, _ = pair
     published = publish_bart(ours.config, nnx.state(ours))

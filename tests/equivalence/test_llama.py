@@ -324,12 +324,6 @@ def test_a_cache_of_another_type(grouped):
     assert 1e-6 < deviation(np.stack(out, axis=1), want) < 0.01
 
 
-def test_eight_devices_equal_one(grouped, run_on_devices):
-    """Loaded straight onto a 2 x 2 x 2 mesh: logits, gradients and generation as on one device."""
-    done = run_on_devices(8, "llama_on_mesh.py", grouped.folder)
-    assert done.split() == ["load", "forward", "gradient", "generation"]
-
-
 def test_export_reloads_in_transformers(pair, tmp_path):
     theirs, ours, _, _ = pair
     published = publish_llama(ours.config, nnx.state(ours))

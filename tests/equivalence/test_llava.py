@@ -247,12 +247,6 @@ def test_bfloat16_stays_near_float32(published):
     assert 1e-4 < deviation(np.asarray(got)[prompts.mask], want[prompts.mask]) < 0.02
 
 
-def test_eight_devices_equal_one(published, run_on_devices):
-    """Loaded straight onto a 2 x 2 x 2 mesh: logits, gradients and generation as on one device."""
-    done = run_on_devices(8, "llava_on_mesh.py", published.folder)
-    assert done.split() == ["load", "forward", "gradient", "generation"]
-
-
 def test_every_parameter_names_its_axes(pair):
     names_its_axes(
         pair.ours, known={"layers", "embed", "mlp", "heads", "vocab", "positions", "patch"}

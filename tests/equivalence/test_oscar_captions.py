@@ -154,9 +154,3 @@ def test_bad_batches_are_named(many):
         LAYOUT.prompt(labels[:2], [regions[0], regions[1][:, :9]])
     with pytest.raises(UserError, match=r"layout\.caption is 15: expected 3 to 14"):
         dataclasses.replace(LAYOUT, caption=15)
-
-
-def test_eight_devices_equal_one(tmp_path, run_on_devices):
-    """Loaded straight onto a 2 x 2 x 2 mesh: logits and captions as on one device."""
-    done = run_on_devices(8, "oscar_on_mesh.py", make_pair(tmp_path).folder)
-    assert done.split() == ["load", "forward", "generation"]

@@ -1,7 +1,7 @@
 """The TPU's kernels of encoders and of VLP's beams, in interpret mode, against the plain ones.
 
 That they compile for TPUs is in tests/sharding/test_training_programs.py, that meshes split them in
-tests/sharding/test_fused_mesh.py.
+tests/mesh/test_fused_on_mesh.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The TPU's kernels on eight fake devices against one; run by test_fused_mesh.py."""
+"""The TPU's kernels, interpreted, on eight devices against one: equal to the bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.models.fused import fused_attention
@@ -31,29 +32,24 @@ def beams(q, prefix, there, past, own, seen):
     return fused_prefix_attention(jnp.array(1), q, *caches, seen, interpret=True)
 
 
-def main() -> None:
+def cases():
+    """Name -> function and arguments."""
     q, k, v = (drawn(8, 8, 4, 64, seed=n) for n in range(3))
     one_mask = jnp.arange(8)[None, None, None] < 6
     masks = jax.random.bernoulli(KEY, 0.6, (8, 1, 8, 8)).at[..., 0].set(True)
-    cases = {
-        "encoder": (gradient, (q, k, v, masks)),
-        "one_mask": (gradient, (q, k, v, one_mask)),
-        "beams": (
-            beams,
-            (
-                q[:, :4], drawn(2, 8, 12, 256, seed=3), jnp.ones((8, 12), bool),
-                drawn(2, 8, 6, 256, seed=4), k[:, :4], jnp.ones((8, 4, 10), bool),
-            ),
-        ),
-    }  # fmt: skip
-    for name, (function, arguments) in cases.items():
-        alone = jax.jit(function)(*arguments)
-        with jax.set_mesh(make_mesh({"data": 2, "fsdp": 2, "tensor": 2})):
-            split = jax.jit(function)(*arguments)
-        assert np.std(np.asarray(jax.tree.leaves(alone)[0], np.float32)) > 0.1
-        jax.tree.map(np.testing.assert_array_equal, split, alone)
-        print(name)
+    yield "encoder", gradient, (q, k, v, masks)
+    yield "one_mask", gradient, (q, k, v, one_mask)
+    past = drawn(2, 8, 6, 256, seed=4)
+    seen = jnp.ones((8, 4, 10), bool)
+    prefix = drawn(2, 8, 12, 256, seed=3), jnp.ones((8, 12), bool)
+    yield "beams", beams, (q[:, :4], *prefix, past, k[:, :4], seen)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("name", ["encoder", "one_mask", "beams"])
+def test_eight_devices_equal_one(name):
+    ((function, arguments),) = [(run, given) for case, run, given in cases() if case == name]
+    alone = jax.jit(function)(*arguments)
+    with jax.set_mesh(make_mesh({"data": 2, "fsdp": 2, "tensor": 2})):
+        split = jax.jit(function)(*arguments)
+    assert np.std(np.asarray(jax.tree.leaves(alone)[0], np.float32)) > 0.1
+    jax.tree.map(np.testing.assert_array_equal, split, alone)

@@ -1,9 +1,8 @@
-"""LLaVA on eight fake devices against one; called by test_llava.py with a checkpoint's folder."""
+"""LLaVA, loaded straight onto a 2 x 2 x 2 mesh: logits, gradients, generation as on one device."""
 
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,28 @@ import numpy as np
 from cached import decode, prefill
 from compare import LAYER, jit, load_on_mesh
 from flax import nnx
+from random_weights import publish
 
 from mmqa_jax.core.mesh import batch_sharding, state_shardings
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.llava import expand_images
+from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llava import LlavaConfig, expand_images
 from mmqa_jax.weights.published import load_published
 
+VISION = VisionConfig(
+    image_size=40, patch_size=4, width=40, layers=4, heads=4, mlp_width=72, embed_dim=28, eps=3e-5
+)
+LLAMA = LlamaConfig(
+    vocab_size=97, hidden=48, layers=3, heads=6, kv_heads=2, mlp=80, positions=640, eps=2e-5,
+    rope_theta=1234.5,
+)  # fmt: skip
+CONFIG = LlavaConfig(VISION, LLAMA, image_token=90)
 PICTURES = [2, 0, 1, 1]  # of each row
 
 
-def main(folder: str) -> None:
+def test_logits_gradients_and_generation(tmp_path):
+    folder = publish("llava", CONFIG, tmp_path)
     mesh, spread, whole = load_on_mesh(functools.partial(load_published, "llava", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     plain, shardings = nnx.state(whole), state_shardings(state, mesh)
@@ -28,7 +39,6 @@ def main(folder: str) -> None:
         kernel = module.kernel[...]
         *_, embed, mlp = kernel.shape
         assert kernel.addressable_shards[0].data.shape[-2:] == (embed // 2, mlp // 2)
-    print("load")
 
     config, rng = spread.config, np.random.default_rng(0)
     rows = []
@@ -52,9 +62,7 @@ def main(folder: str) -> None:
     expected, want = jit(gradients)(plain, *inputs)
     gradient, got = jit(gradients, out_shardings=(shardings, None))(state, *batch)
     np.testing.assert_allclose(got[prompts.mask], want[prompts.mask], **LAYER)
-    print("forward")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
-    print("gradient")
 
     length = prompts.mask.shape[1]
     cache = kv_cache.empty(config.llama, 4, length + 4, "float32", mesh)
@@ -79,9 +87,3 @@ def main(folder: str) -> None:
         token, position = jax.device_put((prompts.input_ids[every, at], at), by_row)
         logits, cache = step(state, token, position, cache)
     np.testing.assert_allclose(logits, want[every, prompts.lengths - 1], **LAYER)
-    print("generation")
-
-
-if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main(sys.argv[1])

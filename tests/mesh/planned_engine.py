@@ -1,16 +1,16 @@
-"""Plans and runs an engine on the devices that JAX has; prints what test_engine_layout.py compares."""
+"""Plans and runs an engine on the devices that JAX has, for test_planned_engine.py."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import jax
+import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from tiny_llm import write_folder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.mesh import make_mesh
@@ -24,9 +24,6 @@ from mmqa_jax.prompting.open import open_backend
 from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.weights.registry import architecture
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from tiny_llm import write_folder
-
 LENGTH, NEW = 128, 6
 CONFIG = Path(__file__).parents[2] / "configs/prompt/default.py"
 ONE = {"model.mesh.data": 1, "model.mesh.fsdp": 1, "model.mesh.tensor": 1}
@@ -35,18 +32,18 @@ _COLLECTIVE = re.compile(
 )
 
 
-def main(folder: Path) -> None:
+def plan_and_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What is planned, held and answered on several meshes, and what is compiled."""
     write_folder(folder)
     model = architecture("llama").open(folder).config
-    programs.PRESETS["tiny"] = lambda: model
-    found = {
+    monkeypatch.setitem(programs.PRESETS, "tiny", lambda: model)
+    return {
         "auto": of(folder, {}),
         "tensor": of(folder, {"model.mesh.tensor": 2}),
         "one": of(folder, ONE),
         "scanned": compiled(model, True),
         "unscanned": compiled(model, False),
     }
-    print(json.dumps(found))
 
 
 def of(folder: Path, changes: dict) -> dict:
@@ -126,7 +123,3 @@ def built(model: LlamaConfig, sizes: EngineConfig) -> Llama:
     if not sizes.scan_layers:
         unstack_layers(llama)
     return llama
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

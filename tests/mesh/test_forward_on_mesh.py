@@ -1,20 +1,19 @@
-"""Models of one forward pass on eight fake devices against one; run by test_models_on_mesh.py.
-
-One process serves all of them: starting it is dearer than any of these models. Those that write
-(LLaMA, LLaVA, BART, Oscar) have scripts of their own.
+"""Models of one forward pass, loaded straight onto a 2 x 2 x 2 mesh: outputs, and the gradients of
+some, as on one device. Those that write (LLaMA, LLaVA, BART, Oscar) have files of their own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compare import LAYER, jit, load_on_mesh
 from flax import nnx
+from random_weights import random_state
 
 from mmqa_jax.core.mesh import batch_sharding, state_shardings
 from mmqa_jax.models.bert import BertConfig
@@ -67,7 +66,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """All of them, in the order in which they are reported."""
+    """All of them."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -154,26 +153,8 @@ def cases() -> Iterator[Case]:
     )
 
 
-def random_state(build: Callable[[], nnx.Module]) -> nnx.State:
-    """Every parameter at random, none where a fresh model has it, signals of about size 1."""
-    rng = np.random.default_rng(1)
-    filled = []
-    for path, leaf in nnx.to_flat_state(abstract_model(build)[1]):
-        shape = leaf.get_value().shape
-        noise = rng.normal(size=shape).astype(np.float32)
-        if path[-1] == "kernel":
-            stacked = leaf.get_metadata()["out_sharding"][0] == "layers"
-            value = noise / math.sqrt(math.prod(shape[stacked:-1]))
-        elif path[-1] in ("scale", "variance", "logit_scale"):
-            value = np.abs(1 + 0.2 * noise)
-        else:
-            value = 0.3 * noise
-        filled.append((path, leaf.replace(jnp.asarray(value))))
-    return nnx.from_flat_state(filled)
-
-
-def check(case: Case) -> None:
-    """Loads a case straight onto the mesh, and compares it with the one on one device."""
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+def test_eight_devices_equal_one(case):
     entry = architecture(case.name)
 
     def build() -> nnx.Module:
@@ -214,14 +195,3 @@ def check(case: Case) -> None:
 def equal(got: Any, want: Any) -> None:
     """Compares two pytrees of arrays."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), got, want)
-
-
-def main() -> None:
-    for case in cases():
-        check(case)
-        print(case.name)
-
-
-if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main()

@@ -1,15 +1,14 @@
-"""Oscar on eight fake devices against one; called by test_oscar_captions.py with a folder."""
+"""Oscar, loaded straight onto a 2 x 2 x 2 mesh: logits and captions as on one device."""
 
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import numpy as np
 from compare import LAYER, jit, load_on_mesh
 from flax import nnx
-from oscar_pair import LAYOUT, pictures, real
+from oscar_pair import LAYOUT, make_pair, pictures, real
 from oscar_torch import MASK, PAD, SEP
 
 from mmqa_jax.core.mesh import batch_sharding
@@ -17,14 +16,14 @@ from mmqa_jax.decoding.oscar_caption import write_captions
 from mmqa_jax.weights.published import load_published
 
 
-def main(folder: str) -> None:
+def test_logits_and_captions(tmp_path):
+    folder = make_pair(tmp_path).folder
     mesh, spread, whole = load_on_mesh(functools.partial(load_published, "oscar", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     plain = nnx.state(whole)
     up = spread.bert.layers.up.kernel[...]  # [layers, embed, mlp]
     layers, embed, mlp = up.shape
     assert up.addressable_shards[0].data.shape == (layers, embed // 2, mlp // 2)
-    print("load")
 
     captions, labels, regions = pictures()
     inputs = LAYOUT.captioning(captions, labels, regions)
@@ -38,7 +37,6 @@ def main(folder: str) -> None:
     got = jit(forward, out_shardings=by_row)(state, jax.device_put(inputs, by_row))
     rows = real(inputs)
     np.testing.assert_allclose(got[rows], want[rows], **LAYER)
-    print("forward")
 
     prompt = LAYOUT.prompt(labels, regions)
     asked = {"mask_id": MASK, "sep_id": SEP, "pad_id": PAD, "num_beams": 3, "max_new_tokens": 5}
@@ -46,9 +44,3 @@ def main(folder: str) -> None:
     got = write_captions(graphdef, state, jax.device_put(prompt, by_row), **asked)
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_allclose(got.scores, want.scores, **LAYER)
-    print("generation")
-
-
-if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main(sys.argv[1])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from verbs_on_mesh import run_verbs
 
 from mmqa_jax.core.files import read_json
 
@@ -51,17 +53,15 @@ def check_same(one: Path, many: Path) -> None:
     assert nearest[0] == nearest[1]
 
 
-def test_eight_devices_find_what_one_does(run_on_devices, tmp_path):
-    def said(devices: int, *arguments: str) -> dict:
-        return json.loads(run_on_devices(devices, "verbs_on_mesh.py", tmp_path, *arguments))
-
-    alone = said(1, "one", ",".join(VERBS))
+def test_eight_devices_find_what_one_does(tmp_path):
+    devices = jax.local_devices()
+    alone = run_verbs(tmp_path, "one", VERBS, devices[:1])
     split = ",".join(f"{axis}={size}" for axis, size in SPLIT.items())
-    for shape, verbs, arguments in (
-        (EIGHT, VERBS, ("eight", ",".join(VERBS))),
-        (SPLIT, VERBS[:1], ("split", VERBS[0], split)),
+    for name, shape, verbs, flags in (
+        ("eight", EIGHT, VERBS, ()),
+        ("split", SPLIT, VERBS[:1], (f"--mesh={split}",)),
     ):
-        found = said(8, *arguments)
+        found = run_verbs(tmp_path, name, verbs, devices, *flags)
         assert tuple(found) == verbs
         blocks = shape["data"] * shape["fsdp"]
         for verb, own in found.items():
@@ -74,5 +74,5 @@ def test_eight_devices_find_what_one_does(run_on_devices, tmp_path):
                 assert x["held"] == [held] * x["devices"]  # each the same
                 assert x["taken"] == taken
         assert found["rerank"]["held"][0] < alone["rerank"]["held"][0]  # of the same batch
-        check_same_rankings(tmp_path / "one", tmp_path / arguments[0])
+        check_same_rankings(tmp_path / "one", tmp_path / name)
     check_same(tmp_path / "one", tmp_path / "eight")

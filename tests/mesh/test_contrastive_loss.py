@@ -1,9 +1,9 @@
-"""The contrastive loss over a split batch, on eight fake CPU devices.
-
-As test_mesh.py: the checks on eight devices run in a subprocess, this file called as a script.
-"""
+"""The contrastive loss over a batch that is split over eight devices."""
 
 from __future__ import annotations
+
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
@@ -126,37 +127,34 @@ def test_towers_in_parts_have_the_same_gradient_and_less_memory():
     assert needed[1] < needed[0] / 2
 
 
-def test_on_eight_devices(run_on_devices):
-    printed = run_on_devices(8, "test_contrastive_loss.py")
-    assert printed.split() == ["loss", "blocks", "towers", "done"]
+def gradient(loss, **options):
+    """The loss's gradient with respect to queries, sources and scale."""
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True), **options)
 
 
-def main():
-    import math
-    import re
+def split_over(mesh):
+    """contrastive_loss on a mesh."""
 
-    from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
-
-    rng = np.random.default_rng(0)
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    split, whole = batch_sharding(mesh), replicated(mesh)
-
-    def gradient(loss, **options):
-        run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-        return jax.jit(run, **options)
-
-    def on_mesh(queries, sources, scale, *links):
+    def loss(queries, sources, scale, *links):
         return contrastive_loss(queries, sources, scale, *links, mesh=mesh)
 
+    return loss
+
+
+def test_a_split_batch_has_the_gradient_of_the_whole_matrix():
+    rng = np.random.default_rng(0)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     arrays = make_vectors(rng, 24, 3, 16), make_links(rng, 24, 3)
-    vectors, links = jax.device_put(arrays, split)
-    scale = jax.device_put(jnp.float32(7.0), whole)
-    got = gradient(on_mesh)(*vectors, scale, *links)
+    vectors, links = jax.device_put(arrays, batch_sharding(mesh))
+    scale = jax.device_put(jnp.float32(7.0), replicated(mesh))
+    got = gradient(split_over(mesh))(*vectors, scale, *links)
     want = gradient(whole_matrix_loss)(*arrays[0], jnp.float32(7.0), *arrays[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, want)
-    print("loss")
 
-    # What a device computes: B = 64 questions, S = 128 sources, n = 8 parts.
+
+def test_a_device_computes_its_block_alone():
+    """B = 64 questions, S = 128 sources, n = 8 parts."""
+    rng = np.random.default_rng(0)
     mesh = make_mesh({"data": 4, "fsdp": 2})
     split, whole = batch_sharding(mesh), replicated(mesh)
     vectors, links = jax.device_put((make_vectors(rng, 64, 2, 12), make_links(rng, 64, 2)), split)
@@ -169,24 +167,22 @@ def main():
         shapes = set(re.findall(r"\b(?:f32|s32|pred)\[([\d,]+)\]", text))
         return text, {tuple(map(int, shape.split(","))) for shape in shapes}
 
-    text, shapes = module(on_mesh)
+    text, shapes = module(split_over(mesh))
     assert {(8, 128), (8, 64)} <= shapes  # [B / n, S] and [B / n, B]
     assert max(map(math.prod, shapes)) <= 8 * 128 * 3  # the block and its three golds a question
     assert "all-to-all" not in text
     # The same test sees what XLA makes of the whole matrix.
     assert max(map(math.prod, module(whole_matrix_loss)[1])) >= 64 * 64
-    print("blocks")
 
+
+def test_towers_of_a_split_batch_have_the_gradient_of_one_device():
+    rng = np.random.default_rng(0)
+    mesh = make_mesh({"data": 4, "fsdp": 2})
     task = tiny_task()
     params, batch = make_params(task), make_batch(rng, 32, 2)
     want = task_gradient(task, params, batch)(params, batch)
-    everywhere, here = jax.device_put(params, whole), jax.device_put(batch, split)
+    params = jax.device_put(params, replicated(mesh))
+    batch = jax.device_put(batch, batch_sharding(mesh))
     task = tiny_task(mesh=mesh, tower_parts=2)
-    got = task_gradient(task, everywhere, here)(everywhere, here)
+    got = task_gradient(task, params, batch)(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
-    print("towers")
-    print("done")
-
-
-if __name__ == "__main__":
-    main()

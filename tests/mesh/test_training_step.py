@@ -1,8 +1,4 @@
-"""A training step on meshes of eight fake CPU devices against one device.
-
-As test_mesh.py: the check runs in a subprocess, this file called as a script. Layers run as a loop,
-as on accelerators.
-"""
+"""A training step on meshes of eight devices against one; layers run as a loop, as on accelerators."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
 from mmqa_jax.core.trees import flatten_named
@@ -27,10 +24,6 @@ CONFIG = LlamaConfig(
     vocab_size=64, hidden=32, layers=3, heads=4, kv_heads=2, mlp=64, positions=LENGTH, unroll=1,
     init_stddev=0.3,
 )  # fmt: skip
-
-
-def test_on_eight_devices(run_on_devices):
-    assert run_on_devices(8, "test_training_step.py").split() == [*MESHES, "done"]
 
 
 def make_batch():
@@ -68,17 +61,16 @@ def one_step(shape, devices, accumulate):
     return jax.device_get((metrics, flatten_named(state.optimizer)))
 
 
-def main():
-    want_metrics, want = one_step({}, jax.devices()[:1], 1)
-    for name, shape in MESHES.items():
-        metrics, moments = one_step(shape, None, 2 if name == "fsdp" else 1)
-        for key, value in want_metrics.items():
-            np.testing.assert_allclose(metrics[key], value, rtol=1e-5, err_msg=key)
-        for key, value in want.items():
-            np.testing.assert_allclose(moments[key], value, rtol=0, atol=1e-6, err_msg=key)
-        print(name)
-    print("done")
+@pytest.fixture(scope="module")
+def alone():
+    return one_step({}, jax.devices()[:1], 1)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(("name", "accumulate"), [("fsdp", 2), ("all", 1)])
+def test_a_step_is_that_of_one_device(alone, name, accumulate):
+    expected_metrics, expected = alone
+    metrics, moments = one_step(MESHES[name], None, accumulate)
+    for key, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[key], value, rtol=1e-5, err_msg=key)
+    for key, value in expected.items():
+        np.testing.assert_allclose(moments[key], value, rtol=0, atol=1e-6, err_msg=key)

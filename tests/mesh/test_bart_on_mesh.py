@@ -1,26 +1,33 @@
-"""BART on eight fake devices against one; called by test_bart.py with a checkpoint's folder."""
+"""BART, loaded straight onto a 2 x 2 x 2 mesh: log-probabilities as on one device."""
 
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import numpy as np
 from compare import LAYER, jit, load_on_mesh
 from flax import nnx
+from random_weights import publish
 
 from mmqa_jax.core.mesh import batch_sharding
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.weights.published import load_published
 
+CONFIG = BartConfig(
+    vocab_size=102, hidden=48, encoder_layers=3, decoder_layers=2, encoder_heads=4, decoder_heads=6,
+    encoder_mlp=56, decoder_mlp=72, positions=40, activation="gelu_new", scale_embedding=True, pad=3,
+    start=5,
+)  # fmt: skip
 
-def main(folder: str) -> None:
+
+def test_log_probabilities(tmp_path):
+    folder = publish("bart", CONFIG, tmp_path)
     mesh, spread, whole = load_on_mesh(functools.partial(load_published, "bart", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     up = spread.decoder.layers.up.kernel[...]  # [layers, embed, mlp]
     layers, embed, mlp = up.shape
     assert up.addressable_shards[0].data.shape == (layers, embed // 2, mlp // 2)
-    print("load")
 
     rng = np.random.default_rng(0)
     source, target = (rng.integers(6, spread.config.vocab_size, (4, n)) for n in (20, 12))
@@ -37,9 +44,3 @@ def main(folder: str) -> None:
     by_row = batch_sharding(mesh)
     got = jit(forward, out_shardings=by_row)(state, *jax.device_put(batch, by_row))
     np.testing.assert_allclose(got[target_mask], want[target_mask], **LAYER)
-    print("forward")
-
-
-if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main(sys.argv[1])

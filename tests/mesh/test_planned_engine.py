@@ -1,19 +1,15 @@
-"""What `mmqa plan` says of an engine on eight devices lies there when `mmqa prompt` runs it.
-
-The device count is fixed when JAX starts, so that engine_on_mesh.py is a process of its own.
-"""
+"""What `mmqa plan` says of an engine on eight devices lies there when `mmqa prompt` runs it."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from planned_engine import plan_and_run
 
 
 @pytest.fixture(scope="module")
-def found(run_on_devices, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    return json.loads(run_on_devices(8, "engine_on_mesh.py", folder).splitlines()[-1])
+def found(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        return plan_and_run(tmp_path_factory.mktemp("tiny") / "model", patch)
 
 
 CASES = ("auto", "tensor")

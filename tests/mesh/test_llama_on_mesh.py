@@ -1,9 +1,8 @@
-"""LLaMA on eight fake devices against one; called by test_llama.py with a checkpoint's folder."""
+"""LLaMA, loaded straight onto a 2 x 2 x 2 mesh: logits, gradients, generation as on one device."""
 
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +11,28 @@ from cached import decode, prefill
 from compare import LAYER, jit, load_on_mesh
 from flax import nnx
 from jax.sharding import NamedSharding
+from random_weights import publish
 
 from mmqa_jax.core.mesh import batch_sharding, partition_spec, state_shardings
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llama import unstack_layers
+from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.published import load_published
 
+CONFIG = LlamaConfig(
+    vocab_size=97, hidden=48, layers=3, heads=6, kv_heads=2, mlp=80, positions=640, eps=3e-4,
+    rope_theta=1234.5, tied=True,
+)  # fmt: skip
 
-def main(folder: str) -> None:
+
+def test_logits_gradients_and_generation(tmp_path):
+    folder = publish("llama", CONFIG, tmp_path)
     mesh, spread, whole = load_on_mesh(functools.partial(load_published, "llama", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     plain = nnx.state(whole)
     up = spread.layers.up.kernel[...]  # [layers, embed, mlp]
     layers, embed, mlp = up.shape
     assert up.addressable_shards[0].data.shape == (layers, embed // 2, mlp // 2)
-    print("load")
 
     ids = np.random.default_rng(0).integers(0, spread.config.vocab_size, (4, 24))
     mask = np.arange(24) < np.array([24, 3, 17, 9])[:, None]
@@ -38,7 +44,6 @@ def main(folder: str) -> None:
     want = jit(forward)(plain, ids, mask)
     got = jit(forward)(state, *batch)
     np.testing.assert_allclose(got, want, **LAYER)
-    print("forward")
 
     def loss(state, ids, mask):
         log_probs = jax.nn.log_softmax(forward(state, ids, mask)[:, :-1])
@@ -48,7 +53,6 @@ def main(folder: str) -> None:
     expected = jit(jax.grad(loss))(plain, ids, mask)
     gradient = jit(jax.grad(loss), out_shardings=state_shardings(state, mesh))(state, *batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
-    print("gradient")
 
     unstack_layers(spread)
     q = spread.layers[0].q.kernel[...]
@@ -82,9 +86,3 @@ def main(folder: str) -> None:
         logits, cache = step(state, token, position, cache)
         np.testing.assert_allclose(logits, full[np.arange(4), at], **LAYER)
         at = at + 1  # a new array: JAX may still read, or alias, the one it was given
-    print("generation")
-
-
-if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main(sys.argv[1])

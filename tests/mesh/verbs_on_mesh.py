@@ -1,23 +1,14 @@
-"""Verbs that use a model, on this process's devices: verbs_on_mesh.py FOLDER NAME VERBS [MESH]
-
-Writes what they make to FOLDER/NAME, and prints in one line of JSON what they say of devices and
-batches; and, of the last call of each, the bytes of its arguments on each device and those that its
-compiled program takes, beside the same two of what `mmqa plan` compiles for as many devices. Data
-and untrained models are made in FOLDER/inputs if they are not there.
-"""
+"""Verbs that use a model, on devices of this process, for test_verbs_on_mesh.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from cli_runs import QUESTIONS, done, train_flags, write_documents
 from test_cli_candidates import whole_run_flags
 from vqa_files import write_okvqa
@@ -38,6 +29,8 @@ VERBS = {
     "candidates": ("vqa", "okvqa"),
 }
 
+ALL = {"batches.batch_size": 8}  # a training batch of all devices
+
 
 def write_inputs(folder: Path) -> None:
     """Data, and a run of each task that took no step."""
@@ -46,18 +39,20 @@ def write_inputs(folder: Path) -> None:
     raw = write_okvqa(folder / "raw_okvqa")
     done("prepare", "okvqa", f"--raw={raw}", f"--out={folder / 'okvqa'}")
     for task in ("contrastive", "rerank", "answer"):
-        done("train", *train_flags(task, folder / "data", folder / task), "--only_start")
-    done(*whole_run_flags(folder / "vqa", folder / "okvqa"), "--only_start")
+        flags = train_flags(task, folder / "data", folder / task, **ALL)
+        done("train", *flags, "--only_start")
+    size = f"--config.batches.batch_size={ALL['batches.batch_size']}"
+    done(*whole_run_flags(folder / "vqa", folder / "okvqa"), size, "--only_start")
 
 
-def bytes_on_devices(arguments: Any) -> list[int]:
-    """Bytes of the shards of a tree of arrays on each device, in the devices' order."""
-    held: Counter[int] = Counter()
+def bytes_on(devices: Sequence[jax.Device], arguments: Any) -> list[int]:
+    """Bytes of the shards of a tree of arrays on each device."""
+    held: Counter[jax.Device] = Counter()
     for leaf in jax.tree.leaves(arguments):
         if isinstance(leaf, jax.Array):
             for shard in leaf.addressable_shards:
-                held[shard.device.id] += shard.data.nbytes
-    return [held[device.id] for device in jax.local_devices()]
+                held[shard.device] += shard.data.nbytes
+    return [held[device] for device in devices]
 
 
 def taken(lowered: jax.stages.Lowered) -> int:
@@ -65,7 +60,9 @@ def taken(lowered: jax.stages.Lowered) -> int:
     return lowered.compile().memory_analysis().argument_size_in_bytes
 
 
-def planned(name: str, run: Path, said: dict[str, Any]) -> list[float]:
+def planned(
+    name: str, run: Path, said: dict[str, Any], devices: Sequence[jax.Device]
+) -> list[float]:
     """Of the planned program: bytes of its arguments on one device, and of those it takes."""
     config = read_config(run)
     with pytest.MonkeyPatch.context() as patch, config.unlocked(), config.ignore_type():
@@ -74,45 +71,51 @@ def planned(name: str, run: Path, said: dict[str, Any]) -> list[float]:
         config.inference.update({"batch_size": said["batch_size"], "mesh": said["mesh"]})
         if name == "candidates":
             patch.setattr(vqa, "PLANNED_ANSWERS", len(read_vocabulary(run)))
-        program = program_in_use(name, read_task(config), jax.local_devices())
+        program = program_in_use(name, read_task(config), list(devices))
         blocks = program.mesh["data"] * program.mesh["fsdp"]
         held = program.parameters + program.input_bytes / blocks
         return [held, taken(program.trace().lower())]
 
 
-def main() -> None:
-    folder, out, mesh = Path(sys.argv[1]), Path(sys.argv[1], sys.argv[2]), sys.argv[4:]
-    inputs = folder / "inputs"
+def run_verbs(
+    folder: Path, name: str, verbs: Sequence[str], devices: Sequence[jax.Device], *flags: str
+) -> dict[str, dict[str, Any]]:
+    """Runs verbs on devices; writes what they make to FOLDER/NAME, inputs are in FOLDER/inputs.
+
+    Returns:
+      Verb -> what it says of devices and batches; `held`, the bytes of its last call's arguments on
+      each device; `taken`, those that its compiled program takes; `planned`, the same two of what
+      `mmqa plan` compiles for as many devices.
+    """
+    inputs, out = folder / "inputs", folder / name
     if not inputs.exists():
         write_inputs(inputs)
     out.mkdir()
-    called: list[Any] = []
+    calls: list[Any] = []
     call = RowPlacement.call
 
     def recorded(self: RowPlacement, function: Any, *arguments: Any, **options: Any) -> Any:
-        called.append((self, function, arguments, options))
+        calls.append((self, function, arguments, options))
         return call(self, function, *arguments, **options)
 
-    RowPlacement.call = recorded
-    found = {}
-    for name in sys.argv[3].split(","):
-        task, data, *flags = VERBS[name]
+    results = {}
+    for verb in verbs:
+        task, data, *own = VERBS[verb]
         run = inputs / task
-        called.clear()
-        flags += [f"--mesh={one}" for one in mesh]
-        where = f"--data={inputs / data}", "--model", run, f"--out={out / name}"
-        said = done(name, *where, *flags)
+        calls.clear()
+        where = f"--data={inputs / data}", "--model", run, f"--out={out / verb}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowPlacement, "call", recorded)
+            patch.setattr(jax, "local_devices", lambda: list(devices))
+            patch.setattr(jax, "devices", lambda: list(devices))
+            said = done(verb, *where, *own, *flags)
         placed = {key: said[key] for key in ("devices", "mesh", "batch_size")}
-        placement, function, arguments, options = called[-1]
-        found[name] = {
+        placement, function, arguments, options = calls[-1]
+        results[verb] = {
             **placed,
-            "calls": len(called),
-            "held": bytes_on_devices(arguments),
+            "calls": len(calls),
+            "held": bytes_on(devices, arguments),
             "taken": taken(call(placement, function.lower, *arguments, **options)),
-            "planned": planned(name, run, placed),
+            "planned": planned(verb, run, placed, devices),
         }
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return results

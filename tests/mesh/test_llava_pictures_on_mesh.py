@@ -1,29 +1,21 @@
-"""A LLaVA's pictures on four fake CPU devices against one.
-
-The device count is fixed when JAX starts, so the check runs in a subprocess: this file, called as
-a script.
-"""
+"""A LLaVA's pictures on four devices against one."""
 
 from __future__ import annotations
 
+import jax
+import numpy as np
+from flax import nnx
 
-def test_on_four_devices(run_on_devices):
-    assert run_on_devices(4, "test_llava_mesh.py").split() == ["placed", "answers"]
+from mmqa_jax.core.mesh import init_sharded, make_mesh
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.clip import VisionConfig
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llava import Llava, LlavaConfig
 
 
-def main():
-    import jax
-    import numpy as np
-    from flax import nnx
-
-    from mmqa_jax.core.mesh import init_sharded, make_mesh
-    from mmqa_jax.decoding.engine import Engine
-    from mmqa_jax.decoding.requests import Request
-    from mmqa_jax.decoding.slot_runner import EngineConfig
-    from mmqa_jax.models.clip import VisionConfig
-    from mmqa_jax.models.llama_config import LlamaConfig
-    from mmqa_jax.models.llava import Llava, LlavaConfig
-
+def test_pictures_are_split_and_answers_those_of_one_device():
     vision = VisionConfig(
         image_size=12, patch_size=4, width=24, layers=3, heads=2, mlp_width=20, embed_dim=16
     )
@@ -47,7 +39,10 @@ def main():
         for n in range(10)
     ]
     found = []
-    for shape, devices in (({"data": 1}, jax.devices()[:1]), ({"data": 2, "tensor": 2}, None)):
+    for shape, devices in (
+        ({"data": 1}, jax.devices()[:1]),
+        ({"data": 2, "tensor": 2}, jax.devices()[:4]),
+    ):
         mesh = make_mesh(shape, devices=devices)
         model = init_sharded(lambda: Llava(config, rngs=nnx.Rngs(3)), mesh)
         engine = Engine(model, config=sizes, mesh=mesh)
@@ -61,12 +56,6 @@ def main():
         results += running
         assert engine.throughput.pictures == 7
         found.append({one.id: one.candidates[0] for one in results})
-    print("placed")
     for n, want in found[0].items():
         assert found[1][n].tokens == want.tokens
         np.testing.assert_allclose(found[1][n].logprobs, want.logprobs, rtol=0, atol=1e-4)
-    print("answers")
-
-
-if __name__ == "__main__":
-    main()

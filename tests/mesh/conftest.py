@@ -1,0 +1,41 @@
+"""Eight fake CPU devices in one process.
+
+Their number is fixed when JAX starts, so that these tests run apart from all others:
+`launch/test.sh` starts pytest for them; by hand, name this folder or files of it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before jax is imported.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+for _folder in ("equivalence", "unit"):  # their helpers
+    sys.path.append(str(Path(__file__).parents[1] / _folder))
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+pytest.register_assert_rewrite("compare")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _eight_devices() -> None:
+    assert len(jax.devices()) == 8
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    """Matrix products in whole float32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _whole_failure_messages() -> None:
+    """Nothing of one test's mesh reaches the next."""
+    assert jax.sharding.get_abstract_mesh().empty

@@ -1,0 +1,277 @@
+"""Do the tests bite? Changes the code in one place at a time, and runs the tests that use it.
+
+    python -m tests.mutation --count=300 --seed=0 --out=mutants.jsonl
+
+A mutant that no test notices survives: the line is not tested, or the change makes no difference.
+Mutants are drawn evenly over the lines of code of the folders that `--rooms` names. The tests of a
+mutant are the files that import its module, nearest first, until one fails. Every mutant is one
+line of the file, so that an interrupted run goes on; the last line on stdout counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("papers", "tasks", "evaluation", "retrieval", "weights", "core/store.py")
+_COPIED = ("mmqa_jax", "tests", "configs", "launch", "pyproject.toml", "README.md")
+
+_COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+_ARITHMETIC = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
+    ast.BitAnd: "|", ast.BitOr: "&",
+}  # fmt: skip
+_CALLS = {
+    "min": "max", "max": "min", "any": "all", "all": "any", "argmax": "argmin", "argmin": "argmax",
+    "sorted": "list", "reversed": "list", "zeros": "ones", "ones": "zeros", "lower": "upper",
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """One change of one file.
+
+    Attributes:
+      file: relative to the repository.
+      line: of the change, from 1.
+      start, end: characters of the file that are replaced.
+      new: by what.
+    """
+
+    file: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+
+def mutants_of(file: Path) -> Iterator[Mutant]:
+    """All mutants of a file, in order."""
+    text = file.read_text(encoding="utf-8")
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    name = file.relative_to(ROOT).as_posix()
+    encoded = [line.encode() for line in text.splitlines(keepends=True)]
+
+    def at(line: int, column: int) -> int:
+        """Characters before a place that ast gives in bytes."""
+        return starts[line - 1] + len(encoded[line - 1][:column].decode())
+
+    def replaced(start: ast.AST, end: ast.AST, new: str) -> Mutant:
+        first = at(start.lineno, start.col_offset)
+        return Mutant(name, start.lineno, first, at(end.end_lineno, end.end_col_offset), new)
+
+    def between(left: ast.expr, right: ast.expr, new: str) -> Mutant:
+        """The operator between two operands; brackets around them stay."""
+        first, last = at(left.end_lineno, left.end_col_offset), at(right.lineno, right.col_offset)
+        old = text[first:last]
+        lead = len(old) - len(old.lstrip(") \n"))
+        tail = len(old) - len(old.rstrip("( \n"))
+        return Mutant(name, left.end_lineno, first + lead, last - tail, new)
+
+    for node in _code(ast.parse(text)):
+        match node:
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+                yield between(left, right, _COMPARISONS[type(op)])
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                if not _is_text(left) and not _is_text(right):
+                    yield between(left, right, _ARITHMETIC[type(op)])
+            case ast.BoolOp(op=op, values=[left, right, *_]):
+                yield between(left, right, "or" if isinstance(op, ast.And) else "and")
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                yield replaced(node, operand, f"({ast.unparse(operand)})")
+            case ast.Constant(value=bool(value)):
+                yield replaced(node, node, str(not value))
+            case ast.Constant(value=int(value) | float(value)):
+                yield replaced(node, node, repr(value + 1))
+            case ast.Call(func=ast.Name(id=called) as function) if called in _CALLS:
+                yield replaced(function, function, _CALLS[called])
+            case ast.Call(func=ast.Attribute(value=owner, attr=called) as function) if (
+                called in _CALLS
+            ):
+                yield replaced(function, function, f"{ast.unparse(owner)}.{_CALLS[called]}")
+            case ast.IfExp(test=test):
+                yield replaced(test, test, f"(not ({ast.unparse(test)}))")
+            case ast.If(test=test) | ast.While(test=test):
+                yield replaced(test, test, f"(not ({ast.unparse(test)}))")
+            case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper) as part) if lower or upper:
+                yield replaced(part, part, ":")
+            case ast.Return(value=value) if value is not None and not _is_constant(value):
+                yield replaced(value, value, "None")
+            case ast.Expr(value=ast.Call()):
+                yield replaced(node, node, "pass")
+
+
+def _code(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes whose change could be noticed: no annotations, decorators, messages of errors."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.JoinedStr):
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            yield child
+            yield from _code(child)
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant)
+
+
+def draw(rooms: list[str], count: int, seed: int) -> list[Mutant]:
+    """Mutants, evenly over the lines that have any."""
+    files = []
+    for room in rooms:
+        path = ROOT / "mmqa_jax" / room
+        files += [path] if path.suffix else sorted(path.rglob("*.py"))
+    by_line: dict[tuple[str, int], list[Mutant]] = {}
+    for file in files:
+        for mutant in mutants_of(file):
+            by_line.setdefault((mutant.file, mutant.line), []).append(mutant)
+    generator = random.Random(seed)
+    lines = generator.sample(sorted(by_line), min(count, len(by_line)))
+    return [generator.choice(by_line[line]) for line in lines]
+
+
+class Tests:
+    """The test files by the modules that they use."""
+
+    def __init__(self) -> None:
+        self._imports = {
+            file: _imported(file)
+            for folder in ("mmqa_jax", "tests")
+            for file in sorted((ROOT / folder).rglob("*.py"))
+        }
+        self._modules = {_module(file): file for file in self._imports if _module(file)}
+
+    def of(self, module: str) -> list[Path]:
+        """Test files that import a module, those first that do so themselves, short ones first."""
+        distances: dict[Path, int] = {}
+        importing, distance = {self._modules[module]}, 0
+        while importing and distance < 3:
+            distance += 1
+            names = {_module(file) or file.stem for file in importing}
+            importing = {
+                file
+                for file, imports in self._imports.items()
+                if imports & names and file not in distances
+            }
+            distances |= dict.fromkeys(importing, distance)
+        tests = [file for file in distances if file.name.startswith("test_")]
+        tests = [file for file in tests if file.parent.name in ("unit", "equivalence", "resume")]
+        return sorted(tests, key=lambda file: (distances[file], file.stat().st_size))
+
+
+def _module(file: Path) -> str:
+    """`mmqa_jax.papers.rmr`; "" for a test's."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts) if parts[0] == "mmqa_jax" else ""
+
+
+def _imported(file: Path) -> set[str]:
+    """What a file imports, anywhere in it: whole names of our modules, and names of helpers."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def judge(mutant: Mutant, tests: Tests, copy: Path, seconds: float) -> dict[str, object]:
+    """Runs a mutant's tests in a copy of the repository; what became of it."""
+    original = (ROOT / mutant.file).read_text(encoding="utf-8")
+    changed = original[: mutant.start] + mutant.new + original[mutant.end :]
+    place = copy / mutant.file
+    row: dict[str, object] = {**mutant._asdict(), "was": original[mutant.start : mutant.end]}
+    try:
+        ast.parse(changed)
+    except SyntaxError:
+        return {**row, "result": "invalid"}
+    place.write_text(changed, encoding="utf-8")
+    began, ran = time.monotonic(), 0
+    try:
+        for file in tests.of(_module(ROOT / mutant.file)):
+            left = seconds - (time.monotonic() - began)
+            if left < 1:
+                break
+            ran += 1
+            result = _result(copy, file.relative_to(ROOT), left)
+            if result != "survived":
+                return {**row, "result": result, "by": file.relative_to(ROOT).as_posix()}
+    finally:
+        place.write_text(original, encoding="utf-8")
+    return {**row, "result": "survived" if ran else "untested", "files": ran}
+
+
+def _result(copy: Path, file: Path, seconds: float) -> str:
+    """What a test file does to a mutant: `killed`, `survived`, or `timeout`: it hangs, or is slow."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    return "survived" if done.returncode in (0, 5) else "killed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rooms", default=",".join(ROOMS))
+    parser.add_argument("--seconds", type=float, default=120.0, help="of tests for one mutant")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th mutant from the I-th on")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    index, parts = map(int, arguments.part.split("/"))
+    drawn = draw(arguments.rooms.split(","), arguments.count, arguments.seed)[index::parts]
+    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
+    rows = [json.loads(line) for line in lines]
+    tests = Tests()
+    with tempfile.TemporaryDirectory() as folder, arguments.out.open("a") as out:
+        copy = Path(folder)
+        for name in _COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                skipped = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, copy / name, ignore=skipped)
+            else:
+                shutil.copy(source, copy / name)
+        for mutant in drawn[len(rows) :]:
+            rows.append(judge(mutant, tests, copy, arguments.seconds))
+            out.write(json.dumps(rows[-1]) + "\n")
+            out.flush()
+            print(f"{len(rows)}/{len(drawn)} {rows[-1]['result']} {mutant.file}:{mutant.line}")
+    print(json.dumps(Counter(str(row["result"]) for row in rows)))
+
+
+if __name__ == "__main__":
+    main()
