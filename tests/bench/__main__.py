@@ -17,6 +17,7 @@ from mmqa_jax.core.host import skip_absent_tpu
 from tests import bench
 
 _PLAN = "plan"  # measures nothing, and has flags of its own
+_PLAN_FLAGS = "--config=configs/webqa/vlp_select.py --topology=v5e:4x4"
 _EXAMPLE = "python -m tests.bench models --only=clip_image,bert --json"
 
 
@@ -75,8 +76,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     benches = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     for name in bench.available():
-        what = bench.BENCHES[name]
-        added = benches.add_parser(name, description=what, formatter_class=raw)
+        what, options = bench.BENCHES[name], _PLAN_FLAGS if name == _PLAN else "--json"
+        example = f"example:\n  python -m tests.bench {name} {options}"
+        added = benches.add_parser(name, description=what, epilog=example, formatter_class=raw)
         added.add_argument("--json", action="store_true", help="last line: the result as JSON")
         added.add_argument("--traceback", action="store_true", help="show an error's traceback")
         if name == _PLAN:
