@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto
 from mmqa_jax.prompting.backend_http import ServerConfig
-from mmqa_jax.runs.prompted_parts import KnowledgeSpec
+from mmqa_jax.runs.parts import KnowledgeSpec
 from mmqa_jax.runs.settings import known_systems, options_of
 from mmqa_jax.tasks.library import LibrarySpec
 

@@ -38,7 +38,7 @@ from mmqa_jax.prompting.rmr_fields import fields
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.runs.prompted_parts import LLMSpec, open_llm
+from mmqa_jax.runs.parts import LLMSpec, open_llm
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 
 RESPONSES = "responses.sqlite"

@@ -9,7 +9,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.prompting.plans import ROLES, Role
-from mmqa_jax.runs.prompted_parts import KnowledgeSpec
+from mmqa_jax.runs.parts import KnowledgeSpec
 
 # Keys of parts.knowledge without effect -> what to do instead.
 _INSTEAD = {

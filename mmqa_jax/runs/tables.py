@@ -14,7 +14,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
 from mmqa_jax.prompting.http_client import URL
-from mmqa_jax.runs.row import missing_inputs
+from mmqa_jax.runs.row import read_row
 
 # Paper -> the folders of configs/ whose tables.py has rows of it.
 PAPERS = {
@@ -54,9 +54,9 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
     for name, row in tables.ROWS.items():
         if row.get("paper", dataset) != paper:
             continue
-        config = tables.get_config(name)
+        config = read_row(tables.get_config(name))
         measured = None if workdir is None else _scores(workdir, dataset, name, config.dataset)
-        needs = [f"{path}: {how}" for path, how in missing_inputs(config).items()]
+        needs = [f"{path}: {how}" for path, how in config.missing_inputs().items()]
         needs += _missing_server(config)
         command = (
             f"mmqa run --config=configs/{dataset}/tables.py:{name} "
@@ -75,8 +75,8 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
 
 def _missing_server(config: Any) -> list[str]:
     """The server that a row's language model is on, unless the environment names one."""
-    llm = config.parts.get("llm", {})
-    if llm.get("backend") != "openai" or os.environ.get(URL):
+    llm = config.parts.get("llm")
+    if llm is None or llm.backend != "openai" or os.environ.get(URL):
         return []
     return [f"{URL}: the address of a server with OpenAI's API that serves {llm.model}"]
 

@@ -55,7 +55,7 @@ class LibrarySpec:
         return [self.data, self.text_model, self.image_model, self.vectors]
 
     def open(self, row: Any) -> ExampleLibrary:
-        """The library of a row (runs.part.OpenParts)."""
+        """The library of a row (runs.parts.OpenedParts)."""
         return open_library(row.corpus, self, on_model=row.on_model("library"))
 
 

@@ -14,11 +14,7 @@ from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import with_gold_sources
 from mmqa_jax.prompting.candidates import load_candidates
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.runs.file_parts import HeuristicsSpec, open_heuristics
-from mmqa_jax.runs.prompted_parts import (
-    KnowledgeSpec,
-    open_knowledge,
-)
+from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, open_heuristics, open_knowledge
 from mmqa_jax.runs.settings import BUILT_IN, run_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config
