@@ -15,6 +15,7 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.mavl_checks import check_knowledge, check_oracle, check_revote, check_team
 from mmqa_jax.papers.mavl_votes import Asked, Weighting, elect, revote, vote_on_draws
@@ -49,8 +50,8 @@ def answer_mavl(
     plans: Literal["planned", "all", "none", "oracle"] = "planned",
     votes: tuple[float, ...] = (2.0, 3.0, 4.0),
     weighting: Weighting = "level",
-    shots: int = 8,
-    candidates: int = 5,
+    shots: Count = 8,
+    candidates: Count = 5,
     similarity: ShotSelection = "answer_aware",
     order: Order = "most_similar_first",
     task: Literal["prompt", "test_input"] = "prompt",
@@ -60,7 +61,7 @@ def answer_mavl(
     knowledge_words: int = 40,
     knowledge_tokens: int = 64,
     max_new_tokens: int = 10,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Algorithm 1, every line of it for all questions and agents at once.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.answer_text import prep_ans
@@ -181,12 +182,12 @@ def vote_on_draws(
     *,
     draws: int = 7,
     temperature: float = 0.7,
-    shots: int = 8,
-    candidates: int = 5,
+    shots: Count = 8,
+    candidates: Count = 5,
     similarity: ShotSelection = "answer_aware",
     order: Order = "most_similar_first",
     max_new_tokens: int = 10,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Self-consistency (Wang et al., 2023): the most frequent of several drawn answers (ours).
 

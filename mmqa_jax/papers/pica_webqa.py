@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.prompting.backends import Completion, Decoding
@@ -26,12 +27,12 @@ def answer_with_sources(
     library: ExampleLibrary,
     captions: Captions | None = None,
     *,
-    shots: int = 8,
+    shots: Count = 8,
     similarity: Similarity = "question_and_sources",
     order: Order = "most_similar_first",
     template: str = "pica.webqa",
     max_new_tokens: int = 64,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Table 6, `PICa`, oracle sources: 8 shots, fewer where the context is short.
 
@@ -60,12 +61,12 @@ def answer_without_sources(
     llm: Any,
     library: ExampleLibrary,
     *,
-    shots: int = 8,
+    shots: Count = 8,
     similarity: Similarity = "question",
     order: Order = "most_similar_first",
     template: str = "pica.webqa",
     max_new_tokens: int = 64,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Table 6, `PICa (Q-only)`: neither the question nor its shots show a source."""
 

@@ -61,7 +61,6 @@ _INSTALLED = ("minilm", "smollm2")
 _FINDING = ("retriever", "reranker")
 _ANSWERING = ("reader", "llm", "heuristics", "finished")  # parts that answer in words
 _ANSWERS = 2  # raised where the same row answers otherwise than before: its chunks are made again
-_MAY_BE_ZERO = {"shots", "seed", "candidates"}  # of the options that are whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +116,10 @@ def _part_kinds(section: Mapping[str, Any]) -> dict[str, tuple[type[Part], bool]
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Key]:
-    """The options of a row's setting are the keyword-only parameters of its function."""
+    """The keyword-only parameters of the setting's function; `Count` where one may be 0."""
     system = _system_of(section)
     no_options = ("questions", "corpus", *system.PARTS)
-    options = spec_of(system.SETTINGS[section["setting"]], *no_options, minimum=1)
-    for name in _MAY_BE_ZERO & options.keys():
-        options[name] = dataclasses.replace(options[name], minimum=0)
-    return options
+    return spec_of(system.SETTINGS[section["setting"]], *no_options, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
