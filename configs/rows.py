@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.config import auto
 from mmqa_jax.prompting.backend_http import ServerConfig
 from mmqa_jax.runs.parts import KnowledgeSpec
+from mmqa_jax.runs.row import RowData, Scoring
 from mmqa_jax.runs.settings import known_systems, options_of
 from mmqa_jax.tasks.library import LibrarySpec
 
@@ -124,8 +125,8 @@ def make_row(
     config.data = {
         "dir": data,
         "split": row.get("split", split),
-        "questions": row.get("questions", 0),
-        "modality": row.get("modality", ""),
+        "questions": row.get("questions", RowData.questions),
+        "modality": row.get("modality", RowData.modality),
         **{key: row[key] for key in ("where", "context") if key in row},
     }
     config.parts = row["parts"]
@@ -138,8 +139,7 @@ def make_row(
     config.options = options_of(
         known_systems()[config.system], row["setting"], row.get("options", {})
     )
-    # lemmatizer: "" is spaCy where it is installed; bart: "" leaves fluency out (WebQA's scores).
-    config.scoring = {"lemmatizer": "", "bart": ""}
+    config.scoring = dataclasses.asdict(Scoring())
     config.published = row.get("published", ())
     config.made_by = tuple(made_by.items())
     return config
