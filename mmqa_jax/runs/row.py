@@ -117,9 +117,10 @@ def _part_kinds(section: Mapping[str, Any]) -> dict[str, tuple[type[Part], bool]
 
 def _options(section: Mapping[str, Any]) -> dict[str, Key]:
     """The keyword-only parameters of the setting's function; `Count` where one may be 0."""
-    system = _system_of(section)
-    no_options = ("questions", "corpus", *system.PARTS)
-    return spec_of(system.SETTINGS[section["setting"]], *no_options, minimum=1)
+    system, setting = _system_of(section), section["setting"]
+    options = options_of(system, setting, {})
+    keys = spec_of(system.SETTINGS[setting], minimum=1)
+    return {name: key for name, key in keys.items() if name in options}
 
 
 @dataclasses.dataclass(frozen=True)
