@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.parts import OpenedParts, RerankerSpec, RetrieverSpec
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
-    placed: dict[str, Any] = {}
+    options, placed = flags.serving_options(arguments), {}
     check_out(out)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
@@ -132,14 +132,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     chunk = _CHUNK_ALL if arguments.candidates == "all" else _CHUNK
     chunk = chunk if arguments.chunk is None else arguments.chunk
-    opened = OpenedParts(
-        corpus,
-        inference=flags.serving_options(arguments),
-        say=flags.say_where("rerank", "reranker.model", placed),
-    )
+    say = flags.say_where("rerank", "reranker.model", placed)
+    opened = OpenedParts(corpus, inference=options, say=say)
     along = {} if candidates is None else {"candidates": candidates}
+    stage = Stage(what, {"reranker": reranker}, read, along)
     with answering(
-        Stage(what, {"reranker": reranker}, read, along), flags.job_folder(out), questions, opened,
+        stage, flags.job_folder(out), questions, opened,
         chunk=chunk, shard=shard, engine=flags.engine(arguments),
     ) as job:  # fmt: skip
         rows = job.rows()

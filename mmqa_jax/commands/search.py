@@ -108,7 +108,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs import identity
     from mmqa_jax.runs.answered import Stage, answering
     from mmqa_jax.runs.parts import OpenedParts, RetrieverSpec, open_fusions, open_predictor
-    from mmqa_jax.runs.resumable import ResumableRetriever
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"
@@ -139,11 +138,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "fusion_weight": tuned.weight,
             "sweep": [{"fusion_weight": w, **scores} for w, scores in tuned.sweep.items()],
         }
-        tuned_retriever = at_weight(tuned.weight)  # which remembers what it searched
-        made_of = spec.fingerprint()
-        opened.once(
-            "retriever", made_of, lambda _: tuned_retriever, ResumableRetriever, "retriever"
-        )
+        searched_before = at_weight(tuned.weight)  # which remembers the rankings
+        opened.once("retriever", spec.fingerprint(), lambda _: searched_before, "retriever")
 
     def search(asked: Sequence[Question], parts: Mapping[str, Any]) -> Part:
         retriever = parts["retriever"]
@@ -161,8 +157,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "candidates": arguments.candidates,
         "top_k": top_k,
     }
+    stage = Stage(what, {"retriever": spec}, search)
     with answering(
-        Stage(what, {"retriever": spec}, search), flags.job_folder(out), questions, opened,
+        stage, flags.job_folder(out), questions, opened,
         chunk=arguments.chunk, shard=shard, engine=flags.engine(arguments),
         title="Searching", unit="questions",
     ) as job:  # fmt: skip

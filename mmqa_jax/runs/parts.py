@@ -139,7 +139,7 @@ class RetrieverSpec:
         def load(on_model: OnModel) -> Retriever:
             return open_retriever(row.corpus, self, on_model)
 
-        return row.once("retriever", self.fingerprint(), load, ResumableRetriever, name)
+        return row.once("retriever", self.fingerprint(), load, name, ResumableRetriever)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RerankerSpec:
             return reranker
 
         made_of = identity.of_folders(self.model)
-        reranker = row.once("reranker", made_of, load, ResumableReranker, "reranker")
+        reranker = row.once("reranker", made_of, load, "reranker", ResumableReranker)
         if self.similarity is None:
             return reranker
         retriever = self.similarity.open(row, "reranker.similarity")
@@ -199,7 +199,7 @@ class ReaderSpec:
             on_model("model", reader)
             return reader
 
-        return row.once("reader", identity.of_folders(self.model), load, ResumableReader, "reader")
+        return row.once("reader", identity.of_folders(self.model), load, "reader", ResumableReader)
 
 
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:
@@ -702,24 +702,24 @@ class OpenedParts:
         kind: str,
         made_of: str,
         load: Callable[[OnModel], Any],
-        resumable: Callable[[Any, Journal, defaultdict[str, float]], Any],
         name: str,
+        resumable: Callable[[Any, Journal, defaultdict[str, float]], Any] | None = None,
     ) -> Any:
         """A part of a kind, opened once.
 
         Args:
           made_of: fingerprint of what its answers depend on.
-          resumable: makes it keep what it finished in a journal.
           name: where the row's config has it.
+          resumable: makes it keep what it finished in a journal.
         """
         fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
         if fingerprint not in self._open:
             served: dict[str, Serving] = {}
             journal = None
-            if self.journals is not None:
+            if self.journals is not None and resumable is not None:
                 journal = Journal(self.journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
             part = load(self.on_model(name, served))
-            if journal is not None:
+            if journal is not None and resumable is not None:
                 part = resumable(part, journal, self.seconds)
             self._open[fingerprint] = part, journal, served
         part, _, served = self._open[fingerprint]
