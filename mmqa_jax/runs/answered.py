@@ -15,11 +15,7 @@ from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
-from mmqa_jax.runs.parts import OpenedParts, Part
-
-# The parts of a row whose rankings are kept -> the file of retrieval/ that they go to.
-_RANKED = {"retriever": "candidates", "reranker": "relevance"}
-_FILES = ("heuristics", "finished", "captions")  # parts that need no model
+from mmqa_jax.runs.parts import PARTS, OpenedParts, Part
 
 # The questions of a chunk and the opened parts -> what is kept of the chunk.
 Answer = Callable[[Sequence[Question], Mapping[str, Any]], job_files.Part]
@@ -88,16 +84,18 @@ def _computing(stage: Stage, questions: Sequence[Question], opened: OpenedParts)
 
 
 def _open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts) -> dict[str, Any]:
-    """Files come first and the language model last: wrong files are refused soon."""
+    """The parts in use, in their turn."""
     opened.new_row()
-    parts = {name: part.open(opened) for name, part in stage.parts.items() if name in _FILES}
+    files = {name: part for name, part in stage.parts.items() if part.turn == "file"}
+    parts = {name: part.open(opened) for name, part in files.items()}
     if "heuristics" in parts:
         parts["heuristics"] = parts["heuristics"].of_split(questions)
     if stage.check is not None:
         stage.check(parts)
-    others = [name for name in stage.parts if name not in parts]
-    for name in sorted(others, key=lambda name: name == "llm"):
-        parts[name] = stage.parts[name].open(opened)
+    for turn in ("model", "last"):
+        for name, part in stage.parts.items():
+            if part.turn == turn:
+                parts[name] = part.open(opened)
     return parts
 
 
@@ -124,7 +122,9 @@ class Answered:
     def of(cls, chunks: Sequence[job_files.Part]) -> Answered:
         """Of the chunks that `keeping` made, in order."""
         rows = [row for chunk in chunks for row in chunk.rows]
-        if rows and not set(rows[0]["rankings"]) <= set(_RANKED.values()):
+        if rows and not set(rows[0]["rankings"]) <= {
+            part.ranks for part in PARTS.values() if part.ranks
+        }:
             raise ValueError("rankings of unknown names")  # which would become names of files
         predictions = [prediction_of(row["prediction"]) for row in rows]
         rankings = {
@@ -147,21 +147,24 @@ class Answered:
 
 def keeping(
     predict: Callable[[Sequence[Question], Mapping[str, Any]], Sequence[Prediction]],
+    row: Mapping[str, Part],
     opened: OpenedParts,
 ) -> Answer:
     """What answers a chunk of a row, and keeps what `Answered` is made of.
 
     Args:
       predict: of the questions of a chunk and the opened parts.
+      row: the row's parts.
     """
+    ranking = {name: part.ranks for name, part in row.items() if part.ranks}
 
     def answer(questions: Sequence[Question], parts: Mapping[str, Any]) -> job_files.Part:
         opened.seconds.clear()
         llm = parts.get("llm")
         before = _work(llm)
-        recorded = {name: _Recorded(parts[name]) for name in _RANKED if name in parts}
+        recorded = {name: _Recorded(parts[name]) for name in ranking}
         predictions = predict(questions, {**parts, **recorded})
-        rankings = {_RANKED[name]: part.rankings for name, part in recorded.items()}
+        rankings = {ranking[name]: part.rankings for name, part in recorded.items()}
         rows = [
             {
                 "prediction": dataclasses.asdict(prediction),

@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
@@ -41,7 +41,18 @@ EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa
 
 
 class Part(Protocol):
-    """A dataclass whose fields are the keys of a row's section `parts.NAME`."""
+    """A dataclass whose fields are the keys of a row's section `parts.NAME`.
+
+    Attributes:
+      turn: when a row opens it: files first, so that wrong ones are refused soon, and the language
+        model last.
+      ranks: the file of retrieval/ that its rankings go to; "": it ranks no sources.
+      answers: whether it answers in words.
+    """
+
+    turn: ClassVar[Literal["file", "model", "last"]] = "model"
+    ranks: ClassVar[str] = ""
+    answers: ClassVar[bool] = False
 
     def paths(self) -> Sequence[str]:
         """The files and folders that it reads, and names of models that are installed packages."""
@@ -55,7 +66,7 @@ class Part(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class RetrieverSpec:
+class RetrieverSpec(Part):
     """How sources are retrieved.
 
     Attributes:
@@ -74,6 +85,8 @@ class RetrieverSpec:
       second_hop: search again with the title of the first result (ours).
       fusion_weight: of the dense scores, from 0 (BM25 alone) to 1 (fused); None: the default.
     """
+
+    ranks: ClassVar = "candidates"
 
     method: Literal["bm25", "dense", "fused", "rrf"]
     model: str = ""
@@ -143,7 +156,7 @@ class RetrieverSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class RerankerSpec:
+class RerankerSpec(Part):
     """How sources are selected.
 
     Attributes:
@@ -152,6 +165,8 @@ class RerankerSpec:
         hop is reranked too (ours); None is the paper's VLP alone.
       similarity_weight: of the cosines; 0 uses the relevance alone.
     """
+
+    ranks: ClassVar = "relevance"
 
     model: str
     similarity: RetrieverSpec | None = None
@@ -180,8 +195,10 @@ class RerankerSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReaderSpec:
+class ReaderSpec(Part):
     """How questions are answered: `model` is the workdir of an answer run."""
+
+    answers: ClassVar = True
 
     model: str
 
@@ -349,7 +366,7 @@ def retrievers_over(
 
 
 @dataclasses.dataclass(frozen=True)
-class LLMSpec:
+class LLMSpec(Part):
     """The language model of a prompted system.
 
     Attributes:
@@ -361,6 +378,9 @@ class LLMSpec:
       engine, server: values of these sections of configs/prompt/default.py that differ.
       cache: file of a response cache that several rows share; "" is the workdir's own.
     """
+
+    turn: ClassVar = "last"
+    answers: ClassVar = True
 
     model: str
     backend: Literal["engine", "openai"] = "engine"
@@ -390,7 +410,7 @@ LLM_FREE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class KnowledgeSpec:
+class KnowledgeSpec(Part):
     """A knowledge base and how passages are found in it.
 
     Attributes:
@@ -540,13 +560,16 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeuristicsSpec:
+class HeuristicsSpec(Part):
     """What a VQA model says of the questions: files of `mmqa candidates` or of Prophet's authors.
 
     Attributes:
       candidates: its answers with confidences, of the questions and of the examples.
       examples: ids of answer-aware examples; "": shots are chosen as the library does.
     """
+
+    turn: ClassVar = "file"
+    answers: ClassVar = True
 
     candidates: str
     examples: str = ""
@@ -561,8 +584,11 @@ class HeuristicsSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class FinishedSpec:
+class FinishedSpec(Part):
     """A finished run of another row: its workdir."""
+
+    turn: ClassVar = "file"
+    answers: ClassVar = True
 
     run: str
 
@@ -609,13 +635,15 @@ def open_finished(spec: FinishedSpec) -> Mapping[str, Mapping[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class CaptionsSpec:
+class CaptionsSpec(Part):
     """Side files that describe pictures, see prompting/captions.py.
 
     Attributes:
       captions: file of captions, by the id of a question, a picture (image_id) or a source.
       tags: file of tags; "": none.
     """
+
+    turn: ClassVar = "file"
 
     captions: str
     tags: str = ""

@@ -57,9 +57,6 @@ from mmqa_jax.weights.hub import is_hub_name
 FREE = tuple(f"parts.llm.{key}" for key in LLM_FREE)  # keys that may be changed in a workdir
 # Names of models that are installed packages.
 _INSTALLED = ("minilm", "smollm2")
-# Parts that find sources; without them, a row's sources are the gold ones or none, and no result.
-_FINDING = ("retriever", "reranker")
-_ANSWERING = ("reader", "llm", "heuristics", "finished")  # parts that answer in words
 _ANSWERS = 2  # raised where the same row answers otherwise than before: its chunks are made again
 
 
@@ -168,12 +165,12 @@ class Row:
     @property
     def answers(self) -> bool:
         """Whether it answers in words or by a choice, not with sources alone."""
-        return any(part in self.parts for part in _ANSWERING)
+        return any(part.answers for part in self.parts.values())
 
     @property
     def finds_sources(self) -> bool:
-        """Whether its sources are a result."""
-        return any(part in self.parts for part in _FINDING)
+        """Whether its sources are a result: without a part that ranks any they are given."""
+        return any(part.ranks for part in self.parts.values())
 
     @property
     def needs_all(self) -> bool:
@@ -265,7 +262,7 @@ class Row:
             return run_setting(system, self.setting, asked, corpus, parts, self.options)
 
         check = functools.partial(check_inputs, system, self.setting, questions, self.options)
-        return Stage(what, self.parts, keeping(predict, opened), check=check)
+        return Stage(what, self.parts, keeping(predict, self.parts, opened), check=check)
 
 
 def read_row(config: ConfigDict, *, split: str | None = None) -> Row:

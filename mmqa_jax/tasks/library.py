@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -39,6 +39,11 @@ class LibrarySpec:
       index_kind: how the nearest examples are found: `exact`, by the products with all of them, or
         `scann`, by the retrieval room's ScaNN index.
     """
+
+    # What a part of a row says of itself (runs.parts.Part).
+    turn: ClassVar = "model"
+    ranks: ClassVar = ""
+    answers: ClassVar = False
 
     data: str = ""
     split: str = "train"

@@ -111,6 +111,7 @@ class Named:
 
     name: str
     log: list
+    turn: str
 
     def paths(self):
         return []
@@ -126,7 +127,8 @@ def stage_of(log: list) -> Stage:
         assert parts["llm"] == "LLM"
         return Part([[q.id, n] for q, n in zip(questions, parts["numbers"], strict=True)])
 
-    parts = {name: Named(name, log) for name in ("llm", "retriever", "captions")}
+    turns = {"llm": "last", "retriever": "model", "captions": "file"}
+    parts = {name: Named(name, log, turn) for name, turn in turns.items()}
     return Stage(
         {"verb": "test"},
         parts,
