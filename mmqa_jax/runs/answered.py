@@ -122,9 +122,8 @@ class Answered:
     def of(cls, chunks: Sequence[job_files.Part]) -> Answered:
         """Of the chunks that `keeping` made, in order."""
         rows = [row for chunk in chunks for row in chunk.rows]
-        if rows and not set(rows[0]["rankings"]) <= {
-            part.ranks for part in PARTS.values() if part.ranks
-        }:
+        known = {part.ranks for part in PARTS.values()} - {""}
+        if rows and not set(rows[0]["rankings"]) <= known:
             raise ValueError("rankings of unknown names")  # which would become names of files
         predictions = [prediction_of(row["prediction"]) for row in rows]
         rankings = {

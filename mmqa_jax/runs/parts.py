@@ -20,7 +20,7 @@ from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.serving import OnModel, Serving, ignored
-from mmqa_jax.core.typed import at_least, read_typed
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
@@ -579,8 +579,9 @@ class HeuristicsSpec(Part):
         return [self.candidates, self.examples]
 
     def open(self, row: OpenedParts) -> AnswerHeuristics:
-        """The answer heuristics."""
-        return open_heuristics(self)
+        """The answer heuristics; UserError for a file that is malformed."""
+        examples = load_answer_aware(self.examples) if self.examples else {}
+        return AnswerHeuristics(load_candidates(self.candidates), examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -597,41 +598,26 @@ class FinishedSpec(Part):
         return [self.run]
 
     def open(self, row: OpenedParts) -> Mapping[str, Mapping[str, Any]]:
-        """Question id -> its line in the run's trace.jsonl."""
-        return open_finished(self)
+        """Question id -> its line in the run's trace.jsonl.
 
-
-def open_heuristics(spec: HeuristicsSpec) -> AnswerHeuristics:
-    """The answer heuristics.
-
-    Raises:
-      UserError: a file that is malformed.
-    """
-    examples = load_answer_aware(spec.examples) if spec.examples else {}
-    return AnswerHeuristics(load_candidates(spec.candidates), examples)
-
-
-def open_finished(spec: FinishedSpec) -> Mapping[str, Mapping[str, Any]]:
-    """Question id -> its line in the trace.jsonl of a finished run.
-
-    Raises:
-      UserError: the folder holds no such file, or a line is malformed.
-    """
-    path = Path(spec.run) / "trace.jsonl"
-    if not path.is_file():
-        raise UserError(
-            f"config key parts.finished.run={spec.run}: has no trace.jsonl; name the workdir of a "
-            "finished run of a prompted row."
-        )
-    rows = {}
-    for number, row in read_jsonl(path):
-        if not isinstance(row, dict) or not isinstance(row.get("question_id"), str):
+        Raises:
+          UserError: the folder holds no such file, or a line is malformed.
+        """
+        path = Path(self.run) / "trace.jsonl"
+        if not path.is_file():
             raise UserError(
-                f'{path}, line {number}: expected an object with a text "question_id"; run that '
-                "row again."
+                f"config key parts.finished.run={self.run}: has no trace.jsonl; name the workdir "
+                "of a finished run of a prompted row."
             )
-        rows[row["question_id"]] = row
-    return rows
+        lines = {}
+        for number, line in read_jsonl(path):
+            if not isinstance(line, dict) or not isinstance(line.get("question_id"), str):
+                raise UserError(
+                    f'{path}, line {number}: expected an object with a text "question_id"; run '
+                    "that row again."
+                )
+            lines[line["question_id"]] = line
+        return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -669,11 +655,6 @@ PARTS: Mapping[str, type[Part]] = {
     "knowledge": KnowledgeSpec,
     "captions": CaptionsSpec,
 }
-
-
-def read_parts(section: Mapping[str, Any]) -> dict[str, Part]:
-    """The parts of a row's section `parts`; UserError for a wrong key or value."""
-    return {name: read_typed(PARTS[name], one, f"parts.{name}") for name, one in section.items()}
 
 
 class OpenedParts:
@@ -743,12 +724,11 @@ class OpenedParts:
         fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
         if fingerprint not in self._open:
             served: dict[str, Serving] = {}
-            journal = None
-            if self.journals is not None and resumable is not None:
+            if self.journals is None or resumable is None:
+                part, journal = load(self.on_model(name, served)), None
+            else:
                 journal = Journal(self.journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
-            part = load(self.on_model(name, served))
-            if journal is not None and resumable is not None:
-                part = resumable(part, journal, self.seconds)
+                part = resumable(load(self.on_model(name, served)), journal, self.seconds)
             self._open[fingerprint] = part, journal, served
         part, _, served = self._open[fingerprint]
         self.serving |= {f"{name}.{key}": serving for key, serving in served.items()}
