@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core import job_files
 from mmqa_jax.core.chunks import Compute, Engine, Job
+from mmqa_jax.core.job_files import Part as ChunkPart
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -18,7 +18,7 @@ from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
 from mmqa_jax.runs.parts import PARTS, OpenedParts, Part
 
 # The questions of a chunk and the opened parts -> what is kept of the chunk.
-Answer = Callable[[Sequence[Question], Mapping[str, Any]], job_files.Part]
+Answer = Callable[[Sequence[Question], Mapping[str, Any]], ChunkPart]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _computing(stage: Stage, questions: Sequence[Question], opened: OpenedParts)
     """Opens the parts; returns what answers a chunk of the questions."""
     parts = _open_parts(stage, questions, opened)
 
-    def compute(chunk: range) -> job_files.Part:
+    def compute(chunk: range) -> ChunkPart:
         span = slice(chunk.start, chunk.stop)
         along = {name: values[span] for name, values in stage.along.items()}
         return stage.answer(questions[span], {**parts, **along})
@@ -119,7 +119,7 @@ class Answered:
     serving: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, chunks: Sequence[job_files.Part]) -> Answered:
+    def of(cls, chunks: Sequence[ChunkPart]) -> Answered:
         """Of the chunks that `keeping` made, in order."""
         rows = [row for chunk in chunks for row in chunk.rows]
         known = {part.ranks for part in PARTS.values()} - {""}
@@ -157,7 +157,7 @@ def keeping(
     """
     ranking = {name: part.ranks for name, part in row.items() if part.ranks}
 
-    def answer(questions: Sequence[Question], parts: Mapping[str, Any]) -> job_files.Part:
+    def answer(questions: Sequence[Question], parts: Mapping[str, Any]) -> ChunkPart:
         opened.seconds.clear()
         llm = parts.get("llm")
         before = _work(llm)
@@ -177,7 +177,7 @@ def keeping(
             "engine": None if llm is None else llm.sizes(),
             "serving": {key: serving.to_json() for key, serving in opened.serving.items()},
         }
-        return job_files.Part(rows, notes)
+        return ChunkPart(rows, notes)
 
     return answer
 
