@@ -8,8 +8,9 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto
 from mmqa_jax.prompting.backend_http import ServerConfig
-from mmqa_jax.runs.prompted_parts import KnowledgeSpec
-from mmqa_jax.runs.settings import known_systems, options_of
+from mmqa_jax.runs.parts import KnowledgeSpec
+from mmqa_jax.runs.row import RowData, Scoring
+from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec
 
 AUTO = "auto"  # chosen where it is used
@@ -124,8 +125,8 @@ def make_row(
     config.data = {
         "dir": data,
         "split": row.get("split", split),
-        "questions": row.get("questions", 0),
-        "modality": row.get("modality", ""),
+        "questions": row.get("questions", RowData.questions),
+        "modality": row.get("modality", RowData.modality),
         **{key: row[key] for key in ("where", "context") if key in row},
     }
     config.parts = row["parts"]
@@ -135,11 +136,8 @@ def make_row(
             with section.ignore_type():
                 section[key] = auto()  # which a number may replace
     # Every option of the setting, so that each can be overridden.
-    config.options = options_of(
-        known_systems()[config.system], row["setting"], row.get("options", {})
-    )
-    # lemmatizer: "" is spaCy where it is installed; bart: "" leaves fluency out (WebQA's scores).
-    config.scoring = {"lemmatizer": "", "bart": ""}
+    config.options = find_setting(config.system, row["setting"]).options(row.get("options", {}))
+    config.scoring = dataclasses.asdict(Scoring())
     config.published = row.get("published", ())
     config.made_by = tuple(made_by.items())
     return config

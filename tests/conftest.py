@@ -40,7 +40,7 @@ _SLOW = frozenset(
         *("flash", "input_workers", "scanned_cache"),
         *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
         *("hlo", "plan", "recipes"),
-        *("retrieval_configs", "settings_named", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
+        *("retrieval_configs", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
         *("start", "validation", "weights_folder", "wheel"),
     )
 )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.paths import as_path
+
+if TYPE_CHECKING:
+    from mmqa_jax.data.schema import Question
 
 SUMMARY = "answer every question from given sources, with beam search."
 EXAMPLE = (
@@ -53,7 +57,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     shard = flags.start(arguments)
     arguments = flags.fetched(arguments, STORE_INPUTS)
-    from mmqa_jax.core.chunks import Job
     from mmqa_jax.core.files import check_out, write_jsonl
     from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
@@ -64,7 +67,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.modality import of_modality
     from mmqa_jax.retrieval.rankings import check_gold, read_rankings
     from mmqa_jax.runs import identity
-    from mmqa_jax.tasks.answer import load_reader, reader_modality
+    from mmqa_jax.runs.answered import Stage, answering
+    from mmqa_jax.runs.parts import OpenedParts, ReaderSpec
+    from mmqa_jax.tasks.answer import reader_modality
 
     data, out = Path(arguments.data), as_path(arguments.out)
     options, placed = flags.serving_options(arguments), {}
@@ -89,25 +94,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         relevance = relevance and [r for r in relevance if r.question_id in ids]
         questions = answerable
 
-    def open_answering() -> Any:
-        reader = load_reader(arguments.model, corpus, options)
-        print(f"answer: {reader.serving}", file=sys.stderr)
-        placed.update(reader.serving.to_json())
-
-        def answer(chunk: range) -> Part:
-            asked = questions[chunk.start : chunk.stop]
-            if relevance is not None:
-                scored = relevance[chunk.start : chunk.stop]
-                predictions = webqa.answer_selected(
-                    asked, scored, reader, threshold=arguments.threshold, select=arguments.select
-                )
-            elif arguments.sources == "oracle":
-                predictions = webqa.answer_oracle(asked, reader)
-            else:
-                predictions = webqa.answer_question_only(asked, reader)
-            return Part([prediction_row(prediction) for prediction in predictions])
-
-        return answer
+    def answer(asked: Sequence[Question], parts: Mapping[str, Any]) -> Part:
+        reader = parts["reader"]
+        if relevance is not None:
+            predictions = webqa.answer_selected(
+                asked,
+                parts["relevance"],
+                reader,
+                threshold=arguments.threshold,
+                select=arguments.select,
+            )
+        elif arguments.sources == "oracle":
+            predictions = webqa.answer_oracle(asked, reader)
+        else:
+            predictions = webqa.answer_question_only(asked, reader)
+        return Part([prediction_row(prediction) for prediction in predictions])
 
     what = {
         "verb": "answer",
@@ -118,11 +119,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "threshold": arguments.threshold,
         "select": arguments.select,
     }
-    with Job(
-        flags.job_folder(out), what, len(questions), chunk=arguments.chunk, shard=shard,
-        engine=flags.engine(arguments),
+    say = flags.say_where("answer", "reader.model", placed)
+    opened = OpenedParts(corpus, inference=options, say=say)
+    along = {} if relevance is None else {"relevance": relevance}
+    stage = Stage(what, {"reader": ReaderSpec(arguments.model)}, answer, along)
+    with answering(
+        stage, flags.job_folder(out), questions, opened,
+        chunk=arguments.chunk, shard=shard, engine=flags.engine(arguments),
     ) as job:  # fmt: skip
-        job.run(open_answering)
         rows = job.rows()
         if rows is None:
             return {"questions": len(questions), **placed, **job.waiting()}

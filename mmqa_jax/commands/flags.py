@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
+
+if TYPE_CHECKING:
+    from mmqa_jax.core.serving import Serving
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
@@ -131,6 +135,22 @@ def serving_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.mesh is not None:
         options["mesh"] = read_mesh(arguments.mesh)
     return options
+
+
+def say_where(verb: str, part: str, placed: dict[str, Any]) -> Callable[[str, Serving], None]:
+    """What prints where a verb's model runs, and keeps it for --json (runs.parts.OpenedParts).
+
+    Args:
+      part: the key of the model in a row's section `parts`; of others nothing is said.
+      placed: gets devices, mesh and batch size.
+    """
+
+    def say(name: str, serving: Serving) -> None:
+        if name == part:
+            print(f"{verb}: {serving}", file=sys.stderr)
+            placed.update(serving.to_json())
+
+    return say
 
 
 def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
+    from mmqa_jax.data.schema import Question
     from mmqa_jax.extensions.similarity import Tuned
 
 SUMMARY = "score candidate sources with a trained VLP source head."
@@ -80,7 +81,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _check(arguments)
     shard = flags.start(arguments)
     arguments = flags.fetched(arguments, STORE_INPUTS)
-    from mmqa_jax.core.chunks import Job
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
@@ -91,47 +91,39 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.parts import RetrieverSpec, open_dense, with_similarity
-    from mmqa_jax.tasks.rerank import load_reranker
+    from mmqa_jax.runs.answered import Stage, answering
+    from mmqa_jax.runs.parts import OpenedParts, RerankerSpec, RetrieverSpec
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     options, placed = flags.serving_options(arguments), {}
     check_out(out)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
-    given = None
+    candidates = None
     if arguments.candidates not in ("restricted", "all"):  # checked before the model loads
-        given = read_rankings(arguments.candidates, [q.id for q in questions], corpus.row)
+        candidates = read_rankings(arguments.candidates, [q.id for q in questions], corpus.row)
 
-    def open_reading() -> Any:
-        reranker = load_reranker(arguments.model, corpus, options)
-        print(f"rerank: {reranker.serving}", file=sys.stderr)
-        placed.update(reranker.serving.to_json())
-        if arguments.retriever:
-            dense = open_dense(corpus, arguments.retriever, arguments.index)
-            reranker = with_similarity(reranker, dense, corpus, weight)
-
-        def read(chunk: range) -> Part:
-            asked, top_k = questions[chunk.start : chunk.stop], arguments.top_k
-            if arguments.candidates == "all":
-                hops = similarity.read_all(asked, reranker, top_k)
-            elif given is None:
-                hops = similarity.read_restricted(asked, corpus, reranker, arguments.cap)
-            else:
-                own = given[chunk.start : chunk.stop]
-                hops = similarity.read_candidates(asked, own, reranker, top_k)
-            return Part(similarity.evidence_rows(hops))
-
-        return read
+    def read(asked: Sequence[Question], parts: Mapping[str, Any]) -> Part:
+        reranker, top_k = parts["reranker"], arguments.top_k
+        if arguments.candidates == "all":
+            hops = similarity.read_all(asked, reranker, top_k)
+        elif candidates is None:
+            hops = similarity.read_restricted(asked, corpus, reranker, arguments.cap)
+        else:
+            hops = similarity.read_candidates(asked, parts["candidates"], reranker, top_k)
+        return Part(similarity.evidence_rows(hops))
 
     weight = arguments.similarity_weight
     dense = RetrieverSpec("dense", arguments.retriever or "", arguments.index or "")
+    reranker = RerankerSpec(arguments.model, dense if arguments.retriever else None, weight)
     what = {
         "verb": "rerank",
         "corpus": corpus.fingerprint,
         "questions": identity.of_questions(questions),
         "model": identity.of_folders(arguments.model),
-        "candidates": arguments.candidates if given is None else identity.of_rankings(given),
+        "candidates": (
+            arguments.candidates if candidates is None else identity.of_rankings(candidates)
+        ),
         "top_k": arguments.top_k,
         "cap": arguments.cap,
         "retriever": dense.fingerprint(),
@@ -140,11 +132,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     chunk = _CHUNK_ALL if arguments.candidates == "all" else _CHUNK
     chunk = chunk if arguments.chunk is None else arguments.chunk
-    with Job(
-        flags.job_folder(out), what, len(questions), chunk=chunk, shard=shard,
-        engine=flags.engine(arguments),
+    say = flags.say_where("rerank", "reranker.model", placed)
+    opened = OpenedParts(corpus, inference=options, say=say)
+    along = {} if candidates is None else {"candidates": candidates}
+    stage = Stage(what, {"reranker": reranker}, read, along)
+    with answering(
+        stage, flags.job_folder(out), questions, opened,
+        chunk=chunk, shard=shard, engine=flags.engine(arguments),
     ) as job:  # fmt: skip
-        job.run(open_reading)
         rows = job.rows()
         if rows is None:
             return {"questions": len(questions), **placed, **job.waiting()}

@@ -11,7 +11,7 @@ from mmqa_jax.commands import flags
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
-    from mmqa_jax.runs.row import RowRun
+    from mmqa_jax.runs.results import RowRun
 
 SUMMARY = "run one row of a paper's table end to end; continues where it was interrupted."
 EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"
@@ -45,19 +45,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the row and prints its scores."""
     shard = flags.start(arguments)
     from mmqa_jax.core.config import load_config
-    from mmqa_jax.runs.row import check_row, run_row
+    from mmqa_jax.runs.row import read_row
+    from mmqa_jax.runs.run import run_row
     from mmqa_jax.weights.hub import download_model
 
     config = load_config(arguments.config, arguments.overrides)
-    check_row(config)
+    row = read_row(config, split=arguments.split)
     if arguments.download:
-        llm = config.parts.get("llm", {})
-        download_model(llm.get("model", ""), "config key parts.llm.model")
-    if arguments.split:
-        config.data.split = arguments.split
+        download_model(row.llm, "config key parts.llm.model")
     folder = as_path(arguments.workdir)
     result = run_row(
-        config,
+        row,
         folder,
         limit=arguments.limit,
         shard=shard,
@@ -65,14 +63,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         engine=flags.engine(arguments),
     )
     if result is None:
-        return {"row": config.row, "waiting_for_other_shards": True}
+        return {"row": row.row, "waiting_for_other_shards": True}
     return show_results(result, folder)
 
 
 def show_results(result: RowRun, folder: Path) -> dict[str, Any]:
     """Prints what a row's run came to; returns scores.json."""
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.run_report import row_title
+    from mmqa_jax.runs.results import row_title
     from mmqa_jax.runs.traces import counts_table
 
     for note in result.scores["notes"]:

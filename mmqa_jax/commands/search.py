@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
+    from mmqa_jax.data.schema import Question
     from mmqa_jax.extensions.fusion_tuning import TunedFusion
 
 SUMMARY = "rank sources for every question."
@@ -95,7 +96,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     flags.check_top_k(arguments.top_k)
     shard = flags.start(arguments, jax=arguments.method != "bm25")
     arguments = flags.fetched(arguments, STORE_INPUTS)
-    from mmqa_jax.core.chunks import Job
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
@@ -106,7 +106,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.modality import modality_report
     from mmqa_jax.retrieval.rankings import ranking_of, ranking_row, write_rankings
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.parts import RetrieverSpec, open_fusions, open_predictor, open_retriever
+    from mmqa_jax.runs.answered import Stage, answering
+    from mmqa_jax.runs.parts import OpenedParts, RetrieverSpec, open_fusions, open_predictor
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"
@@ -126,15 +127,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
     top_k, more, placed = arguments.top_k, {}, {}
-
-    def on_model(key: str, model: Any) -> None:
-        if key == "model":  # the encoder
-            print(f"search: {model.serving}", file=sys.stderr)
-            placed.update(model.serving.to_json())
-
+    opened = OpenedParts(corpus, say=flags.say_where("search", "retriever.model", placed))
     if arguments.tune:
         check_gold(questions, "--tune", "the fusion weight")  # before the model loads
-        at_weight = open_fusions(corpus, spec, on_model)
+        at_weight = open_fusions(corpus, spec, opened.on_model("retriever"))
         tuned = tune_fusion(questions, at_weight, top_k)
         _show_sweep(f"{data.name}, {split}: fused", tuned, top_k)
         spec = dataclasses.replace(spec, fusion_weight=tuned.weight)
@@ -142,22 +138,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "fusion_weight": tuned.weight,
             "sweep": [{"fusion_weight": w, **scores} for w, scores in tuned.sweep.items()],
         }
+        searched_before = at_weight(tuned.weight)  # which remembers the rankings
+        opened.once("retriever", spec.fingerprint(), lambda _: searched_before, "retriever")
 
-    def open_search() -> Any:
-        if arguments.tune:
-            retriever = at_weight(tuned.weight)
+    def search(asked: Sequence[Question], parts: Mapping[str, Any]) -> Part:
+        retriever = parts["retriever"]
+        if restricted:
+            rankings = webqa.retrieve_restricted(asked, corpus, retriever, cited=top_k)
         else:
-            retriever = open_retriever(corpus, spec, on_model)
-
-        def search(chunk: range) -> Part:
-            asked = questions[chunk.start : chunk.stop]
-            if restricted:
-                found = webqa.retrieve_restricted(asked, corpus, retriever, cited=top_k)
-            else:
-                found = webqa.retrieve_full_scale(asked, retriever, cited=top_k, top_k=top_k)
-            return Part([ranking_row(ranking) for ranking in found])
-
-        return search
+            rankings = webqa.retrieve_full_scale(asked, retriever, cited=top_k, top_k=top_k)
+        return Part([ranking_row(ranking) for ranking in rankings])
 
     what = {
         "verb": "search",
@@ -167,11 +157,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "candidates": arguments.candidates,
         "top_k": top_k,
     }
-    with Job(
-        flags.job_folder(out), what, len(questions), chunk=arguments.chunk, shard=shard,
-        engine=flags.engine(arguments),
+    stage = Stage(what, {"retriever": spec}, search)
+    with answering(
+        stage, flags.job_folder(out), questions, opened,
+        chunk=arguments.chunk, shard=shard, engine=flags.engine(arguments),
+        title="Searching", unit="questions",
     ) as job:  # fmt: skip
-        job.run(open_search, "Searching", "questions")
         rows = job.rows()
         if rows is None:
             return {"questions": len(questions), **placed, **job.waiting()}

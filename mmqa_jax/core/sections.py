@@ -11,7 +11,7 @@ import difflib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from mmqa_jax.core.errors import UserError
 
@@ -34,6 +34,15 @@ class Key:
     minimum: float | None = None
 
 
+class AtLeast(NamedTuple):
+    """The smallest value of a number, in the annotation of a parameter."""
+
+    minimum: float
+
+
+Count = Annotated[int, AtLeast(0)]  # where 0 means none: other whole numbers are mostly at least 1
+
+
 def optional(kind: Any, minimum: float | None = None) -> Key:
     """A key that may be left out."""
     return Key(kind, False, minimum)
@@ -49,18 +58,22 @@ def spec_of(
 
     Args:
       without: parameters that do not come from the section.
-      minimum: of all parameters that are whole numbers.
+      minimum: of the parameters that are whole numbers, unless their annotation says `AtLeast`.
       partial: whether any parameter may be left out, not only those with a default.
     """
     return {
-        name: Key(
-            parameter.annotation,
-            parameter.default is parameter.empty and not partial,
-            minimum if parameter.annotation is int else None,
-        )
+        name: _key_of(parameter, minimum, partial)
         for name, parameter in inspect.signature(maker, eval_str=True).parameters.items()
         if name not in without
     }
+
+
+def _key_of(parameter: inspect.Parameter, minimum: float | None, partial: bool) -> Key:
+    kind, required = parameter.annotation, parameter.default is parameter.empty and not partial
+    if get_origin(kind) is Annotated:
+        kind, *notes = get_args(kind)
+        return Key(kind, required, next(n.minimum for n in notes if isinstance(n, AtLeast)))
+    return Key(kind, required, minimum if kind is int else None)
 
 
 def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:

@@ -56,6 +56,21 @@ def chosen_by(choose: Callable[[Mapping[str, Any]], type]) -> Any:
     return dataclasses.field(metadata={"choose": choose})
 
 
+def sections_by_name(choose: Callable[[Mapping[str, Any]], Mapping[str, tuple[type, bool]]]) -> Any:
+    """A section of sections.
+
+    Args:
+      choose: of the section that has the field: name -> its dataclass, and whether it is required.
+    """
+    return dataclasses.field(metadata={"named": choose})
+
+
+def as_given() -> Any:
+    """A field that is no key: it keeps the section itself as plain values."""
+    metadata = {"given": True}
+    return dataclasses.field(default_factory=dict, compare=False, repr=False, metadata=metadata)
+
+
 def read_typed(kind: type[T], section: Any, name: str = "") -> T:
     """A config section as its dataclass, the sections in it included.
 
@@ -67,14 +82,16 @@ def read_typed(kind: type[T], section: Any, name: str = "") -> T:
       UserError: not a section; a key that is unknown (with the nearest known one) or missing; a
         value of another type or below its minimum; or what the dataclass refuses.
     """
-    hints, fields = _hints(kind), dataclasses.fields(kind)
+    hints, every = _hints(kind), dataclasses.fields(kind)
+    fields = [field for field in every if "given" not in field.metadata]
     check_section(section, name, {field.name: _key(field, hints, section) for field in fields})
     prefix = f"{name}." if name else ""
     values = {
-        field.name: _value(field, hints[field.name], section[field.name], prefix + field.name)
+        field.name: _value(field, hints[field.name], section, prefix + field.name)
         for field in fields
         if field.name in section
     }
+    values |= {field.name: plain(section) for field in every if "given" in field.metadata}
     return kind(**values)
 
 
@@ -90,6 +107,9 @@ def _key(field: dataclasses.Field, hints: Mapping[str, Any], section: Mapping[st
     if "spec" in field.metadata:
         kind = field.metadata["spec"]
         kind = kind(section) if isinstance(kind, types.FunctionType) else kind
+    elif "named" in field.metadata:
+        named = field.metadata["named"](section)
+        kind = {name: Key(dict, needed) for name, (_, needed) in named.items()}
     elif "choose" in field.metadata or dataclasses.is_dataclass(kind):
         kind = dict
     elif _section_of(kind) is not None:
@@ -97,8 +117,12 @@ def _key(field: dataclasses.Field, hints: Mapping[str, Any], section: Mapping[st
     return Key(kind, required, field.metadata.get("minimum"))
 
 
-def _value(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
+def _value(field: dataclasses.Field, hint: Any, section: Mapping[str, Any], name: str) -> Any:
     """The field's value as the dataclass has it."""
+    value = section[field.name]
+    if "named" in field.metadata:
+        named = field.metadata["named"](section)
+        return {key: read_typed(named[key][0], one, f"{name}.{key}") for key, one in value.items()}
     if "choose" in field.metadata:
         return read_typed(field.metadata["choose"](value), value, name)
     if "spec" in field.metadata:

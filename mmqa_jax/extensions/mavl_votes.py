@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.answer_text import prep_ans
@@ -86,12 +87,12 @@ def vote_on_draws(
     *,
     draws: int = 7,
     temperature: float = 0.7,
-    shots: int = 8,
-    candidates: int = 5,
+    shots: Count = 8,
+    candidates: Count = 5,
     similarity: ShotSelection = "answer_aware",
     order: Order = "most_similar_first",
     max_new_tokens: int = 10,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Self-consistency (Wang et al., 2023): the most frequent of several drawn answers (ours).
 
@@ -268,10 +269,10 @@ SETTINGS = {
     "mavl_revote": Setting(
         revote,
         needs_all=True,  # weights are fitted over all questions
-        check_row=lambda options, parts: check_revote(
+        rule_of_row=lambda options, parts: check_revote(
             options["votes"], options["weighting"], options["folds"]
         ),
-        notes=lambda questions, options: [
+        write_notes=lambda questions, options: [
             "another vote on the answers of a finished run, which is what they cost"
         ],
     ),

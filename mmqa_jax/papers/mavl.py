@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.evaluation.answer_text import prep_ans
@@ -507,8 +508,8 @@ def answer_mavl(
     plans: Literal["planned", "all", "none", "oracle"] = "planned",
     votes: tuple[float, ...] = (2.0, 3.0, 4.0),
     weighting: Weighting = "level",
-    shots: int = 8,
-    candidates: int = 5,
+    shots: Count = 8,
+    candidates: Count = 5,
     similarity: ShotSelection = "answer_aware",
     order: Order = "most_similar_first",
     task: Literal["prompt", "test_input"] = "prompt",
@@ -518,7 +519,7 @@ def answer_mavl(
     knowledge_words: int = 40,
     knowledge_tokens: int = 64,
     max_new_tokens: int = 10,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Algorithm 1, every line of it for all questions and agents at once.
 
@@ -682,8 +683,8 @@ SETTINGS = {
     "mavl": Setting(
         answer_mavl,
         captions_of="questions",
-        check_row=_check_row,
-        check_inputs=lambda questions, options: check_oracle(questions, options["plans"]),
-        notes=_notes,
+        rule_of_row=_check_row,
+        rule_of_inputs=lambda questions, options: check_oracle(questions, options["plans"]),
+        write_notes=_notes,
     ),
 }

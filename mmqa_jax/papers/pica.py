@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS
 from mmqa_jax.data.datasets.coco import PEOPLE_CAPTIONS
@@ -61,7 +62,7 @@ def answer_pica(
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
-    shots: int = 16,
+    shots: Count = 16,
     ensemble: int = 1,
     similarity: Similarity = "question_and_image",
     tags: bool = False,
@@ -70,7 +71,7 @@ def answer_pica(
     shot_captions: ShotCaptions = "own",
     template: str = "pica.okvqa",
     max_new_tokens: int = 5,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """PICa-Full; PICa-Base is `similarity="random"` with one prompt per question.
 
@@ -101,11 +102,11 @@ def answer_promptcap(
     library: ExampleLibrary,
     captions: Captions | None = None,
     *,
-    shots: int = 16,
+    shots: Count = 16,
     similarity: Similarity = "question_and_image",
     tags: bool = True,
     max_new_tokens: int = 20,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """PromptCap (Hu et al., ICCV 2023; GPT3-inference/gpt3_direct_answer.py): its captions in PICa.
 
@@ -143,7 +144,7 @@ def choose_pica(
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
-    shots: int = 8,
+    shots: Count = 8,
     similarity: Similarity = "question",
     tags: bool = False,
     order: Order = "most_similar_first",
@@ -151,7 +152,7 @@ def choose_pica(
     template: str = "pica.okvqa",
     score: Normalization = "sum",
     calibrated: bool = False,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Multiple choice: the option that is the most probable answer to PICa's prompt.
 
@@ -182,7 +183,7 @@ def vote_of_nearest_answers(
     questions: Sequence[Question],
     library: ExampleLibrary,
     *,
-    shots: int = 16,
+    shots: Count = 16,
     similarity: Similarity = "question",
 ) -> list[Prediction]:
     """A baseline without a model: the most frequent answer of the most similar examples.
@@ -275,12 +276,12 @@ def answer_with_sources(
     library: ExampleLibrary,
     captions: Captions | None = None,
     *,
-    shots: int = 8,
+    shots: Count = 8,
     similarity: Similarity = "question_and_sources",
     order: Order = "most_similar_first",
     template: str = "pica.webqa",
     max_new_tokens: int = 64,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Table 6, `PICa`, oracle sources: 8 shots, fewer where the context is short.
 
@@ -308,12 +309,12 @@ def answer_without_sources(
     llm: Backend,
     library: ExampleLibrary,
     *,
-    shots: int = 8,
+    shots: Count = 8,
     similarity: Similarity = "question",
     order: Order = "most_similar_first",
     template: str = "pica.webqa",
     max_new_tokens: int = 64,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Table 6, `PICa (Q-only)`: neither the question nor its shots show a source."""
 

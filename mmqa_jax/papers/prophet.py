@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.papers.setting import Setting
@@ -44,12 +45,12 @@ def answer_prophet(
     heuristics: AnswerHeuristics,
     captions: Captions | None = None,
     *,
-    shots: int = 20,
-    candidates: int = 10,
+    shots: Count = 20,
+    candidates: Count = 10,
     ensemble: int = 5,
     similarity: ShotSelection = "answer_aware",
     max_new_tokens: int = 8,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Direct answers: prophet/stage2/prompt.py of the authors.
 
@@ -83,12 +84,12 @@ def choose_prophet(
     heuristics: AnswerHeuristics,
     captions: Captions | None = None,
     *,
-    shots: int = 20,
-    candidates: int = 10,
+    shots: Count = 20,
+    candidates: Count = 10,
     similarity: ShotSelection = "answer_aware",
     score: Normalization = "sum",
     calibrated: bool = False,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Multiple choice (A-OKVQA): the option that is the most probable answer to one prompt (ours).
 

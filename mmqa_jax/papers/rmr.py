@@ -16,6 +16,7 @@ import functools
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+from mmqa_jax.core.sections import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_index, llava_choice
@@ -43,7 +44,7 @@ def answer_rmr(
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
-    shots: int = 3,
+    shots: Count = 3,
     similarity: Similarity = "bimodal",
     order: Order = "most_similar_first",
     template: str = "rmr.rationale",
@@ -51,7 +52,7 @@ def answer_rmr(
     pictures: bool = False,
     read: Literal["choice", "letter", "short"] = "choice",
     max_new_tokens: int = 256,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """Tables 1 to 4: the model writes rationale and answer, from `shots` triplets (k).
 
@@ -100,14 +101,14 @@ def choose_rmr(
     library: ExampleLibrary,
     knowledge: KnowledgeBase | None = None,
     *,
-    shots: int = 3,
+    shots: Count = 3,
     similarity: Similarity = "bimodal",
     order: Order = "most_similar_first",
     template: str = "rmr.text",
     options: Literal["text", "letter"] = "text",
     score: Normalization = "sum",
     calibrated: bool = False,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> list[Prediction]:
     """The option with the largest likelihood, its text or its letter (equation 8 over options).
 

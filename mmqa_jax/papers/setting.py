@@ -7,7 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.prompting.captions import check_captions, check_no_tags
+from mmqa_jax.prompting.multiple_choice import check_choices
+from mmqa_jax.retrieval.rankings import check_gold
 
 # What every setting may take besides its parts.
 _GIVEN = ("questions", "corpus")
@@ -28,7 +32,7 @@ def _no_notes(questions: Sequence[Question], options: _Options) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a paper, by whose name rows ask for it (runs/settings.py).
+    """One setting of a paper, by whose name rows ask for it (runs/systems.py).
 
     Attributes:
       answer: the function. It takes what it names: `questions`, `corpus`; parts of the row, its
@@ -38,11 +42,11 @@ class Setting:
       of_gold: it needs the gold sources of some questions.
       captions_of: what the part `captions` describes: the pictures of questions, of which it must
         know some, and without tags; or those of sources, of which it may know none.
-      check_row: (options, parts as they are described, unopened); raises UserError where they
+      rule_of_row: (options, parts as they are described, unopened); raises UserError where they
         contradict each other.
-      check_inputs: (all questions of a row, options); raises UserError for those that cannot be
+      rule_of_inputs: (all questions of a row, options); raises UserError for those that cannot be
         answered, before a model is loaded.
-      notes: what a reader of the results has to know.
+      write_notes: (questions, options) -> what a reader of the results has to know.
     """
 
     answer: Callable[..., Sequence[Prediction | Ranking]]
@@ -50,9 +54,9 @@ class Setting:
     of_choices: bool = False
     of_gold: bool = False
     captions_of: Literal["questions", "sources"] = "sources"
-    check_row: Callable[[_Options, Mapping[str, Any]], None] = _accept_row
-    check_inputs: Callable[[Sequence[Question], _Options], None] = _accept_inputs
-    notes: Callable[[Sequence[Question], _Options], list[str]] = _no_notes
+    rule_of_row: Callable[[_Options, Mapping[str, Any]], None] = _accept_row
+    rule_of_inputs: Callable[[Sequence[Question], _Options], None] = _accept_inputs
+    write_notes: Callable[[Sequence[Question], _Options], list[str]] = _no_notes
 
     def parts(self) -> dict[str, bool]:
         """The names of the parts that it takes -> whether it needs them."""
@@ -63,7 +67,69 @@ class Setting:
         }
 
     def options(self, changes: _Options) -> dict[str, Any]:
-        """All its options, with the defaults of those that do not change."""
+        """All its options, with the defaults of those that do not change; `changes` below, too."""
         parameters = inspect.signature(self.answer).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         return {**defaults, **changes}
+
+    def check_row(self, changes: _Options, parts: Mapping[str, Any]) -> None:
+        """Raises UserError for a row that contradicts itself, before anything is opened.
+
+        Args:
+          parts: the row's, as they are described, unopened.
+        """
+        if self.captions_of == "questions" and "captions" in parts:
+            check_no_tags(parts["captions"].tags)
+        self.rule_of_row(self.options(changes), parts)
+
+    def check_questions(self, name: str, questions: Sequence[Question]) -> None:
+        """Raises UserError for questions that it cannot answer, before anything is opened.
+
+        Args:
+          name: the setting's, for the sentence.
+        """
+        if self.of_choices:
+            check_choices(name, questions)
+        if self.of_gold:
+            check_gold(questions)
+
+    def check_inputs(
+        self, questions: Sequence[Question], changes: _Options, parts: Mapping[str, Any]
+    ) -> None:
+        """Raises UserError for questions or files that it cannot use, before models load.
+
+        Args:
+          questions: of the whole row.
+          parts: the opened parts that are files.
+        """
+        self.rule_of_inputs(questions, self.options(changes))
+        if self.captions_of == "questions":
+            check_captions(questions, parts.get("captions"))
+
+    def notes(self, questions: Sequence[Question], changes: _Options) -> list[str]:
+        """What a reader of the results has to know about how it treated its questions."""
+        return self.write_notes(questions, self.options(changes))
+
+    def run(
+        self,
+        questions: Sequence[Question],
+        corpus: Corpus,
+        parts: Mapping[str, Any],
+        options: _Options,
+    ) -> list[Prediction]:
+        """Answers questions.
+
+        Args:
+          parts: at least those that it needs, opened.
+          options: those that differ from their defaults.
+
+        Returns:
+          One Prediction per question; its answer is "" if the setting only retrieves sources.
+        """
+        available = {"questions": questions, "corpus": corpus, **parts}
+        taken = inspect.signature(self.answer).parameters
+        results = self.answer(**{k: v for k, v in available.items() if k in taken}, **options)
+        return [
+            Prediction(x.question_id, "", x.sources, x.scores) if isinstance(x, Ranking) else x
+            for x in results
+        ]

@@ -178,10 +178,10 @@ def _cap_notes(questions: Sequence[Question], options: Mapping[str, Any]) -> lis
 SETTINGS = {
     "question_only": Setting(answer_question_only),
     "oracle": Setting(answer_oracle, of_gold=True),
-    "restricted": Setting(answer_restricted, notes=_cap_notes),
+    "restricted": Setting(answer_restricted, write_notes=_cap_notes),
     "full_scale": Setting(answer_full_scale),
     "retrieved": Setting(answer_retrieved),
-    "select_restricted": Setting(select_restricted, notes=_cap_notes),
+    "select_restricted": Setting(select_restricted, write_notes=_cap_notes),
     "select_full_scale": Setting(select_full_scale),
     "retrieve_restricted": Setting(retrieve_restricted),
     "retrieve_full_scale": Setting(retrieve_full_scale),

@@ -1,72 +1,102 @@
-"""A row's answers in parts: chunks of questions in, JSON values out, and back."""
+"""Questions answered in chunks: what is asked of them, JSON values of each chunk, and back."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from mmqa_jax.core.chunks import Compute
-from mmqa_jax.core.job_files import Part
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.core.chunks import Compute, Engine, Job
+from mmqa_jax.core.job_files import Part as ChunkPart
+from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
-from mmqa_jax.runs.opened_parts import OpenedParts
-from mmqa_jax.runs.settings import check_inputs, known_systems, run_setting
+from mmqa_jax.runs.parts import PARTS, OpenedParts, Part
 
-# The parts of a row whose rankings are kept -> the file of retrieval/ that they go to.
-_RANKED = {"retriever": "candidates", "reranker": "relevance"}
-_FILES = ("heuristics", "finished", "captions")  # parts that need no model
+# The questions of a chunk and the opened parts -> what is kept of the chunk.
+Answer = Callable[[Sequence[Question], Mapping[str, Any]], ChunkPart]
 
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is asked of questions: a function of papers/ or extensions/, and the parts it takes.
+
+    `mmqa run` makes one of a row, the verbs `search`, `rerank` and `answer` of their flags.
+
+    Attributes:
+      what: all that the answers depend on, see core.chunks.Job.
+      parts: opened when a chunk is to be computed.
+      answer: calls the function.
+      along: values that `answer` gets with the parts, one for each question.
+      check: UserError for files that do not fit the questions; called with the opened parts that
+        are files, before models load.
+    """
+
+    what: Mapping[str, Any]
+    parts: Mapping[str, Part]
+    answer: Answer
+    along: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    check: Callable[[Mapping[str, Any]], None] | None = None
+
+
+@contextlib.contextmanager
 def answering(
-    config: ConfigDict, questions: Sequence[Question], corpus: Corpus, opened: OpenedParts
-) -> Compute:
-    """Opens a row's parts; returns what executes its setting on a chunk of the questions."""
-    parts, system = _open_parts(config, questions, opened), known_systems()[config.system]
-    serving = {key: one.to_json() for key, one in opened.serving.items()}
+    stage: Stage,
+    folder: Path,
+    questions: Sequence[Question],
+    opened: OpenedParts,
+    *,
+    chunk: int,
+    shard: Shard = WHOLE,
+    engine: Engine | None = None,
+    title: str = "",
+    unit: str = "",
+) -> Iterator[Job]:
+    """Answers the questions in chunks; yields the job when this process has done its share.
 
-    def answer(chunk: range) -> Part:
-        asked = questions[chunk.start : chunk.stop]
-        opened.seconds.clear()
-        before = _work(parts)
-        predictions = run_setting(system, config.setting, asked, corpus, parts, config.options)
-        rankings = {
-            name: parts[part].rankings
-            for part, name in _RANKED.items()
-            if part in parts and parts[part].rankings
-        }
-        rows = [
-            {
-                "prediction": dataclasses.asdict(prediction),
-                "rankings": {name: ranking_row(of[i]) for name, of in rankings.items()},
-                "seconds": opened.seconds.get(prediction.question_id, 0.0),
-            }
-            for i, prediction in enumerate(predictions)
-        ]
-        work = {k: n - before[k] for k, n in _work(parts).items()}
-        llm = parts.get("llm")
-        engine = None if llm is None else llm.sizes()
-        return Part(rows, {"llm": work, "engine": engine, "serving": serving})
-
-    return answer
+    Args:
+      folder: of the finished chunks.
+      chunk, shard, engine: see Job.
+      title, unit: of the progress; without them the parts show their own.
+    """
+    with Job(folder, stage.what, len(questions), chunk=chunk, shard=shard, engine=engine) as job:
+        try:
+            job.run(lambda: _computing(stage, questions, opened), title, unit)
+        finally:
+            opened.close()
+        yield job
 
 
-def _open_parts(
-    config: ConfigDict, questions: Sequence[Question], opened: OpenedParts
-) -> dict[str, Any]:
-    """A row's parts; files come first and the language model last: wrong files are refused soon."""
-    sections = dict(config.parts)
-    parts = opened.of_row({name: sections.pop(name) for name in _FILES if name in sections})
+def _computing(stage: Stage, questions: Sequence[Question], opened: OpenedParts) -> Compute:
+    """Opens the parts; returns what answers a chunk of the questions."""
+    parts = _open_parts(stage, questions, opened)
+
+    def compute(chunk: range) -> ChunkPart:
+        span = slice(chunk.start, chunk.stop)
+        along = {name: values[span] for name, values in stage.along.items()}
+        return stage.answer(questions[span], {**parts, **along})
+
+    return compute
+
+
+def _open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts) -> dict[str, Any]:
+    """The parts in use, in their turn."""
+    opened.new_row()
+    files = {name: part for name, part in stage.parts.items() if part.turn == "file"}
+    parts = {name: part.open(opened) for name, part in files.items()}
     if "heuristics" in parts:
         parts["heuristics"] = parts["heuristics"].of_split(questions)
-    check_inputs(known_systems()[config.system], config.setting, questions, config.options, parts)
-    last = sorted(sections, key=lambda name: name == "llm")
-    return parts | opened.of_row({name: sections[name] for name in last})
+    if stage.check is not None:
+        stage.check(parts)
+    for turn in ("model", "last"):
+        for name, part in stage.parts.items():
+            if part.turn == turn:
+                parts[name] = part.open(opened)
+    return parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +119,11 @@ class Answered:
     serving: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Answered:
-        """Of the parts of `answering`, in order."""
-        rows = [row for part in parts for row in part.rows]
-        if rows and not set(rows[0]["rankings"]) <= set(_RANKED.values()):
+    def of(cls, chunks: Sequence[ChunkPart]) -> Answered:
+        """Of the chunks that `keeping` made, in order."""
+        rows = [row for chunk in chunks for row in chunk.rows]
+        known = {part.ranks for part in PARTS.values()} - {""}
+        if rows and not set(rows[0]["rankings"]) <= known:
             raise ValueError("rankings of unknown names")  # which would become names of files
         predictions = [prediction_of(row["prediction"]) for row in rows]
         rankings = {
@@ -105,14 +136,73 @@ class Answered:
         }
         llm: Counter[str] = Counter()
         serving: dict[str, Any] = {}
-        for part in parts:
-            llm.update(part.notes["llm"])
-            serving.update(part.notes.get("serving") or {})
-        engines = [part.notes["engine"] for part in parts if part.notes.get("engine")]
+        for chunk in chunks:
+            llm.update(chunk.notes["llm"])
+            serving.update(chunk.notes.get("serving") or {})
+        engines = [chunk.notes["engine"] for chunk in chunks if chunk.notes.get("engine")]
         engine = engines[-1] if engines else None
         return cls(predictions, rankings, seconds, dict(llm), engine, serving)
 
 
-def _work(parts: dict[str, Any]) -> dict[str, int]:
-    llm = parts.get("llm")
+def keeping(
+    predict: Callable[[Sequence[Question], Mapping[str, Any]], Sequence[Prediction]],
+    row: Mapping[str, Part],
+    opened: OpenedParts,
+) -> Answer:
+    """What answers a chunk of a row, and keeps what `Answered` is made of.
+
+    Args:
+      predict: of the questions of a chunk and the opened parts.
+      row: the row's parts.
+    """
+    ranking = {name: part.ranks for name, part in row.items() if part.ranks}
+
+    def answer(questions: Sequence[Question], parts: Mapping[str, Any]) -> ChunkPart:
+        opened.seconds.clear()
+        llm = parts.get("llm")
+        before = _work(llm)
+        recorded = {name: _Recorded(parts[name]) for name in ranking}
+        predictions = predict(questions, {**parts, **recorded})
+        rankings = {ranking[name]: part.rankings for name, part in recorded.items()}
+        rows = [
+            {
+                "prediction": dataclasses.asdict(prediction),
+                "rankings": {name: ranking_row(of[i]) for name, of in rankings.items() if of},
+                "seconds": opened.seconds.get(prediction.question_id, 0.0),
+            }
+            for i, prediction in enumerate(predictions)
+        ]
+        notes = {
+            "llm": {key: n - before[key] for key, n in _work(llm).items()},
+            "engine": None if llm is None else llm.sizes(),
+            "serving": {key: serving.to_json() for key, serving in opened.serving.items()},
+        }
+        return ChunkPart(rows, notes)
+
+    return answer
+
+
+def _work(llm: Any) -> dict[str, int]:
     return {} if llm is None else dataclasses.asdict(llm.work)
+
+
+class _Recorded:
+    """A retriever or reranker that keeps the last rankings it returned, for retrieval scores."""
+
+    def __init__(self, part: Any):
+        self._part = part
+        self.rankings: list[Ranking] = []
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        self.rankings = self._part.search(questions, top_k)
+        return self.rankings
+
+    def search_within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        self.rankings = self._part.search_within(questions, candidates)
+        return self.rankings
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        self.rankings = self._part.score(questions, candidates)
+        return self.rankings

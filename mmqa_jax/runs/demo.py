@@ -34,15 +34,16 @@ from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.runs.demo_results import read_results, score_demo, show_tables, write_html
 from mmqa_jax.runs.demo_time import TimeLeft, about
 from mmqa_jax.runs.indexing import embed, index
-from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import (
+    OpenedParts,
     RetrieverSpec,
     open_dense,
     open_fusions,
     with_similarity,
 )
 from mmqa_jax.runs.prepare import prepare_atlas
-from mmqa_jax.runs.row import run_row
+from mmqa_jax.runs.row import Row, read_row
+from mmqa_jax.runs.run import run_row
 from mmqa_jax.tasks.reading import check_config
 from mmqa_jax.tasks.rerank import load_reranker
 from mmqa_jax.tasks.run import run_training
@@ -220,8 +221,8 @@ class _Demo:
             if of_kind == kind or (not kind and of_kind not in ("retrieve", "select")):
                 run_row(self._row(name), self.folder / ROWS / name, opened=self._opened)
 
-    def _row(self, name: str) -> ConfigDict:
-        """A row's config with the demo's own data, models and tuned selection."""
+    def _row(self, name: str) -> Row:
+        """A row with the demo's own data, models and tuned selection."""
         config = self._tables.get_config(name)
         folders = {
             self._tables.DATA: DATA,
@@ -245,7 +246,7 @@ class _Demo:
             config.parts.reranker.similarity_weight = tuned["weight"] if ours else 0.0
         if "top_k" in config.options and config.setting != "retrieve_full_scale":
             config.options.top_k = self.config.select.top_k
-        return config
+        return read_row(config)
 
     def _score(self) -> None:
         results = _results(self.folder, self.config, self.corpus)

@@ -26,7 +26,7 @@ from mmqa_jax.evaluation.webqa import (
     score_answers,
 )
 from mmqa_jax.retrieval.rankings import read_rankings
-from mmqa_jax.runs.run_report import run_facts
+from mmqa_jax.runs.results import run_facts
 from mmqa_jax.runs.training_report import run_curves
 from mmqa_jax.tasks.reading import known_tasks
 from mmqa_jax.training.best_weights import read_best

@@ -7,6 +7,7 @@ scores of a row need more: the questions and BART's weights, where its config.js
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,18 @@ from mmqa_jax.core.job_files import (
     read_parts,
     write_job,
 )
-from mmqa_jax.core.local_copies import with_local_copies
+from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import Busy, alone, hold
 from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.predictions import prediction_of, prediction_row
-from mmqa_jax.data.question_pictures import with_gold_sources
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.extensions import similarity
 from mmqa_jax.retrieval.rankings import check_scores, ranking_of, ranking_row
 from mmqa_jax.runs import identity
 from mmqa_jax.runs.answered import Answered
-from mmqa_jax.runs.row import RowRun, check_row, row_questions, write_results
+from mmqa_jax.runs.results import RowRun, write_results
+from mmqa_jax.runs.row import read_row
 
 _SUFFIX = f".{PARTS}"
 _SHAPE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of rows of another kind
@@ -149,21 +149,26 @@ def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
     check_no_link(folder / "retrieval")
     recorded = read_config(folder).to_dict()
     limit = recorded.pop("limit", None)
-    config = ConfigDict({**recorded, "published": (), "made_by": ()})
-    check_row(config)
-    for section in ("data", "scoring"):
-        config[section] = with_local_copies(config[section])
-    corpus = open_corpus(config.data.dir)
-    if context := config.data.get("context"):
-        corpus = with_gold_sources(corpus, context)
-    questions = row_questions(config, corpus)[:limit]
+    row = read_row(ConfigDict(recorded))
+    row = dataclasses.replace(
+        row,
+        data=dataclasses.replace(row.data, dir=_on_this_host(row.data.dir)),
+        scoring=dataclasses.replace(row.scoring, bart=_on_this_host(row.scoring.bart)),
+    )
+    corpus = row.open_corpus()
+    questions = row.questions(corpus)[:limit]
     asked = {"corpus": corpus.fingerprint, "questions": identity.of_questions(questions)}
     for key, name in (("corpus", "collection of sources"), ("questions", "set of questions")):
         if record.job.get(key) != asked[key]:
             raise UserError(
-                f"{config.data.dir}: holds another {name} than was answered in {folder}; put the "
+                f"{row.data.dir}: holds another {name} than was answered in {folder}; put the "
                 "data there that it was started with."
             )
     if [p.question_id for p in answered.predictions] != [q.id for q in questions]:
         raise UserError(f"{folder}: its parts answer other questions; start the job again.")
-    return write_results(folder, config, corpus, questions, answered, limit)
+    return write_results(folder, row, corpus, questions, answered, limit)
+
+
+def _on_this_host(path: str) -> str:
+    """A path, or that of a copy if it is in an object store."""
+    return str(local_copy(path)) if in_store(path) else path

@@ -1,34 +1,72 @@
-"""Opens the parts of a system from what `mmqa train`, `convert`, `embed` and `index` wrote.
+"""The parts of a row: retrievers, rerankers, readers, language models and what their prompts need.
 
-A part is described by a few plain values, the same in a row's config (section `parts`) and in the
-flags of `mmqa search`, `rerank` and `answer`.
+A part is a frozen dataclass whose fields are the keys of a row's section `parts.NAME`: a few plain
+values that say what it reads. `open` gives the part in use over a row's corpus. The verbs `search`,
+`rerank` and `answer` make the same parts of their flags.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.journal import Journal
-from mmqa_jax.core.serving import OnModel, ignored
+from mmqa_jax.core.serving import OnModel, Serving, ignored
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
+from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
+from mmqa_jax.prompting.captions import Captions, open_captions
+from mmqa_jax.prompting.heuristics import AnswerHeuristics
+from mmqa_jax.prompting.shots import TEXTS
+from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
+from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.retriever import Retriever
 from mmqa_jax.runs import identity
-from mmqa_jax.runs.part import OpenParts
 from mmqa_jax.runs.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
 EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa embed` writes
 
 
+class Part(Protocol):
+    """A dataclass whose fields are the keys of a row's section `parts.NAME`.
+
+    Attributes:
+      turn: when a row opens it: files first, so that wrong ones are refused soon, and the language
+        model last.
+      ranks: the file of retrieval/ that its rankings go to; "": it ranks no sources.
+      answers: whether it answers in words.
+    """
+
+    turn: ClassVar[Literal["file", "model", "last"]] = "model"
+    ranks: ClassVar[str] = ""
+    answers: ClassVar[bool] = False
+
+    def paths(self) -> Sequence[str]:
+        """The files and folders that it reads, and names of models that are installed packages."""
+
+    def open(self, row: OpenedParts) -> Any:
+        """The part in use.
+
+        Raises:
+          UserError: files that are missing, damaged or another kind's.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
-class RetrieverSpec:
+class RetrieverSpec(Part):
     """How sources are retrieved.
 
     Attributes:
@@ -47,6 +85,8 @@ class RetrieverSpec:
       second_hop: search again with the title of the first result (ours).
       fusion_weight: of the dense scores, from 0 (BM25 alone) to 1 (fused); None: the default.
     """
+
+    ranks: ClassVar = "candidates"
 
     method: Literal["bm25", "dense", "fused", "rrf"]
     model: str = ""
@@ -106,18 +146,17 @@ class RetrieverSpec:
         index = "" if in_milvus or not self.index else f"{self.index}/{INDEX}"
         return identity.of_folders(self.model, index, self.modality_model, text=str(settings))
 
-    def open(self, row: OpenParts, name: str = "retriever") -> Any:
-        """The retriever over the row's corpus, with what it finished kept on disk."""
+    def open(self, row: OpenedParts, name: str = "retriever") -> Any:
+        """The retriever over the row's corpus."""
 
-        def make(journal: Journal, on_model: OnModel) -> Any:
-            retriever = open_retriever(row.corpus, self, on_model)
-            return ResumableRetriever(retriever, journal, row.seconds)
+        def load(on_model: OnModel) -> Retriever:
+            return open_retriever(row.corpus, self, on_model)
 
-        return row.once("retriever", self.fingerprint(), make, name)
+        return row.once("retriever", self.fingerprint(), load, name, ResumableRetriever)
 
 
 @dataclasses.dataclass(frozen=True)
-class RerankerSpec:
+class RerankerSpec(Part):
     """How sources are selected.
 
     Attributes:
@@ -127,6 +166,8 @@ class RerankerSpec:
       similarity_weight: of the cosines; 0 uses the relevance alone.
     """
 
+    ranks: ClassVar = "relevance"
+
     model: str
     similarity: RetrieverSpec | None = None
     similarity_weight: float = 0.0
@@ -135,17 +176,18 @@ class RerankerSpec:
         """The folders that it reads."""
         return [self.model, *([] if self.similarity is None else self.similarity.paths())]
 
-    def open(self, row: OpenParts) -> Any:
-        """The reranker over the row's corpus, with what it finished kept on disk."""
+    def open(self, row: OpenedParts) -> Any:
+        """The reranker over the row's corpus."""
 
-        def make(journal: Journal, on_model: OnModel) -> Any:
+        def load(on_model: OnModel) -> Any:
             from mmqa_jax.tasks.rerank import load_reranker
 
-            reranker = load_reranker(self.model, row.corpus)
+            reranker = load_reranker(self.model, row.corpus, row.inference)
             on_model("model", reranker)
-            return ResumableReranker(reranker, journal, row.seconds)
+            return reranker
 
-        reranker = row.once("reranker", identity.of_folders(self.model), make, "reranker")
+        made_of = identity.of_folders(self.model)
+        reranker = row.once("reranker", made_of, load, "reranker", ResumableReranker)
         if self.similarity is None:
             return reranker
         retriever = self.similarity.open(row, "reranker.similarity")
@@ -153,8 +195,10 @@ class RerankerSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReaderSpec:
+class ReaderSpec(Part):
     """How questions are answered: `model` is the workdir of an answer run."""
+
+    answers: ClassVar = True
 
     model: str
 
@@ -162,17 +206,17 @@ class ReaderSpec:
         """The folder that it reads."""
         return [self.model]
 
-    def open(self, row: OpenParts) -> Any:
-        """The reader over the row's corpus, with what it finished kept on disk."""
+    def open(self, row: OpenedParts) -> Any:
+        """The reader over the row's corpus."""
 
-        def make(journal: Journal, on_model: OnModel) -> Any:
+        def load(on_model: OnModel) -> Any:
             from mmqa_jax.tasks.answer import load_reader
 
-            reader = load_reader(self.model, row.corpus)
+            reader = load_reader(self.model, row.corpus, row.inference)
             on_model("model", reader)
-            return ResumableReader(reader, journal, row.seconds)
+            return reader
 
-        return row.once("reader", identity.of_folders(self.model), make, "reader")
+        return row.once("reader", identity.of_folders(self.model), load, "reader", ResumableReader)
 
 
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:
@@ -256,9 +300,9 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
     """The index in a folder of `mmqa index`, or in Milvus."""
     from mmqa_jax.retrieval.embeddings import open_embeddings
     from mmqa_jax.retrieval.index import load_index
-    from mmqa_jax.retrieval.milvus import PREFIX, open_milvus
+    from mmqa_jax.retrieval.milvus import open_milvus
 
-    if index.startswith(PREFIX):
+    if index.startswith(MILVUS):
         return open_milvus(index, model_fingerprint, corpus_fingerprint)
     embeddings = open_embeddings(Path(index) / EMBEDDINGS, model_fingerprint, corpus_fingerprint)
     return load_index(Path(index) / INDEX, embeddings, model_fingerprint)
@@ -319,3 +363,388 @@ def retrievers_over(
         return lambda weight: hops(ScoreFusion(hybrid, weight))
     found = [hops(retriever) for retriever in retrievers]
     return lambda _: found[0] if len(found) == 1 else RankFusion(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class LLMSpec(Part):
+    """The language model of a prompted system.
+
+    Attributes:
+      model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
+        Face cache, or a server's name for it.
+      backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
+      tokenizer: for the engine, if the model's folder has none.
+      dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
+      engine, server: values of these sections of configs/prompt/default.py that differ.
+      cache: file of a response cache that several rows share; "" is the workdir's own.
+    """
+
+    turn: ClassVar = "last"
+    answers: ClassVar = True
+
+    model: str
+    backend: Literal["engine", "openai"] = "engine"
+    tokenizer: str = ""
+    dtype: str = "auto"
+    mesh: dict[str, int | Literal["auto"]] = dataclasses.field(default_factory=dict)
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    server: dict[str, Any] = dataclasses.field(default_factory=dict)
+    cache: str = ""
+
+    def paths(self) -> list[str]:
+        """Weights in this process; a server's name of its model is no path."""
+        return [] if self.backend == "openai" else [self.model]
+
+    def open(self, row: OpenedParts) -> Any:
+        """The language model with its response cache."""
+        assert row.journals is not None, "its answers are kept"
+        return row.closing(open_llm(self, row.journals / "responses.sqlite"))
+
+
+# Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
+# `length`, to which prompts are shortened), and how a server is asked.
+LLM_FREE = (
+    *("mesh", "engine.slots", "engine.buckets", "engine.prefill_tokens", "engine.block"),
+    *("engine.decode_block", "engine.scan_layers", "server"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KnowledgeSpec(Part):
+    """A knowledge base and how passages are found in it.
+
+    Attributes:
+      data: folder of `mmqa prepare`; "" is the row's own.
+      retriever: `bm25`, `dense`, both by scores (`fused`) or ranks (`rrf`); `random` passages are
+        a control.
+      top_k: passages of a question.
+      max_words: longer passages are cut there; 0: never.
+      modality: only snippets (`text`), only pictures' captions (`image`), or all.
+      text_model: of dense retrieval: `minilm`, a converted CLIP or a contrastive run.
+      index: folder of `mmqa embed` and `mmqa index` with that model; "": the passages' texts are
+        embedded here, and kept on disk by content.
+      text: what is searched for: the question, with hint and choices, or behind the caption.
+      section_key: see KnowledgeBase; the titles of sources that may be found for a question.
+    """
+
+    data: str = ""
+    retriever: Literal["bm25", "dense", "fused", "rrf", "random"] = "bm25"
+    top_k: int = at_least(1, 1)
+    max_words: int = at_least(0, 100)
+    modality: Literal["", "text", "image"] = ""
+    text_model: str = "minilm"
+    index: str = ""
+    text: Literal["question", "question_and_choices", "question_and_caption"] = "question"
+    section_key: str = ""
+
+    def paths(self) -> list[str]:
+        """The folders that it reads."""
+        return [self.index, self.data, self.text_model]
+
+    def open(self, row: OpenedParts) -> KnowledgeBase:
+        """The knowledge base."""
+        return open_knowledge(row.corpus, self, row.on_model("knowledge"))
+
+
+def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
+    """Refuses, before anything is opened, what could only fail later.
+
+    Args:
+      options: of the setting, its defaults included.
+      library: of the row.
+
+    Raises:
+      UserError: an unknown template, or as `check_similarity`.
+    """
+    if "template" in options:
+        load_template(options["template"])
+    similarity = options.get("similarity")
+    if similarity in (None, "answer_aware") or options.get("shots", 1) == 0:
+        return
+    check_similarity(similarity, library)
+
+
+def open_llm(spec: LLMSpec, cache: Path) -> Any:
+    """The language model with its response cache in the file `cache`, or in the spec's own.
+
+    Raises:
+      UserError: no such model or server, or an unknown setting.
+    """
+    from mmqa_jax.core.config import find_config, load_config
+    from mmqa_jax.prompting.cache import Cached, ResponseCache
+    from mmqa_jax.prompting.open import open_backend, spans_processes
+
+    changes: dict[str, Any] = {"model.dtype": spec.dtype}
+    changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
+    changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
+    changes |= {f"server.{key}": value for key, value in spec.server.items()}
+    config = load_config(find_config("configs/prompt/default.py"), changes)
+    if spans_processes(spec.backend, config):
+        raise UserError(
+            "config key parts.llm.mesh: spans the processes of this launch, which each answer "
+            "questions of their own; leave it at auto, or let it multiply to the devices of one "
+            "process."
+        )
+    backend = open_backend(
+        spec.backend, spec.model, spec.tokenizer or None, config, "config key parts.llm.model"
+    )
+    return Cached(backend, ResponseCache(spec.cache or cache))
+
+
+def open_knowledge(
+    corpus: Corpus, spec: KnowledgeSpec, on_model: OnModel = ignored
+) -> KnowledgeBase:
+    """The knowledge base.
+
+    Args:
+      corpus: the row's own, whose sources are searched if the spec names no data.
+
+    Raises:
+      UserError: no such data or model, no sources of the modality, or top_k below 1.
+    """
+    from mmqa_jax.data.corpus import open_sources
+    from mmqa_jax.retrieval.knowledge import RandomRetriever
+    from mmqa_jax.retrieval.modality import one_modality
+
+    home = open_sources(spec.data) if spec.data else corpus
+    if not (home.modality_rows(spec.modality) if spec.modality else home.sources):
+        raise UserError(_no_passages(spec))
+    subset = one_modality(home, spec.modality) if spec.modality else home
+    if spec.retriever == "random":
+        retriever: Any = RandomRetriever(subset)
+    else:
+        dense = None if spec.retriever == "bm25" else _open_dense_knowledge(home, spec)
+        if dense is not None:
+            on_model("text_model", dense.embedder)
+        method = RetrieverSpec(spec.retriever)
+        retriever = retrievers_over(home, method, dense, spec.modality or None)(DEFAULT_WEIGHT)
+    return KnowledgeBase(
+        subset,
+        retriever,
+        top_k=spec.top_k,
+        max_words=spec.max_words,
+        text_of=TEXTS[spec.text],
+        section_key=spec.section_key,
+    )
+
+
+def _no_passages(spec: KnowledgeSpec) -> str:
+    """What to tell a user whose knowledge base has no sources, or none of the modality."""
+    of_modality = f"{spec.modality} sources" if spec.modality else "sources"
+    place = f"data={spec.data}: this corpus" if spec.data else "data is empty: the row's own corpus"
+    leave_out = f" (parts.knowledge.modality={spec.modality})" if spec.modality else ""
+    return (
+        f"config key parts.knowledge.{place} has no {of_modality}{leave_out}; name a corpus that "
+        "has some."
+    )
+
+
+def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
+    """Dense retrieval over the texts of all sources, or over an index."""
+    from mmqa_jax.retrieval.dense import DenseRetriever
+    from mmqa_jax.retrieval.embeddings import Embeddings
+    from mmqa_jax.retrieval.exact import ExactIndex
+
+    if spec.index:
+        return open_dense(home, spec.text_model, spec.index)
+    embedder, pictures = open_text_embedder(spec.text_model, home)
+    texts = [embedder.text_of(source) for source in home.sources]
+    vectors = cached_vectors(
+        cache_dir() / "vectors",
+        f"text {embedder.fingerprint}",
+        texts,
+        lambda rows: embedder.embed_questions([texts[row] for row in rows]),
+    )
+    embeddings = Embeddings(vectors, embedder.fingerprint, home.fingerprint)
+    return DenseRetriever(home, embedder, ExactIndex(embeddings), pictures)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeuristicsSpec(Part):
+    """What a VQA model says of the questions: files of `mmqa candidates` or of Prophet's authors.
+
+    Attributes:
+      candidates: its answers with confidences, of the questions and of the examples.
+      examples: ids of answer-aware examples; "": shots are chosen as the library does.
+    """
+
+    turn: ClassVar = "file"
+    answers: ClassVar = True
+
+    candidates: str
+    examples: str = ""
+
+    def paths(self) -> list[str]:
+        """The files that it reads."""
+        return [self.candidates, self.examples]
+
+    def open(self, row: OpenedParts) -> AnswerHeuristics:
+        """The answer heuristics; UserError for a file that is malformed."""
+        examples = load_answer_aware(self.examples) if self.examples else {}
+        return AnswerHeuristics(load_candidates(self.candidates), examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedSpec(Part):
+    """A finished run of another row: its workdir."""
+
+    turn: ClassVar = "file"
+    answers: ClassVar = True
+
+    run: str
+
+    def paths(self) -> list[str]:
+        """The folder that it reads."""
+        return [self.run]
+
+    def open(self, row: OpenedParts) -> Mapping[str, Mapping[str, Any]]:
+        """Question id -> its line in the run's trace.jsonl.
+
+        Raises:
+          UserError: the folder holds no such file, or a line is malformed.
+        """
+        path = Path(self.run) / "trace.jsonl"
+        if not path.is_file():
+            raise UserError(
+                f"config key parts.finished.run={self.run}: has no trace.jsonl; name the workdir "
+                "of a finished run of a prompted row."
+            )
+        lines = {}
+        for number, line in read_jsonl(path):
+            if not isinstance(line, dict) or not isinstance(line.get("question_id"), str):
+                raise UserError(
+                    f'{path}, line {number}: expected an object with a text "question_id"; run '
+                    "that row again."
+                )
+            lines[line["question_id"]] = line
+        return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptionsSpec(Part):
+    """Side files that describe pictures, see prompting/captions.py.
+
+    Attributes:
+      captions: file of captions, by the id of a question, a picture (image_id) or a source.
+      tags: file of tags; "": none.
+    """
+
+    turn: ClassVar = "file"
+
+    captions: str
+    tags: str = ""
+
+    def paths(self) -> list[str]:
+        """The files that it reads."""
+        return [self.captions, self.tags]
+
+    def open(self, row: OpenedParts) -> Captions:
+        """Captions and tags by name."""
+        return open_captions(self.captions, self.tags, row.corpus.questions())
+
+
+# The parts by their names in a row's section `parts`.
+PARTS: Mapping[str, type[Part]] = {
+    "retriever": RetrieverSpec,
+    "reranker": RerankerSpec,
+    "reader": ReaderSpec,
+    "llm": LLMSpec,
+    "library": LibrarySpec,
+    "heuristics": HeuristicsSpec,
+    "finished": FinishedSpec,
+    "knowledge": KnowledgeSpec,
+    "captions": CaptionsSpec,
+}
+
+
+class OpenedParts:
+    """Opens the parts that rows name, each once, over one corpus.
+
+    Args:
+      journals: folder in which retrievers, rerankers and readers keep what they finished; None:
+        they keep nothing.
+      inference: in place of the sections `inference` of the rerankers' and readers' runs.
+      say: told where each model but the LLM runs, by its key in the section `parts`
+        (retriever.model).
+
+    Attributes:
+      seconds: question id -> seconds that the parts of the last row spent on it.
+      serving: what `say` was told of the last row's parts.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        journals: Path | None = None,
+        *,
+        inference: Mapping[str, Any] | None = None,
+        say: Callable[[str, Serving], None] | None = None,
+    ):
+        self.corpus, self.journals, self.inference = corpus, journals, inference
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.serving: dict[str, Serving] = {}
+        self._say = say or _print_serving
+        self._open: dict[str, tuple[Any, Journal | None, dict[str, Serving]]] = {}
+        self._llms: list[Any] = []
+
+    def close(self) -> None:
+        """Closes journals and response caches; all but a language model can still be used."""
+        for _, journal, _ in self._open.values():
+            if journal is not None:
+                journal.close()
+        for llm in self._llms:
+            llm.close()
+        self._llms.clear()
+
+    def new_row(self) -> None:
+        """Forgets the last row's seconds and models; what is open stays so."""
+        self.seconds.clear()
+        self.serving.clear()
+
+    def closing(self, llm: Any) -> Any:
+        """A language model, which is closed with the parts."""
+        self._llms.append(llm)
+        return llm
+
+    def once(
+        self,
+        kind: str,
+        made_of: str,
+        load: Callable[[OnModel], Any],
+        name: str,
+        resumable: Callable[[Any, Journal, defaultdict[str, float]], Any] | None = None,
+    ) -> Any:
+        """A part of a kind, opened once.
+
+        Args:
+          made_of: fingerprint of what its answers depend on.
+          name: where the row's config has it.
+          resumable: makes it keep what it finished in a journal.
+        """
+        fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
+        if fingerprint not in self._open:
+            served: dict[str, Serving] = {}
+            if self.journals is None or resumable is None:
+                part, journal = load(self.on_model(name, served)), None
+            else:
+                journal = Journal(self.journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
+                part = resumable(load(self.on_model(name, served)), journal, self.seconds)
+            self._open[fingerprint] = part, journal, served
+        part, _, served = self._open[fingerprint]
+        self.serving |= {f"{name}.{key}": serving for key, serving in served.items()}
+        return part
+
+    def on_model(self, name: str, served: dict[str, Serving] | None = None) -> OnModel:
+        """Says where a model of the part `name` runs, and keeps it, in `served` by its own key."""
+
+        def keep(key: str, model: Any) -> None:
+            self._say(f"{name}.{key}", model.serving)
+            self.serving[f"{name}.{key}"] = model.serving
+            if served is not None:
+                served[key] = model.serving
+
+        return keep
+
+
+def _print_serving(name: str, serving: Serving) -> None:
+    print(f"{name}: {serving}", file=sys.stderr)

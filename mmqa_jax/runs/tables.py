@@ -14,7 +14,8 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
 from mmqa_jax.prompting.http_client import URL
-from mmqa_jax.runs.row import missing_inputs
+from mmqa_jax.runs.parts import LLMSpec
+from mmqa_jax.runs.row import Row, read_row
 
 # Paper -> the folders of configs/ whose tables.py has rows of it.
 PAPERS = {
@@ -51,19 +52,19 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
     """The figures of one paper in configs/DATASET/tables.py."""
     tables = load_module(find_config(f"configs/{dataset}/tables.py"))
     listed = []
-    for name, row in tables.ROWS.items():
-        if row.get("paper", dataset) != paper:
+    for name, content in tables.ROWS.items():
+        if content.get("paper", dataset) != paper:
             continue
-        config = tables.get_config(name)
-        measured = None if workdir is None else _scores(workdir, dataset, name, config.dataset)
-        needs = [f"{path}: {how}" for path, how in missing_inputs(config).items()]
-        needs += _missing_server(config)
+        row = read_row(tables.get_config(name))
+        measured = None if workdir is None else _scores(workdir, dataset, name, row.dataset)
+        needs = [f"{path}: {how}" for path, how in row.missing_inputs().items()]
+        needs += _missing_server(row)
         command = (
             f"mmqa run --config=configs/{dataset}/tables.py:{name} "
             f"--workdir=runs/tables/{dataset}/{name}"
         )
-        for cell in config.published or _ours(dataset, name, measured):
-            listed.append(_figure(paper, name, dict(cell), command, needs, measured, config))
+        for cell in row.published or _ours(dataset, name, measured):
+            listed.append(_figure(paper, name, dict(cell), command, needs, measured, row))
     for status, rows in (("missing", tables.MISSING), ("cited only", tables.CITED)):
         for name, cells in rows.items():
             for cell in cells:
@@ -73,10 +74,10 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
     return listed
 
 
-def _missing_server(config: Any) -> list[str]:
+def _missing_server(row: Row) -> list[str]:
     """The server that a row's language model is on, unless the environment names one."""
-    llm = config.parts.get("llm", {})
-    if llm.get("backend") != "openai" or os.environ.get(URL):
+    llm = row.parts.get("llm")
+    if not isinstance(llm, LLMSpec) or llm.backend != "openai" or os.environ.get(URL):
         return []
     return [f"{URL}: the address of a server with OpenAI's API that serves {llm.model}"]
 
@@ -192,23 +193,23 @@ def _figure(
     command: str,
     needs: list[str],
     scores: Mapping[str, Any] | None,
-    config: Any,
+    row: Row | None,
 ) -> dict[str, Any]:
     measured = None if scores is None else _measured(scores, cell["scorer"], cell["group"])
     status = "needs" if needs else "not run"
-    needs_bart = cell["scorer"].startswith("webqa_fl") and config and not config.scoring.bart
+    needs_bart = cell["scorer"].startswith("webqa_fl") and row and not row.scoring.bart
     if measured is None and needs_bart:
         needs = [*needs, "--config.scoring.bart: bart-large-cnn with BARTScore's bart.pth"]
         status = "needs"
     limit = None if scores is None else scores.get("limit")
     # How many questions a run took of those that its row does, by `data.questions`.
     sample = None if scores is None else scores.get("sample") or None
-    if config is not None and sample == config.data.questions:
+    if row is not None and sample == row.data.questions:
         sample = None
     whole = limit is None and sample is None
     if measured is not None and cell["published"] is None:
         status = "measured"
-    elif measured is not None and whole and scores["split"] == config.data.split:
+    elif measured is not None and whole and scores["split"] == row.data.split:
         within = abs(measured - cell["published"]) <= cell["tolerance"]
         status = "pass" if within else "fail"
     return {

@@ -12,7 +12,7 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.evaluation.plots import Points
 from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
 from mmqa_jax.evaluation.tables import Table, show
-from mmqa_jax.runs.run_report import run_facts
+from mmqa_jax.runs.results import run_facts
 from mmqa_jax.tasks.reading import known_tasks
 from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -40,6 +40,11 @@ class LibrarySpec:
         `scann`, by the retrieval room's ScaNN index.
     """
 
+    # What a part of a row says of itself (runs.parts.Part).
+    turn: ClassVar = "model"
+    ranks: ClassVar = ""
+    answers: ClassVar = False
+
     data: str = ""
     split: str = "train"
     folds: int = at_least(1, 1)
@@ -55,7 +60,7 @@ class LibrarySpec:
         return [self.data, self.text_model, self.image_model, self.vectors]
 
     def open(self, row: Any) -> ExampleLibrary:
-        """The library of a row (runs.part.OpenParts)."""
+        """The library of a row (runs.parts.OpenedParts)."""
         return open_library(row.corpus, self, on_model=row.on_model("library"))
 
 

@@ -21,7 +21,7 @@ import object_store
 
 # Where the verbs import late what takes long; bm25s is left out, which starts JAX's backend.
 _NEEDED = (
-    *("mmqa_jax.runs.row", "mmqa_jax.runs.indexing", "mmqa_jax.tasks.opening"),
+    *("mmqa_jax.runs.run", "mmqa_jax.runs.indexing", "mmqa_jax.tasks.opening"),
     *("mmqa_jax.runs.captioning", "mmqa_jax.runs.candidates"),
     *("mmqa_jax.prompting.run", "mmqa_jax.prompting.backend_engine"),
     *("mmqa_jax.prompting.local_model", "mmqa_jax.retrieval.index", "mmqa_jax.evaluation.fluency"),

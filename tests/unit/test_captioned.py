@@ -14,7 +14,6 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.papers import mavl, pica, prophet
 from mmqa_jax.prompting.captions import Captions
 from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.runs import settings
 from mmqa_jax.runs.traces import counts_table, report_traces, trace_counts
 
 CAPTIONS = Captions({"q0": "a file's scene", "q1": "another", "e0": "a file's view"})
@@ -48,18 +47,18 @@ def test_promptcap_counts_what_the_file_lacks():
 def test_captions_of_other_questions_are_refused(system, setting):
     other = {"captions": Captions({"x": "a cat"})}
     with pytest.raises(UserError, match=r"parts\.captions\.captions: no caption for any of the 3"):
-        settings.check_inputs(system, setting, QUESTIONS, {}, other)
-    settings.check_inputs(system, setting, QUESTIONS, {}, {"captions": CAPTIONS})
+        system.SETTINGS[setting].check_inputs(QUESTIONS, {}, other)
+    system.SETTINGS[setting].check_inputs(QUESTIONS, {}, {"captions": CAPTIONS})
     with pytest.raises(UserError, match=r"parts\.captions\.tags=tags\.tsv: this setting"):
-        settings.check_options(system, setting, {}, {"captions": SimpleNamespace(tags="tags.tsv")})
-    settings.check_options(system, setting, {}, {"captions": SimpleNamespace(tags="")})
+        system.SETTINGS[setting].check_row({}, {"captions": SimpleNamespace(tags="tags.tsv")})
+    system.SETTINGS[setting].check_row({}, {"captions": SimpleNamespace(tags="")})
 
 
 def test_captions_of_sources_are_no_captions_of_questions():
     by_source = {"captions": Captions({"x": "a cat"})}
-    settings.check_inputs(pica, "pica_oracle", QUESTIONS, {}, by_source)
+    pica.SETTINGS["pica_oracle"].check_inputs(QUESTIONS, {}, by_source)
     described = {"captions": SimpleNamespace(tags="tags.tsv")}
-    settings.check_options(pica, "pica_oracle", {}, described)
+    pica.SETTINGS["pica_oracle"].check_row({}, described)
 
 
 def test_prophet_with_promptcaps_captions():
@@ -82,7 +81,7 @@ def test_prophets_choice_with_promptcaps_captions():
     llm = FakeLLM()
     prophet.choose_prophet(questions, llm, library(), heuristics(), CAPTIONS, shots=1)
     assert any("Context: a file's scene." in query.prompt for query in llm.seen)
-    settings.check_questions(prophet, "prophet_choice", questions)
+    prophet.SETTINGS["prophet_choice"].check_questions("prophet_choice", questions)
     with pytest.raises(UserError, match="have no choices"):
         settings.check_questions(prophet, "prophet_choice", QUESTIONS)
 

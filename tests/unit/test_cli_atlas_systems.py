@@ -14,12 +14,8 @@ from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import with_gold_sources
 from mmqa_jax.prompting.candidates import load_candidates
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.runs.file_parts import HeuristicsSpec, open_heuristics
-from mmqa_jax.runs.prompted_parts import (
-    KnowledgeSpec,
-    open_knowledge,
-)
-from mmqa_jax.runs.settings import BUILT_IN, run_setting
+from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, OpenedParts, open_knowledge
+from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config
 
@@ -62,11 +58,11 @@ def run_row(name, data, found, llm, library=None, **options):
     if library is None:
         parts["library"] = open_library(corpus, LibrarySpec(**config.parts.library))
         files = (found / "candidates.json", found / "answer_aware_examples.json")
-        parts["heuristics"] = open_heuristics(HeuristicsSpec(*map(str, files)))
+        parts["heuristics"] = HeuristicsSpec(*map(str, files)).open(OpenedParts(corpus))
     if "knowledge" in config.parts:
         parts["knowledge"] = open_knowledge(corpus, KnowledgeSpec(**config.parts.knowledge))
-    system, questions = BUILT_IN[config.system], corpus.questions("test")
-    return run_setting(system, config.setting, questions, corpus, parts, config.options)
+    setting = find_setting(config.system, config.setting)
+    return setting.run(corpus.questions("test"), corpus, parts, config.options)
 
 
 def test_candidates_are_keywords(found, data):

@@ -7,10 +7,12 @@ import re
 
 import jax
 import pytest
-from cli_runs import ROOT
+from cli_runs import ROOT, done
 
 from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.workdir import Workdir
+from mmqa_jax.papers import webqa
 from mmqa_jax.runs import demo
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -20,6 +22,31 @@ def test_ask_and_report_need_a_finished_demo(refused, tmp_path):
     message = r"run: holds no finished demo"
     refused("report", f"--workdir={tmp_path / 'run'}", message=message)
     refused("ask", f"--workdir={tmp_path / 'run'}", "Why?", message=message)
+
+
+def test_a_question_is_asked_in_the_full_scale_setting(data, models, index, monkeypatch, tmp_path):
+    """With the options that the demo chose."""
+    folder = tmp_path / "demo"
+    (folder / "retrieval").mkdir(parents=True)
+    for name, target in (("data", data), ("index", index)):
+        (folder / name).symlink_to(target)
+    for task in ("contrastive", "rerank", "answer"):
+        (folder / task).symlink_to(models / task)
+    with Workdir(folder) as workdir:
+        workdir.claim({"select": {"top_k": 3}})
+    tuned = {"weight": 20.0, "threshold": 0.3, "vlp_threshold": 0.5}
+    (folder / "retrieval" / "selection.json").write_text(json.dumps(tuned))
+    options = {}
+
+    def full_scale(questions, retriever, reranker, reader, **chosen):
+        options.update(chosen)
+        return original(questions, retriever, reranker, reader, **chosen)
+
+    original = webqa.answer_full_scale
+    monkeypatch.setattr(webqa, "answer_full_scale", full_scale)
+    (answer,) = done("ask", f"--workdir={folder}", "What is the capital of Hav?")["answers"]
+    assert options == {"top_k": 3, "threshold": 0.3, "select": "best"}
+    assert 1 <= len(answer["sources"]) <= 2
 
 
 def test_a_picture_file_that_is_no_picture(refused, tmp_path):

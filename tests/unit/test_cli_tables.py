@@ -11,8 +11,8 @@ from cli_runs import ROOT, done, mmqa
 
 from mmqa_jax.cli import command, make_parser
 from mmqa_jax.core.config import load_config
-from mmqa_jax.runs.row import check_row
-from mmqa_jax.runs.settings import BUILT_IN, options_of
+from mmqa_jax.runs.row import read_row
+from mmqa_jax.runs.systems import find_setting
 
 KEYS = {
     *("paper", "table", "row", "column", "published", "tolerance"),
@@ -239,7 +239,7 @@ def test_every_command_is_one(paper, rows):
         assert Path(arguments.workdir).name == row
         config = load_config(ROOT / arguments.config)
         assert config.row == row
-        check_row(config)
+        read_row(config)
 
 
 @pytest.mark.parametrize("paper", ["webqa", "atlas"])
@@ -251,7 +251,7 @@ def test_every_row_is_listed(paper):
     assert commands.keys() == set(tables.MODES)
     for row in tables.MODES:
         config = tables.get_config(row)
-        check_row(config)
+        read_row(config)
         # Where every input comes from is known.
         parts = [p.to_dict() for name, p in config.parts.items() if name != "llm"]
         parts += [part["similarity"] for part in parts if part.get("similarity")]
@@ -449,9 +449,9 @@ def test_rows_of_the_benchmarks(dataset):
     assert {row for row, _ in listed} == set(tables.MODES)
     for name in tables.MODES:
         config = tables.get_config(name)
-        check_row(config)
+        read_row(config)
         # All are there, so that each can be overridden.
-        assert {*config.options} == {*options_of(BUILT_IN[config.system], config.setting, {})}
+        assert {*config.options} == {*find_setting(config.system, config.setting).options({})}
         assert config.dataset == {"openstax": "corpus"}.get(dataset, dataset)
         keys = ("data", "text_model", "image_model", "index", "captions", "tags")
         keys += ("candidates", "examples", "run")

@@ -17,7 +17,7 @@ from tiny_llm import SIZES, write_folder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.runs.row import missing_inputs
+from mmqa_jax.runs.row import read_row
 from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 
 COMMIT = "a" * 40
@@ -153,11 +153,11 @@ def test_a_row_takes_a_name_for_its_language_model_alone():
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random")
     config.parts.llm.model = NAME
     config.parts.library.image_model = "runs/clip"
-    missing = missing_inputs(config)
+    missing = read_row(config).missing_inputs()
     assert NAME not in missing
     assert "runs/clip" in missing
     config.parts.llm.model = "no/such/folder"
-    assert "no/such/folder" in missing_inputs(config)
+    assert "no/such/folder" in read_row(config).missing_inputs()
 
 
 def test_the_cache_is_that_of_hf_home(model, tmp_path):

@@ -18,8 +18,8 @@ from mmqa_jax.prompting.shots import Embedders, ExampleLibrary, Shot
 from mmqa_jax.prompting.templates import PromptTemplate
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, RandomRetriever, passages_of
-from mmqa_jax.runs import prompted_parts
-from mmqa_jax.runs.prompted_parts import KnowledgeSpec, open_knowledge
+from mmqa_jax.runs import parts as parts_module
+from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.traces import trace_counts
 
 CORPUS = Corpus(
@@ -195,7 +195,7 @@ def embedder(monkeypatch, tmp_path):
     """In place of MiniLM."""
     made = TextEmbedder()
     store = PictureStore(CORPUS, size=1)
-    monkeypatch.setattr(prompted_parts, "open_text_embedder", lambda model, corpus: (made, store))
+    monkeypatch.setattr(parts_module, "open_text_embedder", lambda model, corpus: (made, store))
     monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
     return made
 

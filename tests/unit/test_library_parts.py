@@ -13,17 +13,13 @@ from test_shots import FakeEmbedder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.runs.judging import run_judging
-from mmqa_jax.runs.opened_parts import read_parts
-from mmqa_jax.runs.prompted_parts import (
-    KnowledgeSpec,
-    check_prompted,
-    open_knowledge,
-)
-from mmqa_jax.runs.row import check_row
+from mmqa_jax.runs.parts import KnowledgeSpec, check_prompted, open_knowledge
+from mmqa_jax.runs.row import read_row
 from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config
@@ -184,11 +180,11 @@ def test_two_spaces_of_training_and_judging(tmp_path):
 def test_folds_below_one_are_refused(folds, tmp_path):
     message = rf"folds={folds}: at least 1 was expected"
     with pytest.raises(UserError, match=message):
-        read_parts(ConfigDict({"library": {"folds": folds}}))
+        read_typed(LibrarySpec, ConfigDict({"folds": folds}), "parts.library")
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random")
     config.parts.library.folds = folds
     with pytest.raises(UserError, match=rf"parts\.library\.{message}"):
-        check_row(config)
+        read_row(config)
     config = load_config(f"{ROOT}/configs/scienceqa/rmr_retriever.py:judge")
     config.parts.library.folds = folds
     with pytest.raises(UserError, match=rf"parts\.library\.{message}"):
@@ -202,7 +198,7 @@ def test_kinds_of_index(monkeypatch):
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random")
     config.parts.library.index_kind = "milvus"
     with pytest.raises(UserError, match=r"index_kind='milvus': one of exact, scann was expected"):
-        check_row(config)
+        read_row(config)
     monkeypatch.setattr("mmqa_jax.retrieval.index.scann_available", lambda: False)
     with pytest.raises(UserError, match=r"parts\.library\.index_kind=scann: ScaNN cannot be"):
         check_prompted({"similarity": "question"}, LibrarySpec(**{"index_kind": "scann"}))

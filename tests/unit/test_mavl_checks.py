@@ -16,7 +16,7 @@ from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer
 from mmqa_jax.extensions.mavl_votes import revote
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.runs.agent_report import agent_summary, agent_tables
-from mmqa_jax.runs.row import check_row
+from mmqa_jax.runs.row import read_row
 
 
 def row(name: str, **changes):
@@ -40,12 +40,12 @@ def row(name: str, **changes):
 )  # fmt: skip
 def test_rows_that_are_refused_before_anything_is_opened(key, value, message):
     with pytest.raises(UserError, match=message):
-        check_row(row("smollm2_mavl", **{key: value}))
+        read_row(row("smollm2_mavl", **{key: value}))
 
 
 def test_long_passages():
     uncut = {"options.knowledge_words": "120", "parts.knowledge.max_words": "0"}
-    check_row(row("smollm2_mavl", **uncut))
+    read_row(row("smollm2_mavl", **uncut))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_long_passages():
 )
 def test_revotes_that_are_refused_before_anything_is_opened(changes, message):
     with pytest.raises(UserError, match=message):
-        check_row(row("smollm2_mavl_fitted", **{f"options.{k}": v for k, v in changes.items()}))
+        read_row(row("smollm2_mavl_fitted", **{f"options.{k}": v for k, v in changes.items()}))
     once = {"options.folds": "1", "options.weighting": "level"}
-    check_row(row("smollm2_mavl_fitted", **once))
+    read_row(row("smollm2_mavl_fitted", **once))
 
 
 def team(questions=QUESTIONS, **options):

@@ -21,7 +21,6 @@ from mmqa_jax.papers.pica import (
 )
 from mmqa_jax.prompting.captions import Captions, open_captions
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
-from mmqa_jax.runs.settings import check_questions
 
 SOURCES = [
     *(Source(f"t{n}", "text", f"Snippet {n}\nof two lines.") for n in range(4)),
@@ -142,9 +141,9 @@ def test_question_only(library):
 
 def test_hidden_sources_are_refused():
     hidden = [Question("x", "test", "?")]
-    check_questions(pica, "pica_question_only", hidden)
+    pica.SETTINGS["pica_question_only"].check_questions("pica_question_only", hidden)
     with pytest.raises(UserError, match="gold sources of all 1 questions of this split are hidden"):
-        check_questions(pica, "pica_oracle", hidden)
+        pica.SETTINGS["pica_oracle"].check_questions("pica_oracle", hidden)
 
 
 CAPTIONED = Question(

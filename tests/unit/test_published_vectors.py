@@ -15,8 +15,9 @@ from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.published_vectors import PublishedVectors
 from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.runs.prompted_parts import check_prompted
-from mmqa_jax.runs.row import check_row, run_row
+from mmqa_jax.runs.parts import check_prompted
+from mmqa_jax.runs.row import read_row
+from mmqa_jax.runs.run import run_row
 from mmqa_jax.tasks.library import LibrarySpec
 
 DIM = 16
@@ -201,12 +202,12 @@ def test_a_row_with_published_vectors(tmp_path, quiet):
     samples = {"train": ["1<->15"], "val": ["2<->25", "2<->26", "3<->35"]}
     folder = write_vectors(tmp_path / "coco_clip_new", samples)
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:pica_full")
-    check_row(config)
+    read_row(config)
     config.data.dir, config.parts.library.vectors = str(tmp_path / "data"), str(folder)
     with config.unlocked():  # its examples, without a server
         config.setting, config.options = "copy_nearest", {"similarity": "question_and_image"}
         del config.parts["llm"]
-    run_row(config, tmp_path / "run")
+    run_row(read_row(config), tmp_path / "run")
     rows = [row for _, row in read_jsonl(tmp_path / "run" / "predictions.jsonl")]
     assert {row["answer"] for row in rows} == {"ivy"}
     assert len(rows) == 3

@@ -23,7 +23,6 @@ from mmqa_jax.papers.rmr import (
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.runs.settings import check_questions
 
 TRIPLETS = [
     Question(
@@ -211,7 +210,7 @@ def test_letters(library, text, answer):
 
 @pytest.mark.parametrize("setting", ["rmr_choice", "rmr_letter"])
 def test_questions_without_choices_are_refused(setting):
-    check_questions(rmr, setting, QUERIES)
-    check_questions(rmr, "rmr_direct", [Question("x", "test", "?")])
+    rmr.SETTINGS[setting].check_questions(setting, QUERIES)
+    rmr.SETTINGS["rmr_direct"].check_questions("rmr_direct", [Question("x", "test", "?")])
     with pytest.raises(UserError, match=rf"setting {setting}: 1 of 4 questions have no choices"):
-        check_questions(rmr, setting, [*QUERIES, Question("x", "test", "?")])
+        rmr.SETTINGS[setting].check_questions(setting, [*QUERIES, Question("x", "test", "?")])

@@ -11,7 +11,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.captions import Captions
-from mmqa_jax.runs import settings
 
 QUESTIONS = [Question("q", "val", "?", choices=("a", "b"))]
 
@@ -22,10 +21,6 @@ def answer(questions, corpus, llm, knowledge=None, *, shots: int = 8, read: str 
 
 def refuse(*_):
     raise UserError("refused")
-
-
-def system(**says) -> SimpleNamespace:
-    return SimpleNamespace(SETTINGS={"one": Setting(answer, **says)})
 
 
 def test_parts_and_options_are_those_of_the_function():
@@ -41,12 +36,12 @@ def test_a_function_with_other_defaults():
 
 
 def test_without_rules_nothing_is_refused():
-    of, hidden = system(), [Question("x", "test", "?")]
-    settings.check_options(of, "one", {}, {"captions": SimpleNamespace(tags="t")})
-    settings.check_questions(of, "one", hidden)
-    settings.check_inputs(of, "one", hidden, {}, {"captions": Captions({})})
-    assert settings.notes_of(of, "one", hidden, {}) == []
-    assert not settings.needs_all(of, "one")
+    of, hidden = Setting(answer), [Question("x", "test", "?")]
+    of.check_row({}, {"captions": SimpleNamespace(tags="t")})
+    of.check_questions("one", hidden)
+    of.check_inputs(hidden, {}, {"captions": Captions({})})
+    assert of.notes(hidden, {}) == []
+    assert not of.needs_all
 
 
 @pytest.mark.parametrize(
@@ -57,26 +52,27 @@ def test_without_rules_nothing_is_refused():
     ],
 )
 def test_questions_that_cannot_be_answered(flag, message):
-    settings.check_questions(system(), "one", QUESTIONS)
+    Setting(answer).check_questions("one", QUESTIONS)
     with pytest.raises(UserError, match=message):
-        settings.check_questions(system(**flag), "one", [Question("x", "test", "?")])
+        Setting(answer, **flag).check_questions("one", [Question("x", "test", "?")])
 
 
 def test_its_own_rules():
     with pytest.raises(UserError, match="refused"):
-        settings.check_options(system(check_row=refuse), "one", {}, {})
+        Setting(answer, rule_of_row=refuse).check_row({}, {})
     with pytest.raises(UserError, match="refused"):
-        settings.check_inputs(system(check_inputs=refuse), "one", QUESTIONS, {}, {})
+        Setting(answer, rule_of_inputs=refuse).check_inputs(QUESTIONS, {}, {})
 
 
 def test_rules_see_all_options():
     seen = []
-    of = system(
-        check_row=lambda options, parts: seen.append((options["shots"], [*parts])),
-        check_inputs=lambda questions, options: seen.append(options["shots"]),
-        notes=lambda questions, options: [f"{options['shots']} shots"],
+    of = Setting(
+        answer,
+        rule_of_row=lambda options, parts: seen.append((options["shots"], [*parts])),
+        rule_of_inputs=lambda questions, options: seen.append(options["shots"]),
+        write_notes=lambda questions, options: [f"{options['shots']} shots"],
     )
-    settings.check_options(of, "one", {"read": "x"}, {"knowledge": None})
-    settings.check_inputs(of, "one", QUESTIONS, {"shots": 1}, {})
+    of.check_row({"read": "x"}, {"knowledge": None})
+    of.check_inputs(QUESTIONS, {"shots": 1}, {})
     assert seen == [(8, ["knowledge"]), 1]
-    assert settings.notes_of(of, "one", QUESTIONS, {}) == ["8 shots"]
+    assert of.notes(QUESTIONS, {}) == ["8 shots"]

@@ -11,7 +11,6 @@ from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.evaluation.source_selection import SELECTIONS, select_sources
 from mmqa_jax.evaluation.webqa import score_sources
 from mmqa_jax.papers import webqa
-from mmqa_jax.runs.settings import check_questions, notes_of
 
 COUNT = 20  # candidates of each modality, above the cap of 16
 CORPUS = Corpus(
@@ -67,17 +66,17 @@ def test_a_cap_that_was_not_applied_is_noted():
     assert webqa.cap_note([known], "webqa") is None
     assert webqa.cap_note([hidden], "none") is None
     # A row that does not name the cap has the setting's own, which is WebQA's.
-    assert notes_of(webqa, "restricted", [hidden], {}) == [webqa.cap_note([hidden], "webqa")]
-    assert notes_of(webqa, "restricted", [hidden], {"cap": "none"}) == []
-    assert notes_of(webqa, "full_scale", [hidden], {}) == []
+    assert webqa.SETTINGS["restricted"].notes([hidden], {}) == [webqa.cap_note([hidden], "webqa")]
+    assert webqa.SETTINGS["restricted"].notes([hidden], {"cap": "none"}) == []
+    assert webqa.SETTINGS["full_scale"].notes([hidden], {}) == []
 
 
 def test_oracle_sources_need_a_split_that_has_them():
     hidden = [question("a", split="test"), question("b", split="test")]
     message = r"the gold sources of all 2 questions of this split are hidden; choose .* val"
     with pytest.raises(UserError, match=message):
-        check_questions(webqa, "oracle", hidden)
-    check_questions(webqa, "question_only", hidden)
+        webqa.SETTINGS["oracle"].check_questions("oracle", hidden)
+    webqa.SETTINGS["question_only"].check_questions("question_only", hidden)
     # A question without any among others has none to show.
     (first, second) = webqa.answer_oracle([question("c", ("t00",)), hidden[0]], Said())
     assert (first.sources, second.sources) == (("t00",), ())

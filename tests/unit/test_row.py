@@ -1,0 +1,153 @@
+"""A row as a typed value, and a stage answered in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from cli_runs import ROOT
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.job_files import Part
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.runs.answered import Stage, answering
+from mmqa_jax.runs.parts import OpenedParts, RetrieverSpec
+from mmqa_jax.runs.row import Row, RowData, Scoring, read_row
+
+LEAST = {
+    "row": "own",
+    "system": "webqa",
+    "setting": "retrieve_full_scale",
+    "dataset": "corpus",
+    "data": {"dir": "data", "split": "test"},
+    "parts": {"retriever": {"method": "bm25"}},
+    "options": {"cited": 1},
+}
+SAME = Row(
+    "own",
+    "webqa",
+    "retrieve_full_scale",
+    "corpus",
+    RowData("data", "test"),
+    {"retriever": RetrieverSpec("bm25")},
+    {"cited": 1},
+)
+QUESTIONS = [Question(str(n), "test", f"Question {n}?") for n in range(5)]
+
+
+def test_what_a_config_leaves_out_has_the_types_defaults():
+    row = read_row(ConfigDict(LEAST))
+    assert row == SAME
+    assert row.scoring == Scoring("", "")
+    assert (row.data.questions, row.data.modality, row.data.where) == (0, "", {})
+    assert (row.given, SAME.given) == (LEAST, {})  # what config.json records
+    assert (row.answers, row.finds_sources, row.needs_all, row.llm) == (False, True, False, "")
+
+
+def test_the_split_of_a_flag_is_recorded():
+    row = read_row(ConfigDict(LEAST), split="val")
+    assert row.data.split == row.given["data"]["split"] == "val"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": {"retriever": RetrieverSpec("dense")}}, r"needs parts\.retriever\.model and"),
+        ({"parts": {"retriever": RetrieverSpec("bm25", fusion_weight=1.0)}}, r"works only with"),
+        ({"options": {"threshold": 2.0}}, r"options\.threshold=2\.0: a probability"),
+    ],
+)
+def test_a_row_that_contradicts_itself_cannot_be_made(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SAME, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data.dir": 3}, r"config key data\.dir=3: text was expected"),
+        ({"data.where": 3}, r"config key data\.where=3: a section was expected"),
+        ({"data.contxt": ""}, r"config key data\.contxt: unknown; did you mean 'context'"),
+        ({"scoring": {"brat": ""}}, r"config key scoring\.brat: unknown; did you mean 'bart'"),
+        ({"published": 3}, r"config key published=3: a tuple"),
+        ({"parts": {}}, r"config key parts\.retriever is missing; add it"),
+        ({"options.cited": 2**40}, r"options\.cited=.*: at most 4,294,967,295"),
+        ({"setting": "retrieve"}, r"config key setting=retrieve: use one of question_only"),
+    ],
+)
+def test_wrong_keys_and_values_are_refused_at_the_door(change, message):
+    config = ConfigDict(LEAST)
+    with config.unlocked(), config.ignore_type():
+        for key, value in change.items():
+            *parents, last = key.split(".")
+            section = config
+            for name in parents:
+                section = section[name]
+            with section.unlocked(), section.ignore_type():
+                section[last] = value
+    with pytest.raises(UserError, match=message):
+        read_row(config)
+
+
+def test_the_smallest_value_of_an_option_is_that_of_its_annotation():
+    def prompted(**options):
+        changes = {f"options.{name}": value for name, value in options.items()}
+        return read_row(load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random", changes))
+
+    assert prompted(shots=0, seed=0).options["shots"] == 0
+    for name in ("shots", "seed"):
+        with pytest.raises(UserError, match=rf"options\.{name}=-1: at least 0 was expected"):
+            prompted(**{name: -1})
+    with pytest.raises(UserError, match=r"options\.max_new_tokens=0: at least 1 was expected"):
+        prompted(max_new_tokens=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A part that notes when it is opened."""
+
+    name: str
+    log: list
+    turn: str
+
+    def paths(self):
+        return []
+
+    def open(self, row):
+        self.log.append(self.name)
+        return self.name.upper()
+
+
+def stage_of(log: list) -> Stage:
+    def answer(questions, parts):
+        log.append([question.id for question in questions])
+        assert parts["llm"] == "LLM"
+        return Part([[q.id, n] for q, n in zip(questions, parts["numbers"], strict=True)])
+
+    turns = {"llm": "last", "retriever": "model", "captions": "file"}
+    parts = {name: Named(name, log, turn) for name, turn in turns.items()}
+    return Stage(
+        {"verb": "test"},
+        parts,
+        answer,
+        {"numbers": range(10, 15)},
+        lambda files: log.append(dict(files)),
+    )
+
+
+def test_files_are_opened_and_checked_before_models(tmp_path):
+    log: list = []
+    opened = OpenedParts(Corpus([]))
+    with answering(stage_of(log), tmp_path / "parts", QUESTIONS, opened, chunk=2) as job:
+        rows = job.rows()
+    assert log[:4] == ["captions", {"captions": "CAPTIONS"}, "retriever", "llm"]
+    assert log[4:] == [["0", "1"], ["2", "3"], ["4"]]
+    assert rows == [[str(n), 10 + n] for n in range(5)]
+    # All chunks are there: nothing is opened.
+    log.clear()
+    with answering(stage_of(log), tmp_path / "parts", QUESTIONS, opened, chunk=2) as job:
+        assert job.rows() == rows
+    assert log == []
