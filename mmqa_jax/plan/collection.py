@@ -151,13 +151,16 @@ def _search(kind: str, sources: int, dim: int, topology: Topology) -> Program:
     trace, mesh, arguments = abstract_search(
         topology.devices, sources, dim, min(_TOP_K, sources), approximate=approximate
     )
-    queries = arguments["queries"]
+    queries, held = arguments["queries"], shard_bytes((arguments["vectors"], arguments["mask"]))
+    # A product writes its float32 scores to memory, where the best of them are read.
+    scores = queries.shape[0] * arguments["mask"].size / len(topology.devices) * 4
     return Program(
         name=f"search of {sources:,} by {kind}",
         trace=functools.cache(trace),
         mesh=dict(mesh.shape),
         model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
-        parameters=shard_bytes((arguments["vectors"], arguments["mask"])),
+        parameters=held,
+        floor_bytes=held + 2 * scores,
         examples=queries.shape[0],
         unit="queries",
         input_bytes=queries.size * queries.dtype.itemsize,

@@ -39,9 +39,9 @@ class Program:
       examples: questions, pairs or tokens of one call, over all devices.
       input_bytes: that the host brings for a call, over all devices.
       steps: how often a whole run of the config calls it; None: the config does not say.
-      arguments: of the function, jax.ShapeDtypeStructs with shardings.
-      weights: those trees of `arguments` that are weights.
-      trained: whether the weights get gradients.
+      arguments: of the function: trees of jax.ShapeDtypeStructs with shardings, static values.
+      weights: what of `arguments` are weights, the same leaves.
+      trained: what of `weights` gets gradients, the same leaves.
     """
 
     name: str

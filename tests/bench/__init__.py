@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,14 +69,9 @@ class Options:
         return tuple(name for name in names if not self.only or name in self.only)
 
 
-def available() -> tuple[str, ...]:
-    """The benches whose module exists."""
-    return tuple(name for name in BENCHES if importlib.util.find_spec(f"{__name__}.{name}"))
-
-
 def describe() -> str:
     """The benches with what they measure, as lines for the command's help."""
-    return "\n".join(f"  {name:<12}{BENCHES[name]}" for name in available())
+    return "\n".join(f"  {name:<12}{what}" for name, what in BENCHES.items())
 
 
 def run_bench(name: str, options: Options) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     benches = parser.add_subparsers(dest="name", metavar="NAME", required=True)
-    for name in bench.available():
-        what, options = bench.BENCHES[name], _PLAN_FLAGS if name == _PLAN else "--json"
+    for name, what in bench.BENCHES.items():
+        options = _PLAN_FLAGS if name == _PLAN else "--json"
         example = f"example:\n  python -m tests.bench {name} {options}"
         added = benches.add_parser(name, description=what, epilog=example, formatter_class=raw)
         added.add_argument("--json", action="store_true", help="last line: the result as JSON")
