@@ -132,7 +132,7 @@ class Row:
       options: keyword arguments of the function; others have its defaults.
       published: figures: table, row, column, published, tolerance, scorer, group.
       made_by: path of an input -> where it comes from.
-      given: the config as it was given, which config.json records.
+      given: the config that it was read from; empty of a row that was made in code.
     """
 
     row: str
@@ -161,6 +161,15 @@ class Row:
             reranker.similarity.check("parts.reranker.similarity")
         sections = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
         check_options(system, self.setting, self.options, sections)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json records: the config as it was given, or all values."""
+        if self.given:
+            return self.given
+        values = dataclasses.asdict(self)
+        del values["given"]
+        return values
 
     @property
     def answers(self) -> bool:
@@ -236,7 +245,7 @@ class Row:
 
     def what(self, corpus: Corpus, questions: Sequence[Question]) -> dict[str, Any]:
         """All that its answers depend on, see core.chunks.Job."""
-        used = {key: self.given.get(key) for key in ("system", "setting", "parts", "options")}
+        used = {key: self.config.get(key) for key in ("system", "setting", "parts", "options")}
         values = flatten(to_plain_dict(used))
         affecting = {key: value for key, value in values.items() if not is_free(key, FREE)}
         return {
