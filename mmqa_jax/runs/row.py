@@ -271,7 +271,7 @@ class Row:
             return run_setting(system, self.setting, asked, corpus, parts, self.options)
 
         check = functools.partial(check_inputs, system, self.setting, questions, self.options)
-        return Stage(what, self.parts, keeping(predict, self.parts, opened), check=check)
+        return Stage(what, self.parts, keeping(predict, opened), check=check)
 
 
 def read_row(config: ConfigDict, *, split: str | None = None) -> Row:
