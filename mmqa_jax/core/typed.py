@@ -66,9 +66,14 @@ def sections_by_name(choose: Callable[[Mapping[str, Any]], Mapping[str, tuple[ty
 
 
 def as_given() -> Any:
-    """A field that is no key: it keeps the section itself as plain values."""
+    """A field that is no key: the section that was read, as plain values.
+
+    It is empty of a dataclass that was made in code, `dataclasses.replace` included.
+    """
     metadata = {"given": True}
-    return dataclasses.field(default_factory=dict, compare=False, repr=False, metadata=metadata)
+    return dataclasses.field(
+        init=False, default_factory=dict, compare=False, repr=False, metadata=metadata
+    )
 
 
 def read_typed(kind: type[T], section: Any, name: str = "") -> T:
@@ -91,8 +96,11 @@ def read_typed(kind: type[T], section: Any, name: str = "") -> T:
         for field in fields
         if field.name in section
     }
-    values |= {field.name: plain(section) for field in every if "given" in field.metadata}
-    return kind(**values)
+    made = kind(**values)
+    for field in every:
+        if "given" in field.metadata:
+            object.__setattr__(made, field.name, plain(section))
+    return made
 
 
 @functools.cache

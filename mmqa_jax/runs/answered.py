@@ -17,6 +17,9 @@ from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
 from mmqa_jax.runs.parts import PARTS, OpenedParts, Part
 
+# The parts of a row that rank sources -> the file of retrieval/ that their rankings go to.
+_RANKS = {name: part.ranks for name, part in PARTS.items() if part.ranks}
+
 # The questions of a chunk and the opened parts -> what is kept of the chunk.
 Answer = Callable[[Sequence[Question], Mapping[str, Any]], ChunkPart]
 
@@ -122,8 +125,7 @@ class Answered:
     def of(cls, chunks: Sequence[ChunkPart]) -> Answered:
         """Of the chunks that `keeping` made, in order."""
         rows = [row for chunk in chunks for row in chunk.rows]
-        known = {part.ranks for part in PARTS.values()} - {""}
-        if rows and not set(rows[0]["rankings"]) <= known:
+        if rows and not set(rows[0]["rankings"]) <= set(_RANKS.values()):
             raise ValueError("rankings of unknown names")  # which would become names of files
         predictions = [prediction_of(row["prediction"]) for row in rows]
         rankings = {
@@ -146,24 +148,21 @@ class Answered:
 
 def keeping(
     predict: Callable[[Sequence[Question], Mapping[str, Any]], Sequence[Prediction]],
-    row: Mapping[str, Part],
     opened: OpenedParts,
 ) -> Answer:
     """What answers a chunk of a row, and keeps what `Answered` is made of.
 
     Args:
       predict: of the questions of a chunk and the opened parts.
-      row: the row's parts.
     """
-    ranking = {name: part.ranks for name, part in row.items() if part.ranks}
 
     def answer(questions: Sequence[Question], parts: Mapping[str, Any]) -> ChunkPart:
         opened.seconds.clear()
         llm = parts.get("llm")
         before = _work(llm)
-        recorded = {name: _Recorded(parts[name]) for name in ranking}
+        recorded = {name: _Recorded(parts[name]) for name in _RANKS if name in parts}
         predictions = predict(questions, {**parts, **recorded})
-        rankings = {ranking[name]: part.rankings for name, part in recorded.items()}
+        rankings = {_RANKS[name]: part.rankings for name, part in recorded.items()}
         rows = [
             {
                 "prediction": dataclasses.asdict(prediction),

@@ -110,7 +110,7 @@ class Row:
       options: keyword arguments of the function; others have its defaults.
       published: figures: table, row, column, published, tolerance, scorer, group.
       made_by: path of an input -> where it comes from.
-      given: the config as it was given, which config.json records.
+      given: the config that it was read from; empty of a row that was made in code.
     """
 
     row: str
@@ -142,6 +142,15 @@ class Row:
     def answering(self) -> Setting:
         """What answers its questions."""
         return find_setting(self.system, self.setting)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json records: the config as it was given, or all values."""
+        if self.given:
+            return self.given
+        values = dataclasses.asdict(self)
+        del values["given"]
+        return values
 
     @property
     def answers(self) -> bool:
@@ -217,7 +226,7 @@ class Row:
 
     def what(self, corpus: Corpus, questions: Sequence[Question]) -> dict[str, Any]:
         """All that its answers depend on, see core.chunks.Job."""
-        used = {key: self.given.get(key) for key in ("system", "setting", "parts", "options")}
+        used = {key: self.config.get(key) for key in ("system", "setting", "parts", "options")}
         values = flatten(to_plain_dict(used))
         affecting = {key: value for key, value in values.items() if not is_free(key, FREE)}
         return {
@@ -242,7 +251,7 @@ class Row:
             return self.answering.run(asked, opened.corpus, parts, self.options)
 
         check = functools.partial(self.answering.check_inputs, questions, self.options)
-        return Stage(what, self.parts, keeping(predict, self.parts, opened), check=check)
+        return Stage(what, self.parts, keeping(predict, opened), check=check)
 
 
 def read_row(config: ConfigDict, *, split: str | None = None) -> Row:

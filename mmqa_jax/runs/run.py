@@ -100,7 +100,7 @@ def _claimed(
             f"--workdir={folder}: holds a run of row {held}; name a new --workdir for {row.row}."
         )
     no_results = ("published", "made_by")  # keys that do not affect them
-    recorded = {key: value for key, value in row.given.items() if key not in no_results}
+    recorded = {key: value for key, value in row.config.items() if key not in no_results}
     return claim_workdir(
         folder,
         ConfigDict({**recorded, "limit": limit}),
@@ -113,7 +113,7 @@ def _claimed(
 
 def _with_local_copies(row: Row) -> Row:
     """The row, with copies on this host in place of what is in an object store."""
-    given = ConfigDict(row.given)
+    given = ConfigDict(row.config)
     copied = with_local_copies(given)
     return row if copied is given else read_row(copied)
 

@@ -83,7 +83,7 @@ def test_prophets_choice_with_promptcaps_captions():
     assert any("Context: a file's scene." in query.prompt for query in llm.seen)
     prophet.SETTINGS["prophet_choice"].check_questions("prophet_choice", questions)
     with pytest.raises(UserError, match="have no choices"):
-        settings.check_questions(prophet, "prophet_choice", QUESTIONS)
+        prophet.SETTINGS["prophet_choice"].check_questions("prophet_choice", QUESTIONS)
 
 
 def test_mavl_with_promptcaps_captions():

@@ -11,11 +11,13 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.job_files import Part
+from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.runs.answered import Stage, answering
 from mmqa_jax.runs.parts import OpenedParts, RetrieverSpec
 from mmqa_jax.runs.row import Row, RowData, Scoring, read_row
+from mmqa_jax.runs.run import run_row
 
 LEAST = {
     "row": "own",
@@ -45,6 +47,23 @@ def test_what_a_config_leaves_out_has_the_types_defaults():
     assert (row.data.questions, row.data.modality, row.data.where) == (0, "", {})
     assert (row.given, SAME.given) == (LEAST, {})  # what config.json records
     assert (row.answers, row.finds_sources, row.needs_all, row.llm) == (False, True, False, "")
+
+
+def test_a_row_made_in_code_is_run_as_one_of_a_config(data, quiet, tmp_path):
+    """What its answers depend on are its values: none of those of another row are taken."""
+    made = dataclasses.replace(SAME, data=RowData(str(data), "test"), scoring=Scoring("none"))
+    read = read_row(ConfigDict({**LEAST, "data": made.config["data"]}))
+    assert read_row(ConfigDict(made.config)) == made
+    first = run_row(made, tmp_path / "made")
+    again = run_row(read, tmp_path / "read")
+    assert first is not None
+    assert again is not None
+    assert first.predictions == again.predictions
+    assert read_config(tmp_path / "made").parts.retriever.method == "bm25"
+    changed = dataclasses.replace(read, options={"cited": 2})
+    assert changed.config["options"] == {"cited": 2}
+    with pytest.raises(UserError, match=r"options\.cited \(1 there, 2 now\)"):
+        run_row(changed, tmp_path / "made")
 
 
 def test_the_split_of_a_flag_is_recorded():
