@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mmqa_jax.data.atlas.pictures import PALETTE
 from mmqa_jax.data.colors import COLOR_TERMS, color_shares, color_terms
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.atlas.pictures import PALETTE
 from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.schema import Source

@@ -227,7 +227,7 @@ def test_augmentation_is_on_where_the_config_says_so(restricted, monkeypatch):
         def __call__(self, raw, rng):
             return dataclasses.replace(raw, answer="cedar")
 
-    monkeypatch.setattr("mmqa_jax.data.datasets.atlas.augment.AtlasAugment", Noted)
+    monkeypatch.setattr("mmqa_jax.data.atlas.augment.AtlasAugment", Noted)
     read_task(make_config("contrastive")).recipe(CORPUS, restricted)
     assert asked == []
     config = make_config("answer", augment__entities=0.5, augment__palette=0.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.atlas.factbook import load_countries
+from mmqa_jax.data.atlas.factbook import load_countries
 from mmqa_jax.data.tokenizers import (
     SPECIAL_TOKENS,
     load_tokenizer,

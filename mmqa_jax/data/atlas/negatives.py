@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from scipy import sparse
 
-from mmqa_jax.data.datasets.atlas.drafts import SPLITS, Draft, Subject
-from mmqa_jax.data.datasets.atlas.pictures import COLORS, color_map, decode
-from mmqa_jax.data.datasets.atlas.snippets import Snippet
+from mmqa_jax.data.atlas.pictures import COLORS, color_map, decode
+from mmqa_jax.data.atlas.questions import SPLITS, Draft, Subject
+from mmqa_jax.data.atlas.snippets import Snippet
 
 NEGATIVES = 16  # per modality and question
 _EMOJI_NEGATIVES = 4  # of the 16 pictures for a question about a flag

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmqa_jax.data.datasets.atlas.factbook import place_names
-from mmqa_jax.data.datasets.atlas.pictures import COLORS, SHADE_COLOR, SHADES, shade_map
+from mmqa_jax.data.atlas.factbook import place_names
+from mmqa_jax.data.atlas.pictures import COLORS, SHADE_COLOR, SHADES, shade_map
 from mmqa_jax.data.examples import RawExample
 
 # The colors that are exchanged; gray, maroon, brown, purple and pink are too rare on flags.
