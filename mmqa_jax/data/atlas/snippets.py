@@ -133,9 +133,12 @@ def _tidy(text: str) -> str:
     return text if text[-1] in ".!?\"')" else text.rstrip(";:,") + "."
 
 
+# --- Cards ---------------------------------------------------------------------------------------
+
+
 def cards(country: Country) -> dict[str, tuple[str, dict[str, str]]]:
     """Kind of card -> (text, {fact: answer}), for the cards whose fields the country has."""
-    found = {}
+    made = {}
     for kind, card in templates.load("cards").items():
         values = {"X": country.the_name, "name": country.name, "was": country.was}
         for name, steps in card.items():
@@ -146,8 +149,8 @@ def cards(country: Country) -> dict[str, tuple[str, dict[str, str]]]:
             facts = {fact: _filled(frame, values) for fact, frame in card["facts"].items()}
             if kind == "flag_meaning":
                 facts = _flag_colors(values["story"])
-            found[kind] = f"{text}.", facts
-    return found
+            made[kind] = f"{text}.", facts
+    return made
 
 
 def _value(country: Country, steps: list[str], values: dict[str, str]) -> str:
@@ -179,8 +182,8 @@ def _joined(clauses: list[str], values: dict[str, str]) -> str:
     return first + "".join(rest) if first else ""
 
 
-def _group(found: re.Match | None) -> str:
-    return found[found.re.groups] if found else ""
+def _group(matched: re.Match | None) -> str:
+    return matched[matched.re.groups] if matched else ""
 
 
 def _bare(value: str, _: str = "") -> str:
