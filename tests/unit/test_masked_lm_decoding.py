@@ -372,4 +372,4 @@ def test_no_ngram_twice(model):
 
 def test_written_words_without_a_copy_head_are_refused():
     with pytest.raises(UserError, match=r"model\.written_words .* set model.copy_head too"):
-        dataclasses.replace(CONFIG, written_words=9)
+        AtlasVLPConfig(**vars(CONFIG), written_words=9)
