@@ -48,7 +48,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     config.masking = {"mask_prob": 0.5, "max_pred": 24, "probes": True, "keyword_weight": 20.0}
     config.augment = {
-        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment",
+        "factory": "mmqa_jax.data.atlas.augment:AtlasAugment",
         "entities": 0.7,
         "palette": 0.7,
     }

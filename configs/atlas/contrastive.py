@@ -36,7 +36,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "picture_gate": 0.1,
     }
     config.augment = {
-        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment",
+        "factory": "mmqa_jax.data.atlas.augment:AtlasAugment",
         "entities": 0.0,
         "palette": 0.0,
     }

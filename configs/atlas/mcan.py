@@ -59,7 +59,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "answer_embeddings": True,
     }
     config.augment = {
-        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment",
+        "factory": "mmqa_jax.data.atlas.augment:AtlasAugment",
         "entities": 0.0,
         "palette": 0.7,
     }

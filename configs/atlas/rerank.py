@@ -40,7 +40,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "positions_after_regions": False,
     }
     config.augment = {
-        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment",
+        "factory": "mmqa_jax.data.atlas.augment:AtlasAugment",
         "entities": 0.5,
         "palette": 0.0,
     }

@@ -1,5 +1,7 @@
 """VLP's input sequences: sources, question and answer in the arrays that models.vlp reads.
 
+What the small reader of Atlas adds is in data/atlas_reader.py.
+
 One sequence (WebQA baseline, vlp/webqa_loader.py, class Preprocess4webqa):
 
     [CLS] region slots * R, source text [SEP] question, answer [SEP] padding
@@ -20,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import WordPiece
-from mmqa_jax.data.truncation import Tokens, cut, cut_pair, fair_shares
+from mmqa_jax.data.truncation import Tokens, cut, cut_pair
 
 Packed = dict[str, np.ndarray]
 
@@ -64,17 +66,6 @@ class PackingConfig:
       attend_empty_slots: all slots of a picture are attended to, with or without a region, as
         in the baseline; off, only those with a region.
       segments: token types of the context and of question and answer (VLP: 4 and 5).
-      per_source: ours, not VLP's: the first source's slots and text get type 2, the second's
-        type 3, so that captions bind to their pictures; and when the text must be cut, each
-        source keeps its fair share. Off, the concatenated text is cut as a whole (VLP).
-      match_types: ours: token type of the tokens and tags of the first, second ... source (the last
-        for all further ones) that also occur in the question, () for no such signal. With it a
-        small cross-encoder finds a name in a source at once; without, it must first learn to
-        compare tokens. With two types it also sees which of two sources the name is in.
-      positions_after_regions: text positions start after the region slots (VLP), for any number
-        of pictures after those of the largest bucket, as in the baseline. Off (ours): text
-        positions ignore the slots, whose position embeddings come from the region positions
-        anyway, so that text is at the positions that BERT weights were trained on.
       picture_positions: positions that region slots take in every sequence of a picture question
         (the baseline's max_len_img_cxt), also where it shows fewer pictures or none; None: as
         many as the slots of the largest bucket.
@@ -93,9 +84,6 @@ class PackingConfig:
     max_pair_tokens: int | None = None
     attend_empty_slots: bool = False
     segments: tuple[int, int] = (4, 5)
-    per_source: bool = False
-    match_types: tuple[int, ...] = ()
-    positions_after_regions: bool = True
     picture_positions: int | None = None
     picture_content: bool = True
 
@@ -126,10 +114,12 @@ class PackingConfig:
 
     @property
     def text_start(self) -> int:
-        """Offset of the positions of text that follows region slots."""
+        """Offset of the positions of text that follows region slots.
+
+        For any number of pictures those of the largest bucket, as in the baseline.
+        """
         slots = self.max_pictures * self.slots_per_picture
-        positions = slots if self.picture_positions is None else self.picture_positions
-        return positions * self.positions_after_regions
+        return slots if self.picture_positions is None else self.picture_positions
 
     @property
     def positions(self) -> int:
@@ -167,18 +157,46 @@ class MaskingConfig:
     Attributes:
       mask_prob: share of the answer's tokens that are predicted.
       max_pred: most tokens predicted in one example.
-      probes: ours, not VLP's: keep the answer whole and predict every token of it, each from a
-        [MASK] of its own that sees the tokens before it, exactly as in decoding. It costs an
-        answer's length in columns and gives every token a loss (as UniLMv2's pseudo-masks).
-      keyword_weight: ours: extra weight of the answer's keywords, shared among them, on top of
-        1 per token. The keyword is one token among ten that all questions of its kind share;
-        with equal weights a short training learns the shared ten.
     """
 
     mask_prob: float = 0.5
     max_pred: int = 50
-    probes: bool = False
-    keyword_weight: float = 0.0
+
+    def columns(self, answer: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+        """Columns that answers of so many tokens take, besides [CLS] and both [SEP]."""
+        return answer
+
+    def weights(self, targets: Int[np.ndarray, " n"], keywords: Tokens) -> np.ndarray:
+        """Weights of the predicted tokens `targets` of an answer with these keywords."""
+        return np.ones(len(targets))
+
+    def pack(
+        self, packer: Packer, example: Example, bucket: int, rng: np.random.Generator
+    ) -> Packed:
+        """Sources, question and answer, with part of the answer masked for training.
+
+        Candidates are the answer's tokens and the final [SEP]. Of these L, n = round(L * p)
+        are predicted, at least one (three for picture questions) and at most max_pred; 80 % of
+        them become [MASK], 10 % a random token, 10 % stay (Preprocess4webqa).
+
+        Returns:
+          The input arrays and masked_ids int32[P], masked_positions int32[P] and
+          masked_weights float32[P] (see `weights`), P = max_pred, padded with 0.
+        """
+        arrays, start, end = packer.lay_out(example, bucket, rng, close=True)
+        length = end - start
+        least = min(3, length) if _on_pictures(example) else 1
+        count = min(self.max_pred, max(least, round(length * self.mask_prob)))
+        positions = start + np.sort(rng.choice(length, count, replace=False))  # [count]
+        ids = arrays["input_ids"]
+        targets = ids[positions]
+        weights = self.weights(targets, example.keywords)
+        add_targets(arrays, positions, targets, weights, self.max_pred)
+        draw = rng.random(count)
+        random_ids = rng.integers(packer.tokenizer.vocab_size, size=count)
+        shown = np.where(draw < 0.9, random_ids, targets)
+        ids[positions] = np.where(draw < 0.8, packer.tokenizer.mask_id, shown)
+        return arrays
 
 
 class SourceTokens(NamedTuple):
@@ -235,7 +253,7 @@ class Packer:
         The baseline leaves the answer in the sequence but lets no row see it; here it is
         simply absent, so [CLS] is independent of it by construction.
         """
-        return self._lay_out(example._replace(answer=()), bucket, rng, close=False)[0]
+        return self.lay_out(example._replace(answer=()), bucket, rng, close=False)[0]
 
     def pack_for_decoding(
         self, example: Example, bucket: int, rng: np.random.Generator | None = None
@@ -245,60 +263,12 @@ class Packer:
         Padding has position 0; the first generated token has position
         `position_ids[length - 1] + 1` (decode_webqa.py).
         """
-        arrays, _, end = self._lay_out(example._replace(answer=()), bucket, rng, close=False)
+        arrays, _, end = self.lay_out(example._replace(answer=()), bucket, rng, close=False)
         arrays["position_ids"][end:] = 0
         arrays["length"] = np.int32(end)
         return arrays
 
-    def pack_for_answer(
-        self, example: Example, bucket: int, masking: MaskingConfig, rng: np.random.Generator
-    ) -> Packed:
-        """Sources, question and answer, with part of the answer masked for training.
-
-        Candidates are the answer's tokens and the final [SEP]. Of these L, n = round(L * p)
-        are predicted, at least one (three for picture questions) and at most max_pred; 80 % of
-        them become [MASK], 10 % a random token, 10 % stay (Preprocess4webqa).
-
-        Returns:
-          The input arrays and masked_ids int32[P], masked_positions int32[P] and
-          masked_weights float32[P] (1 for real entries, more for keywords),
-          P = max_pred, padded with 0.
-        """
-        if masking.probes:
-            return self._with_probes(example, bucket, masking, rng)
-        arrays, start, end = self._lay_out(example, bucket, rng, close=True)
-        length = end - start
-        least = min(3, length) if _on_pictures(example) else 1
-        count = min(masking.max_pred, max(least, round(length * masking.mask_prob)))
-        positions = start + np.sort(rng.choice(length, count, replace=False))  # [count]
-        ids = arrays["input_ids"]
-        _add_targets(arrays, positions, ids[positions], example.keywords, masking)
-        draw = rng.random(count)
-        random_ids = rng.integers(self.tokenizer.vocab_size, size=count)
-        shown = np.where(draw < 0.9, random_ids, ids[positions])
-        ids[positions] = np.where(draw < 0.8, self.tokenizer.mask_id, shown)
-        return arrays
-
-    def _with_probes(
-        self, example: Example, bucket: int, masking: MaskingConfig, rng: np.random.Generator
-    ) -> Packed:
-        """The whole answer, then a [MASK] per answer token at that token's position."""
-        longest = min(self.config.max_answer_tokens, masking.max_pred - 1)
-        example = example._replace(answer=cut(example.answer, longest, rng))
-        arrays, start, end = self._lay_out(
-            example, bucket, rng, close=True, reserve=len(example.answer) + 1
-        )
-        count = end - start
-        ids, probes = arrays["input_ids"], slice(end, end + count)
-        _add_targets(arrays, np.arange(end, end + count), ids[start:end], example.keywords, masking)
-        ids[probes] = self.tokenizer.mask_id
-        arrays["token_type_ids"][probes] = self.config.segments[1]
-        arrays["position_ids"][probes] = arrays["position_ids"][start:end]
-        arrays["probe_mask"] = np.zeros(len(ids), bool)
-        arrays["probe_mask"][probes] = True
-        return arrays
-
-    def _lay_out(
+    def lay_out(
         self,
         example: Example,
         bucket: int,
@@ -344,9 +314,7 @@ class Packer:
         column = 1 + slots
         for index, text in enumerate(texts):
             ids[column : column + len(text)] = text
-            if config.per_source:
-                types[column : column + len(text)] = source_type(index, first)
-            self._mark(types[column : column + len(text)], text, question, index)
+            self._type_source(types[column : column + len(text)], text, question, index)
             column += len(text)
         ids[column] = tokenizer.sep_id
         ids[context_end:answer_start] = question
@@ -383,22 +351,21 @@ class Packer:
     def _source_texts(
         self, sources: Sequence[SourceTokens], budget: int, rng: np.random.Generator | None
     ) -> list[Tokens]:
+        """The texts of the sources, cut to `budget` tokens together: as one text (VLP)."""
         texts = [source.tokens for source in sources]
-        if self.config.per_source:
-            shares = fair_shares([len(text) for text in texts], budget)
-            return [cut(text, share, rng) for text, share in zip(texts, shares, strict=True)]
         if sum(map(len, texts)) <= budget:
             return texts
         return [cut(np.concatenate([np.asarray(t, np.int32) for t in texts]), budget, rng)]
 
-    def _mark(
+    def _type_source(
         self, types: Int[np.ndarray, " N"], tokens: Tokens, question: Tokens, index: int
     ) -> None:
-        """Sets the type of the tokens of source `index` that also occur in the question."""
-        marks = self.config.match_types
-        if marks:
-            matched = np.isin(np.asarray(tokens), np.asarray(question))
-            types[matched] = marks[min(index, len(marks) - 1)]
+        """Sets the token types of the text, or of the region slots, of source `index`.
+
+        Args:
+          types: those of the context, changed in place; VLP's sources keep them.
+          tokens: what stands in the first columns of `types`; of slots their tags, if any.
+        """
 
     def _fill_regions(
         self,
@@ -427,13 +394,10 @@ class Packer:
             positions[start : start + count] = boxes[:count]
             attended = slots if config.attend_empty_slots and used < shape.pictures else count
             context[1 + start : 1 + start + attended] = config.picture_content
-            if config.per_source and count:
-                types[1 + start : 1 + start + slots] = source_type(index, config.segments[0])
-            if source.tags is not None:
-                ids[1 + start : 1 + start + count] = source.tags[:count]
-                self._mark(
-                    types[1 + start : 1 + start + count], source.tags[:count], question, index
-                )
+            tags = () if source.tags is None else source.tags[:count]
+            ids[1 + start : 1 + start + len(tags)] = tags
+            if count:
+                self._type_source(types[1 + start : 1 + start + slots], tags, question, index)
             used += 1
         return lost
 
@@ -443,24 +407,21 @@ def _on_pictures(example: Example) -> bool:
     return example.about_pictures or example.pictures > 0
 
 
-def _add_targets(
+def add_targets(
     arrays: Packed,
     positions: Int[np.ndarray, " n"],
     targets: Int[np.ndarray, " n"],
-    keywords: Tokens,
-    masking: MaskingConfig,
+    weights: Float[np.ndarray, " n"],
+    most: int,
 ) -> None:
-    """Adds the masked_* arrays: the tokens `targets` are to be predicted at `positions`."""
-    count, most = len(targets), masking.max_pred
-    is_keyword = np.isin(targets, np.asarray(keywords))
-    weights = 1.0 + is_keyword * masking.keyword_weight / max(is_keyword.sum(), 1)
+    """Adds the masked_* arrays [most]: the tokens `targets` are to be predicted at `positions`."""
     for name, values, dtype in (
         ("masked_ids", targets, np.int32),
         ("masked_positions", positions, np.int32),
         ("masked_weights", weights, np.float32),
     ):
         arrays[name] = np.zeros(most, dtype)
-        arrays[name][:count] = values
+        arrays[name][: len(targets)] = values
 
 
 def batch(examples: Sequence[Mapping[str, np.ndarray]]) -> Packed:
@@ -471,8 +432,3 @@ def batch(examples: Sequence[Mapping[str, np.ndarray]]) -> Packed:
 def clean(text: str) -> str:
     """A text as the baseline tokenizes it: no `"`, no blanks at the ends."""
     return text.replace('"', "").strip()
-
-
-def source_type(index: int, default: int) -> int:
-    """Token type of the source at `index` with `per_source`: 2, 3, then the context's type."""
-    return 2 + index if index < 2 else default

@@ -70,7 +70,7 @@ def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, An
       countries: how many countries; 0 = all.
       options: of `prepare`; a finished `out`/raw of an earlier attempt is used as it is.
     """
-    from mmqa_jax.data.datasets.atlas.build import build_atlas
+    from mmqa_jax.data.atlas.build import build_atlas
 
     raw = out / "raw"
     if not (raw / "summary.json").exists():

@@ -24,7 +24,6 @@ from mmqa_jax.data.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
-from mmqa_jax.data.patch_regions import Tags
 from mmqa_jax.data.schema import Source
 
 FEATURES = 2048  # values of a region, for both detectors
@@ -381,6 +380,20 @@ def feature_ids(
             )
         ids.append(number if id_map is None else id_map[number])
     return ids
+
+
+class Tags(NamedTuple):
+    """Words for what a picture shows, as the object tags of Oscar (Li et al. 2020).
+
+    Attributes:
+      regions: one tag per region.
+      picture: tags of the whole picture, the most visible first.
+      parts: tags of the picture's parts; read where only one picture is shown.
+    """
+
+    regions: tuple[str, ...]
+    picture: tuple[str, ...]
+    parts: tuple[str, ...] = ()
 
 
 class FeatureRegions:

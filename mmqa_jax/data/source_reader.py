@@ -13,13 +13,11 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Example, SourceTokens, clean
-from mmqa_jax.data.patch_regions import PatchRegions, Tags
+from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.regions import FeatureRegions
 from mmqa_jax.data.schema import Modality, Source
 from mmqa_jax.data.tokenizers import TokensOnDemand, TokenTable, WordPiece
-
-_TYPICAL_COLORS = 4  # that a picture shows
 
 
 class SourceReader:
@@ -31,8 +29,6 @@ class SourceReader:
       pictures: pixels by row; None where the model does not read pixels.
       regions: a picture's regions for VLP; None for other models.
       source_text: the text that the model reads of a source; default: its own (WebQA's baseline).
-      tags: from the positions of a picture's regions to its tags: the picture's tags then
-        follow its caption, and each region's tag is in its slot. None: no tags.
       on_demand: sources are tokenized when they are first read, for a reader of a few of them.
     """
 
@@ -43,17 +39,11 @@ class SourceReader:
         pictures: PictureStore | None = None,
         regions: PatchRegions | FeatureRegions | None = None,
         source_text: Callable[[Source], str] | None = None,
-        tags: Callable[[np.ndarray], Tags] | None = None,
         *,
         on_demand: bool = False,
     ):
         self.corpus, self.tokenizer = corpus, tokenizer
-        self.pictures, self.regions, self._tags = pictures, regions, tags
-        self._tag_tokens: dict[str, list[int]] = {}
-        self._parts_length = 0  # tokens of the tags of a picture's parts
-        if regions is not None and tags is not None:
-            parts = tags(np.zeros((regions.slots, regions.position_dim), np.float32)).parts
-            self._parts_length = sum(len(self._tag(tag)) for tag in parts)
+        self.pictures, self.regions = pictures, regions
         self._texts = [source_text(s) if source_text else s.text for s in corpus.sources]
         self.table = (TokensOnDemand if on_demand else TokenTable)(tokenizer, self._texts)
         self.is_image = np.array([s.modality == "image" for s in corpus.sources], bool)
@@ -63,16 +53,11 @@ class SourceReader:
     ) -> Int[np.ndarray, "*N"]:
         """Tokens of the sources `rows` together (-1: none), to choose a bucket by.
 
-        Tags depend on the pixels; a typical number of them is assumed. `own_pictures` is the
-        number of pictures that come with the question.
+        `own_pictures` is the number of pictures that come with the question; they have no text.
         """
         exists = rows >= 0
         lengths = self.table.lengths_of(np.where(exists, rows, 0))
-        text = np.where(exists, lengths, 0).sum(axis=-1)
-        if self._tags is None:
-            return text
-        pictures = (exists & self.is_image[rows]).sum(axis=-1) + own_pictures
-        return text + _TYPICAL_COLORS * pictures + self._parts_length * (pictures == 1)
+        return np.where(exists, lengths, 0).sum(axis=-1)
 
     def readable(
         self, rows: Sequence[int], max_pictures: int, modality: Modality | None = None
@@ -144,17 +129,5 @@ class SourceReader:
         return Example(sources, question, answer, keywords)
 
     def _read(self, source: RawSource, alone: bool) -> SourceTokens:
-        regions = self.regions(source) if self.regions else None
-        if regions is None or self._tags is None:
-            return SourceTokens(self.tokens(source), regions)
-        tags = self._tags(regions[1])
-        # The colors come last, so that their list ends where the text ends.
-        listed = (*(tags.parts if alone else ()), *tags.picture)
-        tokens = [token for tag in listed for token in self._tag(tag)]
-        in_slots = [self._tag(tag)[0] for tag in tags.regions]
-        return SourceTokens([*self.tokens(source), *tokens], regions, in_slots)
-
-    def _tag(self, tag: str) -> list[int]:
-        if tag not in self._tag_tokens:
-            self._tag_tokens[tag] = self.tokenizer.encode(tag)
-        return self._tag_tokens[tag]
+        """Tokens and regions of a source; `alone`: it is the only picture of its example."""
+        return SourceTokens(self.tokens(source), self.regions(source) if self.regions else None)

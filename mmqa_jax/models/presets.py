@@ -20,7 +20,8 @@ from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.patch_mcan import PatchMCANConfig
 from mmqa_jax.models.text_classifier import TextClassifierConfig
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig, vlp_clip, vlp_patches
+from mmqa_jax.models.vlp import VLPConfig
+from mmqa_jax.models.vlp_pixels import vlp_clip, vlp_patches
 
 TRUNKS: dict[str, Callable[..., bert.BertConfig]] = {
     "bert_base_cased": bert.bert_base_cased,
@@ -49,11 +50,7 @@ class VLPModel:
       clip, vision, vision_layer: of the frontend clip: a name of CLIPS, fields of VisionConfig that
         differ, and the layer whose features are taken (the last but one).
       patch: of the frontend patches: their side in pixels.
-      whole, where, colors, tags: of the frontend patches: further regions and position values (see
-        data.patch_regions); with `tags` slots hold tokens.
       visual_hidden: sizes of further linears between regions and trunk.
-      copy_head: whether answers may copy the context's tokens.
-      written_words: with a copy head: how many tokens are written, the first ones.
     """
 
     trunk: str
@@ -63,20 +60,14 @@ class VLPModel:
     vision: Mapping[str, Any] = changes_of(VisionConfig)
     vision_layer: int = -2
     patch: int | None = None
-    whole: bool = False
-    where: bool = False
-    colors: bool = False
-    tags: bool = False
     visual_hidden: tuple[int, ...] = ()
-    copy_head: bool = False
-    written_words: int | None = None
 
     def __post_init__(self):
         for frontend, key in (("patches", "patch"), ("clip", "clip")):
             if self.frontend == frontend and not getattr(self, key):
                 raise UserError(f"config key model.{key} is missing; add it.")
 
-    def config(self, vocab_size: int, region_positions: int = 6) -> ExtendedVLPConfig:
+    def config(self, vocab_size: int, region_positions: int = 6) -> VLPConfig:
         """The model's sizes.
 
         Args:
@@ -94,9 +85,6 @@ class VLPModel:
                 bert=trunk,
                 visual_hidden=self.visual_hidden,
                 region_positions=region_positions,
-                region_tags=self.tags,
-                copy_head=self.copy_head,
-                written_words=self.written_words,
             )
         if self.frontend == "clip":
             return vlp_clip(
@@ -106,7 +94,7 @@ class VLPModel:
                 visual_hidden=self.visual_hidden,
             )
         published = {"x101": vlp.vlp_base_x101, "vinvl": vlp.vlp_base_vinvl}[self.frontend]()
-        return ExtendedVLPConfig.of(dataclasses.replace(published, bert=trunk))
+        return dataclasses.replace(published, bert=trunk)
 
     def clip_vision(self) -> VisionConfig:
         """The vision tower of the frontend clip."""

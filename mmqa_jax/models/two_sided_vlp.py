@@ -30,10 +30,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.atlas_reader import AtlasVLP
 from mmqa_jax.models.bert import BertLayer
 from mmqa_jax.models.layers import prefix_attention, scan_layers, split_key
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +110,10 @@ class QuestionStates:
     ids: jax.Array  # [Q, T] int: token ids, -2 where there is none
 
 
-class TwoSidedVLP(ExtendedVLP):
+class TwoSidedVLP(AtlasVLP):
     """VLP's parameters under the attention that this file describes."""
 
-    def __init__(self, config: ExtendedVLPConfig, sides: TwoSides, *, rngs: nnx.Rngs):
+    def __init__(self, config: VLPConfig, sides: TwoSides, *, rngs: nnx.Rngs):
         sides.check(config)
         super().__init__(config, rngs=rngs)
         self.sides = sides
@@ -121,8 +121,7 @@ class TwoSidedVLP(ExtendedVLP):
     @classmethod
     def of(cls, model: VLP, sides: TwoSides) -> TwoSidedVLP:
         """A VLP with its parameters, arrays shared, under the two-sided attention."""
-        config = ExtendedVLPConfig.of(model.config)
-        built = nnx.eval_shape(lambda: cls(config, sides, rngs=nnx.Rngs()))
+        built = nnx.eval_shape(lambda: cls(model.config, sides, rngs=nnx.Rngs()))
         return nnx.merge(nnx.graphdef(built), nnx.state(model))
 
     def source_logits(
@@ -244,7 +243,7 @@ class TwoSidedVLP(ExtendedVLP):
         there = columns == readout[:, None]
         question = text | there
         source = context & ~question
-        first_token = 1 if self.config.region_tags else 1 + inputs.region_features.shape[1]
+        first_token = 1 if self.region_tags else 1 + inputs.region_features.shape[1]
         laid = inputs.replace(
             input_ids=jnp.where(there, ids[:, :1], ids),
             position_ids=jnp.where(question, columns - readout[:, None], inputs.position_ids),

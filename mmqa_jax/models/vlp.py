@@ -2,7 +2,10 @@
 
 Sequence (`reference.md` 2.2): [CLS], region slots 1..R, source text, [SEP], question, answer,
 [SEP]. Original: pytorch_pretrained_bert/modeling.py of WebQnA/WebQA_Baseline (BertForWebqa,
-BertForWebqaDecoder). Our additions are in vlp_extensions.py.
+BertForWebqaDecoder).
+
+What is ours overrides single methods: regions of pixels (vlp_pixels.py), the small reader of Atlas
+(atlas_reader.py), sources encoded once for all questions (two_sided_vlp.py).
 """
 
 from __future__ import annotations
@@ -44,6 +47,18 @@ class VLPConfig:
     content_stddev: float | None = None
     place_stddev: float | None = None
 
+    def build(self, *, rngs: nnx.Rngs) -> VLP:
+        """A freshly initialized model."""
+        return VLP(self, rngs=rngs)
+
+    def make_region_content(self, rngs: nnx.Rngs) -> RegionEncoder:
+        """What embeds the regions' content."""
+        sizes = (*self.visual_hidden, self.bert.hidden)
+        options = {"rngs": rngs, "stddev": self.content_stddev}
+        return RegionEncoder(
+            self.region_features, sizes, self.bert.dropout, self.bert.dtype, **options
+        )
+
 
 def _vlp_trunk(**changes) -> BertConfig:
     return dataclasses.replace(BertConfig(types=6, eps=1e-5), **changes)
@@ -70,29 +85,21 @@ class VLPInputs:
     answer_mask: jax.Array  # [B, L] bool: answer tokens and last [SEP], causal among themselves
     region_features: jax.Array  # [B, R, F]
     region_positions: jax.Array  # [B, R, P]
-    probe_mask: jax.Array | None = None  # [B, L] bool: [MASK]s that each predict one answer token
+
+    def attention_mask(self) -> jax.Array:
+        """Which columns every row sees, bool [B, 1, L, L]."""
+        return mixed_mask(self.context_mask, self.answer_mask)
 
 
-def mixed_mask(
-    context_mask: jax.Array,
-    answer_mask: jax.Array,
-    probe_mask: jax.Array | None = None,
-    position_ids: jax.Array | None = None,
-) -> jax.Array:
+def mixed_mask(context_mask: jax.Array, answer_mask: jax.Array) -> jax.Array:
     """VLP's sequence-to-sequence mask: [B, L] each -> bool [B, 1, L, L] (row, column).
 
     Every row sees the context; an answer row also sees itself and the answer before it. With no
-    answer it is the bidirectional mask of source selection. A probe sees itself and the answer
-    tokens whose position is before its own, as the [MASK] appended in decoding does; nothing
-    else sees it.
+    answer it is the bidirectional mask of source selection.
     """
     length = context_mask.shape[-1]
     causal = jnp.tril(jnp.ones((length, length), bool))
     seen = context_mask[:, None, :] | (answer_mask[:, :, None] & answer_mask[:, None, :] & causal)
-    if probe_mask is not None:
-        earlier = position_ids[:, None, :] < position_ids[:, :, None]
-        seen |= probe_mask[:, :, None] & answer_mask[:, None, :] & earlier
-        seen |= probe_mask[:, :, None] & jnp.eye(length, dtype=bool)
     return seen[:, None]
 
 
@@ -134,7 +141,7 @@ class VLP(nnx.Module):
         bert = config.bert
         self.config = config
         self.bert = Bert(bert, rngs=rngs)
-        self.region_content = self._make_region_content(rngs)
+        self.region_content = config.make_region_content(rngs)
         self.region_place = RegionEncoder(
             config.region_positions,
             (bert.hidden,),
@@ -145,12 +152,6 @@ class VLP(nnx.Module):
         )
         self.source_head = torch_linear(bert.hidden, 2, ("embed", None), rngs=rngs)
         self.mlm_head = MlmHead(bert, rngs=rngs)
-
-    def _make_region_content(self, rngs: nnx.Rngs) -> RegionEncoder:
-        config, bert = self.config, self.config.bert
-        sizes = (*config.visual_hidden, bert.hidden)
-        options = {"rngs": rngs, "stddev": config.content_stddev}
-        return RegionEncoder(config.region_features, sizes, bert.dropout, bert.dtype, **options)
 
     def _embed_content(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
         """The regions' content, [B, R, H]."""
@@ -175,7 +176,7 @@ class VLP(nnx.Module):
         """Hidden states of the last layer under the mixed mask, [B, L, H]."""
         embed_key, layers_key = split_key(dropout_key, 2)
         x = self._embed(inputs, embed_key)
-        return self.bert.encode(x, _mask_of(inputs), dropout_key=layers_key)
+        return self.bert.encode(x, inputs.attention_mask(), dropout_key=layers_key)
 
     def source_logits(
         self, inputs: VLPInputs, *, dropout_key: jax.Array | None = None
@@ -186,12 +187,32 @@ class VLP(nnx.Module):
         """
         embed_key, layers_key = split_key(dropout_key, 2)
         x = self._embed(inputs, embed_key)
-        first = self.bert.encode_first(x, _mask_of(inputs), dropout_key=layers_key)  # [B, H]
+        mask = inputs.attention_mask()
+        first = self.bert.encode_first(x, mask, dropout_key=layers_key)  # [B, H]
         return self.source_head(first).astype(jnp.float32)
 
     def mlm_logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states at the wanted positions [..., H] -> token logits [..., V], float32."""
         return self.mlm_head(hidden, self.bert.embeddings.word)
+
+    def answer_log_probs(
+        self,
+        inputs: VLPInputs,
+        positions: jax.Array,
+        ids: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities of the tokens `ids` at the columns `positions`, for training.
+
+        positions, ids: [B, P]. Returns [B, P] float32, and bool [B, P]: whether the model can say
+        such a token at all; VLP can say every one.
+        """
+        hidden = self.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
+        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
+        logits = self.mlm_logits(at_masks)
+        chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.ones(ids.shape, bool)
 
     def prefill(self, inputs: VLPInputs) -> Prefix:
         """Encodes source and question once; what is in answer positions is never seen."""
@@ -227,9 +248,3 @@ class VLP(nnx.Module):
         hidden, cache = append_mask(self.bert, prefix, cache, generated, step, **ids)
         log_probs = jax.nn.log_softmax(self.mlm_logits(hidden))  # [B, beams, V]
         return log_probs.reshape(len(generated), -1), cache
-
-
-def _mask_of(inputs: VLPInputs) -> jax.Array:
-    return mixed_mask(
-        inputs.context_mask, inputs.answer_mask, inputs.probe_mask, inputs.position_ids
-    )

@@ -24,8 +24,8 @@ from mmqa_jax.core.progress import announce, within
 from mmqa_jax.core.sections import Key, check_section
 from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
+from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets.atlas.build import LEAST_COUNTRIES
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
 from mmqa_jax.extensions import similarity

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.atlas_reader import AtlasMasking
 from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import MaskingConfig
 from mmqa_jax.data.schema import Modality, Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
@@ -26,9 +26,9 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.retrieval.encoder_costs import value_bytes
 from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
+from mmqa_jax.tasks.atlas_reader import AtlasServing, AtlasVLPTask, inputs_class, with_probes
 from mmqa_jax.tasks.objectives import AnswerObjective
 from mmqa_jax.tasks.opening import Options, read_run
-from mmqa_jax.tasks.pretrained import vlp_loader
 from mmqa_jax.tasks.task import (
     ANY_VOCABULARY,
     DataSection,
@@ -39,7 +39,7 @@ from mmqa_jax.tasks.task import (
     part_of,
     scored_questions,
 )
-from mmqa_jax.tasks.vlp import VLPServing, VLPTask, most_columns
+from mmqa_jax.tasks.vlp import most_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class AnswerBatches(BatchesSection, AnswerSampling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerServing(VLPServing):
+class AnswerServing(AtlasServing):
     """Beam search, see decoding.masked_lm.beam_search.
 
     Attributes:
@@ -90,7 +90,7 @@ class ValidateAnswers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer(VLPTask):
+class Answer(AtlasVLPTask):
     """The reader.
 
     Attributes:
@@ -102,7 +102,7 @@ class Answer(VLPTask):
     program: ClassVar[str] = "answer"
 
     data: AnswerData
-    masking: MaskingConfig
+    masking: AtlasMasking
     batches: AnswerBatches
     inference: AnswerServing
     questions_per_mean: int | None = at_least(1, None)
@@ -134,13 +134,10 @@ class Answer(VLPTask):
                 "be a multiple of it; change one of them."
             )
 
-    def _has_probes(self) -> bool:
-        return self.masking.probes
-
     def batch(self) -> dict[str, Any]:
         rows, most = self.batches.batch_size, self.masking.max_pred
         return {
-            "inputs": self.vlp_inputs(rows),
+            "inputs": with_probes(self.vlp_inputs(rows), self.masking),
             "masked_ids": ints(rows, most),
             "masked_positions": ints(rows, most),
             "masked_weights": floats(rows, most),
@@ -154,12 +151,12 @@ class Answer(VLPTask):
             self.data.chosen(questions, corpus),
             self.packer(tokenizer),
             self.masking,
-            self.feed(VLPInputs),
+            self.feed(inputs_class(self.masking)),
             self.batches,
             route_by_category=self.data.route_by_category,
         )
-        loader = vlp_loader(self, tokenizer)
-        return Recipe(self.objective(tokenizer.vocab_size), batches, loader, reader)
+        objective = self.objective(tokenizer.vocab_size)
+        return Recipe(objective, batches, self.loader(tokenizer), reader)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module

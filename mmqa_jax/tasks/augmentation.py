@@ -12,6 +12,9 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.examples import Augment
 
+# Modules of runs that were trained when they had another name.
+_FORMER = {"mmqa_jax.data.datasets.atlas.augment": "mmqa_jax.data.atlas.augment"}
+
 
 def augmentation_factory(section: Mapping[str, Any]) -> Callable[..., Augment]:
     """What `augment.factory` names, a class or function of this package.
@@ -21,6 +24,7 @@ def augmentation_factory(section: Mapping[str, Any]) -> Callable[..., Augment]:
     """
     named = section.get("factory", "")
     module, _, name = str(named).partition(":")
+    module = _FORMER.get(module, module)
     found = None
     if module.startswith("mmqa_jax."):
         try:

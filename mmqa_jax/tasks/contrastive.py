@@ -129,7 +129,7 @@ class Contrastive(DualEncoderTask):
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         pictures, text_of = self.pictures.open(corpus), self.data.text_of
-        reader = SourceReader(corpus, tokenizer, pictures, None, text_of, None)
+        reader = SourceReader(corpus, tokenizer, pictures, None, text_of)
         questions = self.data.chosen(questions, corpus)
         batches = contrastive_batches(reader, questions, self.feed(), self.batches)
         objective = self.objective(tokenizer.vocab_size, make_mesh(self.mesh))

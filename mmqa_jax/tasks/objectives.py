@@ -29,8 +29,7 @@ from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
 from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLP, VLPInputs
-from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConfig, said_before
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 
 VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
@@ -209,14 +208,14 @@ class RerankObjective:
       sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.
     """
 
-    config: ExtendedVLPConfig
+    config: VLPConfig
     sides: TwoSides | None = None
 
     def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialised VLP."""
         if self.sides is not None:
             return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
-        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
+        return self.config.build(rngs=nnx.Rngs(key))
 
     def loss(
         self, model: VLP, batch: dict, dropout_key: jax.Array
@@ -237,36 +236,33 @@ class AnswerObjective:
     """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
 
     Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
-    the number of masked tokens + 1e-5; where tokens have weights (MaskingConfig.keyword_weight),
+    the number of masked tokens + 1e-5; where tokens have weights (MaskingConfig.weights),
     by their sum. Then the mean over the micro-batches of an update.
 
     Attributes:
       questions_per_mean: questions of such a micro-batch, a divisor of the batch; None: the batch.
     """
 
-    config: ExtendedVLPConfig
+    config: VLPConfig
     questions_per_mean: int | None = None
 
     def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialised VLP."""
-        return ExtendedVLP(self.config, rngs=nnx.Rngs(key))
+        return self.config.build(rngs=nnx.Rngs(key))
 
     def loss(
-        self, model: ExtendedVLP, batch: dict, dropout_key: jax.Array
+        self, model: VLP, batch: dict, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean loss per masked token, and the share of them with a probability above one half.
 
         Both weighted by the tokens' weights, the loss within `questions_per_mean` questions.
         """
-        inputs = batch["inputs"]
-        hidden = model.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
-        positions = batch["masked_positions"]  # [B, P]
-        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
-        context = Context(hidden, inputs.input_ids, inputs.context_mask)
-        said = said_before(inputs, positions)  # [B, P, L]
-        log_probs = model.log_probs_of(at_masks, context, said, batch["masked_ids"])  # [B, P]
+        positions, ids = batch["masked_positions"], batch["masked_ids"]  # [B, P]
+        log_probs, sayable = model.answer_log_probs(
+            batch["inputs"], positions, ids, dropout_key=dropout_key
+        )  # [B, P]
         # A model that only copies names cannot produce a name that is in no source.
-        weights = batch["masked_weights"] * model.sayable(context, batch["masked_ids"])
+        weights = batch["masked_weights"] * sayable
         rows, masks = weights.shape
 
         def sums(x: jax.Array) -> jax.Array:  # [B, P] -> [groups of questions]

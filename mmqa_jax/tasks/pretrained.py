@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,8 +93,19 @@ def classifier_loader(task: Any, tokenizer: WordPiece) -> Loader | None:
     return load
 
 
-def vlp_loader(task: Any, tokenizer: WordPiece) -> Loader | None:
-    """Loads VLP's own weights or a BERT, and a converted CLIP's vision tower as frontend."""
+def vlp_loader(
+    task: Any,
+    tokenizer: WordPiece,
+    *,
+    fresh: Sequence[str] = (),
+    after_bert: Loader | None = None,
+) -> Loader | None:
+    """Loads VLP's own weights or a BERT, and a converted CLIP's vision tower as frontend.
+
+    Args:
+      fresh: patterns of parameters beyond VLP's, which no BERT has.
+      after_bert: called with the model once it has a BERT's weights.
+    """
     by_clip = task.model.frontend == "clip"
     if task.init == "scratch" and not by_clip:
         return None
@@ -109,8 +120,10 @@ def vlp_loader(task: Any, tokenizer: WordPiece) -> Loader | None:
                 bert_folder(task),
                 num_layers=layers,
                 rows=rows,
-                new_types=task.new_types,
+                fresh=fresh,
             )
+            if after_bert is not None:
+                after_bert(vlp)
         if by_clip:
             clip = load_converted(task.features.root, param_dtype="float32")
             nnx.update(vlp.region_content.tower, nnx.state(clip.vision))

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.atlas_reader import AtlasPackingConfig
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import PackingConfig
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.evaluation.source_selection import (
@@ -28,14 +28,13 @@ from mmqa_jax.evaluation.source_selection import (
 )
 from mmqa_jax.inference.cached_reranker import CachedReranker
 from mmqa_jax.inference.reranker import Reranker, make_relevance
-from mmqa_jax.models.presets import VLPModel
+from mmqa_jax.models.atlas_reader import AtlasVLPModel
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.retrieval.rankings import restricted_candidates
+from mmqa_jax.tasks.atlas_reader import AtlasVLPTask
 from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.opening import Options, read_run
-from mmqa_jax.tasks.pretrained import vlp_loader
 from mmqa_jax.tasks.task import (
     InUse,
     Recipe,
@@ -44,13 +43,12 @@ from mmqa_jax.tasks.task import (
     part_of,
     scored_questions,
 )
-from mmqa_jax.tasks.vlp import VLPTask
 
 _PAPERS_THRESHOLD = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectorModel(VLPModel):
+class SelectorModel(AtlasVLPModel):
     """VLP, or a model that reads question and source apart (ours).
 
     Attributes:
@@ -87,7 +85,7 @@ class ValidateSelection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rerank(VLPTask):
+class Rerank(AtlasVLPTask):
     """P(relevant) of one source at a time (WebQA equation 3)."""
 
     name: ClassVar[str] = "rerank"
@@ -99,7 +97,7 @@ class Rerank(VLPTask):
     batches: RerankBatches
     validate: ValidateSelection | None = None
 
-    def sides(self, config: ExtendedVLPConfig) -> TwoSides | None:
+    def sides(self, config: VLPConfig) -> TwoSides | None:
         """How the model encodes question and source separately; None if it does not."""
         model = self.model
         return two_sides(model.joint_layers, model.match_type, self.packing_config(), config)
@@ -130,8 +128,8 @@ class Rerank(VLPTask):
             self.feed(VLPInputs),
             self.batches,
         )
-        loader = vlp_loader(self, tokenizer)
-        return Recipe(self.objective(tokenizer.vocab_size), batches, loader, reader)
+        objective = self.objective(tokenizer.vocab_size)
+        return Recipe(objective, batches, self.loader(tokenizer), reader)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
@@ -189,8 +187,8 @@ class SelectionEvaluation:
 def two_sides(
     joint_layers: int | None,
     match_type: int | None,
-    packing: PackingConfig,
-    config: ExtendedVLPConfig,
+    packing: AtlasPackingConfig,
+    config: VLPConfig,
 ) -> TwoSides | None:
     """How a model encodes question and source separately; None if it does not.
 
@@ -227,7 +225,7 @@ def two_sides(
 
 def load_selector(
     folder: str | Path, options: Options | None = None, *, one_shape: bool = False
-) -> tuple[Rerank, WordPiece, ExtendedVLP]:
+) -> tuple[Rerank, WordPiece, VLP]:
     """The task, tokenizer and model of a rerank run; the arguments are those of `load_reranker`."""
     task, tokenizer = read_run(folder, (Rerank,), options)
     task = task.in_one_shape() if one_shape else task

@@ -1,11 +1,14 @@
-"""What the tasks on VLP have in common: source selection (rerank) and answers (answer)."""
+"""What the tasks on VLP have in common: source selection (rerank) and answers (answer).
+
+The published system; what the small reader of Atlas adds to it is in tasks/atlas_reader.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flax import nnx
 
@@ -29,10 +32,9 @@ from mmqa_jax.data.regions import (
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.presets import VLPModel
-from mmqa_jax.models.vlp import VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.retrieval.encoder_costs import tower_bytes
-from mmqa_jax.tasks.pretrained import check_clip_frontend
+from mmqa_jax.tasks.pretrained import Loader, check_clip_frontend, vlp_loader
 from mmqa_jax.tasks.task import (
     ANY_VOCABULARY,
     DataSection,
@@ -48,7 +50,7 @@ from mmqa_jax.tasks.task import (
 READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
 _NEEDS = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> key of `features`
 # Keys of PackingConfig that follow from other sections.
-_OF_REGIONS = ("slots_per_picture", "region_dim", "position_dim")
+OF_REGIONS = ("slots_per_picture", "region_dim", "position_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class VLPServing(ServingSection):
     """
 
     always_truncate_tail: bool = True
-    packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *_OF_REGIONS, partial=True))
+    packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *OF_REGIONS, partial=True))
 
 
 class RegionSizes(NamedTuple):
@@ -101,17 +103,18 @@ class VLPTask(Task):
       packing: of PackingConfig, what does not follow from the regions.
       features: of a frontend with features; None where it reads pixels.
       augment: `factory` and its arguments (tasks.augmentation).
-      new_types: token types that BERT weights lack: what they start from (init_vlp_from_bert).
     """
+
+    packing_class: ClassVar[type[PackingConfig]] = PackingConfig
+    packer_class: ClassVar[type[Packer]] = Packer
 
     data: DataSection
     model: VLPModel
     pictures: PicturesSection
-    packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *_OF_REGIONS), required=True)
+    packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *OF_REGIONS), required=True)
     inference: VLPServing
     features: FeaturesSection | None = None
     augment: Mapping[str, Any] = mapping(dict)
-    new_types: tuple[int, ...] = ()
 
     # --- Regions and sequences ---------------------------------------------------------------
 
@@ -121,13 +124,13 @@ class VLPTask(Task):
         if reader is not None:
             assert self.features is not None
             return RegionSizes(self.features.slots, FEATURES, BOX + reader.classes)
-        regions = self._patch_regions()
+        regions = self._pixel_regions()
         return RegionSizes(regions.slots, regions.dim, regions.position_dim)
 
     def regions(self, corpus: Corpus) -> PatchRegions | FeatureRegions:
         """A picture's regions as the model takes them."""
         if self.model.frontend not in READERS:
-            return self._patch_regions()
+            return self._pixel_regions()
         section = self.features
         assert section is not None
         reader = (
@@ -145,13 +148,15 @@ class VLPTask(Task):
         )
         return FeatureRegions(reader, ids, slots=section.slots, names=names, missing=missing)
 
-    def _patch_regions(self) -> PatchRegions:
-        model, size = self.model, self.pictures.size
-        if model.frontend == "clip":  # the model computes the features itself
-            return PatchRegions(size, model.clip_vision().patch_size)
-        return PatchRegions(
-            size, model.patch, whole=model.whole, colors=model.colors, where=model.where
-        )
+    def _pixel_regions(self) -> PatchRegions:
+        """Of a frontend that reads pixels; of CLIP's the model computes the features itself."""
+        model = self.model
+        side = model.clip_vision().patch_size if model.frontend == "clip" else model.patch
+        return PatchRegions(self.pictures.size, side)
+
+    def _reader_class(self, regions: PatchRegions | FeatureRegions) -> Callable[..., SourceReader]:
+        """What makes the reader of the sources."""
+        return SourceReader
 
     def packing_config(self, *, inference: bool = False) -> PackingConfig:
         """Shapes of the sequences for the task's pictures and token limits.
@@ -160,7 +165,7 @@ class VLPTask(Task):
         """
         regions = self.region_sizes()
         changes = self.inference.packing if inference else {}
-        return PackingConfig(
+        return self.packing_class(
             slots_per_picture=regions.slots,
             region_dim=regions.dim,
             position_dim=regions.position_dim,
@@ -169,7 +174,7 @@ class VLPTask(Task):
 
     def packer(self, tokenizer: WordPiece, *, inference: bool = False) -> Packer:
         """The packer of sequences; see `packing_config`."""
-        return Packer(tokenizer, self.packing_config(inference=inference))
+        return self.packer_class(tokenizer, self.packing_config(inference=inference))
 
     def source_reader(
         self, corpus: Corpus, tokenizer: WordPiece, *, on_demand: bool = False
@@ -181,12 +186,15 @@ class VLPTask(Task):
         has_features = self.model.frontend in READERS  # needs no pixels
         pictures = None if has_features else self.pictures.open(corpus)
         regions = self.regions(corpus)
-        tags = regions.tags if self.model.tags else None
-        return SourceReader(
-            corpus, tokenizer, pictures, regions, self.data.text_of, tags, on_demand=on_demand
+        return self._reader_class(regions)(
+            corpus, tokenizer, pictures, regions, self.data.text_of, on_demand=on_demand
         )
 
-    def vlp_config(self, vocab_size: int) -> ExtendedVLPConfig:
+    def loader(self, tokenizer: WordPiece) -> Loader | None:
+        """Puts the weights that the run starts from into its model."""
+        return vlp_loader(self, tokenizer)
+
+    def vlp_config(self, vocab_size: int) -> VLPConfig:
         """The model, with the position size of its regions and a tokenizer's words."""
         return self.model.config(vocab_size, self.region_sizes().position_dim)
 
@@ -204,38 +212,28 @@ class VLPTask(Task):
             answer_mask=bools(rows, columns),
             region_features=floats(rows, slots, packing.region_dim),
             region_positions=floats(rows, slots, packing.position_dim),
-            probe_mask=bools(rows, columns) if self._has_probes() and not inference else None,
         )
-
-    def _has_probes(self) -> bool:
-        return False
 
     # --- Checks ------------------------------------------------------------------------------
 
     def _check(self, files: bool) -> None:
         model = self.model
-        if model.written_words and not self.tokenizer.startswith(("minilm:corpus", "corpus:")):
-            raise UserError(
-                f"config key model.written_words={model.written_words}: writes the first words of "
-                f"the vocabulary, but tokenizer {self.tokenizer} does not put common ones first; "
-                "set tokenizer to minilm:corpus or leave model.written_words out."
-            )
-        vlp = self.model.config(ANY_VOCABULARY)
+        vlp = model.config(ANY_VOCABULARY)
         self._check_features()
-        if vlp.vision is not None:
-            if self.pictures.size != vlp.vision.image_size:
+        if model.frontend == "clip":
+            side = model.clip_vision().image_size
+            if self.pictures.size != side:
                 raise UserError(
                     f"config key pictures.size={self.pictures.size}: model.clip={model.clip} takes "
-                    f"{vlp.vision.image_size}; set pictures.size to it, or model.clip to another "
-                    "CLIP."
+                    f"{side}; set pictures.size to it, or model.clip to another CLIP."
                 )
             if files:
                 check_clip_frontend(self)
-        given = self.region_sizes().dim
-        if given != vlp.region_features:
+        values = self.region_sizes().dim
+        if values != vlp.region_features:
             raise UserError(
                 f"config key model.frontend={model.frontend}: takes regions of "
-                f"{vlp.region_features} values, patches of side {model.patch} have {given}; use "
+                f"{vlp.region_features} values, patches of side {model.patch} have {values}; use "
                 "the frontend patches."
             )
         for packing in (self.packing_config(), self.packing_config(inference=True)):
@@ -244,10 +242,7 @@ class VLPTask(Task):
                     f"config key packing.buckets: the longest sequence has {packing.positions} "
                     f"positions, the model {vlp.bert.positions}; use shorter buckets."
                 )
-        packing = self.packing_config()
-        _check_types("packing.segments", packing.segments, vlp.bert.types)
-        _check_types("packing.match_types", packing.match_types, vlp.bert.types)
-        _check_types("new_types", self.new_types, vlp.bert.types)
+        check_types("packing.segments", self.packing_config().segments, vlp.bert.types)
 
     def _check_features(self) -> None:
         frontend = self.model.frontend
@@ -281,21 +276,20 @@ class VLPTask(Task):
         pictures = max(Bucket(*one).pictures for one in packing.buckets)
         regions = pictures * packing.slots_per_picture * (packing.region_dim + packing.position_dim)
         tower = 0.0
-        if model.vision is not None:
-            tower = pictures * tower_bytes(model.vision, packing.slots_per_picture + 1)
+        if self.model.frontend == "clip":
+            vision = self.model.clip_vision()
+            tower = pictures * tower_bytes(vision, packing.slots_per_picture + 1)
         return max(tower_bytes(model.bert, most_columns(packing)), tower) + 2 * 4.0 * regions
 
-    def planned_model(self) -> ExtendedVLP:
+    def planned_model(self) -> VLP:
         """The model with `vocabulary_size`."""
-        return ExtendedVLP(self.vlp_config(self.vocabulary_size()), rngs=nnx.Rngs(0))
+        return self.vlp_config(self.vocabulary_size()).build(rngs=nnx.Rngs(0))
 
-    def open_vlp(
-        self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False
-    ) -> ExtendedVLP:
+    def open_vlp(self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False) -> VLP:
         """The trained model of the run in a folder; `one_shape`: see `in_one_shape`."""
         config = self.vlp_config(tokenizer.vocab_size)
         mesh = None if one_shape else self.serving_mesh()
-        return self.load(folder, lambda: ExtendedVLP(config, rngs=nnx.Rngs()), mesh)
+        return self.load(folder, lambda: config.build(rngs=nnx.Rngs()), mesh)
 
     def in_one_shape(self) -> VLPTask:
         """The task with each function traced and compiled once, quickly.
@@ -326,7 +320,8 @@ def most_columns(packing: PackingConfig) -> int:
     return bucket.pictures * packing.slots_per_picture + bucket.text
 
 
-def _check_types(key: str, numbers: Iterable[int], count: int) -> None:
+def check_types(key: str, numbers: Iterable[int], count: int) -> None:
+    """Raises UserError if one of the numbers is no token type of a model that has `count`."""
     wrong = [number for number in numbers if not 0 <= number < count]
     if wrong:
         raise UserError(

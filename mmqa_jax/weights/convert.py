@@ -148,7 +148,7 @@ def _convert_published(
     dtype = dtype or _own_dtype(specs)
 
     def build() -> nnx.Module:
-        return entry.model_class(config, rngs=nnx.Rngs(0))
+        return entry.build(config, rngs=nnx.Rngs(0))
 
     _, state = abstract_model(build, param_dtype=dtype)
     key_map = checkpoint.key_map(config)

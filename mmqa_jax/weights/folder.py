@@ -26,7 +26,7 @@ from mmqa_jax.core.files import atomic_write, read_json
 from mmqa_jax.core.paths import absolute, as_path, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
-from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.config_json import config_to_json
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
@@ -128,7 +128,7 @@ def read_record(folder: str | os.PathLike) -> Description:
             "`mmqa convert` or of a training run, or convert the model again."
         )
     entry = architecture(str(record.get("model")), f"{file}: model", trained=True)
-    config = config_from_json(entry.config_class, record.get("config"), f"{file}, key config")
+    config = entry.read_config(record.get("config"), f"{file}, key config")
     dtype = record.get("dtype")
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"{file}: dtype is {dtype!r}: convert the model again.")
@@ -157,9 +157,8 @@ def load_converted(
     """
     found = read_record(folder)
     config = found.config if config is None else config
-    model = found.architecture.model_class
     graphdef, state = abstract_model(
-        lambda: model(config, rngs=nnx.Rngs()), mesh, param_dtype or found.dtype
+        lambda: found.architecture.build(config, rngs=nnx.Rngs()), mesh, param_dtype or found.dtype
     )
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in flatten_named(state).values())
     with Progress(f"Loading {Path(folder).name}", total // MIB, "MiB") as progress:

@@ -123,8 +123,11 @@ def own_config(name: str, config: Any) -> dict[str, Any]:
     return {OWN_CONFIG: {"model": name, "config": config_to_json(config)}}
 
 
-def read_own_config(kind: type, path: Path) -> Any:
-    """The config that an export wrote beside tensors of research code; None if there is none."""
+def read_own_config(read: type | Callable[[Any, str], Any], path: Path) -> Any:
+    """The config that an export wrote beside tensors of research code; None if there is none.
+
+    `read` is its dataclass, or a function in place of `config_from_json`.
+    """
     file = config_file(path)
     if not file.exists():
         return None
@@ -132,7 +135,9 @@ def read_own_config(kind: type, path: Path) -> Any:
     own = content.get(OWN_CONFIG) if isinstance(content, dict) else None
     if own is None:
         return None
-    return config_from_json(kind, own.get("config"), f"{file}, key {OWN_CONFIG}.config")
+    if isinstance(read, type):
+        read = functools.partial(config_from_json, read)
+    return read(own.get("config"), f"{file}, key {OWN_CONFIG}.config")
 
 
 def shapes_of(source: TensorSource, rename: Iterable[tuple[str, str]] = ()) -> Shapes:

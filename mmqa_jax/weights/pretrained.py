@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -33,7 +32,6 @@ from mmqa_jax.weights.sources import open_source
 
 # Parameters that pretrained BERT weights do not have.
 _VISUAL = (r"^region_content/", r"^region_place/")
-_COPY_HEAD = r"^copy_head/"
 
 
 def fill_bert(
@@ -69,11 +67,11 @@ def init_vlp_from_bert(
     *,
     num_layers: int | None = None,
     rows: np.ndarray | None = None,
-    new_types: Sequence[int] = (),
+    fresh: Sequence[str] = (),
 ) -> None:
     """Fills a VLP's trunk from BERT or MiniLM weights, in place.
 
-    Region embeddings, source head and copy head stay as they are. Where the checkpoint has no
+    Region embeddings and source head stay as they are. Where the checkpoint has no
     masked-LM head (MiniLM), its transform starts as the identity, so that hidden states meet
     the tied embedding table as they are. Two token types fill VLP's six (rows 2, 3, 4 <- 0,
     row 5 <- 1).
@@ -81,20 +79,13 @@ def init_vlp_from_bert(
     Args:
       model: VLP whose trunk has the checkpoint's widths.
       folder, num_layers, rows: as for `fill_bert`.
-      new_types: token types that mean something the checkpoint has no type for (ours). To each
-        a random vector of length 1, that of a token, is added: a copy of another type, like
-        those VLP starts from, is distinguished only after hundreds of steps.
+      fresh: patterns of further parameters that stay as they are.
 
     Raises:
-      UserError: no such token types, or the trunk's constants or sizes are not the checkpoint's.
+      UserError: the trunk's constants or sizes are not the checkpoint's.
     """
     published = read_bert_config(Path(folder))
     trunk = model.config.bert
-    if not all(0 <= number < trunk.types for number in new_types):
-        raise UserError(
-            f"config key new_types={tuple(new_types)}: token types 0 to {trunk.types - 1} were "
-            "expected; change the config."
-        )
     source = open_source(folder)
     has_head = any(key.startswith("cls.predictions.transform.") for key in source.specs())
     key_map = KeyMap(
@@ -102,7 +93,7 @@ def init_vlp_from_bert(
         # The encoder's keys may lack `bert.`; give it to all.
         rename=[(r"^(embeddings|encoder|pooler)\.", r"bert.\1."), *OLD_NAMES],
         ignore=[BUFFERS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."],
-        fresh=(*_VISUAL, SOURCE_HEAD, _COPY_HEAD) + (() if has_head else (r"^mlm_head/",)),
+        fresh=(*_VISUAL, SOURCE_HEAD, *fresh) + (() if has_head else (r"^mlm_head/",)),
         tied=mlm_tied("bert."),
     )
     key_map = fit_types(key_map, published.types, trunk.types)
@@ -110,10 +101,6 @@ def init_vlp_from_bert(
     constants = ("heads", "activation")
     key_map = _fit_trunk(key_map, trunk, published, folder, num_layers, rows, constants)
     load_model(model, key_map, source)
-    table = model.bert.embeddings.token_type.table
-    for number in new_types:
-        vector = jax.random.normal(jax.random.key(number), (trunk.hidden,), table.dtype)
-        table[...] = table[...].at[number].add(vector / jnp.linalg.norm(vector))
     if not has_head:
         kernel = model.mlm_head.dense.kernel
         kernel[...] = jnp.eye(trunk.hidden, dtype=kernel.dtype)

@@ -57,10 +57,10 @@ def load_published(
     convert = f"open what `mmqa convert --model={model} --source={path} --out=DIR {{flags}}` makes"
     require_given(checkpoint, changes, convert)
     config = replace_fields(checkpoint.config, **changes)
-    model_class = entry.model_class
+    build = entry.build
     if layers_apart:
-        model_class, checkpoint = unstacked_llama, with_layers_apart(checkpoint)
-    return load_checkpoint(model_class, checkpoint, config, mesh, param_dtype)
+        build, checkpoint = unstacked_llama, with_layers_apart(checkpoint)
+    return load_checkpoint(build, checkpoint, config, mesh, param_dtype)
 
 
 def load_checkpoint(

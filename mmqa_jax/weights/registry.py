@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.weights.config_json import config_from_json
 
 if TYPE_CHECKING:
     from mmqa_jax.weights.layouts import Checkpoint, Published
@@ -31,6 +32,8 @@ class Architecture:
       layouts: what `open` reads, for help; without any, only training makes this model.
       exports: what `publish` writes, for help.
       weights: module of `mmqa_jax.weights.models` that reads and writes it; `name` by default.
+      has_variants: configs of a folder are read by `read_NAME`, and their `build` makes the module,
+        which may be a subclass of `model`.
       takes_clip: `open` has an argument `clip`: a CLIP folder, for a checkpoint that has no vision
         tower of its own.
     """
@@ -42,17 +45,24 @@ class Architecture:
     layouts: tuple[str, ...] = ()
     exports: str = ""
     weights: str = ""
+    has_variants: bool = False
     takes_clip: bool = False
 
-    @property
-    def model_class(self) -> type:
-        """The nnx.Module."""
-        return _load(f"mmqa_jax.models.{self.model}")
+    def build(self, config: Any, *, rngs: Any) -> Any:
+        """A freshly initialized nnx.Module of a config."""
+        if self.has_variants:
+            return config.build(rngs=rngs)
+        return _load(f"mmqa_jax.models.{self.model}")(config, rngs=rngs)
 
-    @property
-    def config_class(self) -> type:
-        """The dataclass of its config."""
-        return _load(f"mmqa_jax.models.{self.config}")
+    def read_config(self, value: Any, where: str) -> Any:
+        """The config in a weights folder; the arguments are those of `config_from_json`.
+
+        Raises:
+          UserError: as `config_from_json`.
+        """
+        if self.has_variants:
+            return self._weights("read")(value, where)
+        return config_from_json(_load(f"mmqa_jax.models.{self.config}"), value, where)
 
     def open(self, path: Path, clip: Path | None = None) -> Checkpoint:
         """Opens a checkpoint of any published layout; reads headers only."""
@@ -117,8 +127,9 @@ ARCHITECTURES = (
     Architecture(
         name="vlp",
         title="VLP and WebQA_Baseline",
-        model="vlp_extensions.ExtendedVLP",
-        config="vlp_extensions.ExtendedVLPConfig",
+        model="vlp.VLP",
+        config="vlp.VLPConfig",
+        has_variants=True,
         layouts=(_RESEARCH,),
         exports=_OWN_KEYS,
     ),

@@ -36,7 +36,6 @@ from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b, smollm2_135m
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig, mcan_large, mcan_small
 from mmqa_jax.models.vlp import VLPConfig, VLPInputs, mixed_mask, vlp_base_x101
-from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
 from mmqa_jax.weights.models.bart import publish_bart
 from mmqa_jax.weights.models.bert import publish_bert
 from mmqa_jax.weights.models.clip import publish_clip
@@ -228,11 +227,11 @@ def _bert(suite: Suite) -> Iterator[Case]:
 def _vlp(suite: Suite) -> Iterator[Case]:
     from mmqa_jax.tasks.objectives import AnswerObjective
 
-    config, trunk = ExtendedVLPConfig.of(suite.vlp), suite.vlp.bert
+    config, trunk = suite.vlp, suite.vlp.bert
 
     def build(**changes):
         changed = dataclasses.replace(config, bert=dataclasses.replace(trunk, **changes))
-        return ExtendedVLP(changed, rngs=nnx.Rngs(0))
+        return changed.build(rngs=nnx.Rngs(0))
 
     ours = in_types(build)
     theirs = torch_reference.torch_vlp(ours("float32"))

@@ -101,9 +101,7 @@ def _cases(load: Load, wanted: tuple[str, ...], rounds: int, peak: Peak) -> Iter
     """Plain VLP, which all ratios are against, and the rows `wanted`."""
     from flax import nnx
 
-    from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
-
-    model = ExtendedVLP(ExtendedVLPConfig.of(load.config), rngs=nnx.Rngs(0))
+    model = load.config.build(rngs=nnx.Rngs(0))
     plain = None
     for name in load.rows:
         if name != "plain" and name not in wanted:

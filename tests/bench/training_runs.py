@@ -22,7 +22,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+    from mmqa_jax.models.vlp import VLPConfig
     from mmqa_jax.tasks.objectives import RerankObjective
 
 _SEED = 0
@@ -76,13 +76,11 @@ class InMemory:
         return (times[-1] - times[0]) / (len(times) - 1)
 
 
-def vlp(sizes: Sizes) -> ExtendedVLPConfig:
+def vlp(sizes: Sizes) -> VLPConfig:
     """The model: text alone, no dropout."""
     from mmqa_jax.models.vlp import vlp_base_x101
-    from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 
-    config = vlp_base_x101(dropout=0.0, attention_dropout=0.0, **sizes.trunk)
-    return ExtendedVLPConfig.of(config)
+    return vlp_base_x101(dropout=0.0, attention_dropout=0.0, **sizes.trunk)
 
 
 def make_batches(sizes: Sizes, mesh: Mesh) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import init_sharded, make_mesh
+from mmqa_jax.models.atlas_reader import add_types
 from mmqa_jax.models.bert import Bert, minilm_l6
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig, mean_pool
 from mmqa_jax.models.vlp import VLP
-from mmqa_jax.models.vlp_extensions import vlp_patches
+from mmqa_jax.models.vlp_pixels import vlp_patches
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert
 from mmqa_jax.weights.published import load_published
@@ -183,9 +184,10 @@ def test_vlp_starts_from_minilm(ours):
     with pytest.raises(UserError, match="give num_layers=3"):
         init_vlp_from_bert(model, minilm_path())
     with pytest.raises(UserError, match=r"new_types=\(6,\): token types 0 to 5 were expected"):
-        init_vlp_from_bert(model, minilm_path(), num_layers=3, new_types=(6,))
+        add_types(model, (6,))
     # Types of our own start a word's length away from the row they are copied from.
-    init_vlp_from_bert(model, minilm_path(), num_layers=3, new_types=(1, 3))
+    init_vlp_from_bert(model, minilm_path(), num_layers=3)
+    add_types(model, (1, 3))
     moved = np.asarray(model.bert.embeddings.token_type.table[...]) - types[[0, 1, 0, 0, 0, 1]]
     np.testing.assert_allclose(np.linalg.norm(moved, axis=1), [0, 1, 0, 1, 0, 0], atol=1e-5)
     assert abs(moved[1] @ moved[3]) < 0.3

@@ -34,7 +34,7 @@ from mmqa_jax.models.vlp import (
     vlp_base_vinvl,
     vlp_base_x101,
 )
-from mmqa_jax.models.vlp_extensions import vlp_patches
+from mmqa_jax.models.vlp_pixels import vlp_patches
 from mmqa_jax.weights.models.vlp import publish_vlp
 from mmqa_jax.weights.published import write_published
 

@@ -19,7 +19,6 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models import bert, layers, vlp
 from mmqa_jax.models.layers import dropout
 from mmqa_jax.models.vlp import VLP, VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 from mmqa_jax.tasks.objectives import AnswerObjective, RerankObjective
 from mmqa_jax.training.objective import Objective
 from mmqa_jax.weights.keymap import export
@@ -74,7 +73,7 @@ def test_selection_loss_is_the_originals_however_its_pairs_are_mixed(x101):
     # 1 in the mean over all pairs.
     weights = 4 * valid / valid.sum(1, keepdims=True)
     order = np.random.default_rng(3).permutation(12)
-    task = RerankObjective(ExtendedVLPConfig.of(x101.config))
+    task = RerankObjective(x101.config)
     batches = [
         {
             "inputs": VLPInputs(**{name: array[rows] for name, array in x.items()}),
@@ -119,7 +118,7 @@ def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
     wanted = torch.stack(micro).mean()
     wanted.backward()
 
-    task = AnswerObjective(ExtendedVLPConfig.of(x101.config), together)
+    task = AnswerObjective(x101.config, together)
     data = {
         "inputs": VLPInputs(**x),
         "masked_positions": positions,
@@ -253,7 +252,7 @@ def test_new_linears_start_as_torchs_and_the_trunk_as_berts(frontend):
     config = dataclasses.replace(CONFIGS[frontend], bert=trunk, **wide)
     if config.visual_hidden:
         config = dataclasses.replace(config, visual_hidden=(120,))
-    task = RerankObjective(ExtendedVLPConfig.of(config))
+    task = RerankObjective(config)
     started = flatten_named(nnx.state(task.init(jax.random.key(0))))
     bounds = torch_bounds(config, started)
     assert len(bounds) == (8 if frontend == "x101" else 6)

@@ -22,8 +22,7 @@ from mmqa_jax.models.mcan import MCANConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
-from mmqa_jax.models.vlp import VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from mmqa_jax.models.vlp import VLPConfig, VLPInputs
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
 from mmqa_jax.weights.models.bert import bert_key_map
 from mmqa_jax.weights.models.clip import clip_key_map
@@ -108,7 +107,7 @@ def cases() -> Iterator[Case]:
         lambda model, x: (hidden := model(*x), model.pool(hidden)),
     )
 
-    config = ExtendedVLPConfig(_BERT, region_features=18, region_positions=14, visual_hidden=(20,))
+    config = VLPConfig(_BERT, region_features=18, region_positions=14, visual_hidden=(20,))
     columns = np.arange(14)
     end, last = (np.array(lengths)[:, None] for lengths in ((9, 7, 8, 12), (14, 9, 8, 13)))
     inputs = VLPInputs(
@@ -158,7 +157,7 @@ def test_eight_devices_equal_one(case):
     entry = architecture(case.name)
 
     def build() -> nnx.Module:
-        return entry.model_class(case.config, rngs=nnx.Rngs(0))
+        return entry.build(case.config, rngs=nnx.Rngs(0))
 
     source = entry.publish(case.config, random_state(build)).source
 

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from mmqa_jax.core.mesh import MESH_AXES, state_shardings
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models import (
+    atlas_reader,
     bart,
     bart_config,
     bert,
@@ -36,7 +37,7 @@ from mmqa_jax.models import (
     text_classifier,
     two_sided_vlp,
     vlp,
-    vlp_extensions,
+    vlp_pixels,
 )
 from mmqa_jax.models.mcan_layers import FusionConfig
 
@@ -47,7 +48,7 @@ MESHES = {
     "data=2,fsdp=2,tensor=2": (2, 2, 2),
     "tensor=8": (1, 1, 8),
 }
-_VLP = vlp_extensions.ExtendedVLPConfig.of(vlp.vlp_base_x101())
+_VLP = vlp.vlp_base_x101()
 
 
 def _with_lora(rngs: nnx.Rngs) -> nnx.Module:
@@ -75,16 +76,15 @@ MODELS = {
         text_classifier.TextClassifier,
         text_classifier.TextClassifierConfig(bert.bert_base_cased(), 2, "pooler"),
     ),
-    "vlp_x101": _of(vlp_extensions.ExtendedVLP, _VLP),
-    "vlp_vinvl": _of(
-        vlp_extensions.ExtendedVLP, vlp_extensions.ExtendedVLPConfig.of(vlp.vlp_base_vinvl())
-    ),
+    "vlp_x101": _of(vlp.VLP, _VLP),
+    "vlp_vinvl": _of(vlp.VLP, vlp.vlp_base_vinvl()),
     "vlp_clip_patches": _of(
-        vlp_extensions.ExtendedVLP,
-        vlp_extensions.vlp_clip(clip.vit_b_16().vision, bert=bert.bert_base_cased(types=6)),
+        vlp.VLP,
+        vlp_pixels.vlp_clip(clip.vit_b_16().vision, bert=bert.bert_base_cased(types=6)),
     ),
     "vlp_patches_copy_head": _of(
-        vlp_extensions.ExtendedVLP, vlp_extensions.vlp_patches(8, copy_head=True)
+        atlas_reader.AtlasVLP,
+        atlas_reader.AtlasVLPConfig(**vars(vlp_pixels.vlp_patches(8)), copy_head=True),
     ),
     "two_sided_vlp": _of(two_sided_vlp.TwoSidedVLP, _VLP, two_sided_vlp.TwoSides(joint_layers=1)),
     "mcan_prophet": _of(mcan.MCAN, mcan.mcan_prophet(new_answers=477)),

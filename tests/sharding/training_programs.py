@@ -25,7 +25,6 @@ from mmqa_jax.models.clip import TextConfig, VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.vlp import VLPConfig, VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 from mmqa_jax.tasks.objectives import (
     AnswerObjective,
     ContrastiveObjective,
@@ -57,12 +56,12 @@ def bools(*shape: int) -> jax.ShapeDtypeStruct:
 HIDDEN, MLP, LENGTH, REGIONS, FEATURES, PLACES = 256, 1024, 128, 32, 256, 64
 
 
-def vlp_config(layers: int, dropout: float = 0.1) -> ExtendedVLPConfig:
+def vlp_config(layers: int, dropout: float = 0.1) -> VLPConfig:
     bert = BertConfig(
         vocab_size=2048, hidden=HIDDEN, layers=layers, heads=4, mlp=MLP, types=6, eps=1e-5,
         dtype="bfloat16", dropout=dropout, attention_dropout=dropout,
     )  # fmt: skip
-    return ExtendedVLPConfig.of(VLPConfig(bert, FEATURES, PLACES, visual_hidden=(FEATURES,)))
+    return VLPConfig(bert, FEATURES, PLACES, visual_hidden=(FEATURES,))
 
 
 def vlp_inputs(rows: int) -> VLPInputs:

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.atlas.build import build_atlas
-from mmqa_jax.data.datasets.atlas.factbook import load_countries
-from mmqa_jax.data.datasets.atlas.picture_questions import FLAG_QUESTIONS
+from mmqa_jax.data.atlas.build import build_atlas
+from mmqa_jax.data.atlas.factbook import load_countries
+from mmqa_jax.data.atlas.questions import FLAG_QUESTIONS
 
 CATEGORIES = {"YesNo", "choose", "color", "number", "Others", "text"}
 
@@ -244,7 +244,7 @@ def test_attribution_names_licenses_and_versions(folder):
 def test_same_seed_same_bytes_in_another_process(tmp_path):
     build_atlas(tmp_path / "a", limit_countries=12)
     code = (
-        "import sys; from mmqa_jax.data.datasets.atlas.build import build_atlas;"
+        "import sys; from mmqa_jax.data.atlas.build import build_atlas;"
         "build_atlas(sys.argv[1], limit_countries=12)"
     )
     subprocess.run(

@@ -1,7 +1,7 @@
 """Cards: what cards.toml makes of the Factbook's fields."""
 
-from mmqa_jax.data.datasets.atlas.cards import cards
-from mmqa_jax.data.datasets.atlas.factbook import Country
+from mmqa_jax.data.atlas.factbook import Country
+from mmqa_jax.data.atlas.snippets import cards
 
 
 def country(**sections):

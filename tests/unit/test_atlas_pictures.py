@@ -6,23 +6,29 @@ import re
 import numpy as np
 import pytest
 
-from mmqa_jax.data.datasets.atlas.augment import PERMUTED, permute_palette, replace_entities
-from mmqa_jax.data.datasets.atlas.drafts import Subject
-from mmqa_jax.data.datasets.atlas.emoji import emoji_name
-from mmqa_jax.data.datasets.atlas.factbook import (
+from mmqa_jax.data.atlas.augment import PERMUTED, permute_palette, replace_entities
+from mmqa_jax.data.atlas.factbook import (
     clean,
     load_countries,
     place_names,
     sentences,
     value_text,
 )
-from mmqa_jax.data.datasets.atlas.flag_facts import flag_facts, pixel_facts
-from mmqa_jax.data.datasets.atlas.picture_questions import (
+from mmqa_jax.data.atlas.pictures import (
+    SHADES,
+    TOLERANCE,
+    decode,
+    emoji_name,
+    flag_facts,
+    make_flags,
+    pixel_facts,
+)
+from mmqa_jax.data.atlas.questions import (
+    Subject,
     choose_questions,
     color_questions,
     stripe_places,
 )
-from mmqa_jax.data.datasets.atlas.pictures import SHADES, TOLERANCE, decode, make_flags
 
 
 @pytest.fixture(scope="module")

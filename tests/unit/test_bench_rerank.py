@@ -14,7 +14,6 @@ from mmqa_jax.core.errors import RunError
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 from tests.bench import Options, rerank
 
 TRUNK = BertConfig(
@@ -66,7 +65,7 @@ def test_operations_are_those_of_the_products(joint, match_type):
     """XLA counts additions of norms and softmax too: a few per cent at this width."""
     width, mlp, layers = 256, 1024, 3
     trunk = dataclasses.replace(TRUNK, hidden=width, layers=layers, heads=4, mlp=mlp)
-    config, sides = ExtendedVLPConfig(trunk, 64, 48, (96,)), TwoSides(joint, 5, match_type)
+    config, sides = VLPConfig(trunk, 64, 48, (96,)), TwoSides(joint, 5, match_type)
     two = nnx.eval_shape(lambda: TwoSidedVLP(config, sides, rngs=nnx.Rngs(0)))
     regions, text, question = 10, 20, 12
 

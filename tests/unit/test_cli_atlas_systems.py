@@ -163,7 +163,7 @@ def test_captions_take_neither_pictures_nor_augmentation():
         check_config(config)
     del config.pictures
     config.augment = {
-        "factory": "mmqa_jax.data.datasets.atlas.augment:AtlasAugment", "palette": 0.5,
+        "factory": "mmqa_jax.data.atlas.augment:AtlasAugment", "palette": 0.5,
     }  # fmt: skip
     with pytest.raises(UserError, match=r"config key augment: .* model\.image=caption"):
         check_config(config)

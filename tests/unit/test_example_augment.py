@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.atlas.augment import PERMUTED, AtlasAugment
-from mmqa_jax.data.datasets.atlas.factbook import place_names
-from mmqa_jax.data.datasets.atlas.pictures import COLORS, color_map
+from mmqa_jax.data.atlas.augment import PERMUTED, AtlasAugment
+from mmqa_jax.data.atlas.factbook import place_names
+from mmqa_jax.data.atlas.pictures import COLORS, color_map
 from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.schema import Question
 from mmqa_jax.tasks.augmentation import make_augmentation
@@ -202,7 +202,7 @@ def test_key_words_change_with_the_answer(seed):
     assert changed.keywords == stripes(changed.sources[0].pixels)[0]
 
 
-FACTORY = "mmqa_jax.data.datasets.atlas.augment:AtlasAugment"
+FACTORY = "mmqa_jax.data.atlas.augment:AtlasAugment"
 
 
 def test_a_config_names_its_augmentation():
@@ -222,3 +222,8 @@ def test_a_config_names_its_augmentation():
 def test_a_wrong_augmentation_is_named(factory):
     with pytest.raises(UserError, match=r"augment\.factory=.*package\.module:Class"):
         make_augmentation({"factory": factory, "entities": 0.5})
+
+
+def test_a_run_of_before_the_module_moved_names_its_augmentation():
+    former = "mmqa_jax.data.datasets.atlas.augment:AtlasAugment"
+    assert isinstance(make_augmentation({"factory": former, "entities": 0.5}), AtlasAugment)

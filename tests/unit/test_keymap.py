@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.layers import LayerNorm, Linear, stack_layers
 from mmqa_jax.models.vlp import VLP
-from mmqa_jax.models.vlp_extensions import vlp_patches
+from mmqa_jax.models.vlp_pixels import vlp_patches
 from mmqa_jax.weights.formats.safetensors import (
     ArraySource,
     SafetensorsSource,

@@ -13,12 +13,18 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.masked_lm import beam_search
+from mmqa_jax.models.atlas_reader import (
+    AtlasVLP,
+    AtlasVLPConfig,
+    Context,
+    ProbedInputs,
+    said_before,
+)
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.vlp import VLP, VLPInputs
-from mmqa_jax.models.vlp_extensions import Context, ExtendedVLP, ExtendedVLPConfig, said_before
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 
 MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14
-CONFIG = ExtendedVLPConfig(
+CONFIG = VLPConfig(
     BertConfig(
         vocab_size=23,
         hidden=16,
@@ -36,15 +42,13 @@ CONFIG = ExtendedVLPConfig(
 )
 
 
-OURS = dataclasses.replace(CONFIG, region_tags=True, copy_head=True)
+OURS = AtlasVLPConfig(**vars(CONFIG), region_tags=True, copy_head=True)
 
 
 @pytest.fixture(scope="module", params=[CONFIG, OURS], ids=["vlp", "copy"])
-def model(request) -> ExtendedVLP:
+def model(request) -> VLP:
     """Weights large enough that answers differ by question, [SEP] likely enough to end some."""
-    graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: ExtendedVLP(request.param, rngs=nnx.Rngs(0)))
-    )
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: request.param.build(rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(2)
     state = nnx.map_state(
         lambda path, x: x.replace(
@@ -58,7 +62,7 @@ def model(request) -> ExtendedVLP:
     )
     model = nnx.merge(graphdef, state)
     model.mlm_head.bias[...] = model.mlm_head.bias[...].at[SEP].add(1.0)
-    if model.copy_head is not None:
+    if isinstance(model, AtlasVLP):
         # [SEP] is never asked to be copied here, so it must win among the written words.
         model.copy_head.gate.bias[...] -= 1.0
         model.mlm_head.bias[...] = model.mlm_head.bias[...].at[SEP].add(3.0)
@@ -91,8 +95,10 @@ def arrays(inputs: VLPInputs) -> dict[str, np.ndarray]:
 def read(model: VLP, inputs: VLPInputs, positions: jax.Array) -> jax.Array:
     """Log-probabilities of words at columns `positions` [B, P]."""
     hidden = model.encode(inputs)
-    context = Context(hidden, inputs.input_ids, inputs.context_mask)
     at = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
+    if not isinstance(model, AtlasVLP):
+        return jax.nn.log_softmax(model.mlm_logits(at))
+    context = Context(hidden, inputs.input_ids, inputs.context_mask)
     return model.token_log_probs(at, context, said_before(inputs, positions))
 
 
@@ -217,7 +223,7 @@ def test_probes_give_every_step_of_decoding_in_one_pass(model):
             x["position_ids"][0, span] = first + np.arange(count)
         x["answer_mask"][0, answer] = True
         x["probe_mask"][0, probes] = True
-        given = VLPInputs(**{k: jnp.asarray(v) for k, v in x.items()})
+        given = ProbedInputs(**{k: jnp.asarray(v) for k, v in x.items()})
         found = run(state, given, probes.start)[0]
         expected = np.stack([log_probs(question, words[:t]) for t in range(count)])
         np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -272,7 +278,7 @@ def test_bad_arguments_are_named(model, change, message):
 def test_a_copy_head_mixes_written_and_copied_words():
     """Against the mixture in plain numpy; `log_probs_of` reads the same numbers one by one."""
     rng = np.random.default_rng(0)
-    model = ExtendedVLP(OURS, rngs=nnx.Rngs(0))
+    model = AtlasVLP(OURS, rngs=nnx.Rngs(0))
     hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
     ids, mask = rng.integers(0, 23, (2, 5)), rng.random((2, 5)) < 0.7
     mask[:, 0] = True
@@ -303,14 +309,14 @@ def test_a_copy_head_mixes_written_and_copied_words():
 def test_words_beyond_the_written_ones_are_only_copied():
     """Against a full head whose logits of the later words are -inf."""
     rng = np.random.default_rng(0)
-    limited = ExtendedVLP(dataclasses.replace(OURS, written_words=9), rngs=nnx.Rngs(0))
+    limited = AtlasVLP(dataclasses.replace(OURS, written_words=9), rngs=nnx.Rngs(0))
     hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
     ids, mask = jnp.asarray([[1, 12, 4, 12], [20, 8, 9, 3]]), jnp.asarray([[1, 1, 1, 0], [1] * 4])
     keys = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32)
     context, said = Context(keys, ids, mask.astype(bool)), jnp.zeros((2, 3, 4), bool)
     found = np.exp(limited.token_log_probs(hidden, context, said))  # [B, P, V]
 
-    whole = ExtendedVLP(OURS, rngs=nnx.Rngs(0))  # the same parameters
+    whole = AtlasVLP(OURS, rngs=nnx.Rngs(0))  # the same parameters
     logits = np.array(whole.mlm_logits(hidden))
     np.testing.assert_allclose(limited.mlm_logits(hidden), logits[:, :, :9], atol=1e-6)
     logits[:, :, 9:] = -1e9
@@ -366,4 +372,4 @@ def test_no_ngram_twice(model):
 
 def test_written_words_without_a_copy_head_are_refused():
     with pytest.raises(UserError, match=r"model\.written_words .* set model.copy_head too"):
-        dataclasses.replace(CONFIG, written_words=9)
+        AtlasVLPConfig(**vars(CONFIG), written_words=9)

@@ -22,9 +22,9 @@ from mmqa_jax.data.packing import (
     batch,
     clean,
     cut,
-    fair_shares,
 )
 from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.data.truncation import fair_shares
 
 CLS, SEP, UNK, MASK = 101, 102, 100, 103  # BERT's ids
 SMALL = PackingConfig(
@@ -86,7 +86,7 @@ def baseline_mask(columns, slots, regions, source, question, answer):
 def test_text_sequence_is_laid_out_as_published(packer):
     example = Example((SourceTokens([11, 12]), SourceTokens([13])), [21, 22], [31, 32])
     never = MaskingConfig(mask_prob=0.0, max_pred=1)
-    packed = packer.pack_for_answer(example, TEXT_SHORT, never, np.random.default_rng(0))
+    packed = never.pack(packer, example, TEXT_SHORT, np.random.default_rng(0))
     ids = packed["input_ids"].copy()
     ids[packed["masked_positions"][0]] = packed["masked_ids"][0]
     expected = [CLS, 11, 12, 13, SEP, 21, 22, 31, 32, SEP]
@@ -120,7 +120,7 @@ def test_masks_equal_the_baselines_at_512_columns(tokenizer, pictures):
     example = Example(sources, rng.integers(1000, 2000, 17), rng.integers(1000, 2000, 9))
     bucket = VLP_WEBQA.bucket_index(pictures, example.tokens, 3)
     slots, length = (200 if pictures else 0), 40 * len(texts)
-    packed = packer.pack_for_answer(example, bucket, MaskingConfig(), rng)
+    packed = MaskingConfig().pack(packer, example, bucket, rng)
     assert len(packed["input_ids"]) == 512
     expected = baseline_mask(512, slots, 100 * pictures, length, 17, 9)
     assert (full_mask(packed) == expected).all()
@@ -198,10 +198,10 @@ def test_how_many_answer_tokens_are_predicted(packer, answer, pictures, predicte
     bucket = TWO_PICTURES if pictures else TEXT_SHORT
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        packed = packer.pack_for_answer(example, bucket, MaskingConfig(0.5, 6), rng)
+        packed = MaskingConfig(0.5, 6).pack(packer, example, bucket, rng)
         assert packed["masked_weights"].tolist() == [1.0] * predicted + [0.0] * (6 - predicted)
         assert (packed["masked_positions"][predicted:] == 0).all()
-    packed = packer.pack_for_answer(example, bucket, MaskingConfig(1.0, 2), rng)
+    packed = MaskingConfig(1.0, 2).pack(packer, example, bucket, rng)
     assert packed["masked_weights"].sum() == min(2, answer + 1)
 
 
@@ -212,7 +212,7 @@ def test_masking_is_80_10_10_and_reaches_every_answer_token(packer):
     fates, places = {"mask": 0, "random": 0, "keep": 0}, np.zeros(16, int)
     for seed in range(1500):
         rng = np.random.default_rng(seed)
-        packed = packer.pack_for_answer(example, TEXT_SHORT, MaskingConfig(0.5, 4), rng)
+        packed = MaskingConfig(0.5, 4).pack(packer, example, TEXT_SHORT, rng)
         count = int(packed["masked_weights"].sum())
         ids = packed["input_ids"].copy()
         positions = packed["masked_positions"][:count]
@@ -228,53 +228,6 @@ def test_masking_is_80_10_10_and_reaches_every_answer_token(packer):
     assert abs(fates["random"] / total - 0.1) < 0.025
     assert set(np.flatnonzero(places)) == {5, 6, 7, 8, 9}  # answer and final [SEP], no other
     assert places[5:10].min() / places[5:10].max() > 0.85
-
-
-@pytest.mark.parametrize("probes", [False, True])
-def test_key_words_of_the_answer_weigh_more(tokenizer, probes):
-    """The predicted key words share the further weight."""
-    config = PackingConfig(((0, 40),), 3, 2, 1, max_question_tokens=5, max_answer_tokens=8)
-    packer = Packer(tokenizer, config)
-    example = Example(
-        (SourceTokens([11, 12]),), [21], [1001, 1002, 1003, 1002], keywords=[1002, 999]
-    )
-    masking = MaskingConfig(1.0, 8, probes=probes, keyword_weight=6.0)
-    packed = packer.pack_for_answer(example, 0, masking, np.random.default_rng(0))
-    assert packed["masked_ids"].tolist() == [1001, 1002, 1003, 1002, SEP, 0, 0, 0]
-    assert packed["masked_weights"].tolist() == [1.0, 4.0, 1.0, 4.0, 1.0, 0.0, 0.0, 0.0]
-    plain = dataclasses.replace(masking, keyword_weight=0.0)
-    packed = packer.pack_for_answer(example, 0, plain, np.random.default_rng(0))
-    assert packed["masked_weights"].tolist() == [1.0] * 5 + [0.0] * 3
-
-
-def test_per_source_types_bind_captions_to_their_pictures(tokenizer):
-    packer = Packer(tokenizer, dataclasses.replace(SMALL, per_source=True))
-    sources = (SourceTokens([11, 12], picture(3)), SourceTokens([13], picture(2)))
-    packed = packer.pack_for_selection(Example(sources, [21]), TWO_PICTURES)
-    types = packed["token_type_ids"].tolist()
-    assert types[:12] == [4, 2, 2, 2, 3, 3, 3, 2, 2, 3, 4, 5]
-    snippets = (SourceTokens([11]), SourceTokens([12]), SourceTokens([13]))
-    packed = packer.pack_for_selection(Example(snippets, [21]), TEXT_SHORT)
-    assert packed["token_type_ids"][:6].tolist() == [4, 2, 3, 4, 4, 5]
-
-
-def test_per_source_cuts_the_long_source_and_keeps_the_short_one(tokenizer):
-    fair = Packer(tokenizer, dataclasses.replace(SMALL, per_source=True))
-    joined = Packer(tokenizer, SMALL)
-    sources = (SourceTokens([1001] * 30), SourceTokens([1002] * 3))
-    for packer, counts in ((fair, (7, 3)), (joined, (10, 0))):
-        ids = packer.pack_for_selection(Example(sources, [21]), TEXT_LONG)["input_ids"]
-        assert ((ids == 1001).sum(), (ids == 1002).sum()) == counts
-
-
-def test_text_positions_can_ignore_the_slots(tokenizer):
-    packer = Packer(tokenizer, dataclasses.replace(SMALL, positions_after_regions=False))
-    example = Example((SourceTokens([11], picture(3)),), [21])
-    packed = packer.pack_for_selection(example, TWO_PICTURES)
-    assert packed["position_ids"][0] == 0
-    assert packed["position_ids"][7:11].tolist() == [1, 2, 3, 4]
-    text = packer.pack_for_selection(Example((SourceTokens([11]),), [21]), TEXT_SHORT)
-    assert text["position_ids"][1:4].tolist() == [1, 2, 3]
 
 
 def test_bucket_is_the_smallest_that_holds_the_example():
@@ -325,7 +278,7 @@ def test_any_example_fits_any_bucket(data):
     example = Example(sources, [1002] * data.draw(lengths), [1003] * data.draw(lengths))
     bucket = data.draw(st.integers(0, 2))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    packed = packer.pack_for_answer(example, bucket, MaskingConfig(0.5, 5), rng)
+    packed = MaskingConfig(0.5, 5).pack(packer, example, bucket, rng)
     count = int(packed["masked_weights"].sum())
     ids = packed["input_ids"]
     ids[packed["masked_positions"][:count]] = packed["masked_ids"][:count]
@@ -365,27 +318,3 @@ def test_bad_region_features_and_buckets(packer):
         dataclasses.replace(SMALL, buckets=((0, 24), (2, 12)))
     with pytest.raises(UserError, match="buckets is empty"):
         dataclasses.replace(SMALL, buckets=())
-
-
-def test_tags_stand_in_the_slots_and_matched_words_get_their_type(tokenizer):
-    config = dataclasses.replace(SMALL, per_source=True, match_types=(1,))
-    packer = Packer(tokenizer, config)
-    sources = (
-        SourceTokens([11, 12], picture(2), [21, 41]),
-        SourceTokens([22], picture(3)),
-    )
-    packed = packer.pack_for_selection(Example(sources, [21, 12]), TWO_PICTURES)
-    # [CLS], three slots a picture, texts 11 12 22, [SEP], question 21 12.
-    np.testing.assert_array_equal(
-        packed["input_ids"][:13], [CLS, 21, 41, UNK, UNK, UNK, UNK, 11, 12, 22, SEP, 21, 12]
-    )
-    np.testing.assert_array_equal(
-        packed["token_type_ids"][:13], [4, 1, 2, 2, 3, 3, 3, 2, 1, 3, 4, 5, 5]
-    )
-    config = dataclasses.replace(config, match_types=(1, 0))  # which source holds the word
-    packed = Packer(tokenizer, config).pack_for_selection(
-        Example((*sources, SourceTokens([12])), [21, 12, 22]), TWO_PICTURES
-    )
-    np.testing.assert_array_equal(
-        packed["token_type_ids"][:13], [4, 1, 2, 2, 3, 3, 3, 2, 1, 0, 0, 4, 5]
-    )

@@ -8,10 +8,10 @@ from cli_runs import png
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answer_vocabulary import make_vocabulary
+from mmqa_jax.data.atlas.augment import AtlasAugment
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.vqa import vqa_batches
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.atlas.augment import AtlasAugment
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import QuestionPictures, stacked, with_gold_sources
 from mmqa_jax.data.schema import Question, Source

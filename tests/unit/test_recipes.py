@@ -24,7 +24,6 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models import bert, clip, presets, vlp
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.vlp import VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
 from mmqa_jax.tasks import run
 from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective, RerankObjective
 from mmqa_jax.tasks.reading import read_task
@@ -227,7 +226,7 @@ def test_augmentation_is_on_where_the_config_says_so(restricted, monkeypatch):
         def __call__(self, raw, rng):
             return dataclasses.replace(raw, answer="cedar")
 
-    monkeypatch.setattr("mmqa_jax.data.datasets.atlas.augment.AtlasAugment", Noted)
+    monkeypatch.setattr("mmqa_jax.data.atlas.augment.AtlasAugment", Noted)
     read_task(make_config("contrastive")).recipe(CORPUS, restricted)
     assert asked == []
     config = make_config("answer", augment__entities=0.5, augment__palette=0.0)
@@ -250,10 +249,8 @@ def test_published_sizes_by_name():
     section = {"trunk": "bert_base_cased", "frontend": "x101"}
     config = read_typed(presets.VLPModel, section, "model").config(28_996)
     published = vlp.vlp_base_x101()
-    assert config == ExtendedVLPConfig.of(
-        dataclasses.replace(
-            published, bert=dataclasses.replace(published.bert, eps=config.bert.eps)
-        )
+    assert config == dataclasses.replace(
+        published, bert=dataclasses.replace(published.bert, eps=config.bert.eps)
     )
     assert (
         read_typed(presets.VLPModel, {**section, "frontend": "vinvl"})

@@ -19,7 +19,7 @@ from mmqa_jax.core.flops import jaxpr_flops, traced_flops
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.wandb_log import check_wandb
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.atlas_reader import ProbedInputs
 from mmqa_jax.runs.training_status import training_status
 from mmqa_jax.training import loop, throughput
 from mmqa_jax.training.attempts import FILE, Attempts, goodput, read_attempts
@@ -108,7 +108,7 @@ def test_tokens_are_counted_without_padding():
         tokens_of({"query_mask": mask(4, 3), "source_mask": mask(8, 5), "has_image": mask(8, 1)})
         == 52
     )
-    vlp = VLPInputs(
+    vlp = ProbedInputs(
         input_ids=np.ones((2, 8), int), token_type_ids=np.ones((2, 8), int),
         position_ids=np.ones((2, 8), int), context_mask=mask(2, 4),
         answer_mask=mask(2, 6) & ~mask(2, 4), region_features=np.ones((2, 1, 3)),

@@ -13,13 +13,13 @@ from flax import nnx
 from tiny_corpus import CORPUS, PACKING, QUESTIONS, make_reader
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.atlas_reader import AtlasPackingConfig
 from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import INPUT_FIELDS, Example, Packer, batch
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.layers import attention
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLP, VLPInputs
-from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.rerank import two_sides
 
@@ -28,7 +28,8 @@ TRUNK = BertConfig(
     vocab_size=30522, hidden=24, layers=LAYERS, heads=4, mlp=40, positions=96, types=6, eps=1e-5,
     init_stddev=0.3, dropout=0.0, attention_dropout=0.0, unroll=1,
 )  # fmt: skip
-CONFIG = ExtendedVLPConfig(TRUNK, PACKING.region_dim, PACKING.position_dim, visual_hidden=())
+ATLAS = AtlasPackingConfig(**vars(PACKING))
+CONFIG = VLPConfig(TRUNK, PACKING.region_dim, PACKING.position_dim, visual_hidden=())
 SOURCES = (4, 8, 17, 40, 43, 59)  # corpus rows: snippets of 11 to 19 words, and pictures
 ASKED = [q.question for q in QUESTIONS[:3]] + [
     "which snippet of the long border mentions picture 3 ?", "",
@@ -241,14 +242,14 @@ def test_a_config_that_cannot_be_cached_is_refused(section, packing, message):
         two_sides(
             section.get("joint_layers"),
             section.get("match_type"),
-            dataclasses.replace(PACKING, **packing),
+            dataclasses.replace(ATLAS, **packing),
             CONFIG,
         )
 
 
 def test_a_config_without_joint_layers_is_plain_vlp():
-    assert two_sides(None, None, PACKING, CONFIG) is None
-    assert type(RerankObjective(CONFIG).init(jax.random.key(0))) is ExtendedVLP
-    sides = two_sides(2, None, PACKING, CONFIG)
+    assert two_sides(None, None, ATLAS, CONFIG) is None
+    assert type(RerankObjective(CONFIG).init(jax.random.key(0))) is VLP
+    sides = two_sides(2, None, ATLAS, CONFIG)
     assert sides == TwoSides(2, 5, None)
     assert len(CORPUS) == 60  # SOURCES are rows of it

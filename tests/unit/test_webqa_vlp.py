@@ -34,7 +34,6 @@ from mmqa_jax.evaluation.source_selection import THRESHOLDS
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.presets import VLPModel
-from mmqa_jax.models.vlp_extensions import ExtendedVLP
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks.answer import load_reader
@@ -418,7 +417,7 @@ def clip_config(release, clip, **changes):
 def test_clips_patch_features_are_those_of_the_tower(clip):
     section = {"trunk": "minilm_l6", "changes": {"hidden": 32, "layers": 1, "heads": 2, "mlp": 32},
                "frontend": "clip", "clip": "vit_b_16", "vision": VISION}  # fmt: skip
-    vlp = ExtendedVLP(read_typed(VLPModel, section, "model").config(40), rngs=nnx.Rngs(0))
+    vlp = read_typed(VLPModel, section, "model").config(40).build(rngs=nnx.Rngs(0))
     nnx.update(vlp.region_content.tower, nnx.state(clip[1].vision))
     pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3)).astype(np.uint8)
     regions = PatchRegions(16, 8)
@@ -439,7 +438,7 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
     ours = flatten_named(nnx.state(graph.region_content.tower))
     for name, values in flatten_named(nnx.state(clip[1].vision)).items():
         np.testing.assert_array_equal(ours[name], values, err_msg=name)
-    start = ExtendedVLP(graph.config, rngs=nnx.Rngs(jax.random.key(42)))
+    start = graph.config.build(rngs=nnx.Rngs(jax.random.key(42)))
     moved = flatten_named(nnx.state(start.region_content.linears))
     for name, values in flatten_named(nnx.state(graph.region_content.linears)).items():
         assert not np.array_equal(values, moved[name]), name  # these are trained
@@ -457,6 +456,7 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
     [
         ({"features.root": "nowhere"}, r"nowhere: holds no trained weights \(no model\.json\)"),
         ({"pictures.size": 24}, r"pictures\.size=24: model\.clip=vit_b_16 takes 16; set pictures"),
+        ({"model.tags": True}, r"model\.tags: .* model\.frontend=clip have neither colors nor"),
     ],
 )
 def test_wrong_clips_are_named(release, clip, change, message):

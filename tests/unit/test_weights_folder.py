@@ -12,11 +12,13 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.models.atlas_reader import AtlasVLPConfig
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp_extensions import ExtendedVLP, ExtendedVLPConfig
+from mmqa_jax.models.vlp import VLPConfig
+from mmqa_jax.models.vlp_pixels import ClipVLPConfig
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import (
     is_converted,
@@ -28,7 +30,7 @@ from mmqa_jax.weights.folder import (
 from mmqa_jax.weights.published import load_published
 
 BERT = BertConfig(vocab_size=30, hidden=12, layers=2, heads=3, mlp=16, positions=9, types=6)
-VLP = ExtendedVLPConfig(BERT, 7, 5, (9,))
+VLP = VLPConfig(BERT, 7, 5, (9,))
 VISION = VisionConfig(16, 8, width=8, layers=2, heads=2, mlp_width=12, embed_dim=12)
 TEXT = TextConfig(20, 6, width=10, layers=2, heads=2, mlp_width=12, embed_dim=12)
 
@@ -52,21 +54,23 @@ def same(one, other):
     "config",
     [
         VLP,
-        dataclasses.replace(VLP, region_tags=True, copy_head=True, written_words=9),
+        AtlasVLPConfig(**vars(VLP), region_tags=True, copy_head=True, written_words=9),
+        ClipVLPConfig(**vars(VLP), vision=VISION, vision_layer=0),
         DualEncoderConfig(dataclasses.replace(BERT, types=2), VISION),
         DualEncoderConfig(TEXT, VISION, fusion="image"),
     ],
-    ids=["vlp", "extended", "minilm", "clip"],
+    ids=["vlp", "atlas", "vlp_clip", "minilm", "clip"],
 )
 def test_one_loader_opens_a_training_run(config, tmp_path):
-    kind = ExtendedVLP if isinstance(config, ExtendedVLPConfig) else DualEncoder
-    params = trained(tmp_path, kind(config, rngs=nnx.Rngs(3)))
+    is_vlp = isinstance(config, VLPConfig)
+    made = config.build(rngs=nnx.Rngs(3)) if is_vlp else DualEncoder(config, rngs=nnx.Rngs(3))
+    params = trained(tmp_path, made)
     assert is_weights_folder(tmp_path)
     assert not is_converted(tmp_path)
     found = read_record(tmp_path)
     assert (found.config, found.dtype, found.record["step"]) == (config, "float32", 3)
     model = load_converted(tmp_path)
-    assert isinstance(model, kind)
+    assert type(model) is type(made)
     same(nnx.state(model), params)
 
 
@@ -84,8 +88,8 @@ def test_a_trained_vlp_is_exported(tmp_path):
 def test_what_the_original_does_not_have_is_not_exported(tmp_path):
     (tmp_path / "vlp").mkdir()
     (tmp_path / "clip").mkdir()
-    copying = dataclasses.replace(VLP, copy_head=True)
-    trained(tmp_path / "vlp", ExtendedVLP(copying, rngs=nnx.Rngs(3)))
+    copying = AtlasVLPConfig(**vars(VLP), copy_head=True)
+    trained(tmp_path / "vlp", copying.build(rngs=nnx.Rngs(3)))
     with pytest.raises(UserError, match=r"layout does not have: copy_head/.*; it cannot be exp"):
         convert("vlp", tmp_path / "vlp", tmp_path / "out", export="hf")
     trained(tmp_path / "clip", DualEncoder(DualEncoderConfig(TEXT, VISION), rngs=nnx.Rngs(3)))
@@ -95,7 +99,7 @@ def test_what_the_original_does_not_have_is_not_exported(tmp_path):
 
 
 def test_a_folder_of_an_older_convert_is_read(tmp_path):
-    trained(tmp_path, ExtendedVLP(VLP, rngs=nnx.Rngs(3)))
+    trained(tmp_path, VLP.build(rngs=nnx.Rngs(3)))
     record = json.loads((tmp_path / "model.json").read_text())
     del record["task"]
     (tmp_path / "model.json").unlink()
@@ -103,3 +107,22 @@ def test_a_folder_of_an_older_convert_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(record))
     assert is_converted(tmp_path)
     assert load_converted(tmp_path).config == VLP
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        VLP,
+        AtlasVLPConfig(**vars(VLP), copy_head=True, written_words=9),
+        ClipVLPConfig(**vars(VLP), vision=VISION),
+    ],
+    ids=["vlp", "atlas", "vlp_clip"],
+)
+def test_a_folder_from_when_all_vlps_had_one_config_is_read(config, tmp_path):
+    trained(tmp_path, config.build(rngs=nnx.Rngs(3)))
+    record = json.loads((tmp_path / "model.json").read_text())
+    off = {"region_tags": False, "copy_head": False, "written_words": None}
+    record["config"] = {**off, "vision": None, "vision_layer": -2, **record["config"]}
+    (tmp_path / "SHA256SUMS").unlink()
+    (tmp_path / "model.json").write_text(json.dumps(record))
+    assert load_converted(tmp_path).config == config

@@ -23,7 +23,7 @@ from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
 from mmqa_jax.models.oscar import OscarConfig
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.weights.layouts import Published
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.registry import architecture
@@ -49,7 +49,7 @@ CONFIGS: dict[str, Any] = {
     ),
     "modified_resnet": ModifiedResNetConfig(8, (1, 1, 2, 1), image_size=64, embed_dim=6),
     "bert": _replace(_BERT, pooler=True),
-    "vlp": ExtendedVLPConfig(_replace(_BERT, types=6, eps=1e-5), 7, 5, (9,)),
+    "vlp": VLPConfig(_replace(_BERT, types=6, eps=1e-5), 7, 5, (9,)),
     "oscar": OscarConfig(_replace(_BERT, pooler=True), region_features=7, region_norm=True),
     "bart": BartConfig(
         vocab_size=31, hidden=12, encoder_layers=2, decoder_layers=3, encoder_heads=3,
@@ -89,7 +89,7 @@ class Source(NamedTuple):
 def _published(model: str, config: Any) -> Published:
     """A model as its exporter has it; nothing is initialized."""
     entry = architecture(model)
-    made = nnx.eval_shape(lambda: entry.model_class(config, rngs=nnx.Rngs(0)))
+    made = nnx.eval_shape(lambda: entry.build(config, rngs=nnx.Rngs(0)))
     return entry.publish(config, nnx.state(made))
 
 
@@ -131,5 +131,5 @@ def make_source(model: str, folder: Path, dtype: str = "float32") -> Source:
 def load_directly(model: str, source: Source) -> dict[str, jax.Array]:
     """The parameters as the key map reads the checkpoint into a model, by name."""
     entry = architecture(model)
-    loaded = load_checkpoint(entry.model_class, entry.open(source.path), source.config)
+    loaded = load_checkpoint(entry.build, entry.open(source.path), source.config)
     return flatten_named(nnx.state(loaded))

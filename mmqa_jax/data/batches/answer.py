@@ -121,9 +121,7 @@ def answer_batches(
                 chosen = rng.permutation(chosen)
             rows[n, : len(chosen)] = chosen
         choice = rng.integers(num_answers if wording == "random" else [1] * len(kept))
-        answer_lengths = answer_tokens.lengths[first_answer + choice]
-        if masking.probes:  # the answer's tokens and the last [SEP] each have a probe
-            answer_lengths = 2 * answer_lengths + 1
+        answer_lengths = masking.columns(answer_tokens.lengths[first_answer + choice])
         text = reader.text_length(rows) + question_tokens.lengths[kept] + answer_lengths
         pictures = ((rows >= 0) & reader.is_image[rows]).sum(axis=1)
         table = {
@@ -151,7 +149,7 @@ def answer_batches(
             )
             example = example._replace(about_pictures=wanted[i] == "image")
             rng = example_rng(feed, planned, b, 1)
-            packed.append(packer.pack_for_answer(example, planned.bucket, masking, rng))
+            packed.append(masking.pack(packer, example, planned.bucket, rng))
         arrays = batch(packed)
         arrays["index"] = table["question"].astype(np.int32)
         return nest_inputs(arrays, feed)

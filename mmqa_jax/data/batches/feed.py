@@ -15,7 +15,7 @@ from mmqa_jax.data.batches.reading import Batches, batch_iterator
 from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, merge_rare
 from mmqa_jax.data.examples import Augment, RawExample
 from mmqa_jax.data.images import BrokenPictures
-from mmqa_jax.data.packing import INPUT_FIELDS, Bucket, Packed
+from mmqa_jax.data.packing import Bucket, Packed
 
 # The examples of one epoch by column, one row each; `bucket` is one of the columns.
 Table = dict[str, np.ndarray]
@@ -46,7 +46,7 @@ class FeedConfig(BatchesSection):
     Attributes:
       seed: of sampling, order, masking and augmentation.
       augment: applied to every raw example, or None.
-      inputs: the class that holds a batch's VLP arrays, under the key `inputs`:
+      inputs: the dataclass that holds a batch's VLP arrays, under the key `inputs`:
         models.vlp.VLPInputs; None leaves them flat under their names.
       rows: this process's rows of every batch (core.mesh.local_rows); None: all.
     """
@@ -54,7 +54,7 @@ class FeedConfig(BatchesSection):
     _: dataclasses.KW_ONLY
     seed: int = 0
     augment: Augment | None = None
-    inputs: Callable[..., Any] | None = None
+    inputs: type | None = None
     rows: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -122,8 +122,9 @@ def nest_inputs(arrays: Packed, feed: FeedConfig) -> dict[str, Any]:
     """The VLP arrays of a batch as one `feed.inputs` object beside the others."""
     if feed.inputs is None:
         return arrays
-    fields = {name: arrays.pop(name) for name in (*INPUT_FIELDS, "probe_mask") if name in arrays}
-    return {"inputs": feed.inputs(**fields), **arrays}
+    names = [field.name for field in dataclasses.fields(feed.inputs)]
+    inputs = feed.inputs(**{name: arrays.pop(name) for name in names})
+    return {"inputs": inputs, **arrays}
 
 
 def example_rng(

@@ -6,13 +6,17 @@ Keys: reference.md 2.5 (WebQA_Baseline pytorch_pretrained_bert/modeling.py).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.models.atlas_reader import AtlasVLPConfig
 from mmqa_jax.models.vlp import VLPConfig
-from mmqa_jax.models.vlp_extensions import ExtendedVLPConfig
+from mmqa_jax.models.vlp_pixels import ClipVLPConfig
+from mmqa_jax.weights.config_json import config_from_json
 from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (
     Checkpoint,
@@ -42,6 +46,17 @@ TYPE_TABLE = "bert.embeddings.token_type_embeddings.weight"
 _WORDS = "bert.embeddings.word_embeddings.weight"
 
 SOURCE_HEAD = r"^source_head/"
+# Of our own additions (AtlasVLPConfig, ClipVLPConfig): older folders of any VLP hold all of them.
+_OFF = {"region_tags": False, "copy_head": False, "written_words": None, "vision": None}
+
+
+def read_vlp(value: Any, where: str) -> VLPConfig:
+    """The config of a VLP, ours included, that a folder of weights holds (config_to_json)."""
+    if isinstance(value, Mapping):
+        value = {key: one for key, one in value.items() if key not in _OFF or one != _OFF[key]}
+        if "vision" not in value:
+            value.pop("vision_layer", None)
+    return config_from_json(VLPConfig | AtlasVLPConfig | ClipVLPConfig, value, where)
 
 
 def vlp_key_map(config: VLPConfig, *, source_head: bool = True) -> KeyMap:
@@ -78,7 +93,7 @@ def vlp_key_map(config: VLPConfig, *, source_head: bool = True) -> KeyMap:
 def open_vlp(path: Path) -> Checkpoint:
     """A VLP or WebQA_Baseline checkpoint; a missing source head is newly initialized."""
     source = open_source(path)
-    config = read_own_config(ExtendedVLPConfig, path)
+    config = read_own_config(read_vlp, path)
     shapes = shapes_of(source)
     content = "vis_embed.0.weight"
     require_keys(
@@ -87,7 +102,7 @@ def open_vlp(path: Path) -> Checkpoint:
     linears = [shapes[key] for key in numbered_keys(shapes, r"vis_embed\.(\d+)\.weight")]
     types = shapes["bert.embeddings.token_type_embeddings.weight"][0]
     unknown = {} if config else unknown_heads(shapes[_WORDS][1], "bert.heads")
-    config = config or ExtendedVLPConfig(
+    config = config or VLPConfig(
         bert=dataclasses.replace(bert_sizes(shapes, "bert."), types=6, eps=1e-5),
         region_features=linears[0][1],
         region_positions=shapes["vis_pe_embed.0.weight"][1],

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from scipy import sparse
 
-from mmqa_jax.data.datasets.atlas.drafts import SPLITS, Draft, Subject
-from mmqa_jax.data.datasets.atlas.pictures import COLORS, color_map, decode
-from mmqa_jax.data.datasets.atlas.snippets import Snippet
+from mmqa_jax.data.atlas.pictures import COLORS, color_map, decode
+from mmqa_jax.data.atlas.questions import SPLITS, Draft, Subject
+from mmqa_jax.data.atlas.snippets import Snippet
 
 NEGATIVES = 16  # per modality and question
 _EMOJI_NEGATIVES = 4  # of the 16 pictures for a question about a flag
@@ -170,10 +170,10 @@ def _vectors(texts: list[str], idf: dict[str, float]) -> sparse.csr_matrix:
     column = {word: i for i, word in enumerate(idf)}
     data, columns, starts = [], [], [0]
     for text in texts:
-        found = sorted(idf.keys() & set(_words(text)))
-        weights = np.array([idf[word] for word in found])
+        words = sorted(idf.keys() & set(_words(text)))
+        weights = np.array([idf[word] for word in words])
         data.append(weights / max(np.linalg.norm(weights), 1e-6))
-        columns.extend(column[word] for word in found)
+        columns.extend(column[word] for word in words)
         starts.append(len(columns))
     values = np.concatenate(data).astype(np.float32)
     return sparse.csr_matrix((values, columns, starts), shape=(len(texts), len(idf)))

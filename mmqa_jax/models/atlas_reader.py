@@ -1,8 +1,12 @@
-"""Our additions to VLP: a copy head, tags on regions, and CLIP in front of the model."""
+"""The model of Atlas's small reader (ours; configs/atlas): VLP that copies words and reads tags.
+
+The data's part is data/atlas_reader.py, the tasks' part tasks/atlas_reader.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -10,23 +14,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert import BertConfig, minilm_l6
-from mmqa_jax.models.clip import VisionConfig, VisionTower, normalize_pixels
 from mmqa_jax.models.layers import Linear
 from mmqa_jax.models.mask_appending import Prefix, WrittenCache, append_mask
-from mmqa_jax.models.vlp import VLP, RegionEncoder, VLPConfig, VLPInputs
+from mmqa_jax.models.presets import VLPModel
+from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 
-# First weights of patches: small ones of the content and larger ones of the position, which has
-# few values, so that neither drowns the other, nor a tag.
-_PATCH_STDDEVS = {"content_stddev": 0.01, "place_stddev": 0.03}
 # Log-probability of a token that cannot be written; finite, so that gradients stay numbers.
 _NEVER = -1e9
 _LEAST = 1e-20  # added to the share of a copied token, so that none has the logarithm of 0
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtendedVLPConfig(VLPConfig):
-    """A VLP with some of our additions; with none of them it is VLP itself.
+class AtlasVLPConfig(VLPConfig):
+    """A VLP with some additions; with none of them it is VLP itself.
 
     Attributes:
       region_tags: the embedding of a region slot's token (a tag) is added to its content.
@@ -34,21 +34,11 @@ class ExtendedVLPConfig(VLPConfig):
       written_words: the masked-LM head writes only the first tokens of the vocabulary, all
         others are copied (as in pointer-generator networks, whose generator knows only common
         words).
-      vision: the regions are patches of raw pixels, of which a frozen CLIP makes the content
-        vectors first; see ClipRegionEncoder.
-      vision_layer: of the tower, whose features are taken.
     """
 
     region_tags: bool = False
     copy_head: bool = False
     written_words: int | None = None
-    vision: VisionConfig | None = None
-    vision_layer: int = -2
-
-    @classmethod
-    def of(cls, config: VLPConfig) -> ExtendedVLPConfig:
-        """The same config; VLP's own gets none of the additions."""
-        return config if isinstance(config, cls) else cls(**vars(config))
 
     def __post_init__(self):
         if self.written_words is not None and self.written_words < 1:
@@ -62,49 +52,57 @@ class ExtendedVLPConfig(VLPConfig):
                 "copied: set model.copy_head too, or leave it out."
             )
 
+    def build(self, *, rngs: nnx.Rngs) -> AtlasVLP:
+        return AtlasVLP(self, rngs=rngs)
 
-def vlp_patches(
-    patch: int,
-    *,
-    bert: BertConfig | None = None,
-    visual_hidden: tuple[int, ...] = (),
-    region_positions: int = 6,
-    region_tags: bool = False,
-    copy_head: bool = False,
-    written_words: int | None = None,
-    **trunk,
-) -> ExtendedVLPConfig:
-    """Regions are square patches of raw pixels: patch * patch * 3 values, 6 or more of position.
 
-    The trunk is MiniLM-L6's shape with VLP's six token types unless `bert` is given; used on the
-    Atlas corpus, where no detector runs.
+@dataclasses.dataclass(frozen=True)
+class AtlasVLPModel(VLPModel):
+    """The section `model` of VLP with additions.
+
+    Attributes:
+      whole, where, colors, tags: of the frontend patches: further regions and position values (see
+        data.atlas_reader.AtlasRegions); with `tags` slots hold tokens.
+      copy_head: whether answers may copy the context's tokens.
+      written_words: with a copy head: how many tokens are written, the first ones.
     """
-    bert = dataclasses.replace(bert or minilm_l6(types=6), **trunk)
-    return ExtendedVLPConfig(
-        bert,
-        region_features=patch * patch * 3,
-        region_positions=region_positions,
-        visual_hidden=tuple(visual_hidden),
-        region_tags=region_tags,
-        copy_head=copy_head,
-        written_words=written_words,
-        **_PATCH_STDDEVS,
-    )
+
+    whole: bool = False
+    where: bool = False
+    colors: bool = False
+    tags: bool = False
+    copy_head: bool = False
+    written_words: int | None = None
+
+    def config(self, vocab_size: int, region_positions: int = 6) -> VLPConfig:
+        config = super().config(vocab_size, region_positions)
+        added = self.tags or self.copy_head or self.written_words is not None
+        if self.frontend != "patches" or not added:
+            return config
+        return AtlasVLPConfig(
+            **vars(config),
+            region_tags=self.tags,
+            copy_head=self.copy_head,
+            written_words=self.written_words,
+        )
 
 
-def vlp_clip(
-    vision: VisionConfig, *, bert: BertConfig, layer: int = -2, visual_hidden: tuple[int, ...] = ()
-) -> ExtendedVLPConfig:
-    """Regions are CLIP's patch features, made on the fly; positions are the patches' box values."""
-    return ExtendedVLPConfig(
-        bert,
-        region_features=vision.patch_size**2 * 3,
-        region_positions=6,
-        visual_hidden=tuple(visual_hidden),
-        vision=vision,
-        vision_layer=layer,
-        **_PATCH_STDDEVS,
-    )
+@flax.struct.dataclass
+class ProbedInputs(VLPInputs):
+    """A packed batch with probes: [MASK]s behind the answer that each predict one token of it.
+
+    A probe sees itself and the answer tokens whose position is before its own, as the [MASK]
+    appended in decoding does; nothing else sees it.
+    """
+
+    probe_mask: jax.Array = dataclasses.field(kw_only=True)  # [B, L] bool
+
+    def attention_mask(self) -> jax.Array:
+        order, probes = self.position_ids, self.probe_mask[:, :, None]
+        earlier = order[:, None, :] < order[:, :, None]
+        seen = probes & self.answer_mask[:, None, :] & earlier
+        seen |= probes & jnp.eye(order.shape[-1], dtype=bool)
+        return super().attention_mask() | seen[:, None]
 
 
 @flax.struct.dataclass
@@ -117,11 +115,36 @@ class Context:
 
 
 @flax.struct.dataclass
-class ExtendedPrefix:
+class AtlasPrefix:
     """What decoding keeps of source and question."""
 
     encoded: Prefix
     context: Context | None  # only for a model with a copy head
+
+
+# Parameters that no published checkpoint has (a KeyMap's `fresh`).
+FRESH = (r"^copy_head/",)
+
+
+def add_types(model: VLP, numbers: Sequence[int]) -> None:
+    """Makes token types mean something that the model's pretrained weights have no type for.
+
+    To each a random vector of length 1, that of a token, is added, in place: a copy of another
+    type, like those VLP starts from, is distinguished only after hundreds of steps.
+
+    Raises:
+      UserError: no such token types.
+    """
+    trunk = model.config.bert
+    if not all(0 <= number < trunk.types for number in numbers):
+        raise UserError(
+            f"config key new_types={tuple(numbers)}: token types 0 to {trunk.types - 1} were "
+            "expected; change the config."
+        )
+    table = model.bert.embeddings.token_type.table
+    for number in numbers:
+        vector = jax.random.normal(jax.random.key(number), (trunk.hidden,), table.dtype)
+        table[...] = table[...].at[number].add(vector / jnp.linalg.norm(vector))
 
 
 def said_before(inputs: VLPInputs, positions: jax.Array) -> jax.Array:
@@ -136,34 +159,52 @@ def said_before(inputs: VLPInputs, positions: jax.Array) -> jax.Array:
     return jnp.einsum("bpa,bal->bpl", earlier.astype(jnp.float32), same.astype(jnp.float32)) > 0
 
 
-class ExtendedVLP(VLP):
-    """VLP with the additions that its config names."""
+class AtlasVLP(VLP):
+    """VLP with the additions that its config names.
 
-    config: ExtendedVLPConfig
+    The config of a model without them (TwoSidedVLP's) may be any VLP's.
+    """
 
-    def __init__(self, config: ExtendedVLPConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: VLPConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.copy_head = CopyHead(config.bert.hidden, rngs=rngs) if config.copy_head else None
+        copies = isinstance(config, AtlasVLPConfig) and config.copy_head
+        self.copy_head = CopyHead(config.bert.hidden, rngs=rngs) if copies else None
 
-    def _make_region_content(self, rngs: nnx.Rngs) -> RegionEncoder:
-        config, bert = self.config, self.config.bert
-        if config.vision is None:
-            return super()._make_region_content(rngs)
-        sizes = (*config.visual_hidden, bert.hidden)
-        vision = config.vision, config.vision_layer
-        options = {"rngs": rngs, "stddev": config.content_stddev}
-        return ClipRegionEncoder(*vision, sizes, bert.dropout, bert.dtype, **options)
+    @property
+    def region_tags(self) -> bool:
+        """Whether region slots hold tokens."""
+        return isinstance(self.config, AtlasVLPConfig) and self.config.region_tags
+
+    @property
+    def _written_words(self) -> int | None:
+        return self.config.written_words if isinstance(self.config, AtlasVLPConfig) else None
 
     def _embed_content(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
         content = super()._embed_content(inputs, dropout_key)
-        if not self.config.region_tags:
+        if not self.region_tags:
             return content
         slots = inputs.input_ids[:, 1 : 1 + content.shape[1]]
         return content + self.bert.embeddings.word(slots).astype(content.dtype)
 
     def mlm_logits(self, hidden: jax.Array) -> jax.Array:
         """As VLP's; with `config.written_words` = W only the logits of the first W tokens."""
-        return self.mlm_head(hidden, self.bert.embeddings.word, self.config.written_words)
+        return self.mlm_head(hidden, self.bert.embeddings.word, self._written_words)
+
+    def answer_log_probs(
+        self,
+        inputs: VLPInputs,
+        positions: jax.Array,
+        ids: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """As VLP's; tokens that are neither written nor in the context cannot be learned."""
+        hidden = self.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
+        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
+        context = Context(hidden, inputs.input_ids, inputs.context_mask)
+        said = said_before(inputs, positions)  # [B, P, L]
+        log_probs = self.log_probs_of(at_masks, context, said, ids)
+        return log_probs, self.sayable(context, ids)
 
     def token_log_probs(
         self, hidden: jax.Array, context: Context | None, said: jax.Array | None
@@ -180,7 +221,7 @@ class ExtendedVLP(VLP):
 
     def sayable(self, context: Context, ids: jax.Array) -> jax.Array:
         """Whether the tokens ids [B, P] can be written or copied at all, bool [B, P]."""
-        written = self.config.written_words
+        written = self._written_words
         if written is None:
             return jnp.ones(ids.shape, bool)
         same = (context.ids[:, None] == ids[:, :, None]) & context.mask[:, None]  # [B, P, L]
@@ -195,17 +236,17 @@ class ExtendedVLP(VLP):
             return _log_probs_of(logits, ids)
         return self.copy_head.of_tokens(hidden, logits, context, said, ids)
 
-    def prefill(self, inputs: VLPInputs) -> ExtendedPrefix:
+    def prefill(self, inputs: VLPInputs) -> AtlasPrefix:
         """As VLP's, with what a copy head copies from."""
         hidden, encoded = self._encode_context(inputs)
         context = None
         if self.copy_head is not None:
             context = Context(hidden, inputs.input_ids, inputs.context_mask)
-        return ExtendedPrefix(encoded, context)
+        return AtlasPrefix(encoded, context)
 
     def decode_step(
         self,
-        prefix: ExtendedPrefix,
+        prefix: AtlasPrefix,
         cache: WrittenCache,
         generated: jax.Array,
         step: jax.Array,
@@ -224,38 +265,6 @@ class ExtendedVLP(VLP):
             said = (same & written[:, None]).any(axis=2)  # [B, beams, L]
         log_probs = self.token_log_probs(hidden, prefix.context, said)
         return log_probs.reshape(len(generated), -1), cache
-
-
-class ClipRegionEncoder(RegionEncoder):
-    """Patches of raw pixels -> CLIP's patch features -> linears, as RegionEncoder.
-
-    The tower is in front of the model within the same jitted step, not in the input pipeline:
-    it then sees whole batches on the accelerator, and a picture travels as its pixels, which the
-    host keeps decoded; float features of WebQA's 390,000 pictures would be 200 GB and more, and
-    made one by one on the host they would hold up every step. It is frozen, and saved with the
-    run, so that a trained model needs no second folder.
-    """
-
-    def __init__(
-        self, vision: VisionConfig, layer: int, sizes: tuple[int, ...], rate: float, dtype: str,
-        *, rngs: nnx.Rngs, stddev: float | None,
-    ):  # fmt: skip
-        super().__init__(vision.width, sizes, rate, dtype, rngs=rngs, stddev=stddev)
-        self.tower, self.layer = VisionTower(vision, rngs=rngs), layer
-
-    def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
-        return super().__call__(self.features(x), dropout_key=dropout_key)
-
-    def features(self, x: jax.Array) -> jax.Array:
-        """Patches [B, R, patch * patch * 3], pixels in -1..1 -> features [B, R, width]."""
-        vision = self.tower.config
-        side, patch = vision.image_size // vision.patch_size, vision.patch_size
-        pixels = (x + 1) / 2  # 0..1
-        pixels = pixels.reshape(-1, side, side, patch, patch, 3)  # [B * pictures, row, column, ...]
-        pixels = pixels.transpose(0, 1, 3, 2, 4, 5)
-        pixels = pixels.reshape(-1, vision.image_size, vision.image_size, 3)
-        found = self.tower.patch_features(normalize_pixels(pixels), self.layer)
-        return jax.lax.stop_gradient(found).reshape(*x.shape[:2], vision.width)
 
 
 class CopyHead(nnx.Module):

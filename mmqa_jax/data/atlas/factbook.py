@@ -15,17 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.atlas import templates
+from mmqa_jax.data.atlas import templates
 
-# Files with an internet country code that are not countries with a flag of their own.
-_NOT_COUNTRIES = {"ee", "gz", "we", "xx", "um"}
 # Words of a passage (chunks).
 LEAST, MOST = 9, 55
-_WITH_ARTICLE = re.compile(
-    r"^(United|Central African|Dominican Republic|Republic of|Democratic Republic|Federated|"
-    r"British|French Southern|Territory|Isle of Man)|(Islands|Lands)$|"
-    r"^(Bahamas|Gambia|Netherlands|Philippines|Maldives|Seychelles|Comoros)$"
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +40,9 @@ class Country:
     @property
     def the_name(self) -> str:
         """The name inside a sentence: `the Bahamas`, `France`."""
-        return f"the {self.name}" if _WITH_ARTICLE.search(self.name) else self.name
+        patterns = templates.load("names")["with_article"]
+        articled = any(re.search(pattern, self.name) for pattern in patterns)
+        return f"the {self.name}" if articled else self.name
 
     @property
     def own(self) -> str:
@@ -57,8 +52,7 @@ class Country:
     @property
     def was(self) -> str:
         """`was`, or `were` after a plural name (islands, lands)."""
-        plural = re.search(r"(Islands|Lands|Maldives|Comoros|Seychelles)$", self.name)
-        return "were" if plural else "was"
+        return "were" if re.search(templates.load("names")["plural"], self.name) else "was"
 
     @property
     def url(self) -> str:
@@ -92,9 +86,9 @@ def factbook_dir() -> Path:
 
 def load_countries() -> list[Country]:
     """All countries and territories that have a flag code, sorted by Factbook code."""
-    countries = []
+    countries, others = [], templates.load("names")["not_countries"]
     for path in sorted(factbook_dir().rglob("*.json"), key=lambda p: (p.stem, p.parent.name)):
-        if path.stem in _NOT_COUNTRIES:
+        if path.stem in others:
             continue
         fields = json.loads(path.read_text(encoding="utf-8"))
         probe = Country(path.stem, "", "", fields)

