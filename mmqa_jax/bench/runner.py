@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import statistics
 import sys
@@ -26,8 +25,8 @@ from mmqa_jax.bench import Options
 from mmqa_jax.bench.timing import device_name, interleave, read_bandwidth, speed_ratio, stolen_share
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.store import Store
 
 Work = Callable[[], Any]  # does the work once and returns when it is done
 MATMUL = "matmul"  # name of the row that measures the peak itself
@@ -185,7 +184,7 @@ def measure(
     peak: Peak | None = None,
     device: str | None = None,
     budget: float | None = None,
-    journal: Journal | None = None,
+    journal: Store | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
     """Measures the cases of a bench; returns what `--json` prints.
@@ -232,8 +231,7 @@ def measure(
     ]
     rows = [row for row in rows if row["name"] in wanted]
     if journal is not None:
-        journal.close()
-        journal.path.unlink(missing_ok=True)
+        journal.remove()
     return {
         "bench": bench,
         "device": device or device_name(),
@@ -249,7 +247,7 @@ def measure(
     }
 
 
-def open_journal(bench: str, *facts: Any, device: str | None = None) -> Journal:
+def open_journal(bench: str, *facts: Any, device: str | None = None) -> Store:
     """What an interrupted run of a bench has measured: the same code, facts, device and day.
 
     Args:
@@ -262,15 +260,14 @@ def open_journal(bench: str, *facts: Any, device: str | None = None) -> Journal:
     code = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         code.update(file.read_bytes())
-    parts = [
-        code.hexdigest(),
-        device or device_name(),
-        jax.__version__,
-        time.strftime("%F"),
-        repr(facts),
-    ]
-    fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return Journal(cache_dir() / "bench" / f"{bench}.jsonl", fingerprint)
+    what = {
+        "code": code.hexdigest(),
+        "device": device or device_name(),
+        "jax": jax.__version__,
+        "day": time.strftime("%F"),
+        "facts": repr(facts),
+    }
+    return Store(cache_dir() / "bench" / bench, what)
 
 
 # Of a timed case, what its row needs.

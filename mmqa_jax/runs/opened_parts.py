@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.serving import OnModel, Serving
+from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -40,11 +40,11 @@ def read_parts(section: Mapping[str, Any]) -> dict[str, Part]:
 
 
 class OpenedParts:
-    """Opens the parts that rows name, each once, with journals in one folder.
+    """Opens the parts that rows name, each once, with their stores in one folder.
 
     Attributes:
       corpus: the rows'.
-      journals: folder of what is finished.
+      journals: folder of the stores of what is finished.
       seconds: question id -> seconds that the parts of the last row spent on it.
       serving: of its models but the LLM: key in its config's section `parts` (retriever.model) ->
         where and how it runs.
@@ -58,9 +58,9 @@ class OpenedParts:
         self._llms: list[Any] = []
 
     def close(self) -> None:
-        """Closes journals and response caches; all but a language model can still be used."""
+        """Closes stores and response caches; all but a language model can still be used."""
         for part, _ in self._open.values():
-            part.journal.close()
+            part.store.close()
         for llm in self._llms:
             llm.close()
         self._llms.clear()
@@ -79,14 +79,16 @@ class OpenedParts:
         return llm
 
     def once(
-        self, kind: str, made_of: str, make: Callable[[Journal, OnModel], Any], name: str
+        self, kind: str, made_of: str, make: Callable[[Store, OnModel], Any], name: str
     ) -> Any:
         """A part of a kind, opened once; `name` is where the row's config has it."""
         fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
         if fingerprint not in self._open:
-            journal = Journal(self.journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
+            check_no_older(self.journals / f"{kind}-{fingerprint}.jsonl")
+            what = {"part": kind, "fingerprint": fingerprint}
+            store = Store(self.journals / f"{kind}-{fingerprint}", what)
             served: dict[str, Serving] = {}
-            self._open[fingerprint] = make(journal, self.on_model(name, served)), served
+            self._open[fingerprint] = make(store, self.on_model(name, served)), served
         part, served = self._open[fingerprint]
         self.serving |= {f"{name}.{key}": serving for key, serving in served.items()}
         return part

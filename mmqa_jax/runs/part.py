@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.serving import OnModel
+from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
 
 
@@ -26,7 +26,7 @@ class OpenParts(Protocol):
     journals: Path
 
     def once(
-        self, kind: str, made_of: str, make: Callable[[Journal, OnModel], Any], name: str
+        self, kind: str, made_of: str, make: Callable[[Store, OnModel], Any], name: str
     ) -> Any:
         """A part of a kind, opened once; `name` is where the row's config has it."""
 

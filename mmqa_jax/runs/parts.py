@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.serving import OnModel, ignored
+from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
@@ -22,7 +22,7 @@ from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.retriever import Retriever
 from mmqa_jax.runs import identity
 from mmqa_jax.runs.part import OpenParts
-from mmqa_jax.runs.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+from mmqa_jax.runs.resumable import Resumable
 
 EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa embed` writes
 
@@ -109,9 +109,9 @@ class RetrieverSpec:
     def open(self, row: OpenParts, name: str = "retriever") -> Any:
         """The retriever over the row's corpus, with what it finished kept on disk."""
 
-        def make(journal: Journal, on_model: OnModel) -> Any:
+        def make(store: Store, on_model: OnModel) -> Any:
             retriever = open_retriever(row.corpus, self, on_model)
-            return ResumableRetriever(retriever, journal, row.seconds)
+            return Resumable(retriever, store, row.seconds)
 
         return row.once("retriever", self.fingerprint(), make, name)
 
@@ -138,12 +138,12 @@ class RerankerSpec:
     def open(self, row: OpenParts) -> Any:
         """The reranker over the row's corpus, with what it finished kept on disk."""
 
-        def make(journal: Journal, on_model: OnModel) -> Any:
+        def make(store: Store, on_model: OnModel) -> Any:
             from mmqa_jax.tasks.rerank import load_reranker
 
             reranker = load_reranker(self.model, row.corpus)
             on_model("model", reranker)
-            return ResumableReranker(reranker, journal, row.seconds)
+            return Resumable(reranker, store, row.seconds)
 
         reranker = row.once("reranker", identity.of_folders(self.model), make, "reranker")
         if self.similarity is None:
@@ -165,12 +165,12 @@ class ReaderSpec:
     def open(self, row: OpenParts) -> Any:
         """The reader over the row's corpus, with what it finished kept on disk."""
 
-        def make(journal: Journal, on_model: OnModel) -> Any:
+        def make(store: Store, on_model: OnModel) -> Any:
             from mmqa_jax.tasks.answer import load_reader
 
             reader = load_reader(self.model, row.corpus)
             on_model("model", reader)
-            return ResumableReader(reader, journal, row.seconds)
+            return Resumable(reader, store, row.seconds)
 
         return row.once("reader", identity.of_folders(self.model), make, "reader")
 

@@ -51,7 +51,13 @@ def test_damage_of_every_file(folders, name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("parts that are merged", "parts of a stopped job", "journal", "grids", "cached vectors"),
+        *(
+            "parts that are merged",
+            "parts of a stopped job",
+            "finished batches",
+            "grids",
+            "cached vectors",
+        ),
         *("embeddings", "unfinished embeddings", "indexes", "response cache"),
     ],
 )
