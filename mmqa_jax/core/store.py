@@ -1,13 +1,14 @@
 """One store of finished work: a result under the hash of all that it depends on, and its key.
 
     FOLDER/job.json        what the results depend on, for people and for who continues the work
-    FOLDER/NAME.jsonl      chunks: of one writer, or one alone that has a name (00003)
+    FOLDER/00003.jsonl     a chunk of one result, alone in its file
+    FOLDER/1764...-HOST-PROCESS-....jsonl       the other chunks of one writer
 
 Results are committed in chunks. A chunk is a line of JSON, the head, then the results: a line of
 JSON each, or an array as NumPy writes it. The head says what the results depend on (a hash), their
-keys, lengths and checksums, and ends in a checksum of its own. A chunk with a name is a file of its
-own, written whole or not at all; the others are appended to a file that only their writer writes,
-whose end is dropped where a kill cut it. In an object store every chunk is an object.
+keys, lengths and checksums, and ends in a checksum of its own. A chunk that is alone is written
+whole or not at all; the others are appended to a file that only their writer writes, whose end is
+dropped where a kill cut it. In an object store every chunk is an object.
 
 So any number of processes on any hosts may write into one folder at once, each reads what the
 others have committed, and to merge is to read. No lock is needed for that.
@@ -23,37 +24,36 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
+from mmqa_jax.core.checksums import Damaged, read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
 from mmqa_jax.core.paths import as_path, in_store, listing, remove_tree
-from mmqa_jax.core.sealed import Damaged, read_sealed, write_sealed
 
 HEAD = "job.json"
 _SUFFIX = ".jsonl"
 _BEGIN = b'{"results": '
 _SEAL = re.compile(rb'(.*), "sha256": "([0-9a-f]{64})"\}\n', re.DOTALL)
 _ARRAY = b"\x93NUMPY"
+_OTHER_SUM = "its SHA-256 is another"
 _AGAIN = "remove it, and its work is done again"
-_HEAD_AGAIN = "delete it, and the next start writes it again and keeps whole parts"
+_HEAD_AGAIN = "delete it, and the next start of the job writes it again and keeps whole parts"
 
 
 class Chunk(NamedTuple):
     """What the head of a chunk says.
 
     Attributes:
-      file: its name in the folder.
       job: hash of what its results depend on.
       notes: what was said about it when it was committed.
       keys: of its results.
     """
 
-    file: str
     job: str
     notes: dict[str, Any]
     keys: tuple[str, ...]
@@ -79,13 +79,14 @@ class Store:
       what: all that the results depend on besides their keys, as JSON values by name.
       others: what becomes of results of another `what`: they are refused, or they are not seen
         and the first `add` removes them.
-      damage: what becomes of a damaged result: it is refused, or it is missing and counted.
+      damage: what becomes of a damaged result when it is read: it is refused, or it is missing and
+        counted.
       remedy: ends the sentence about a damaged file, given its name.
       sync: whether `add` waits until the disk has the results. Without it they survive the end
         of the process, but not that of the machine.
 
     Attributes:
-      damaged: how many damaged places were dropped.
+      damaged: how many damaged places were met and dropped.
 
     Raises:
       UserError: a damaged file, or one of another `what`, where that is to be refused; something
@@ -132,19 +133,18 @@ class Store:
         self.close()
 
     def __getitem__(self, key: str) -> Any:
-        """A result; KeyError if it is missing, or damaged since and to be dropped."""
-        place = self._index[key]
+        """A result; KeyError if it is missing, or damaged and to be dropped."""
         try:
-            return _value(self._bytes(place), place.sha256)
+            return self._read(key)
         except (Damaged, FileNotFoundError):  # or another process has written the file again
-            self._forget(place.file)
+            self._forget(self._index[key].file)
             self.refresh()
-        place = self._index[key]
+        file = self._index[key].file
         try:
-            return _value(self._bytes(place), place.sha256)
+            return self._read(key)
         except Damaged as error:
-            self._refuse(place.file, str(error))
             del self._index[key]
+            self._refuse(file, str(error))
             raise KeyError(key) from error
 
     def get(self, key: str) -> Any:
@@ -158,15 +158,29 @@ class Store:
         """Those of the keys that have no result, in order."""
         return [key for key in keys if key not in self._index]
 
+    def check(self, keys: Iterable[str] | None = None) -> None:
+        """Reads results, so that damage is found now and not after hours of work.
+
+        Args:
+          keys: of those that are looked at if they are there; None: all.
+        """
+        for key in list(self._index) if keys is None else keys:
+            self.get(key)
+
     def add(
-        self, values: Mapping[str, Any], *, name: str = "", notes: Mapping[str, Any] | None = None
+        self,
+        values: Mapping[str, Any],
+        *,
+        alone: bool = False,
+        notes: Mapping[str, Any] | None = None,
     ) -> None:
         """Commits a chunk: all of its results, or none. A later result of a key counts.
 
         Args:
           values: JSON values or NumPy arrays.
-          name: of a file of its own; a process that writes the same chunk writes the same file.
-          notes: what to say about the chunk (`chunks`).
+          alone: one result in a file of its own, which its key names, such as 00003. Processes that
+            compute the same one write the same file, and whether it is there is seen by its name.
+          notes: what to say about the chunk (`chunks_of`).
 
         Raises:
           ValueError: a value that cannot be written.
@@ -175,15 +189,16 @@ class Store:
             return
         content, index = _chunk_bytes(self._job, values, notes or {})
         self._make_folder()
-        if name or in_store(self.folder):
-            file, start = f"{name or self._next_object()}{_SUFFIX}", 0
+        if alone or in_store(self.folder):
+            (name,) = values if alone else (self._next_object(),)
+            if alone and not _is_alone(f"{name}{_SUFFIX}"):
+                raise ValueError(f"{name} names no file")
+            file, start = f"{name}{_SUFFIX}", 0
             with atomic_write(self.folder / file, "wb") as opened:
                 opened.write(content)
-            self._close_reading()
+            self._forget(file)
         else:
             file, start = self._append(content)
-        if name:
-            self._forget(file)
         head = len(content) - sum(length for _, length, _ in index.values())
         for key, (at, length, sha256) in index.items():
             self._index[key] = _Place(file, start + head + at, length, sha256)
@@ -196,7 +211,13 @@ class Store:
             if sizes.get(file, -1) < read:
                 self._forget(file)
         for file in sorted(sizes):
-            if sizes[file] > self._read_to.get(file, 0) and file not in self._foreign:
+            if sizes[file] <= self._read_to.get(file, 0) or file in self._foreign:
+                continue
+            if _is_alone(file):  # is read when it is asked for
+                self._forget(file)
+                self._index[file.removesuffix(_SUFFIX)] = _Place(file, 0, 0, "")
+                self._read_to[file] = sizes[file]
+            else:
                 self._scan(file)
 
     def close(self) -> None:
@@ -260,18 +281,35 @@ class Store:
         self._written += len(content)
         return file, start
 
+    def _read(self, key: str) -> Any:
+        place = self._index[key]
+        if not place.length:
+            del self._read_to[place.file]
+            self._scan(place.file)
+            place = self._index[key]
+            if not place.length:
+                raise Damaged("its result is missing")
+        if self._reading is None or self._reading[0] != place.file:
+            self._close_reading()
+            self._reading = place.file, (self.folder / place.file).open("rb")
+        opened = self._reading[1]
+        opened.seek(place.start)
+        return _value(opened.read(place.length), place.sha256)
+
     def _scan(self, file: str) -> None:
-        """Reads the chunks of a file from where it was read to before, and checks them."""
-        whole = _is_whole(file, self.folder)
+        """Reads the heads of a file's chunks from where it was read to before."""
+        alone = _is_alone(file)
+        whole = alone or in_store(self.folder)
         with (self.folder / file).open("rb") as opened:
-            opened.seek(0, os.SEEK_END)
-            size = opened.tell()
+            size = opened.seek(0, os.SEEK_END)
             opened.seek(self._read_to.get(file, 0))
             within_damage = False
-            while (at := opened.tell()) < size:
+            while opened.tell() < size:
                 line = opened.readline()
                 try:
                     head = _head(line)
+                    if alone and opened.tell() + head["size"] != size:
+                        raise Damaged(_OTHER_SUM)
                     if opened.tell() + head["size"] > size:
                         if not whole:
                             return  # it is being written, or a kill cut it
@@ -280,24 +318,26 @@ class Store:
                     if not whole and not line.endswith(b"\n"):
                         return
                     if not within_damage:
+                        if alone:
+                            raise
                         self._refuse(file, str(error))
                     within_damage = True  # until the next head
                     self._read_to[file] = opened.tell()
                     continue
                 within_damage = False
-                if head["job"] != self._job:
-                    if self._others == "refuse":
-                        self._refuse(file, "", said="is of another run, or of another chunk")
-                    self._foreign.add(file)
-                    return
                 at = opened.tell()
+                keys = [key for key, _, _ in head["results"]]
+                is_named = not alone or keys == [file.removesuffix(_SUFFIX)]
+                if head["job"] != self._job or not is_named:
+                    if self._others == "refuse":
+                        self._refuse(file, "", said="is a part of another run, or of another chunk")
+                    self._foreign.add(file)
+                    self._index.pop(file.removesuffix(_SUFFIX), None)
+                    return
                 for key, length, sha256 in head["results"]:
-                    try:
-                        check_bytes(opened.read(length), sha256)
-                        self._index[key] = _Place(file, at, length, sha256)
-                    except Damaged as error:
-                        self._refuse(file, str(error))
+                    self._index[key] = _Place(file, at, length, sha256)
                     at += length
+                opened.seek(at)
                 self._read_to[file] = at
 
     def _refuse(self, file: str, why: str, said: str = "is damaged") -> None:
@@ -317,14 +357,6 @@ class Store:
         if self._name and file == f"{self._name}{_SUFFIX}":  # removed: more would be lost there
             self.close()
             self._name, self._written = "", 0
-
-    def _bytes(self, place: _Place) -> bytes:
-        if self._reading is None or self._reading[0] != place.file:
-            self._close_reading()
-            self._reading = place.file, (self.folder / place.file).open("rb")
-        opened = self._reading[1]
-        opened.seek(place.start)
-        return opened.read(place.length)
 
     def _close_reading(self) -> None:
         if self._reading is not None:
@@ -356,24 +388,38 @@ def read_head(folder: Path) -> dict[str, Any]:
     return read_sealed(folder / HEAD, _HEAD_AGAIN)
 
 
-def read_chunks(folder: Path) -> Iterator[Chunk]:
-    """The heads of all chunks of a folder, file by file.
+def chunk_files(folder: Path) -> list[Path]:
+    """The files of chunks in a folder, in order.
 
     Raises:
-      UserError: a damaged head, or something that is no file.
+      UserError: one of them is no regular file.
     """
-    for file in sorted(_files(folder)):
-        with (folder / file).open("rb") as opened:
-            while line := opened.readline():
-                try:
-                    head = _head(line)
-                except Damaged as error:
-                    if not _is_whole(file, folder) and not line.endswith(b"\n"):
-                        break
-                    raise UserError(f"{folder / file}: is damaged ({error}); {_AGAIN}.") from error
-                keys = tuple(key for key, _, _ in head["results"])
-                yield Chunk(file, head["job"], head["notes"], keys)
-                opened.seek(head["size"], os.SEEK_CUR)
+    return [folder / file for file in sorted(_files(folder))]
+
+
+def chunks_of(file: Path) -> Iterator[Chunk]:
+    """The heads of the chunks of a file, without a look at their results.
+
+    Raises:
+      UserError: one is damaged.
+    """
+    with file.open("rb") as opened:
+        while line := opened.readline():
+            try:
+                head = _head(line)
+            except Damaged as error:
+                if not _is_alone(file.name) and not line.endswith(b"\n"):
+                    break
+                raise UserError(f"{file}: is damaged ({error}); {_AGAIN}.") from error
+            keys = tuple(key for key, _, _ in head["results"])
+            yield Chunk(head["job"], head["notes"], keys)
+            opened.seek(head["size"], os.SEEK_CUR)
+
+
+def named(numbers: Sequence[int]) -> str:
+    """`3, 7, 9 and 12 more`."""
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[:8])) + more
 
 
 def check_no_older(path: Path) -> None:
@@ -404,7 +450,7 @@ def check_file(path: Path) -> None:
 def check_bytes(data: bytes, sha256: str) -> None:
     """Damaged, if bytes do not have this SHA-256 (the first of its hex digits)."""
     if hashlib.sha256(data).hexdigest()[: len(sha256)] != sha256:
-        raise Damaged("its SHA-256 is another")
+        raise Damaged(_OTHER_SUM)
 
 
 def _files(folder: Path) -> dict[str, int]:
@@ -432,9 +478,9 @@ def _is_name(name: str) -> bool:
     return name.endswith(_SUFFIX) and name[:1].isdigit() and "/" not in name
 
 
-def _is_whole(file: str, folder: Path) -> bool:
-    """Whether a file was written as a whole, so that its end cannot be missing."""
-    return in_store(folder) or "-" not in file
+def _is_alone(file: str) -> bool:
+    """Whether a file holds one result, whose key is its name."""
+    return file.removesuffix(_SUFFIX).isdecimal()
 
 
 def _chunk_bytes(

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.sealed import read_sealed, write_sealed
 from mmqa_jax.data.images import BrokenPictures, PictureError
 from mmqa_jax.data.picture_records import (
     finish_folder,

@@ -25,10 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmqa_jax.core.checksums import digest
+from mmqa_jax.core.checksums import digest, read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.sealed import read_sealed, write_sealed
 from mmqa_jax.data.images import BrokenPictures, PictureError, verify
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from mmqa_jax.core.checksums import check_sums, digest, read_sums, write_sums
+from mmqa_jax.core.checksums import SEAL_LENGTH, check_sums, digest, read_sums, write_sums
+from mmqa_jax.core.chunks import MOST_PARTS
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
-from mmqa_jax.core.job_files import MOST_PARTS, check_file, check_no_link, named
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
-from mmqa_jax.core.sealed import SEAL_LENGTH
+from mmqa_jax.core.store import check_file, check_no_link, named
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
 from mmqa_jax.retrieval.vectors import not_finite, read_vectors, write_vectors
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32, Int
 
+from mmqa_jax.core.checksums import open_bytes, seal_bytes
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
-from mmqa_jax.core.sealed import open_bytes, seal_bytes
 
 _BLOCK = 65_536  # rows that are looked at together
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import Compute
-from mmqa_jax.core.job_files import Part
+from mmqa_jax.core.chunks import Compute, Part
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking

@@ -89,6 +89,7 @@ def caption_pictures(
         Store(out.with_name(f".{out.name}.kept"), inputs) as store,
         Progress("Captions", len(rows), "pictures") as progress,
     ):
+        store.check()
         for start in range(0, len(rows), batch_size):
             numbers = range(start, min(start + batch_size, len(rows)))
             if not all(str(number) in store for number in numbers):

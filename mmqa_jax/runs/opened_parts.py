@@ -87,6 +87,7 @@ class OpenedParts:
             check_no_older(self.journals / f"{kind}-{fingerprint}.jsonl")
             what = {"part": kind, "fingerprint": fingerprint}
             store = Store(self.journals / f"{kind}-{fingerprint}", what)
+            store.check()  # before models are loaded
             served: dict[str, Serving] = {}
             self._open[fingerprint] = make(store, self.on_model(name, served)), served
         part, served = self._open[fingerprint]

@@ -51,7 +51,7 @@ class LLMSpec:
 
     def open(self, row: OpenParts) -> Any:
         """The language model with its response cache."""
-        return row.closing(open_llm(self, row.journals / "responses.sqlite"))
+        return row.closing(open_llm(self, row.journals / "responses"))
 
 
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
@@ -118,7 +118,7 @@ def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
 
 
 def open_llm(spec: LLMSpec, cache: Path) -> Any:
-    """The language model with its response cache in the file `cache`, or in the spec's own.
+    """The language model with its response cache in the folder `cache`, or in the spec's own.
 
     Raises:
       UserError: no such model or server, or an unknown setting.

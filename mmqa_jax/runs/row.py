@@ -18,12 +18,11 @@ from typing import Any, Literal, get_args
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import Engine, Job
+from mmqa_jax.core.chunks import PARTS, Engine, Job
 from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.job_files import PARTS
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
 from mmqa_jax.core.paths import as_path, in_store, key_of
 from mmqa_jax.core.sections import Key, check_section, spec_of

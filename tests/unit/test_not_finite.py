@@ -11,7 +11,7 @@ from cli_runs import done
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.store import Store
+from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.similarity import interpolate
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
@@ -124,8 +124,10 @@ def test_no_cached_vector(bad, tmp_path):
         cached_vectors(tmp_path, "m", texts, lambda rows: embeddings(bad).vectors[rows])
     assert not [*tmp_path.iterdir()]
     vectors = cached_vectors(tmp_path, "m", texts, lambda rows: embeddings().vectors[rows])
-    (file,) = tmp_path.iterdir()
-    np.save(file, embeddings(bad).vectors)  # as an older version may have kept them
+    (folder,) = tmp_path.iterdir()
+    with Store(folder, read_head(folder)["job"]) as store:
+        (key,) = store
+        store.add({key: embeddings(bad).vectors})  # as a faulty version may have kept them
     again = cached_vectors(tmp_path, "m", texts, lambda rows: embeddings().vectors[rows])
     np.testing.assert_array_equal(again, vectors)
 

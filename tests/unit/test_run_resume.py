@@ -14,7 +14,7 @@ from cli_runs import done, mmqa, rows_of, tree
 from row_runs import row_flags
 
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.store import Store, read_chunks, read_head
+from mmqa_jax.core.store import Store, chunks_of, read_head
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.retrieval.dense import DenseRetriever
@@ -153,7 +153,7 @@ def test_a_batch_cut_by_a_kill(part, flags_of, whole, tmp_path):
     for name in RESULTS:
         (folder / name).unlink()
     (file,) = (folder / "journals").glob(f"{part}-*/[0-9]*.jsonl")
-    *_, last = read_chunks(file.parent)
+    *_, last = chunks_of(file)
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.MonkeyPatch.context() as patch:
         counted = count(patch)

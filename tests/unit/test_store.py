@@ -20,8 +20,9 @@ from mmqa_jax.core.store import (
     HEAD,
     Store,
     check_no_older,
+    chunk_files,
+    chunks_of,
     digest_of,
-    read_chunks,
     read_head,
     write_head,
 )
@@ -55,7 +56,7 @@ def test_what_was_added_is_read_back(folder):
     assert (len(store), "q3" in store, store.get("q3")) == (3, False, None)
     assert store.missing(["q3", "q1", "q4"]) == ["q3", "q4"]
     assert read_head(folder) == {"job": WHAT}
-    assert [chunk.keys for chunk in read_chunks(folder)] == [("q0", "q1"), ("q2",)]
+    assert [chunk.keys for chunk in chunks_of(only_file(folder))] == [("q0", "q1"), ("q2",)]
     with pytest.raises(KeyError):
         store["q3"]
 
@@ -132,19 +133,24 @@ def test_a_later_result_counts(folder):
     assert Store(folder, WHAT)["q2"] == "new"
 
 
-def test_chunks_with_names_are_files_of_their_own(tmp_path):
+def test_results_that_are_alone_are_files_of_their_own(tmp_path):
     """Two processes that computed the same one leave one; what is said about it is read alone."""
     one, other = Store(tmp_path / "kept", WHAT), Store(tmp_path / "kept", WHAT)
-    one.add({"3": [1, 2]}, name="00003", notes={"host": "a"})
-    other.add({"3": [1, 2]}, name="00003", notes={"host": "another"})
+    one.add({"00003": [1, 2]}, alone=True, notes={"host": "a"})
+    other.add({"00003": [1, 2]}, alone=True, notes={"host": "another"})
     assert [file.name for file in sorted((tmp_path / "kept").iterdir())] == ["00003.jsonl", HEAD]
-    (chunk,) = read_chunks(tmp_path / "kept")
-    assert (chunk.file, chunk.job, chunk.keys) == ("00003.jsonl", digest_of(WHAT), ("3",))
-    assert chunk.notes == {"host": "another"}
-    assert one["3"] == other["3"] == [1, 2]  # the file of the first is another one by now
-    only_file(tmp_path / "kept").unlink()
+    (chunk,) = chunks_of(only_file(tmp_path / "kept"))
+    assert chunk == (digest_of(WHAT), {"host": "another"}, ("00003",))
+    assert one["00003"] == other["00003"] == [1, 2]  # the first's file is another one by now
+    os.replace(only_file(tmp_path / "kept"), tmp_path / "kept" / "00004.jsonl")
     one.refresh()
-    assert "3" not in one
+    assert one.missing(["00003", "00004"]) == ["00003"]
+    with pytest.raises(KeyError):  # it is another's
+        one["00004"]
+    with pytest.raises(UserError, match=r"00004\.jsonl: is a part of another run, or of"):
+        Store(tmp_path / "kept", WHAT, others="refuse").check()
+    with pytest.raises(ValueError, match="names no file"):
+        one.add({"../3": 1}, alone=True)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
@@ -168,14 +174,16 @@ def test_every_cut_of_a_file(folder):
         assert set(Store(folder, WHAT)) == expected, end
 
 
-def test_a_named_chunk_that_was_cut_is_refused(tmp_path):
-    Store(tmp_path, WHAT).add({"q0": 1}, name="00000")
+def test_a_file_of_its_own_that_was_cut_is_refused(tmp_path):
+    Store(tmp_path, WHAT).add({"00000": 1}, alone=True)
     file = only_file(tmp_path)
     whole = file.read_bytes()
     for end in range(1, len(whole)):
         file.write_bytes(whole[:end])
         with pytest.raises(UserError, match=r"00000\.jsonl: is damaged .*; remove it, and its wo"):
-            Store(tmp_path, WHAT)
+            Store(tmp_path, WHAT)["00000"]
+        dropping = Store(tmp_path, WHAT, damage="drop")
+        assert (dropping.get("00000"), dropping.damaged, len(dropping)) == (None, 1, 0)
 
 
 def test_results_of_other_inputs_are_discarded(folder):
@@ -189,7 +197,7 @@ def test_results_of_other_inputs_are_discarded(folder):
 
 
 def test_results_of_other_inputs_are_refused(folder):
-    with pytest.raises(UserError, match=r"jsonl: is of another run, or of another chunk; remove"):
+    with pytest.raises(UserError, match=r"jsonl: is a part of another run, or of another chunk; r"):
         Store(folder, {"model": "m2"}, others="refuse")
 
 
@@ -201,7 +209,7 @@ def test_a_damaged_line_in_the_middle(folder, line):
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     before = file.read_bytes()
     with pytest.raises(UserError, match=r"\.jsonl: is damaged .*; remove it, and its work"):
-        Store(folder, WHAT)
+        Store(folder, WHAT).check()
     assert file.read_bytes() == before
 
 
@@ -235,11 +243,14 @@ def test_damage_is_dropped_and_counted(tmp_path):
         damaged[at // 8] ^= 1 << at % 8
         file.write_bytes(damaged)
         store = Store(tmp_path, WHAT, damage="drop")
-        for key in store:
-            n = int(key[1:])
-            assert np.array_equal(store[key], [n] * 5 if n % 2 == 0 else np.full(9, n - 1))
-        lost.append(20 - len(store))
-        assert store.damaged == 1 or lost[-1] in (1, 2)
+        found = {key: store.get(key) for key in map("q{}".format, range(20))}
+        for n, value in enumerate(found.values()):
+            whole_value = [n] * 5 if n % 2 == 0 else np.full(9, n - 1)
+            assert value is None or np.array_equal(value, whole_value)
+        lost.append(sum(value is None for value in found.values()))
+        # Of the last chunk it may seem that a kill cut it.
+        assert store.damaged == 1 or found["q18"] is None
+        assert len(store) == 20 - lost[-1]
         store.close()
     assert max(lost) <= 2
     assert min(lost) >= 1  # none was read
@@ -262,7 +273,7 @@ def test_what_is_no_file_is_refused(make, folder):
     path = folder / "00001.jsonl"
     path.symlink_to(only_file(folder)) if make == "link" else make(path)
     match = "is a symbolic link" if make == "link" else "is no file; delete it"
-    for read in (lambda: Store(folder, WHAT), lambda: [*read_chunks(folder)]):
+    for read in (lambda: Store(folder, WHAT), lambda: chunk_files(folder)):
         with pytest.raises(UserError, match=f"00001.jsonl: {match}"):
             read()
 
@@ -306,9 +317,9 @@ def test_a_full_disk(tmp_path):
         store = Store(disk.folder / "kept", WHAT)
         store.add({"q0": "a" * 5000})
         disk.leave(4096)
-        for name in ("", "00001"):
+        for key in ("q1", "00001"):
             with pytest.raises(OSError, match="No space left") as raised:
-                store.add({"q1": "b" * 50_000}, name=name)
+                store.add({key: "b" * 50_000}, alone=key != "q1")
             assert str(disk.folder / "kept") in str(raised.value.filename)
         assert "q1" not in store
         disk.free()
@@ -327,15 +338,17 @@ def test_in_an_object_store(scheme, tmp_path, monkeypatch):
         one, other = Store(place, WHAT), Store(place, WHAT)
         one.add({"q0": 1, "q1": np.arange(5)})
         one.add({"q2": "b"})
-        other.add({"3": [3]}, name="00003")
+        other.add({"00003": [3]}, alone=True)
         for store in (one, other, Store(place, WHAT)):
             store.refresh()
             assert store["q1"].tolist() == [0, 1, 2, 3, 4]
-            assert (store["q0"], store["q2"], store["3"]) == (1, "b", [3])
+            assert (store["q0"], store["q2"], store["00003"]) == (1, "b", [3])
         names = object_store.Objects(tmp_path / "store" / object_store.BUCKET).names("runs/kept/")
         assert len(names) == 4  # and job.json
-        assert {chunk.keys for chunk in read_chunks(one.folder)} == {("q0", "q1"), ("q2",), ("3",)}
-        assert len(Store(place, {"model": "m2"})) == 0
+        kept = {chunk.keys for file in chunk_files(one.folder) for chunk in chunks_of(file)}
+        assert kept == {("q0", "q1"), ("q2",), ("00003",)}
+        other_run = Store(place, {"model": "m2"})
+        assert [other_run.get(key) for key in ("q0", "00003")] == [None, None]
         one.remove()
         assert object_store.Objects(tmp_path / "store" / object_store.BUCKET).names() == []
 
@@ -356,12 +369,12 @@ def test_a_head_that_claims_too_much_takes_no_memory(folder):
     """Its checksum may be right: a file may come from somebody else."""
     import hashlib
 
-    huge = json.dumps({"results": [["q9", 1 << 60, "0" * 16]], "size": 1 << 60,
+    huge = json.dumps({"results": [["00009", 1 << 60, "0" * 16]], "size": 1 << 60,
                        "job": digest_of(WHAT), "notes": {}}).encode()  # fmt: skip
     seal = hashlib.sha256(huge).hexdigest()
     (folder / "00009.jsonl").write_bytes(huge[:-1] + f', "sha256": "{seal}"}}\n'.encode())
-    with pytest.raises(UserError, match=r"00009\.jsonl: is damaged \(its end is missing\)"):
-        Store(folder, WHAT)
+    with pytest.raises(UserError, match=r"00009\.jsonl: is damaged \(its SHA-256 is another\)"):
+        Store(folder, WHAT)["00009"]
 
 
 def test_weights_written_again_have_another_fingerprint(tmp_path):
