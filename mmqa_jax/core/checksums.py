@@ -2,8 +2,7 @@
 
 A folder's are in SHA256SUMS, which `sha256sum -c` reads too. Whoever writes a folder writes them
 last, before the folder gets its name; whoever opens it checks them first. A JSON object has its own
-as its last key, an array's file as its last line. What has none is older than they are, and is
-opened unchecked.
+as its last key. What has none is older than they are, and is opened unchecked.
 """
 
 from __future__ import annotations
@@ -26,12 +25,6 @@ _HEAD = "# {count} files"  # so that a cut file is noticed; sha256sum takes it f
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _THREADS = 8  # hashlib lets go of the interpreter's lock
 _KEY = "sha256"
-_LAST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})"\}\n')
-SEAL_LENGTH = len(json.dumps({_KEY: "0" * 64})) + 1  # bytes of `seal_bytes`
-
-
-class Damaged(ValueError):
-    """The content is not what was written."""
 
 
 def digest(file: str | os.PathLike) -> str:
@@ -157,33 +150,6 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
-def seal_bytes(data: bytes, name: str) -> bytes:
-    """What is put behind the content of a file: a line of JSON with its SHA-256.
-
-    Args:
-      name: of the file, in whose place another's content counts as damaged.
-    """
-    return json.dumps({_KEY: _of_bytes(data, name)}).encode() + b"\n"
-
-
-def open_bytes(data: bytes, name: str) -> bytes:
-    """The content of a file without the line of `seal_bytes`, which an older file lacks.
-
-    Args:
-      name: as of `seal_bytes`.
-
-    Raises:
-      Damaged: the content is another.
-    """
-    match = _LAST_LINE.fullmatch(data[-SEAL_LENGTH:])
-    if match is None:
-        return data
-    content = data[:-SEAL_LENGTH]
-    if _of_bytes(content, name) != match[1].decode():
-        raise Damaged("its SHA-256 is another")
-    return content
-
-
 def _damage(file: Path, expected: str) -> str | None:
     try:
         found = digest(file)
@@ -197,12 +163,6 @@ def _damage(file: Path, expected: str) -> str | None:
 def _in_parallel(work: Callable[[str], Any], names: Sequence[str]) -> list[Any]:
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, names))
-
-
-def _of_bytes(data: bytes, name: str) -> str:
-    digest = hashlib.sha256(data)
-    digest.update(name.encode())
-    return digest.hexdigest()
 
 
 def _of_value(value: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from typing import IO, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from mmqa_jax.core.checksums import Damaged, read_sealed, write_sealed
+from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
 from mmqa_jax.core.paths import as_path, in_store, listing, remove_tree
@@ -43,6 +43,10 @@ _ARRAY = b"\x93NUMPY"
 _OTHER_SUM = "its SHA-256 is another"
 _AGAIN = "remove it, and its work is done again"
 _HEAD_AGAIN = "delete it, and the next start of the job writes it again and keeps whole parts"
+
+
+class Damaged(ValueError):
+    """The content is not what was written."""
 
 
 class Chunk(NamedTuple):
@@ -153,6 +157,20 @@ class Store:
             return self[key]
         except KeyError:
             return None
+
+    def is_whole(self, key: str) -> bool:
+        """Whether a result is there in its full length; its content is not read."""
+        try:
+            return bool(self._place(key))
+        except KeyError:
+            return False
+        except Damaged as error:
+            self._refuse(self._index.pop(key).file, str(error))
+            return False
+
+    def file_of(self, key: str) -> Path:
+        """The file that holds a result; KeyError if it is missing."""
+        return self.folder / self._index[key].file
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys that have no result, in order."""
@@ -281,7 +299,8 @@ class Store:
         self._written += len(content)
         return file, start
 
-    def _read(self, key: str) -> Any:
+    def _place(self, key: str) -> _Place:
+        """Where a result lies; Damaged if its file's head or length is not what was written."""
         place = self._index[key]
         if not place.length:
             del self._read_to[place.file]
@@ -289,6 +308,10 @@ class Store:
             place = self._index[key]
             if not place.length:
                 raise Damaged("its result is missing")
+        return place
+
+    def _read(self, key: str) -> Any:
+        place = self._place(key)
         if self._reading is None or self._reading[0] != place.file:
             self._close_reading()
             self._reading = place.file, (self.folder / place.file).open("rb")

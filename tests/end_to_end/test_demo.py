@@ -374,7 +374,7 @@ def test_kill_9_in_three_stages_changes_no_score(demo, tmp_path):
 
     killed(workdir, "prepare", (raw / "summary.json").exists)
     killed(workdir, "contrastive", saved)
-    killed(workdir, "embed", lambda: any(embeddings.glob("shards-*/00000.npy")))
+    killed(workdir, "embed", lambda: any(embeddings.glob("shards-*/00000.jsonl")))
     ended = run("demo", CONFIG, f"--workdir={workdir}", "--json")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1]) == demo.result

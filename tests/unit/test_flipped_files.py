@@ -133,15 +133,15 @@ def test_unfinished_embeddings(tmp_path):
     refused = check_damage(
         tmp_path / "embeddings", lambda folder: embedded(folder).vectors.tobytes(), tmp_path
     )
-    assert sum(name.endswith(".npy") for name in refused) == 2
-    assert not any(count for name, count in refused.items() if name.endswith(".npy"))
+    shards = {name: count for name, count in refused.items() if name.endswith(".jsonl")}
+    assert list(shards.values()) == [0, 0]
 
 
 def test_shards_that_were_exchanged_are_computed_again(tmp_path):
     """Each is whole, but holds other rows than its name says."""
     with pytest.raises(KeyboardInterrupt):
         embedded(tmp_path / "embeddings", stop_at=400)
-    one, other = sorted((tmp_path / "embeddings").glob("shards-*/*.npy"))
+    one, other = sorted((tmp_path / "embeddings").glob("shards-*/*.jsonl"))
     shutil.move(one, tmp_path / "one")
     shutil.move(other, one)
     shutil.move(tmp_path / "one", other)
