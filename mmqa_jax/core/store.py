@@ -288,11 +288,11 @@ class Store:
                 rest = rest[os.write(self._writing, rest) :]
             if self._sync:
                 os.fsync(self._writing)
-        except OSError as error:
-            error.filename = str(self.folder / file)
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = str(self.folder / file)
             # What is half written ends the file: the next chunk begins another one.
-            if self._writing is not None:
-                self.close()
+            self.close()
             self._name, self._written = "", 0
             raise
         start = self._written

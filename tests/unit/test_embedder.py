@@ -291,17 +291,6 @@ def end_job(job):
     return job.returncode, rows, how
 
 
-def test_killed_job_goes_on(tmp_path):
-    """kill -9 while the third shard is computed."""
-    killed = end_job(start_job(tmp_path / "e", kill_at=20))[0]
-    assert killed == -signal.SIGKILL
-    assert len(files(shards(tmp_path / "e"))) == 3
-    rest = [str(row) for row in range(20, 95, 10)]
-    assert end_job(start_job(tmp_path / "e")) == (0, rest, "complete")
-    vectors = open_embeddings(tmp_path / "e", "m", "c").vectors
-    np.testing.assert_array_equal(vectors[:, 1], np.arange(95))
-
-
 def test_processes_share_a_job(tmp_path):
     """Three at a time, one of them killed in its second shard and started again."""
     folder = tmp_path / "e"
