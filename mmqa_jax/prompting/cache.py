@@ -100,9 +100,12 @@ class ResponseCache:
         if older.is_file():
             self._older = _OlderCache(older)
         if self.path.is_dir():
-            names = {entry.name for entry in os.scandir(self.path)}
-            is_other = HEAD in names and read_head(self.path)["job"] != _WHAT
-            if is_other or (names and HEAD not in names):
+            if (self.path / HEAD).exists():
+                is_other = read_head(self.path).get("job") != _WHAT
+            else:  # is empty, or was deleted
+                names = (name for name in os.listdir(self.path) if not name.startswith("."))
+                is_other = not all(name.endswith(".jsonl") for name in names)
+            if is_other:
                 raise UserError(
                     f"{self.path}: not a response cache of this version; name another {_OTHER}."
                 )
