@@ -209,9 +209,9 @@ class Job:
           title, unit: of the progress that is shown; "": `compute` shows its own.
         """
         own = range(self.shard.index, len(self.spans), self.shard.count)
-        missing = set(self.missing())
-        self._opened().check(map(_key, own))  # damage is named here, not after hours of work
-        todo = [number for number in own if number in missing]
+        store = self._opened()
+        todo = [number for number in own if _key(number) not in store]
+        store.check(map(_key, own))  # damage is named here, not after hours of work
         if not todo:
             return
         if self._engine is not None:
@@ -225,7 +225,7 @@ class Job:
                 began = time.time()
                 more = within(_turn(turn, len(todo), progress))
                 # Processes that deal out the chunks by another N may have come first.
-                if not (self.shared and number not in self.missing()):
+                if not (self.shared and _key(number) in self._opened()):
                     with contextlib.nullcontext() if title or len(todo) == 1 else more:
                         part = compute(self.spans[number])
                     self._commit(number, part, began)
@@ -250,7 +250,8 @@ class Job:
         """
         if self.missing():
             return None
-        return [_part(self._opened(), number) for number in range(len(self.spans))]
+        store = self._opened()
+        return [_part(store, number) for number in range(len(self.spans))]
 
     def rows(self) -> list[Any] | None:
         """The rows of all parts in order; None and UserError as of `parts`."""

@@ -33,7 +33,7 @@ class LLMSpec:
       tokenizer: for the engine, if the model's folder has none.
       dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
       engine, server: values of these sections of configs/prompt/default.py that differ.
-      cache: file of a response cache that several rows share; "" is the workdir's own.
+      cache: folder of a response cache that several rows share; "" is the workdir's own.
     """
 
     model: str
@@ -55,10 +55,10 @@ class LLMSpec:
 
 
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
-# `length`, to which prompts are shortened), and how a server is asked.
+# `length`, to which prompts are shortened), how a server is asked, and where answers are kept.
 LLM_FREE = (
     *("mesh", "engine.slots", "engine.buckets", "engine.prefill_tokens", "engine.block"),
-    *("engine.decode_block", "engine.scan_layers", "server"),
+    *("engine.decode_block", "engine.scan_layers", "server", "cache"),
 )
 
 
