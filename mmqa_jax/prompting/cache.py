@@ -61,7 +61,8 @@ class ResponseCache:
         if not in_store(self.path):
             with self._errors_named():
                 self._look()
-        self._store = Store(self.path, _WHAT, damage="drop", sync=False)
+        # Answers may have cost money: those of another kind of store are not removed.
+        self._store = Store(self.path, _WHAT, others="refuse", damage="drop", sync=False)
 
     def get(self, key: str) -> Any:
         """What is kept for a key, or None: a JSON value, or the text of an older version."""

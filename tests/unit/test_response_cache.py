@@ -393,6 +393,9 @@ def test_what_is_no_cache_is_left_alone(tmp_path):
     for place in (foreign, tmp_path, tmp_path / "journal"):
         with pytest.raises(UserError, match="not a response cache of this version; name another"):
             ResponseCache(place)
+    (tmp_path / "journal" / "job.json").unlink()
+    with pytest.raises(UserError, match=r"jsonl: is a part of another run, or of another chunk"):
+        ResponseCache(tmp_path / "journal")
     assert foreign.read_bytes() == before
     with pytest.raises(UserError, match=r"the response cache cannot be \w+ there"):
         ResponseCache(foreign / "cache")
