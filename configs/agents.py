@@ -151,7 +151,7 @@ def choice_row(dataset: str, library: Mapping[str, Any]) -> dict:
 
 
 def _our_parts(dataset: str, library: Mapping[str, Any]) -> dict:
-    cache = f"runs/{dataset}_responses.sqlite"
+    cache = f"runs/{dataset}_responses"
     return {
         "llm": _rows.language_model("smollm2", cache=cache),
         "library": _rows.library(**library, text_model=""),

@@ -65,7 +65,7 @@ def language_model(
 
     Args:
       model: as `mmqa prompt --model`.
-      cache: file of kept responses that several rows share; "" is each workdir's own.
+      cache: folder of kept responses that several rows share; "" is each workdir's own.
       engine: values that differ from these (see configs/prompt/default.py). `length` is what
         prompts are shortened to; the other sizes and the devices are chosen.
     """

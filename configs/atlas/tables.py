@@ -117,7 +117,7 @@ def _agent_rows() -> dict[str, dict]:
         name: {**row, "paper": PAPER, "context": "sources", "published": {}}
         for name, row in _agents.our_rows("atlas", {}, _QUESTIONS, knowledge="").items()
     }
-    llm = _rows.language_model("smollm2", cache="runs/atlas_responses.sqlite", length=2048)
+    llm = _rows.language_model("smollm2", cache="runs/atlas_responses", length=2048)
     for row in rows.values():
         if "llm" in row["parts"]:
             row["parts"] = {**row["parts"], "llm": llm}

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     shard = flags.start(arguments)
     arguments = flags.fetched(arguments, STORE_INPUTS)
+    from mmqa_jax.core.chunks import Part
     from mmqa_jax.core.files import check_out, write_jsonl
-    from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.predictions import prediction_row
     from mmqa_jax.data.splits import split_questions

@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Puts the parts together, and says where the results are."""
     from mmqa_jax.commands.run import show_results
-    from mmqa_jax.core.job_files import check_no_link
+    from mmqa_jax.core.store import check_no_link
     from mmqa_jax.runs.indexing import merge_embeddings
     from mmqa_jax.runs.jobs import find_job
     from mmqa_jax.runs.merging import merge_parts

@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache",
         metavar="FILE",
-        help="response cache, created if missing (~/.cache/mmqa_jax/responses.sqlite)",
+        help="response cache, created if missing (~/.cache/mmqa_jax/responses)",
     )
     parser.add_argument("--no_cache", action="store_true", help="neither read nor write the cache")
     flags.add_shard(parser, "prompts", _CHUNK)
@@ -83,12 +83,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         shard = WHOLE
     parts = flags.job_folder(out)
     if arguments.cache:
-        cache = Path(arguments.cache)
+        cache = as_path(arguments.cache)
     elif shard.count > 1 and not in_store(out):
-        # SQLite needs a file of its own on every host.
-        cache = parts / f"responses-{shard.index}-of-{shard.count}.sqlite"
+        cache = parts / "responses"
     else:
-        cache = cache_dir() / "responses.sqlite"
+        cache = cache_dir() / "responses"
     return run_prompts(
         Path(arguments.prompts),
         out,

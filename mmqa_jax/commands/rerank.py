@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _check(arguments)
     shard = flags.start(arguments)
     arguments = flags.fetched(arguments, STORE_INPUTS)
+    from mmqa_jax.core.chunks import Part
     from mmqa_jax.core.files import check_out
-    from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval

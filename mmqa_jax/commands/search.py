@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     flags.check_top_k(arguments.top_k)
     shard = flags.start(arguments, jax=arguments.method != "bm25")
     arguments = flags.fetched(arguments, STORE_INPUTS)
+    from mmqa_jax.core.chunks import Part
     from mmqa_jax.core.files import check_out
-    from mmqa_jax.core.job_files import Part
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval

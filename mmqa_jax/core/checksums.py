@@ -1,13 +1,14 @@
-"""The checksums of a folder's files: SHA256SUMS, which `sha256sum -c` reads too.
+"""Checksums: neither file systems nor the formats of arrays notice a bit that changed on a disk.
 
-Neither the file systems nor the formats of arrays notice a bit that changed on a disk. Whoever
-writes a folder writes the checksums last, before the folder gets its name; whoever opens it checks
-them first. A folder without them is older than they are, and is opened unchecked.
+A folder's are in SHA256SUMS, which `sha256sum -c` reads too. Whoever writes a folder writes them
+last, before the folder gets its name; whoever opens it checks them first. A JSON object has its own
+as its last key. What has none is older than they are, and is opened unchecked.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write
+from mmqa_jax.core.files import atomic_write, read_json, write_json
 from mmqa_jax.core.paths import as_path, in_store, listing
 
 SUMS = "SHA256SUMS"
 _HEAD = "# {count} files"  # so that a cut file is noticed; sha256sum takes it for a comment
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _THREADS = 8  # hashlib lets go of the interpreter's lock
+_KEY = "sha256"
 
 
 def digest(file: str | os.PathLike) -> str:
@@ -123,6 +125,31 @@ def files_below(folder: str | os.PathLike) -> list[str]:
     return sorted(name for name in names if name != SUMS)
 
 
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object with a checksum of its other keys, whole or not at all."""
+    write_json(path, {**value, _KEY: _of_value(value)})
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON object, without the checksum.
+
+    Raises:
+      UserError: it is damaged, or not an object; `remedy` ends the sentence.
+    """
+    try:
+        value = read_json(path)
+    except UserError as error:
+        if not path.is_file():
+            raise
+        raise UserError(f"{path}: is damaged; {remedy}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is damaged; {remedy}.")
+    expected = value.pop(_KEY, None)
+    if expected is not None and expected != _of_value(value):
+        raise UserError(f"{path}: is damaged (its SHA-256 is another); {remedy}.")
+    return value
+
+
 def _damage(file: Path, expected: str) -> str | None:
     try:
         found = digest(file)
@@ -136,3 +163,7 @@ def _damage(file: Path, expected: str) -> str | None:
 def _in_parallel(work: Callable[[str], Any], names: Sequence[str]) -> list[Any]:
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, names))
+
+
+def _of_value(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

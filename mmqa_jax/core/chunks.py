@@ -1,4 +1,9 @@
-"""A job in chunks: each is computed alone, and its rows are committed as one file (core.job_files).
+"""A job in chunks: each is computed alone, and its rows are committed as one part (core.store).
+
+    OUT.parts/job.json      what the job is
+    OUT.parts/00003.jsonl   chunk 3: its part
+
+They are data: nothing in them is executed, and no name in them is opened.
 
 Which items a chunk has depends on the job alone. So the rows are the same to the bit whether one
 process computes all chunks or many share them (`--shard=I/N`: the chunks I, I + N, I + 2N, ...),
@@ -17,33 +22,82 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders
-from mmqa_jax.core.job_files import (
-    JOB_FILE,
-    MOST_PARTS,
-    JobRecord,
-    Part,
-    missing_parts,
-    part_files,
-    part_path,
-    read_about,
-    read_job,
-    read_part,
-    read_parts,
-    write_job,
-    write_part,
-)
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.core.progress import Progress, duration, within
 from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.core.store import (
+    HEAD,
+    Chunk,
+    Store,
+    chunk_files,
+    chunks_of,
+    digest_of,
+    named,
+    read_head,
+    write_head,
+)
 
+PARTS = "parts"  # in the workdir of a run; beside a file OUT it is OUT.parts
+MOST_PARTS = 1_000_000  # files of one folder
 _PACKAGES = ("mmqa-jax", "jax", "jaxlib")
 
+# What is said about a part: how many items it has, who computed it with which code, from when to
+# when (seconds since the epoch).
+_NOTES = {"items", "code", "shard", "host", "process", "began", "ended"}
+_OLDER = b'{"job": '  # how a part of an older version begins
+
+
+class Part(NamedTuple):
+    """What a chunk became.
+
+    Attributes:
+      rows: JSON values.
+      notes: more about the chunk as a whole.
+    """
+
+    rows: Sequence[Any]
+    notes: Mapping[str, Any] = {}
+
+
 Compute = Callable[[range], Part]  # the items of a chunk -> its part
+
+
+class JobRecord(NamedTuple):
+    """The content of job.json.
+
+    Attributes:
+      job: all that the rows depend on; `items` and `chunk` are among it.
+      shards: how many processes share the job, as the last of them to start knew.
+      code: hash of the package that computed the parts; None: not known.
+      complete: whether its results are written.
+    """
+
+    job: dict[str, Any]
+    shards: int = 1
+    code: str | None = None
+    complete: bool = False
+
+    @property
+    def parts(self) -> int:
+        """How many parts the job has."""
+        return -(-self.job["items"] // self.job["chunk"])
+
+    def owners(self, chunks: Sequence[int]) -> str:
+        """Who computes these chunks, as it is started."""
+        if self.shards == 1:
+            return "the command"
+        return f"--shard={named(sorted({n % self.shards for n in chunks}))} of {self.shards}"
+
+    def again(self, file: str) -> str:
+        """What to do about a damaged part."""
+        number = file.partition(".")[0]
+        owners = self.owners([int(number)]) if number.isdecimal() else "the command"
+        return f"delete it and start {owners} again, which computes it again"
 
 
 class Engine(Protocol):
@@ -102,6 +156,7 @@ class Job:
         self.spans = [range(at, min(at + chunk, items)) for at in range(0, items, chunk)]
         self._engine = engine
         self._claimed = False
+        self._store: Store | None = None
         self._undo = contextlib.ExitStack()
 
     @property
@@ -111,8 +166,6 @@ class Job:
 
     def __enter__(self) -> Self:
         if self._engine is not None and self._engine.is_worker:
-            if (self.folder / JOB_FILE).exists():
-                self._adopt(read_job(self.folder))
             return self
         with contextlib.ExitStack() as undo:
             undo.enter_context(no_empty_folders(self.folder))
@@ -134,7 +187,7 @@ class Job:
             def leave_nothing_in_vain(kind: type | None, *_: object) -> None:
                 # Where the input was refused, its correction would be refused as another job.
                 holds = {file.name for file in self.folder.glob("[!.]*")}
-                if kind and self._claimed and holds == {JOB_FILE} and nobody_else(lock):
+                if kind and self._claimed and holds == {HEAD} and nobody_else(lock):
                     with contextlib.suppress(OSError):
                         remove_tree(self.folder)
 
@@ -144,6 +197,8 @@ class Job:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._store is not None:
+            self._store.close()
         self._undo.__exit__(*error)
 
     def run(self, open_compute: Callable[[], Compute], title: str = "", unit: str = "") -> None:
@@ -154,11 +209,9 @@ class Job:
           title, unit: of the progress that is shown; "": `compute` shows its own.
         """
         own = range(self.shard.index, len(self.spans), self.shard.count)
-        missing = set(self.missing())
-        for number in own:  # a damaged part is named before hours of work, not after them
-            if number not in missing:
-                read_part(self.folder, self._record, number)
-        todo = [number for number in own if number in missing]
+        store = self._opened()
+        todo = [number for number in own if _key(number) not in store]
+        store.check(map(_key, own))  # damage is named here, not after hours of work
         if not todo:
             return
         if self._engine is not None:
@@ -172,7 +225,7 @@ class Job:
                 began = time.time()
                 more = within(_turn(turn, len(todo), progress))
                 # Processes that deal out the chunks by another N may have come first.
-                if not (self.shared and part_path(self.folder, number).exists()):
+                if not (self.shared and _key(number) in self._opened()):
                     with contextlib.nullcontext() if title or len(todo) == 1 else more:
                         part = compute(self.spans[number])
                     self._commit(number, part, began)
@@ -187,7 +240,7 @@ class Job:
 
     def missing(self) -> list[int]:
         """The chunks of all shards that are not committed."""
-        return missing_parts(self.folder, self._record)
+        return missing_parts(self._opened(), self._record)
 
     def parts(self) -> list[Part] | None:
         """The parts of all chunks in order; None while other shards have not finished theirs.
@@ -195,7 +248,10 @@ class Job:
         Raises:
           UserError: a part of another job, or a damaged one.
         """
-        return None if self.missing() else read_parts(self.folder, self._record)
+        if self.missing():
+            return None
+        store = self._opened()
+        return [_part(store, number) for number in range(len(self.spans))]
 
     def rows(self) -> list[Any] | None:
         """The rows of all parts in order; None and UserError as of `parts`."""
@@ -212,7 +268,7 @@ class Job:
             with alone(self.folder / ".claim"):
                 write_job(self.folder, self._record._replace(complete=True))
         else:
-            remove_tree(self.folder)
+            self._opened().remove()
 
     def waiting(self) -> dict[str, Any]:
         """Says, and returns for --json, that other shards have not finished."""
@@ -223,16 +279,24 @@ class Job:
         )
         return {"waiting_for_other_shards": True, "missing_parts": left}
 
+    def _opened(self) -> Store:
+        """The store of the parts, with what was committed by now."""
+        if self._store is None:
+            self._store = open_parts(self.folder, self._record)
+        else:
+            self._store.refresh()
+        return self._store
+
     def _claim(self) -> None:
         """Makes the folder this job's, or checks that it is."""
-        found = read_job(self.folder) if (self.folder / JOB_FILE).exists() else None
-        if found is not None and self._adopt(found):
+        found = read_job(self.folder) if (self.folder / HEAD).exists() else None
+        if found is not None and self._is_same(found):
             if found != self._record._replace(complete=found.complete):
                 write_job(self.folder, self._record._replace(complete=found.complete))
             return
         if found is not None and not found.complete and (self.shared or found.shards > 1):
-            theirs = {**found.what, "code": found.code}
-            ours = {**self._record.what, "code": self._record.code}
+            theirs = {**found.job, "code": found.code}
+            ours = {**self._record.job, "code": self._record.code}
             key = next(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
             raise UserError(
                 f"{self.folder}: holds unfinished parts of another job: {key} is "
@@ -240,33 +304,27 @@ class Job:
                 "or delete the folder to start over."
             )
         self._claimed = True
-        for file in part_files(self.folder):
+        for file in chunk_files(self.folder):
             if found is not None or not self._made(file):
                 file.unlink()
         write_job(self.folder, self._record)
 
-    def _adopt(self, found: JobRecord) -> bool:
-        """Whether a job that was found is this one, however many shared it; its name is kept."""
-        if found.what != self._record.what:
+    def _is_same(self, found: JobRecord) -> bool:
+        """Whether a job that was found is this one, however many shared it."""
+        if found.job != self._record.job:
             return False
         same_code = found.code in (None, self._record.code)
-        if not same_code and (self.shared or found.shards > 1):
-            return False
-        self._record = self._record._replace(job=found.job)
-        return True
+        return same_code or not (self.shared or found.shards > 1)
 
     def _made(self, file: Path) -> bool:
         """Whether a part is this job's, of which job.json was deleted."""
         with contextlib.suppress(UserError):
-            about = read_about(file)
-            ours = (self._record.digest, self._record.code)
-            return (about["job"], about.get("code")) == ours
+            ours = (digest_of(self._record.job), self._record.code)
+            return all((one.job, one.notes.get("code")) == ours for one in chunks_of(file))
         return False
 
     def _commit(self, number: int, part: Part, began: float) -> None:
-        about = {
-            "job": self._record.digest,
-            "chunk": number,
+        notes = {
             "items": len(self.spans[number]),
             "code": self._record.code,
             "shard": str(self.shard),
@@ -275,7 +333,122 @@ class Job:
             "began": began,
             "ended": time.time(),
         }
-        write_part(part_path(self.folder, number), about, part)
+        value = {"rows": list(part.rows), "notes": part.notes}
+        self._opened().add({_key(number): value}, alone=True, notes=notes)
+
+
+def read_job(folder: Path) -> JobRecord:
+    """The job of a folder.
+
+    Raises:
+      UserError: job.json is damaged, or is not a job's.
+    """
+    record = read_head(folder)
+    job, shards = record.get("job"), record.get("shards", 1)
+    code, complete = record.get("code"), record.get("complete", False)
+    if not (
+        isinstance(job, dict)
+        and _is_count(job.get("items"), 0, 1 << 60)
+        and _is_count(job.get("chunk"), 1, 1 << 60)
+        and _is_count(shards, 1, MOST_PARTS)
+        and isinstance(complete, bool)
+        and (code is None or isinstance(code, str))
+        and JobRecord(job).parts <= MOST_PARTS
+    ):
+        raise UserError(
+            f"{folder / HEAD}: is not a job's; delete it, and the next start of the job writes it "
+            "again and keeps whole parts."
+        )
+    return JobRecord(job, shards, code, complete)
+
+
+def write_job(folder: Path, record: JobRecord) -> None:
+    """Writes job.json, whole or not at all."""
+    more = record._asdict()
+    write_head(folder, more.pop("job"), **more)
+
+
+def open_parts(folder: Path, record: JobRecord) -> Store:
+    """The store of a job's parts, by the numbers of their chunks.
+
+    Raises:
+      UserError: a part is damaged, of another job or of an older version.
+    """
+    check_version(folder)
+    return Store(folder, record.job, others="refuse", remedy=record.again)
+
+
+def missing_parts(store: Store, record: JobRecord) -> list[int]:
+    """The numbers of the parts that are not there."""
+    return [number for number in range(record.parts) if _key(number) not in store]
+
+
+def read_parts(folder: Path, record: JobRecord) -> list[Part]:
+    """All parts of a job in order.
+
+    Raises:
+      UserError: as of `open_parts`; or parts are missing.
+    """
+    with open_parts(folder, record) as store:
+        if missing := missing_parts(store, record):
+            raise UserError(
+                f"{folder}: {len(missing)} of {record.parts} parts are missing: {named(missing)}; "
+                f"start {record.owners(missing)} again."
+            )
+        return [_part(store, number) for number in range(record.parts)]
+
+
+def part_notes(folder: Path, record: JobRecord) -> dict[int, dict[str, Any]]:
+    """What is said about each part that is there: `items`, `shard`, `host`, `began`, `ended` ...
+
+    Raises:
+      UserError: a part's first line is damaged, or of an older version.
+    """
+    check_version(folder)
+    chunks = [one for file in chunk_files(folder) for one in chunks_of(file)]
+    return {int(one.keys[0]): one.notes for one in chunks if _is_part(one, record)}
+
+
+def check_version(folder: Path) -> None:
+    """Refuses parts of an older version."""
+    for file in chunk_files(folder)[:1]:
+        with file.open("rb") as opened:
+            if opened.read(len(_OLDER)) == _OLDER:
+                raise UserError(
+                    f"{folder}: holds parts of an older version of mmqa-jax; finish the job with "
+                    "that version, or delete the folder to start over."
+                )
+
+
+def _key(number: int) -> str:
+    return f"{number:05d}"
+
+
+def _part(store: Store, number: int) -> Part:
+    value = store[_key(number)]
+    try:
+        rows, notes = value["rows"], value["notes"]
+        if not isinstance(rows, list) or not isinstance(notes, dict):
+            raise TypeError
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{store.folder}: part {number} does not hold rows; delete the folder and start the "
+            "job again."
+        ) from error
+    return Part(rows, notes)
+
+
+def _is_part(chunk: Chunk, record: JobRecord) -> bool:
+    return (
+        chunk.job == digest_of(record.job)
+        and chunk.notes.keys() >= _NOTES
+        and len(chunk.keys) == 1
+        and chunk.keys[0].isdecimal()
+    )
+
+
+def _is_count(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_chunk(chunk: int) -> None:

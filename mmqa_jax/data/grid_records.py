@@ -2,7 +2,7 @@
 
     <folder>/manifest.json   shape, model, pictures by record, once all are written
     <folder>/grids/          the TFDS dataset: shards, and its metadata
-    <folder>/shards/         while the job runs: a JSON file per complete shard
+    <folder>/shards/         while the job runs: what each complete shard holds (core.store)
 
 A record holds a picture's grid as float16. A kill loses only the shard that was being written.
 """
@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.sealed import read_sealed, write_sealed
 from mmqa_jax.data.images import BrokenPictures, PictureError
 from mmqa_jax.data.picture_records import (
+    ShardNotes,
     finish_folder,
     inputs_signature,
-    read_note,
     unfinished_folder,
-    write_note,
 )
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
@@ -134,16 +133,14 @@ def write_grids(
         return
     with unfinished_folder(folder, signature):
         files = DatasetFiles(folder / "grids", "grid", text=False, module=__name__)
-        (folder / "shards").mkdir(exist_ok=True)
-        notes = []
+        kept, notes = ShardNotes(folder), []
         for number, start in enumerate(range(0, len(ids), shard)):
             part = ids[start : start + shard]
-            file = folder / "shards" / f"{number:05}.json"
             path = files.path(_SPLIT, number)
-            note = read_note(file, path)
+            note = kept.read(number, path)
             if note is None:
                 note = _write_shard(files, number, part, pictures, encode, shape)
-                write_note(file, path, note)
+                kept.write(number, path, note)
             for name, reason in note["broken"].items():
                 broken.add(name, reason)
             notes.append(note)

@@ -1,7 +1,7 @@
 """Pictures to ArrayRecord: shards written in parallel, resumable after a kill.
 
     <folder>/pictures/       the TFDS dataset: shards, and its metadata once all are complete
-    <folder>/shards/         a JSON file per complete shard: its contents
+    <folder>/shards/         what each complete shard holds (core.store)
     <folder>/inputs.json     identifies the inputs; shards of other inputs are not reused
 
 A shard is written under a temporary name, renamed, then recorded, so that a killed process loses
@@ -14,7 +14,6 @@ Threads suffice: reading, checksums, decoding and ArrayRecord's compression rele
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +27,8 @@ from typing import Any, NamedTuple
 from mmqa_jax.core.checksums import digest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.sealed import read_sealed, write_sealed
+from mmqa_jax.core.locks import Busy, hold
+from mmqa_jax.core.store import Store
 from mmqa_jax.data.images import BrokenPictures, PictureError, verify
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
@@ -62,16 +62,14 @@ def unfinished_folder(folder: Path, inputs: str | None) -> Iterator[None]:
       UserError: another process is writing into it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / ".lock", "a", encoding="utf-8")  # noqa: SIM115
     try:
-        try:
-            # The system releases this lock when the process ends, even by a kill.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"{folder.parent}: another process is preparing a corpus there; wait until it "
-                "ends, or name another folder."
-            ) from error
+        lock = hold(folder / ".lock")
+    except Busy as error:
+        raise UserError(
+            f"{folder.parent}: another process is preparing a corpus there; wait until it ends, or "
+            "name another folder."
+        ) from error
+    with lock:
         recorded = folder / "inputs.json"
         if inputs is None or not recorded.exists() or read_json(recorded) != inputs:
             for old in folder.iterdir():
@@ -84,27 +82,30 @@ def unfinished_folder(folder: Path, inputs: str | None) -> Iterator[None]:
             if inputs is None or not any((folder / "shards").glob("[!.]*")):
                 shutil.rmtree(folder)
             raise
-    finally:
-        lock.close()
 
 
-def write_note(file: Path, shard: Path, note: Mapping[str, Any]) -> None:
-    """Records a shard that is complete, with its checksum."""
-    write_sealed(file, {**note, "shard_sha256": digest(shard)})
+class ShardNotes:
+    """What the complete shards of an `unfinished_folder` hold.
 
-
-def read_note(file: Path, shard: Path) -> dict[str, Any] | None:
-    """The record of a complete shard; None where it or the shard is missing or damaged.
-
-    Such a shard is written again, and so are those of versions that recorded no checksum.
+    A shard without a note, or with a damaged one, is written again; so are those of older versions.
     """
-    if not file.exists() or not shard.exists():
-        return None
-    try:
-        note = read_sealed(file, "delete it, and the next start writes it again")
-    except UserError:
-        return None
-    return note if note.get("shard_sha256") == digest(shard) else None
+
+    def __init__(self, folder: Path):
+        inputs = read_json(folder / "inputs.json")
+        self._store = Store(folder / "shards", {"inputs": inputs}, damage="drop")
+        self._lock = threading.Lock()
+
+    def write(self, number: int, shard: Path, note: Mapping[str, Any]) -> None:
+        """Records that a shard's file is complete, with its checksum."""
+        note = {**note, "shard_sha256": digest(shard)}
+        with self._lock:
+            self._store.add({f"{number:05d}": note}, alone=True)
+
+    def read(self, number: int, shard: Path) -> dict[str, Any] | None:
+        """The note of a complete shard; None where it or the file is missing or damaged."""
+        note = self._store.get(f"{number:05d}")
+        is_whole = note is not None and shard.exists() and note["shard_sha256"] == digest(shard)
+        return note if is_whole else None
 
 
 def finish_folder(folder: Path) -> None:
@@ -136,7 +137,7 @@ class PictureWriter:
         advance: Callable[[int], None],
         workers: int | None = None,
     ):
-        self._notes, self._files = folder / "shards", files
+        self._notes, self._files = ShardNotes(folder), files
         self._read, self._broken = read, broken
         self._workers = workers or processors()
         self._advance = advance
@@ -149,9 +150,9 @@ class PictureWriter:
         Raises:
           RunError: too many are broken.
         """
-        self._notes.mkdir(exist_ok=True)
         parts = [names[start : start + shard] for start in range(0, len(names), shard)]
-        notes = [self._finished(number) for number in range(len(parts))]
+        files = self._files
+        notes = [self._notes.read(n, files.path(_SPLIT, n)) for n in range(len(parts))]
         for note in notes:
             for name, reason in note["broken"].items() if note else ():
                 self._broken.add(name, reason)
@@ -172,13 +173,6 @@ class PictureWriter:
                         raise error from None
                 raise
         return self._finish(notes)
-
-    def _note(self, number: int) -> Path:
-        return self._notes / f"{number:05}.json"
-
-    def _finished(self, number: int) -> dict[str, Any] | None:
-        """The record of a shard that an earlier attempt finished, or None."""
-        return read_note(self._note(number), self._files.path(_SPLIT, number))
 
     def _write_shard(self, number: int, names: Sequence[str]) -> dict[str, Any]:
         kept, digests, broken = [], [], {}
@@ -205,7 +199,7 @@ class PictureWriter:
             raise
         note = {"names": kept, "pictures_sha256": digests, "broken": broken}
         note["bytes"] = shard.size.bytes
-        write_note(self._note(number), self._files.path(_SPLIT, number), note)
+        self._notes.write(number, self._files.path(_SPLIT, number), note)
         return note
 
     def _finish(self, notes: Sequence[dict[str, Any]]) -> Written:

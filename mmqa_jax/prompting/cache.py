@@ -1,10 +1,10 @@
 """A response cache on disk, so that a rerun computes only the missing answers.
 
-An entry that is damaged, or holds no answer, is removed and asked for again, and counted.
+An entry that is damaged, or holds no answer, is asked for again, and counted.
 
-One SQLite file in WAL mode: an answer survives a killed process as soon as it is returned, and
-several processes may read and write at once (on one machine: SQLite's WAL does not work over
-network file systems). The file holds answers and hashes of queries, neither prompts nor API keys.
+It is a store (core.store): an answer survives a killed process as soon as it is returned, and
+several processes, on one host or many, may read and write at once. It holds answers and hashes of
+queries, neither prompts nor API keys.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import json
 import math
 import os
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import as_path, in_store
+from mmqa_jax.core.store import HEAD, Store, read_head
 from mmqa_jax.decoding.requests import Result, Score, Scores
 from mmqa_jax.prompting.backends import (
     Around,
@@ -36,147 +37,133 @@ from mmqa_jax.prompting.backends import (
 )
 from mmqa_jax.prompting.kept_answers import Unkeepable, keep, restore
 
-_APPLICATION = 0x6D6D7161  # "mmqa", in the file's header
-_VERSION = 1
-_TIMEOUT_SECONDS = 60.0  # for another process's write
-_OTHER = "with --cache (of a row: parts.llm.cache)"  # how to name another file
+_WHAT = {"kind": "answers of language models", "version": 2}
+_OTHER = "with --cache (of a row: parts.llm.cache)"  # how to name another place
+_APPLICATION, _VERSION = 0x6D6D7161, 1  # in the header of an older version's file
+_BY_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class ResponseCache:
     """Answers by key.
 
     Args:
-      path: of the file; if missing, the first `put` creates it, so that a file holds answers.
+      path: its folder (core.store), which the first `put` makes. Where an older version made an
+        SQLite file of that name, or of that name and `.sqlite`, its answers are read from there,
+        and new ones are kept in the folder `PATH.answers` in the first case.
 
     Raises:
-      UserError: a file that cannot be opened or created, is damaged, or is not a response cache.
-      RunError: another process keeps the file locked for a minute.
-      sqlite3.OperationalError: the disk is full or fails.
+      UserError: a place that cannot be written, or that holds something else.
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
-        self._connection: sqlite3.Connection | None = None
-        with self._errors_named():
-            if self._opened() is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                if not os.access(self.path.parent, os.W_OK | os.X_OK):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        self.path = as_path(path)
+        self._older: _OlderCache | None = None
+        if not in_store(self.path):
+            with self._errors_named():
+                self._look()
+        # Answers may have cost money: those of another kind of store are not removed.
+        self._store = Store(self.path, _WHAT, others="refuse", damage="drop", sync=False)
 
     def get(self, key: str) -> Any:
-        """The text that is kept for a key, as bytes, or None; of a damaged row anything."""
-        with self._errors_named():
-            connection = self._opened()
-            if connection is None:
-                return None
-            row = connection.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-            return None if row is None else row[0]
+        """What is kept for a key, or None: a JSON value, or the text of an older version."""
+        if key not in self._store:
+            self._store.refresh()  # another process may have put it
+        kept = self._store.get(key)
+        return self._older.get(key) if kept is None and self._older is not None else kept
 
-    def put(self, key: str, text: str) -> None:
-        """Keeps a text; it is on disk when this returns. An existing one stays."""
+    def put(self, key: str, value: Any) -> None:
+        """Keeps a JSON value, which replaces an earlier one; a kill cannot take it any more."""
         with self._errors_named():
-            connection = self._opened() or self._open()
-            connection.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, text))
+            self._store.add({key: value})
 
-    def discard(self, key: str) -> None:
-        """Removes what is kept for a key."""
-        with self._errors_named():
-            if (connection := self._opened()) is not None:
-                connection.execute("DELETE FROM answers WHERE key = ?", (key,))
+    def newly_damaged(self) -> int:
+        """How many answers were damaged and dropped since this was asked."""
+        damaged, self._store.damaged = self._store.damaged, 0
+        return damaged
 
     def __len__(self) -> int:
-        with self._errors_named():
-            connection = self._opened()
-            if connection is None:
-                return 0
-            return connection.execute("SELECT count(*) FROM answers").fetchone()[0]
+        self._store.refresh()
+        return len(self._store)
 
     def close(self) -> None:
-        """Closes the file."""
-        if self._connection is not None:
-            self._connection.close()
+        """Closes its files."""
+        self._store.close()
+        if self._older is not None:
+            self._older.close()
 
-    def _opened(self) -> sqlite3.Connection | None:
-        """The open file; None while there is none (another process may create it at any time)."""
-        if self._connection is None and self.path.exists():
-            self._open()
-        return self._connection
-
-    def _open(self) -> sqlite3.Connection:
-        """Opens the file, or creates it."""
-        connection = sqlite3.connect(self.path, timeout=_TIMEOUT_SECONDS, isolation_level=None)
-        connection.text_factory = bytes  # of a damaged row it may be no UTF-8
-        try:
-            self._prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-        self._connection = connection
-        return connection
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        run = connection.execute
-        run("BEGIN")  # one view of the file: another process may be creating it
-        application = run("PRAGMA application_id").fetchone()[0]
-        version = run("PRAGMA user_version").fetchone()[0]
-        tables = run("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        run("COMMIT")
-        if (application, version) != (_APPLICATION, _VERSION):
-            if application or version or tables:
+    def _look(self) -> None:
+        """Finds the answers of an older version, and checks that new ones can be kept."""
+        older = self.path
+        if older.is_file():
+            self.path = older.with_name(f"{older.name}.answers")
+        else:
+            older = older.with_name(f"{older.name}.sqlite")
+        if older.is_file():
+            self._older = _OlderCache(older)
+        if self.path.is_dir():
+            if (self.path / HEAD).exists():
+                is_other = read_head(self.path).get("job") != _WHAT
+            else:  # is empty, or was deleted
+                names = (name for name in os.listdir(self.path) if not name.startswith("."))
+                is_other = not all(name.endswith(".jsonl") for name in names)
+            if is_other:
                 raise UserError(
                     f"{self.path}: not a response cache of this version; name another {_OTHER}."
                 )
-            self._switch_to_wal(connection)
-            run("BEGIN IMMEDIATE")  # another process may make the same table
-            run("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
-            run(f"PRAGMA application_id = {_APPLICATION}")
-            run(f"PRAGMA user_version = {_VERSION}")
-            run("COMMIT")
-        # With WAL a killed process loses nothing, and a power cut at most the last answers.
-        run("PRAGMA synchronous = NORMAL")
-
-    def _switch_to_wal(self, connection: sqlite3.Connection) -> None:
-        """WAL stays set in the file. SQLite does not wait if another process is setting it."""
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
-        while True:
-            try:
-                connection.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.ProgrammingError:  # a bug of ours
-            raise
-        except sqlite3.DatabaseError as error:
-            name = getattr(error, "sqlite_errorname", "SQLITE_CORRUPT")
-            if name == "SQLITE_FULL" or name.startswith("SQLITE_IOERR"):
-                error.filename = str(self.path)  # for core.disk_errors: the disk is at fault
-                raise
-            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-                raise RunError(
-                    f"{self.path}: another process has locked the response cache for "
-                    f"{_TIMEOUT_SECONDS:.0f} s; end it, or name another {_OTHER}."
-                ) from error
-            if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
-                raise UserError(
-                    f"{self.path}: the response cache cannot be written there; name another path "
-                    f"{_OTHER}."
-                ) from error
-            raise UserError(
-                f"{self.path}: the response cache is damaged ({error}); delete this file and those "
-                "beside it that end in -wal and -shm (its answers are computed again), or name "
-                f"another {_OTHER}."
-            ) from error
         except OSError as error:
+            if error.errno in _BY_DISK:  # see core.disk_errors
+                raise
             raise UserError(
                 f"{self.path}: the response cache cannot be created there ({error.strerror}); name "
                 f"another path {_OTHER}."
+            ) from error
+
+
+class _OlderCache:
+    """The SQLite file of an older version, which is only read.
+
+    Raises:
+      UserError: it is damaged, or not a response cache.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        with self._errors_named():
+            self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+            self._connection.text_factory = bytes  # of a damaged row it may be no UTF-8
+            marks = ("application_id", "user_version")
+            found = [self._connection.execute(f"PRAGMA {mark}").fetchone()[0] for mark in marks]
+        if found != [_APPLICATION, _VERSION]:
+            raise UserError(f"{path}: not a response cache of this version; name another {_OTHER}.")
+
+    def get(self, key: str) -> Any:
+        """The text that is kept for a key, as bytes, or None; of a damaged row anything."""
+        with self._errors_named():
+            asked = "SELECT answer FROM answers WHERE key = ?"
+            row = self._connection.execute(asked, (key,)).fetchone()
+            return None if row is None else row[0]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._connection.close()
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise UserError(
+                f"{self._path}: the response cache is damaged ({error}); delete this file and "
+                "those beside it that end in -wal and -shm (its answers are computed again), or "
+                f"name another {_OTHER}."
             ) from error
 
 
@@ -222,11 +209,11 @@ class Cached(Around):
         self.work = Work()
 
     def close(self) -> None:
-        """Closes the cache's file."""
+        """Closes the cache's files."""
         self._cache.close()
 
     def find(self, request: Query) -> Result | Scores | None:
-        """The cached answer to a query, or None; an entry that cannot be read is removed."""
+        """The cached answer to a query, or None; one that cannot be read counts as missing."""
         restored = self._kept(request_key(self.fingerprint, request), request)
         if restored is None and not isinstance(request, Choices):
             older = self._kept(request_key(self.fingerprint, request, of_text=False), request)
@@ -239,11 +226,11 @@ class Cached(Around):
 
     def _kept(self, key: str, request: Query) -> Result | Scores | None:
         kept = self._cache.get(key)
+        self.usage.unreadable += self._cache.newly_damaged()
         try:
             return None if kept is None else restore(key, request, kept)
         except Unkeepable:  # a damaged row, or one that a faulty version kept
             self.usage.unreadable += 1
-            self._cache.discard(key)
             return None
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
@@ -263,13 +250,13 @@ class Cached(Around):
                 query = missing[result.id]
                 key = request_key(self.fingerprint, query)
                 try:
-                    text = keep(key, query, result)
+                    value = keep(query, result)
                 except Unkeepable as error:
                     reason = f"its answer cannot be written ({error})"
                     self.failures.append(Failure(query.id, reason))
                     self.usage.failures += 1
                     continue
-                self._cache.put(key, text)
+                self._cache.put(key, value)
                 self.work.add(result)
                 yield result
 

@@ -1,8 +1,4 @@
-"""Answers as JSON text that is kept, and back: what cannot be read or written is not kept.
-
-A kept text holds a checksum, so that a damaged one is told from another answer; texts of older
-caches hold none.
-"""
+"""Answers as JSON values that are kept, and back: what cannot be read or written is not kept."""
 
 from __future__ import annotations
 
@@ -17,53 +13,59 @@ from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
 from mmqa_jax.prompting.backends import Choices, Query
 
-_CHECK = "crc32"  # of the key and the JSON of everything else
+_CHECK = "crc32"  # in texts of older versions, of the key and the JSON of everything else
 
 
 class Unkeepable(Exception):
     """A text is no answer to the query, or an answer cannot be written; the message says why."""
 
 
-def keep(key: str, request: Query, answer: Result | Scores) -> str:
-    """An answer as text, without its id.
-
-    Args:
-      key: that it is kept under. A database whose index is damaged gives another key's.
+def keep(request: Query, answer: Result | Scores) -> dict[str, Any]:
+    """An answer as a JSON value, without its id.
 
     Raises:
       Unkeepable: it would not come back from there, or could not be written into a file.
     """
     value = _plain(answer)
     try:
-        value[_CHECK] = _checksum(key, value)
-        text = json.dumps(value)
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise Unkeepable(str(error)) from error
-    restore(key, request, text)
-    return text
+    restore("", request, json.loads(text))
+    return value
 
 
-def restore(key: str, request: Query, text: Any) -> Result | Scores:
-    """The answer to a query that a kept text holds.
+def restore(key: str, request: Query, kept: Any) -> Result | Scores:
+    """The answer to a query that a kept value holds.
+
+    Args:
+      key: that it was kept under.
+      kept: a JSON value; an older version kept texts, with a checksum of key and value in them, or
+        without one.
 
     Raises:
       Unkeepable: it holds none, or is damaged.
     """
-    if not isinstance(text, str | bytes):
-        raise Unkeepable("it is no text")
-    try:
-        value = parse_json(text, "it", remedy="")
-    except UserError as error:
-        raise Unkeepable(str(error)) from error
+    value = _of_text(key, kept) if isinstance(kept, str | bytes) else kept
     if not isinstance(value, dict):
         raise Unkeepable("it is no object")
-    check = value.pop(_CHECK, None)
-    if check is not None and check != _checksum(key, value):
-        raise Unkeepable("its checksum is another")
     try:
         return _scores(request, value) if isinstance(request, Choices) else _result(request, value)
     except (KeyError, TypeError, ValueError) as error:
         raise Unkeepable(f"it is no answer ({type(error).__name__}: {error})") from error
+
+
+def _of_text(key: str, text: str | bytes) -> Any:
+    """The value that an older version kept as text."""
+    try:
+        value = parse_json(text, "it", remedy="")
+    except UserError as error:
+        raise Unkeepable(str(error)) from error
+    check = value.pop(_CHECK, None) if isinstance(value, dict) else None
+    if check is not None and check != _checksum(key, value):
+        raise Unkeepable("its checksum is another")
+    return value
 
 
 def _checksum(key: str, value: dict[str, Any]) -> int:

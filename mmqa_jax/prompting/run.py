@@ -14,9 +14,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mmqa_jax.core import distributed
-from mmqa_jax.core.chunks import Engine, Job
+from mmqa_jax.core.chunks import Engine, Job, Part
 from mmqa_jax.core.files import write_jsonl
-from mmqa_jax.core.job_files import Part
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.decoding.requests import Candidate, Scores
 from mmqa_jax.prompting.backends import Backend, Choices, Decoding
@@ -51,7 +50,7 @@ def run_prompts(
       model: for the engine a path or name (see local_model), for a server its name there.
       backend: `engine` or `openai`.
       tokenizer: for the engine, if the model's folder has none.
-      cache: file of the response cache; None disables it.
+      cache: folder of the response cache; None disables it.
       parts: where finished chunks are kept until all are there.
       shard, chunk, engine: see core.chunks.Job.
       together: the engine spans the processes of the launch, which all compute all answers;

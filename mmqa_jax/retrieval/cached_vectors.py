@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float32, Int
 
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.store import Store
 from mmqa_jax.retrieval.embeddings import BROKEN
-from mmqa_jax.retrieval.vectors import check_finite, read_vectors, write_vectors
+from mmqa_jax.retrieval.vectors import check_finite, not_finite
 
 _MANY = 2_000  # contents, from which on their progress is shown
 
@@ -28,11 +29,12 @@ def cached_vectors(
 ) -> Float32[np.ndarray, "n D"]:
     """The vectors of `contents`, computed unless an earlier run kept them.
 
-    They are computed and kept in blocks, so that an interrupted run continues with the next one;
-    the last block's end joins them into one file.
+    They are computed and kept in blocks, so that an interrupted run continues with the next one.
+    A block is found by all of its contents: a vector may depend, in its last bits, on those that
+    it was computed with.
 
     Args:
-      folder: of the cache; one .npy file per list of contents.
+      folder: of the cache; it has a folder for each encoder.
       fingerprint: of the encoder and of how it is used.
       contents: what is embedded, or its digests, in order.
       embed: computes the vectors of the contents with these indices.
@@ -42,52 +44,46 @@ def cached_vectors(
     Raises:
       UserError: `embed` returned what is not finite; nothing of it is kept.
     """
-    path = folder / f"{_digest(fingerprint, contents)}.npy"
-    kept = _read(path, len(contents))
-    if kept is not None:
-        return kept
     order = np.arange(len(contents))
     if len(contents) > block:  # texts of similar length together, as the embedder batches them
         order = np.argsort([len(content) for content in contents], kind="stable")
     blocks = [order[start : start + block] for start in range(0, max(len(order), 1), block)]
-    parts = [path.with_suffix(f".{block}-{number}.npy") for number in range(len(blocks))]
-    found = [_read(part, len(rows)) for part, rows in zip(parts, blocks, strict=True)]
-    with _progress(unit, blocks, found) as advance:
-        for number, rows in enumerate(blocks):
-            if found[number] is None:
-                found[number] = embed(rows)
-                check_finite(found[number], f"embed: the vectors of {unit}", BROKEN)
-                if len(blocks) > 1:
-                    write_vectors(parts[number], found[number])
-                advance(len(rows))
-    vectors = np.concatenate(found)[np.argsort(order)]
-    write_vectors(path, vectors)
-    for part in parts:
-        part.unlink(missing_ok=True)
-    return vectors
+    keys = [_digest(contents[row] for row in rows) for rows in blocks]
+    encoder = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
+    with Store(folder / encoder, {"encoder": fingerprint}, damage="drop") as store:
+        kept = [_kept(store, key, len(rows)) for key, rows in zip(keys, blocks, strict=True)]
+        with _progress(unit, blocks, kept) as advance:
+            for number, rows in enumerate(blocks):
+                if kept[number] is None:
+                    kept[number] = np.asarray(embed(rows))
+                    check_finite(kept[number], f"embed: the vectors of {unit}", BROKEN)
+                    store.add({keys[number]: kept[number]})
+                    advance(len(rows))
+    return np.concatenate(kept)[np.argsort(order)]
 
 
-def _digest(fingerprint: str, contents: Sequence[str | bytes]) -> str:
-    digest = hashlib.sha256(fingerprint.encode())
+def _digest(contents: Iterable[str | bytes]) -> str:
+    digest = hashlib.sha256()
     for content in contents:
         data = content.encode() if isinstance(content, str) else content
         digest.update(hashlib.sha256(data).digest())
     return digest.hexdigest()[:32]
 
 
-def _read(path: Path, rows: int) -> np.ndarray | None:
-    """The vectors in a file; None where there are not so many, or the file is damaged."""
-    kept = read_vectors(path)
-    return kept if kept is not None and len(kept) == rows else None
+def _kept(store: Store, key: str, rows: int) -> np.ndarray | None:
+    """The vectors of a block; None where there are not so many, or they are of no use."""
+    vectors = store.get(key)
+    is_whole = isinstance(vectors, np.ndarray) and vectors.ndim == 2 and len(vectors) == rows
+    return vectors if is_whole and not len(not_finite(vectors)) else None
 
 
 @contextlib.contextmanager
 def _progress(
-    unit: str, blocks: Sequence[np.ndarray], found: Sequence[np.ndarray | None]
+    unit: str, blocks: Sequence[np.ndarray], kept: Sequence[np.ndarray | None]
 ) -> Iterator[Callable[[int], None]]:
     """Shows how many are embedded, if there are many; yields what counts more of them."""
     total = sum(map(len, blocks))
-    start = sum(len(vectors) for vectors in found if vectors is not None)
+    start = sum(len(vectors) for vectors in kept if vectors is not None)
     quiet = None if total >= _MANY else True
     with Progress(f"Embedding {unit}", total, unit, start=start, quiet=quiet) as progress:
         yield progress.advance

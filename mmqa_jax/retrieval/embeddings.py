@@ -1,11 +1,11 @@
 """Embeddings of a whole corpus on disk: written shard by shard, resumable, memory-mapped.
 
-While the job runs, `folder` contains `manifest.json` and `shards-JOB/00000.npy`, ..., each written
-whole or not at all; a job killed at any point resumes with the missing shards. Several processes,
-on several hosts with a shared disk, may share a job: each writes every n-th shard, and the last to
-finish joins them into one `embeddings.npy` (ScaNN needs a single array). JOB is a hash of the
-job's manifest, so shards of another model or corpus are never used by mistake. Shards end in a
-checksum, and SHA256SUMS has those of the finished files, which whoever opens them checks.
+While the job runs, `folder` contains `manifest.json` and `shards-JOB/00000.jsonl`, ... (a
+core.store); a job killed at any point resumes with the missing shards. Several processes, on
+several hosts with a shared disk, may share a job: each writes every n-th shard, and the last to
+finish joins them into one `embeddings.npy` (ScaNN needs a single array). JOB is a hash of the job's
+manifest, so shards of another model or corpus are never used by mistake. SHA256SUMS has the
+checksums of the finished files, which whoever opens them checks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 from jaxtyping import Float32
 
 from mmqa_jax.core.checksums import check_sums, digest, read_sums, write_sums
+from mmqa_jax.core.chunks import MOST_PARTS
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
-from mmqa_jax.core.job_files import MOST_PARTS, check_file, check_no_link, named
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
-from mmqa_jax.core.sealed import SEAL_LENGTH
+from mmqa_jax.core.store import Store, check_no_link, named
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
-from mmqa_jax.retrieval.vectors import not_finite, read_vectors, write_vectors
+from mmqa_jax.retrieval.vectors import not_finite
 
 _ARRAY = "embeddings.npy"
 _WHAT = "embeddings of a corpus"
@@ -138,13 +138,14 @@ def write_embeddings(
             return _finish(folder)
         write_json(folder / MANIFEST, {**job, "complete": False, "parts": parts})
 
-    ranges, paths = _shards_of(folder, job)
-    done, total = 0, sum(map(len, ranges[mine::parts]))
-    for span, path in zip(ranges[mine::parts], paths[mine::parts], strict=True):
-        if not _is_whole(path, (len(span), dim)):
+    spans, shards = _spans(job), _open_shards(folder, job)
+    done, total = 0, sum(map(len, spans[mine::parts]))
+    for number in range(mine, len(spans), parts):
+        span = spans[number]
+        if not _is_whole(shards, number, (len(span), dim)):
             vectors = np.asarray(embed_rows(span), np.float32)
             _check_finite(vectors, span)
-            write_vectors(path, vectors)
+            shards.add({_key(number): vectors}, alone=True)
         done += len(span)
         if on_progress is not None:
             on_progress(done, total)
@@ -184,9 +185,12 @@ def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
         return None
     _check_sizes(folder, manifest)
     job, parts = _job_of(manifest)
-    ranges, paths = _shards_of(folder, job)
-    written = [modified(path) if path.exists() else None for path in paths]
-    return Unfinished(job["rows"], parts, list(zip(map(len, ranges), written, strict=True)))
+    spans, shards = _spans(job), _open_shards(folder, job)
+    written = [
+        modified(shards.file_of(key)) if (key := _key(number)) in shards else None
+        for number in range(len(spans))
+    ]
+    return Unfinished(job["rows"], parts, list(zip(map(len, spans), written, strict=True)))
 
 
 def join_embeddings(folder: str | os.PathLike) -> Embeddings:
@@ -220,17 +224,35 @@ def _job_of(manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
     return job, manifest.get("parts", 1)
 
 
-def _shards_of(folder: Path, job: dict[str, Any]) -> tuple[list[range], list[Path]]:
-    """The rows of every shard, and its file."""
+def _spans(job: dict[str, Any]) -> list[range]:
+    """The rows of every shard."""
     rows, size = job["rows"], job["shard_rows"]
-    ranges = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
-    return ranges, [_shards(folder, job) / f"{number:05d}.npy" for number in range(len(ranges))]
+    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _key(number: int) -> str:
+    return f"{number:05d}"
+
+
+def _open_shards(folder: Path, job: dict[str, Any]) -> Store:
+    """The shards by number; damaged ones are missing.
+
+    Raises:
+      UserError: they are an older version's.
+    """
+    place = _shards(folder, job)
+    if any(place.glob("*.npy")):
+        raise UserError(
+            f"{place}: holds shards of an older version of mmqa-jax; finish the job with that "
+            "version, or delete this folder, and they are computed again."
+        )
+    return Store(place, job, damage="drop")
 
 
 def _missing(folder: Path, job: dict[str, Any]) -> list[int]:
     """The shards that are missing or damaged."""
-    shards = enumerate(zip(*_shards_of(folder, job), strict=True))
-    return [n for n, (span, path) in shards if not _is_whole(path, (len(span), job["dim"]))]
+    shards, spans = _open_shards(folder, job), enumerate(_spans(job))
+    return [n for n, span in spans if not _is_whole(shards, n, (len(span), job["dim"]))]
 
 
 def _join(folder: Path, job: dict[str, Any]) -> None:
@@ -238,12 +260,13 @@ def _join(folder: Path, job: dict[str, Any]) -> None:
     with atomic_write(folder / _ARRAY, "wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (job["rows"], job["dim"])}
         np.lib.format.write_array_header_1_0(file, header)
-        for path in _shards_of(folder, job)[1]:
-            rows = read_vectors(path)
+        shards = _open_shards(folder, job)
+        for number in range(len(_spans(job))):
+            rows = shards.get(_key(number))
             if rows is None:
                 raise UserError(
-                    f"{path}: is damaged; delete it, and the next start of `{_VERB}` computes it "
-                    "again."
+                    f"{shards.folder}: shard {number} is damaged; delete it, and the next start of "
+                    f"`{_VERB}` computes it again."
                 )
             file.write(np.ascontiguousarray(rows).data)
     manifest = manifest_bytes({**job, "complete": True})
@@ -301,17 +324,17 @@ def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any], 
             )
 
 
-def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
-    """Whether a shard has this shape, and is not damaged; in a store that is seen later."""
-    if in_store(path):
-        return _has_size(path, shape)
-    check_file(path)
-    vectors = read_vectors(path)
-    return vectors is not None and vectors.shape == shape and vectors.dtype == np.float32
+def _is_whole(shards: Store, number: int, shape: tuple[int, int]) -> bool:
+    """Whether a shard has this shape, and is not damaged; in an object store that is seen later."""
+    if in_store(shards.folder):
+        return shards.is_whole(_key(number))
+    vectors = shards.get(_key(number))
+    is_array = isinstance(vectors, np.ndarray)
+    return is_array and vectors.shape == shape and vectors.dtype == np.float32
 
 
 def _has_size(path: Path, shape: tuple[int, int]) -> bool:
-    """Whether the file at `path` is as long as an array of this shape, with or without checksum."""
+    """Whether the file at `path` is as long as an array of this shape."""
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)
@@ -319,8 +342,7 @@ def _has_size(path: Path, shape: tuple[int, int]) -> bool:
             start = file.tell()
     except (OSError, ValueError, EOFError):
         return False
-    size = start + 4 * shape[0] * shape[1]
-    is_long = path.stat().length in (size, size + SEAL_LENGTH)
+    is_long = path.stat().length == start + 4 * shape[0] * shape[1]
     return found == shape and dtype == np.float32 and is_long
 
 

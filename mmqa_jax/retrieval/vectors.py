@@ -1,16 +1,11 @@
-"""Arrays of vectors: finite wherever they are used, and in files that notice their own damage."""
+"""Arrays of vectors: finite wherever they are used."""
 
 from __future__ import annotations
-
-import io
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float32, Int
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write
-from mmqa_jax.core.sealed import open_bytes, seal_bytes
 
 _BLOCK = 65_536  # rows that are looked at together
 
@@ -43,28 +38,3 @@ def check_finite(vectors: Float32[np.ndarray, "n D"], what: str, remedy: str) ->
             f"{what}: row {bad[0]} of {len(vectors):,} is not finite{more} (NaN, infinity or too "
             f"large for float32); {remedy}."
         )
-
-
-def write_vectors(path: Path, vectors: np.ndarray) -> None:
-    """Writes a .npy file with a checksum of array and name behind it, whole or not at all."""
-    content = io.BytesIO()
-    np.save(content, vectors, allow_pickle=False)
-    with atomic_write(path, "wb") as file:
-        file.write(content.getbuffer())
-        file.write(seal_bytes(content.getbuffer(), path.name))
-
-
-def read_vectors(path: Path) -> np.ndarray | None:
-    """The array of `write_vectors`, or of an older file without a checksum.
-
-    None: there is no file, or it is damaged or another's, or holds what is not finite.
-    """
-    try:
-        content = open_bytes(path.read_bytes(), path.name)
-        file = io.BytesIO(content)
-        vectors = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, MemoryError):  # Damaged among them
-        return None
-    whole = file.tell() == len(content)
-    is_kind = vectors.ndim == 2 and np.issubdtype(vectors.dtype, np.floating)
-    return vectors if whole and is_kind and not len(not_finite(vectors)) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.chunks import Compute, Engine, Job
-from mmqa_jax.core.job_files import Part as ChunkPart
+from mmqa_jax.core.chunks import Part as ChunkPart
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.predictions import prediction_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking

@@ -17,13 +17,12 @@ import numpy as np
 from flax import nnx
 from tokenizers import decoders
 
-from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, check_out
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
+from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.data.regions import (
     Detections,
     RegionError,
@@ -85,22 +84,23 @@ def caption_pictures(
         "model": read_metadata(model),
         "beams": num_beams,
     }
-    journal_file = out.with_name(f".{out.name}.journal")
+    check_no_older(out.with_name(f".{out.name}.journal"))
     with (
-        Journal(journal_file, config_fingerprint(inputs)) as journal,
+        Store(out.with_name(f".{out.name}.kept"), inputs) as store,
         Progress("Captions", len(rows), "pictures") as progress,
     ):
+        store.check()
         for start in range(0, len(rows), batch_size):
             numbers = range(start, min(start + batch_size, len(rows)))
-            if not all(str(number) in journal for number in numbers):
+            if not all(str(number) in store for number in numbers):
                 batch = [_complete(rows[number], known, words) for number in numbers]
-                journal.add(_captioned(captioner, numbers, batch))
+                store.add(_captioned(captioner, numbers, batch))
             progress.advance(len(numbers))
-        done = [journal[str(number)] for number in range(len(rows))]
+        done = [store[str(number)] for number in range(len(rows))]
     _write_tsv(out, ((row["name"], row["captions"]) for row in done))
     if tags is not None:
         _write_tsv(tags, ((row["name"], row["tags"]) for row in done))
-    journal_file.unlink()
+    store.remove()
     missing = {row["name"]: row["problem"] for row in done if row["problem"]}
     print(f"{len(done):,} pictures, {len(missing):,} of them without regions: {out}")
     print(f"caption: {captioner.serving}", file=sys.stderr)
@@ -208,7 +208,7 @@ def _complete(
 def _captioned(
     captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[PictureRow]
 ) -> dict[str, dict[str, Any]]:
-    """Row number -> what the journal keeps of it."""
+    """Row number -> what is kept of it."""
     shown = [(row.found, row.size) for row in batch if not isinstance(row.found, RegionError)]
     captions = iter(())
     if shown:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmqa_jax.core.chunks import PARTS, part_notes, read_job
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.job_files import JOB_FILE, PARTS, part_files, read_about, read_job
 from mmqa_jax.core.paths import check_store
+from mmqa_jax.core.store import HEAD
 from mmqa_jax.retrieval.embeddings import read_unfinished
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.runs.parts import EMBEDDINGS
@@ -27,7 +28,7 @@ def find_job(path: Path) -> Place:
     """The job whose --workdir, --out or folder of parts `path` is; UserError if there is none."""
     check_store(path)
     for folder in (path, path / PARTS, path.with_name(f"{path.name}.parts")):
-        if (folder / JOB_FILE).is_file():
+        if (folder / HEAD).is_file():
             return Place(folder, False)
     for folder in (path, path / EMBEDDINGS):
         if (folder / MANIFEST).is_file() and folder.name == EMBEDDINGS:
@@ -100,7 +101,7 @@ def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
 def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:
     record = read_job(folder)
     job, count = record.job, record.shards
-    found = {about["chunk"]: about for about in map(read_about, part_files(folder))}
+    found = part_notes(folder, record)
     starts = range(0, job["items"], job["chunk"])
     sizes = [min(job["chunk"], job["items"] - start) for start in starts]
     shards = _dealt(sizes, found, count)

@@ -20,7 +20,7 @@ from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.runs.parts import LLMSpec, open_llm
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 
-RESPONSES = "responses.sqlite"
+RESPONSES = "responses"
 _SPEC: dict[str, Any] = {
     "data": {"dir": str, "splits": tuple[str, ...]},
     "parts": {"llm": spec_of(LLMSpec), "library": dict},
@@ -32,7 +32,7 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
     """Judges the questions of a config's splits, or continues: answers are kept as they come.
 
     Args:
-      folder: gets example_scores.jsonl; config.json and responses.sqlite are for continuing.
+      folder: gets example_scores.jsonl; config.json and responses/ are for continuing.
 
     Returns:
       What `--json` prints: questions, candidates, and the mean scores by which example is shown.
@@ -52,7 +52,7 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
         )
     corpus = open_corpus(config.data.dir)
     questions = [q for split in config.data.splits for q in _questions(config, corpus, split)]
-    with claim_workdir(folder, config, work=(RESPONSES,)):
+    with claim_workdir(folder, config, work=(f"{RESPONSES}*",)):
         library = open_library(corpus, spec)
         llm = open_llm(LLMSpec(**config.parts.llm.to_dict()), folder / RESPONSES)
         try:

@@ -14,20 +14,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.chunks import PARTS, JobRecord, read_job, read_parts, write_job
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, write_jsonl
-from mmqa_jax.core.job_files import (
-    PARTS,
-    JobRecord,
-    check_file,
-    check_no_link,
-    read_job,
-    read_parts,
-    write_job,
-)
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import Busy, alone, hold
 from mmqa_jax.core.paths import in_store
+from mmqa_jax.core.store import check_file, check_no_link
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.predictions import prediction_of, prediction_row
 from mmqa_jax.data.schema import Prediction

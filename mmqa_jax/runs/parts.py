@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.serving import OnModel, Serving, ignored
+from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
@@ -34,7 +34,7 @@ from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.retriever import Retriever
 from mmqa_jax.runs import identity
-from mmqa_jax.runs.resumable import ResumableReader, ResumableReranker, ResumableRetriever
+from mmqa_jax.runs.resumable import Resumable
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
 EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa embed` writes
@@ -152,7 +152,7 @@ class RetrieverSpec(Part):
         def load(on_model: OnModel) -> Retriever:
             return open_retriever(row.corpus, self, on_model)
 
-        return row.once("retriever", self.fingerprint(), load, name, ResumableRetriever)
+        return row.once("retriever", self.fingerprint(), load, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ class RerankerSpec(Part):
             return reranker
 
         made_of = identity.of_folders(self.model)
-        reranker = row.once("reranker", made_of, load, "reranker", ResumableReranker)
+        reranker = row.once("reranker", made_of, load, "reranker")
         if self.similarity is None:
             return reranker
         retriever = self.similarity.open(row, "reranker.similarity")
@@ -216,7 +216,7 @@ class ReaderSpec(Part):
             on_model("model", reader)
             return reader
 
-        return row.once("reader", identity.of_folders(self.model), load, "reader", ResumableReader)
+        return row.once("reader", identity.of_folders(self.model), load, "reader")
 
 
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:
@@ -376,7 +376,7 @@ class LLMSpec(Part):
       tokenizer: for the engine, if the model's folder has none.
       dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
       engine, server: values of these sections of configs/prompt/default.py that differ.
-      cache: file of a response cache that several rows share; "" is the workdir's own.
+      cache: folder of a response cache that several rows share; "" is the workdir's own.
     """
 
     turn: ClassVar = "last"
@@ -398,14 +398,14 @@ class LLMSpec(Part):
     def open(self, row: OpenedParts) -> Any:
         """The language model with its response cache."""
         assert row.journals is not None, "its answers are kept"
-        return row.closing(open_llm(self, row.journals / "responses.sqlite"))
+        return row.closing(open_llm(self, row.journals / "responses"))
 
 
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
-# `length`, to which prompts are shortened), and how a server is asked.
+# `length`, to which prompts are shortened), and how a server is asked, and where answers are kept.
 LLM_FREE = (
     *("mesh", "engine.slots", "engine.buckets", "engine.prefill_tokens", "engine.block"),
-    *("engine.decode_block", "engine.scan_layers", "server"),
+    *("engine.decode_block", "engine.scan_layers", "server", "cache"),
 )
 
 
@@ -465,7 +465,7 @@ def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
 
 
 def open_llm(spec: LLMSpec, cache: Path) -> Any:
-    """The language model with its response cache in the file `cache`, or in the spec's own.
+    """The language model with its response cache in the folder `cache`, or in the spec's own.
 
     Raises:
       UserError: no such model or server, or an unknown setting.
@@ -661,8 +661,8 @@ class OpenedParts:
     """Opens the parts that rows name, each once, over one corpus.
 
     Args:
-      journals: folder in which retrievers, rerankers and readers keep what they finished; None:
-        they keep nothing.
+      journals: folder of the stores in which parts keep what they finished; None: they keep
+        nothing.
       inference: in place of the sections `inference` of the rerankers' and readers' runs.
       say: told where each model but the LLM runs, by its key in the section `parts`
         (retriever.model).
@@ -684,14 +684,14 @@ class OpenedParts:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.serving: dict[str, Serving] = {}
         self._say = say or _print_serving
-        self._open: dict[str, tuple[Any, Journal | None, dict[str, Serving]]] = {}
+        self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
         self._llms: list[Any] = []
 
     def close(self) -> None:
-        """Closes journals and response caches; all but a language model can still be used."""
-        for _, journal, _ in self._open.values():
-            if journal is not None:
-                journal.close()
+        """Closes stores and response caches; all but a language model can still be used."""
+        for _, store, _ in self._open.values():
+            if store is not None:
+                store.close()
         for llm in self._llms:
             llm.close()
         self._llms.clear()
@@ -712,27 +712,35 @@ class OpenedParts:
         made_of: str,
         load: Callable[[OnModel], Any],
         name: str,
-        resumable: Callable[[Any, Journal, defaultdict[str, float]], Any] | None = None,
     ) -> Any:
-        """A part of a kind, opened once.
+        """A retriever, reranker or reader, opened once.
 
         Args:
           made_of: fingerprint of what its answers depend on.
           name: where the row's config has it.
-          resumable: makes it keep what it finished in a journal.
         """
         fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
         if fingerprint not in self._open:
             served: dict[str, Serving] = {}
-            if self.journals is None or resumable is None:
-                part, journal = load(self.on_model(name, served)), None
-            else:
-                journal = Journal(self.journals / f"{kind}-{fingerprint}.jsonl", fingerprint)
-                part = resumable(load(self.on_model(name, served)), journal, self.seconds)
-            self._open[fingerprint] = part, journal, served
+            store = self._store(kind, fingerprint)
+            part = load(self.on_model(name, served))
+            if store is not None:
+                part = Resumable(part, store, self.seconds)
+            self._open[fingerprint] = part, store, served
         part, _, served = self._open[fingerprint]
         self.serving |= {f"{name}.{key}": serving for key, serving in served.items()}
         return part
+
+    def _store(self, kind: str, fingerprint: str) -> Store | None:
+        """Where a part keeps what it finished."""
+        if self.journals is None:
+            return None
+        check_no_older(self.journals / f"{kind}-{fingerprint}.jsonl")
+        store = Store(
+            self.journals / f"{kind}-{fingerprint}", {"part": kind, "fingerprint": fingerprint}
+        )
+        store.check()  # before models are loaded
+        return store
 
     def on_model(self, name: str, served: dict[str, Serving] | None = None) -> OnModel:
         """Says where a model of the part `name` runs, and keeps it, in `served` by its own key."""

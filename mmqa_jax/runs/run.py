@@ -14,10 +14,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import Engine
+from mmqa_jax.core.chunks import PARTS, Engine
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.job_files import PARTS
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.paths import in_store, key_of
 from mmqa_jax.core.shards import WHOLE, Shard

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import statistics
 import sys
@@ -24,9 +23,9 @@ from typing import Any
 import mmqa_jax
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.journal import Journal
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.speed import device_name, read_bandwidth
+from mmqa_jax.core.store import Store
 from tests.bench import Options
 from tests.bench.timing import interleave, speed_ratio, stolen_share
 
@@ -186,7 +185,7 @@ def measure(
     peak: Peak | None = None,
     device: str | None = None,
     budget: float | None = None,
-    journal: Journal | None = None,
+    journal: Store | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
     """Measures the cases of a bench; returns what `--json` prints.
@@ -233,8 +232,7 @@ def measure(
     ]
     rows = [row for row in rows if row["name"] in wanted]
     if journal is not None:
-        journal.close()
-        journal.path.unlink(missing_ok=True)
+        journal.remove()
     return {
         "bench": bench,
         "device": device or device_name(),
@@ -250,7 +248,7 @@ def measure(
     }
 
 
-def open_journal(bench: str, *facts: Any, device: str | None = None) -> Journal:
+def open_journal(bench: str, *facts: Any, device: str | None = None) -> Store:
     """What an interrupted run of a bench has measured: the same code, facts, device and day.
 
     Args:
@@ -263,15 +261,14 @@ def open_journal(bench: str, *facts: Any, device: str | None = None) -> Journal:
     for folder in (Path(mmqa_jax.__file__).parent, Path(__file__).parent):
         for file in sorted(folder.rglob("*.py")):
             code.update(file.read_bytes())
-    parts = [
-        code.hexdigest(),
-        device or device_name(),
-        jax.__version__,
-        time.strftime("%F"),
-        repr(facts),
-    ]
-    fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return Journal(cache_dir() / "bench" / f"{bench}.jsonl", fingerprint)
+    what = {
+        "code": code.hexdigest(),
+        "device": device or device_name(),
+        "jax": jax.__version__,
+        "day": time.strftime("%F"),
+        "facts": repr(facts),
+    }
+    return Store(cache_dir() / "bench" / bench, what)
 
 
 # Of a timed case, what its row needs.

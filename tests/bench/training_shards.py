@@ -203,7 +203,7 @@ def _embed(folder: Path, jobs: Jobs) -> _Job:
         ("embed", f"--data={folder / 'data'}", f"--model={model}", f"--chunk={jobs.sources}"),
         jobs.sources,
         "index",
-        "index/**/shards-*/*.npy",
+        "index/**/shards-*/*.jsonl",
         f"snippets of {jobs.words} words, the text tower of configs/atlas/contrastive.py",
     )
 

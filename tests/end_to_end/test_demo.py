@@ -27,7 +27,7 @@ from PIL import Image
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.metrics import read_metrics
-from mmqa_jax.core.sealed import seal_line
+from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.retrieval.rankings import read_rankings
@@ -210,13 +210,14 @@ def test_other_answers_give_other_scores(demo, tmp_path):
         shutil.rmtree(workdir / "rows" / setting)
     # Of every two questions one is answered rightly, whatever the sources.
     right = {q.id: q.answers[0] for i, q in enumerate(demo.questions) if i % 2 == 0}
-    (journal,) = (workdir / "journals").glob("reader-*.jsonl")
-    head, *rows = [json.loads(line) for line in journal.read_text().splitlines()]
-    for row in (head, *rows):
-        del row["sha256"]  # of the line, which is sealed anew below
-    for row in rows:
-        row["value"]["answer"] = right.get(row["key"].rsplit(" ", 1)[0], "no")
-    journal.write_text("".join(seal_line(row) + "\n" for row in (head, *rows)))
+    (journal,) = (workdir / "journals").glob("reader-*")
+    with Store(journal, read_head(journal)["job"]) as store:
+        store.add(
+            {
+                key: [[right.get(key.rsplit(" ", 1)[0], "no"), beams], seconds]
+                for key, ((_, beams), seconds) in ((key, store[key]) for key in store)
+            }
+        )
     code, out, err = run_here("demo", CONFIG, f"--workdir={workdir}", "--json")
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
@@ -373,7 +374,7 @@ def test_kill_9_in_three_stages_changes_no_score(demo, tmp_path):
 
     killed(workdir, "prepare", (raw / "summary.json").exists)
     killed(workdir, "contrastive", saved)
-    killed(workdir, "embed", lambda: any(embeddings.glob("shards-*/00000.npy")))
+    killed(workdir, "embed", lambda: any(embeddings.glob("shards-*/00000.jsonl")))
     ended = run("demo", CONFIG, f"--workdir={workdir}", "--json")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1]) == demo.result

@@ -19,11 +19,10 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmqa_jax.core.checkpoint import Checkpoints
-from mmqa_jax.core.chunks import Job
-from mmqa_jax.core.job_files import Part
-from mmqa_jax.core.journal import Journal
+from mmqa_jax.core.chunks import Job, Part
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.shards import Shard
+from mmqa_jax.core.store import Store
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.grid_records import GridRecords, write_grids
 from mmqa_jax.data.images import BrokenPictures
@@ -194,12 +193,12 @@ def _merge(folder: Path) -> str:
 
 
 def _keep(folder: Path, batches: int = 9) -> str:
-    """Batches of results whose journal was written as far as a kill let it."""
-    with Journal(folder / "rankings.jsonl", "model and corpus") as journal:
+    """Batches of results that were written as far as a kill let them."""
+    with Store(folder, {"model": "m", "corpus": "c"}) as store:
         for start in range(0, 4 * batches, 4):
-            if any(f"q{n}" not in journal for n in range(start, start + 4)):
-                journal.add({f"q{n}": [n / 7, f"source {n}"] for n in range(start, start + 4)})
-        return digest([journal[f"q{n}"] for n in range(4 * batches)])
+            if any(f"q{n}" not in store for n in range(start, start + 4)):
+                store.add({f"q{n}": [n / 7, f"source {n}"] for n in range(start, start + 4)})
+        return digest([store[f"q{n}"] for n in range(4 * batches)])
 
 
 def _vectors(rows: Any) -> np.ndarray:
@@ -306,7 +305,7 @@ TARGETS = [
         lambda folder: _searched(folder, 1, 3),
         lambda folder: digest(_searched(folder, 1)),
     ),
-    Target("journal", lambda folder: _keep(folder, 5), _keep),
+    Target("finished batches", lambda folder: _keep(folder, 5), _keep),
     Target("embeddings", _embed, _open_embeddings),
     Target("unfinished embeddings", lambda folder: _embed(folder, 160), _embed),
     Target("grids", _grids, _grids),

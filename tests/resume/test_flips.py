@@ -51,8 +51,7 @@ def test_damage_of_every_file(folders, name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("parts that are merged", "parts of a stopped job", "journal", "grids", "cached vectors"),
-        *("embeddings", "unfinished embeddings", "indexes", "response cache"),
+        *("parts that are merged", "parts of a stopped job", "grids", "embeddings", "indexes"),
     ],
 )
 def test_damage_of_every_file_of_a_job(name):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import tempfile
 
 import numpy as np
 import pytest
@@ -107,12 +109,14 @@ def test_with_cache_and_without_the_same_answers(engine, requests, kept):
     requests = numbered(requests)
     plain = by_id(tiny_backend(engine).answer(requests))
     assert plain.keys() == {request.id for request in requests}
-    cache = ResponseCache(":memory:")
-    list(Cached(tiny_backend(engine), cache).answer(requests[:kept]))
-    second = tiny_backend(engine)
-    mixed = by_id(Cached(second, cache).answer(requests))
-    third = tiny_backend(engine)
-    again = by_id(Cached(third, cache).answer(requests))
+    second, third = tiny_backend(engine), tiny_backend(engine)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(ResponseCache(folder)) as cache,
+    ):
+        list(Cached(tiny_backend(engine), cache).answer(requests[:kept]))
+        mixed = by_id(Cached(second, cache).answer(requests))
+        again = by_id(Cached(third, cache).answer(requests))
     assert third.usage.requests == 0
     assert third.usage.cached == len(requests)
     for request in requests:

@@ -58,7 +58,7 @@ def test_a_prompted_row(inputs, tmp_path):
     assert counts["dropped_shots"] == sum(t["dropped_shots"] for t in traces) > 0
     assert (counts["failed"], counts["too_long"]) == (0, 0)
     assert "trace-data" in (tmp_path / "run" / "report.html").read_text()
-    assert (tmp_path / "run" / "journals" / "responses.sqlite").exists()
+    assert (tmp_path / "run" / "journals" / "responses").exists()
 
     kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("trace.jsonl", "scores.json")}
     for name in kept:

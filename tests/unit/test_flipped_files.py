@@ -1,6 +1,7 @@
 """Bits that change on a disk, in every file that inference keeps: refused by name, or harmless.
 
-What is opened after the damage either ends in a UserError, or gives the same bits as before it.
+What is opened after the damage either ends in a UserError, or gives the same bits as before it. (What
+lies in core.store alone: tests/resume/test_store_kills.py.)
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ import pytest
 from test_shards import Counting, run
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.job_files import read_job, read_parts
 from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.grid_records import GridRecords, write_grids
 from mmqa_jax.data.images import BrokenPictures
-from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
 from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
 
@@ -71,21 +70,6 @@ def check_damage(folder: Path, open_it: Callable[[Path], object], tmp_path: Path
     return refused
 
 
-def merged(folder: Path) -> list:
-    parts = read_parts(folder, read_job(folder))
-    return [[part.rows, part.notes] for part in parts]
-
-
-def test_parts_that_are_put_together(tmp_path):
-    for index in range(2):
-        run(tmp_path / "parts", Shard(index, 2))
-    refused = check_damage(tmp_path / "parts", merged, tmp_path)
-    assert {name for name in refused if not name.startswith(".")} == {
-        "job.json", *(f"0000{n}.jsonl" for n in range(5)),
-    }  # fmt: skip
-    assert all(count > FLIPS for name, count in refused.items() if name.endswith(".jsonl"))
-
-
 @pytest.mark.parametrize("shards", [1, 2])
 def test_parts_that_a_start_goes_on_from(tmp_path, shards):
     with pytest.raises(KeyboardInterrupt):
@@ -126,22 +110,11 @@ def test_finished_embeddings(tmp_path):
         assert refused["embeddings.npy"] >= FLIPS
 
 
-def test_unfinished_embeddings(tmp_path):
-    """Damaged shards are computed again."""
-    with pytest.raises(KeyboardInterrupt):
-        embedded(tmp_path / "embeddings", stop_at=400)
-    refused = check_damage(
-        tmp_path / "embeddings", lambda folder: embedded(folder).vectors.tobytes(), tmp_path
-    )
-    assert sum(name.endswith(".npy") for name in refused) == 2
-    assert not any(count for name, count in refused.items() if name.endswith(".npy"))
-
-
 def test_shards_that_were_exchanged_are_computed_again(tmp_path):
     """Each is whole, but holds other rows than its name says."""
     with pytest.raises(KeyboardInterrupt):
         embedded(tmp_path / "embeddings", stop_at=400)
-    one, other = sorted((tmp_path / "embeddings").glob("shards-*/*.npy"))
+    one, other = sorted((tmp_path / "embeddings").glob("shards-*/*.jsonl"))
     shutil.move(one, tmp_path / "one")
     shutil.move(other, one)
     shutil.move(tmp_path / "one", other)
@@ -165,19 +138,6 @@ def test_indexes(tmp_path, kind):
     refused = check_damage(tmp_path / "index", search, tmp_path)
     assert refused["manifest.json"] >= FLIPS
     assert len(refused) == 2 if kind == "exact" else len(refused) > 4
-
-
-def test_cached_vectors(tmp_path):
-    """Damaged ones are computed again."""
-    texts = [f"text {row}" for row in range(30)]
-
-    def read(folder: Path) -> bytes:
-        embed = lambda rows: vectors_of(range(30))[rows]  # noqa: E731
-        return cached_vectors(folder, "m", texts, embed, block=50).tobytes()
-
-    read(tmp_path / "cache")
-    refused = check_damage(tmp_path / "cache", read, tmp_path)
-    assert list(refused.values()) == [0]
 
 
 def grids(names) -> list[np.ndarray]:

@@ -10,17 +10,8 @@ import pytest
 from cli_runs import done, mmqa, rows_of
 from row_runs import row_flags
 
-from mmqa_jax.core.job_files import (
-    JobRecord,
-    Part,
-    part_files,
-    part_path,
-    read_about,
-    read_job,
-    read_part,
-    write_job,
-    write_part,
-)
+from mmqa_jax.core.chunks import JobRecord, Part, read_job, write_job
+from mmqa_jax.core.store import Store, chunk_files, chunks_of
 from mmqa_jax.retrieval.embeddings import write_embeddings
 from mmqa_jax.runs.answered import Answered
 
@@ -59,12 +50,15 @@ def older(folder, command) -> None:
 
 def rewrite(folder, number: int, change) -> None:
     """Replaces the rows of a part, with a checksum that fits."""
-    path = part_path(folder, number)
-    about, part = read_about(path), read_part(folder, read_job(folder), number)
-    path.unlink()
-    for name in ("rows", "notes", "sealed"):
-        del about[name]
-    write_part(path, about, Part([change(row) for row in part.rows], part.notes))
+    store, key = Store(folder, read_job(folder).job), f"{number:05d}"
+    (chunk,) = chunks_of(part_path(folder, number))
+    value = store[key]
+    rows = [change(row) for row in value["rows"]]
+    store.add({key: {**value, "rows": rows}}, alone=True, notes=chunk.notes)
+
+
+def part_path(folder, number: int):
+    return folder / f"{number:05d}.jsonl"
 
 
 def test_where_the_models_of_a_row_ran():
@@ -148,8 +142,8 @@ def test_embeddings_are_not_joined_through_links(tmp_path, refused):
     (tmp_path / "out" / "embeddings").unlink()
     job(tmp_path / "out" / "embeddings")
     (shards,) = (tmp_path / "out" / "embeddings").glob("shards-*")
-    (shards / "00001.npy").symlink_to(shards / "00000.npy")
-    refused("merge", tmp_path / "out", message="00001.npy: is a symbolic link")
+    (shards / "00001.jsonl").symlink_to(shards / "00000.jsonl")
+    refused("merge", tmp_path / "out", message="00001.jsonl: is a symbolic link")
     os.replace(shards, tmp_path / "away")
     shards.symlink_to(tmp_path / "away")
     refused("merge", tmp_path / "out", message="shards-.*: is a symbolic link")
@@ -192,7 +186,7 @@ def test_a_row_is_written_into_its_own_folder(row, tmp_path, refused):
 def test_jobs_that_there_are_not(changed, message, parts, refused):
     record = read_job(parts)
     if message == "parts are missing":
-        part_files(parts)[0].unlink()
+        chunk_files(parts)[0].unlink()
     write_job(parts, JobRecord({**record.job, **changed}, record.shards, record.code))
     refused("merge", parts, message=message)
 

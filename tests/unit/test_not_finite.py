@@ -11,7 +11,7 @@ from cli_runs import done
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.journal import Journal
+from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.similarity import interpolate
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
@@ -29,7 +29,7 @@ from mmqa_jax.retrieval.rankings import (
     to_rankings,
 )
 from mmqa_jax.retrieval.vectors import not_finite
-from mmqa_jax.runs.resumable import ResumableReranker, Seconds
+from mmqa_jax.runs.resumable import Resumable, Seconds
 
 NOT_FINITE = [math.nan, math.inf, -math.inf, 1e30]  # of 1e30 the square is infinite
 kinds = [kind for kind in KINDS if kind not in ("auto", "scann") or scann_available()]
@@ -124,8 +124,10 @@ def test_no_cached_vector(bad, tmp_path):
         cached_vectors(tmp_path, "m", texts, lambda rows: embeddings(bad).vectors[rows])
     assert not [*tmp_path.iterdir()]
     vectors = cached_vectors(tmp_path, "m", texts, lambda rows: embeddings().vectors[rows])
-    (file,) = tmp_path.iterdir()
-    np.save(file, embeddings(bad).vectors)  # as an older version may have kept them
+    (folder,) = tmp_path.iterdir()
+    with Store(folder, read_head(folder)["job"]) as store:
+        (key,) = store
+        store.add({key: embeddings(bad).vectors})  # as a faulty version may have kept them
     again = cached_vectors(tmp_path, "m", texts, lambda rows: embeddings().vectors[rows])
     np.testing.assert_array_equal(again, vectors)
 
@@ -167,15 +169,14 @@ def test_rankings_that_are_read(score, tmp_path):
 
 
 def test_a_score_that_is_not_finite_is_not_kept(tmp_path):
-    """A journal that held it would end every restart."""
+    """A store that held it would end every restart."""
 
     class Broken:
         def score_batches(self, questions, candidates):
             yield type("Batch", (), {"indices": np.arange(2), "scores": np.array([0.5, math.nan])})
 
-    path = tmp_path / "journal.jsonl"
-    with Journal(path, "m") as journal:
-        reranker = ResumableReranker(Broken(), journal, Seconds(float))
+    with Store(tmp_path / "kept", {"model": "m"}) as store:
+        reranker = Resumable(Broken(), store, Seconds(float))
         with pytest.raises(UserError, match=NAMED):
             reranker.score([Question("q1", "", "why?")], [GOOD])
-    assert not path.exists()
+    assert not (tmp_path / "kept").exists()

@@ -203,7 +203,7 @@ def test_embeddings_are_made_in_parts(store):
 
     assert write((0, 2)) is None
     assert read_unfinished(f"{GS}/index").missing == [1, 3]
-    (part,) = [name for name in store.names() if name.endswith("00000.npy")]
+    (part,) = [name for name in store.names() if name.endswith("00000.jsonl")]
     store.put(part, store.path(part).read_bytes()[:-1])
     assert write((1, 2)) is None
     assert write((0, 2)) is not None

@@ -17,7 +17,7 @@ from test_inference_killed import flags_of, results  # noqa: F401
 
 from mmqa_jax.cli import make_parser
 from mmqa_jax.commands.ray_engine import Tries, Worker
-from mmqa_jax.core.chunks import part_files, read_about
+from mmqa_jax.core.store import chunk_files, chunks_of
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -54,11 +54,11 @@ class Killer(threading.Thread):
         self.folder, self.killed, self.left = folder, 0, 0
 
     def run(self):
-        while not part_files(self.folder):
+        while not chunk_files(self.folder):
             time.sleep(0.005)
-        self.killed = read_about(part_files(self.folder)[0])["process"]
+        self.killed = next(chunks_of(chunk_files(self.folder)[0])).notes["process"]
         os.kill(self.killed, signal.SIGKILL)
-        self.left = 200 - len(part_files(self.folder))
+        self.left = 200 - len(chunk_files(self.folder))
 
 
 def test_a_worker_that_is_killed_loses_nothing(cluster, many, tmp_path):
@@ -101,7 +101,7 @@ def test_a_chunk_that_costs_worker_after_worker_is_given_up(cluster, many, tmp_p
     worker = Worker({**vars(arguments), "overrides": []}, tries)
     answers = worker({"chunk": np.array([7, 8])})
     assert answers["error"].tolist() == ["its workers were lost 4 times", ""]
-    assert [path.name for path in part_files(tmp_path / "found.jsonl.parts")] == ["00008.jsonl"]
+    assert [path.name for path in chunk_files(tmp_path / "found.jsonl.parts")] == ["00008.jsonl"]
 
 
 def test_shards_or_ray(many, refused, tmp_path):

@@ -7,12 +7,9 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import sqlite3
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
+import tempfile
+import zlib
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +18,9 @@ from openai_stub import Stub, said
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.store import Store
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
+from mmqa_jax.prompting import cache as cache_module
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -75,10 +74,12 @@ def test_answers_come_back_as_they_were(found, ranked):
     """Every bit of text and numbers; what was reused belongs to the run that did it."""
     answers = {1: Result(1, found, 7, 3), 2: Scores(2, ranked)}
     backend = Echoing(answers)
-    served = Cached(backend, ResponseCache(":memory:"))
     completion, choices = Completion(1, "a"), Choices(2, "b", ("c",) * len(ranked))
-    assert [*served.answer([completion, choices])] == [*answers.values()]
-    one, two = served.answer([completion, choices])
+    with tempfile.TemporaryDirectory() as folder:
+        served = Cached(backend, ResponseCache(folder))
+        assert [*served.answer([completion, choices])] == [*answers.values()]
+        one, two = served.answer([completion, choices])
+        served.close()
     assert repr(one) == repr(dataclasses.replace(answers[1], reused_tokens=0))  # nan too
     assert two == answers[2]
     assert backend.asked == [1, 2]
@@ -102,11 +103,11 @@ def test_only_what_is_missing_is_asked(tmp_path):
     assert other.asked == [0]
 
 
-def test_what_answers_cost_does_not_depend_on_the_cache():
+def test_what_answers_cost_does_not_depend_on_the_cache(tmp_path):
     drawn = tuple(Candidate("t", (1,) * n, -1.0, None, "stop") for n in (2, 3))
     scored = (Score(-1.0, (-1.0, -0.5), False), Score(-1.0, (-1.0,), True))
     answers = {1: Result(1, drawn, 7, 5), 2: Scores(2, scored, 10)}
-    cache = ResponseCache(":memory:")
+    cache = ResponseCache(tmp_path)
     for _ in range(2):  # asked, then kept
         served = Cached(Echoing(answers), cache)
         assert len([*served.answer([Completion(1, "a"), Choices(2, "b", ("c", "d"))])]) == 2
@@ -120,13 +121,13 @@ def test_what_answers_cost_does_not_depend_on_the_cache():
     ("total", "finish", "kept"),
     [(-1.0, "stop", False), (-1.0, "end", False), (-1.0, "length", True), (math.nan, "stop", True)],
 )
-def test_older_answers_are_kept_where_they_are_the_same_today(total, finish, kept):
+def test_older_answers_are_kept_where_they_are_the_same_today(total, finish, kept, tmp_path):
     """Their totals held the log-probability of an end token or a stop string."""
-    cache = ResponseCache(":memory:")
+    cache = ResponseCache(tmp_path)
     old = Result(1, (Candidate("old", (1, 2), total, None, finish),), 3, 0)
     question, new = Completion(1, "a"), Candidate("new", (1, 2), -0.5, None, "stop")
     key = request_key("echo", question, of_text=False)
-    cache.put(key, keep(key, question, old))
+    cache.put(key, keep(question, old))
     backend = Echoing({1: Result(1, (new,), 3, 0)})
     for _ in range(2):
         (found,) = Cached(backend, cache).answer([question])
@@ -173,93 +174,55 @@ def test_the_key_holds_all_that_an_answer_depends_on():
         assert request_key("model", one) == request_key("model", other)
 
 
-RUN = textwrap.dedent("""
-    import sys, time
-    from test_response_cache import Echoing
-    from mmqa_jax.prompting.backends import Completion
-    from mmqa_jax.prompting.cache import Cached, ResponseCache
-
-    path, first, last, pause = sys.argv[1], *map(float, sys.argv[2:])
-    sys.stdin.readline()  # all begin together
-    backend = Echoing()
-    served = Cached(backend, ResponseCache(path))
-    for result in served.answer(Completion(n, f"p{n}") for n in range(int(first), int(last))):
-        print(result.id, flush=True)
-        time.sleep(pause)
-    print("asked", len(backend.asked), flush=True)
-""")
+def older_cache(path, answers):
+    """The SQLite file of an older version: key -> text."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+        connection.execute("PRAGMA application_id = 0x6D6D7161")
+        connection.execute("PRAGMA user_version = 1")
+        connection.executemany("INSERT INTO answers VALUES (?, ?)", answers.items())
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Starts processes that answer prompts first .. last through the same cache."""
-
-    def run(first, last, pause=0.0):
-        return subprocess.Popen(
-            [sys.executable, "-c", RUN, *map(str, (tmp_path / "cache", first, last, pause))],
-            cwd=Path(__file__).parent,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    return run
+def older_text(key, value):
+    """As an older version kept a value, with its checksum."""
+    return json.dumps(value | {"crc32": zlib.crc32(f"{key} {json.dumps(value)}".encode())})
 
 
-def test_processes_share_one_file(start, tmp_path):
-    """Made, filled and read by three at once; then nothing is asked any more."""
-    processes = [start(0, 300), start(100, 400), start(200, 500)]
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        out, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert out.splitlines()[-1].startswith("asked")
-    assert len(ResponseCache(tmp_path / "cache")) == 500
-    last = Echoing()
-    served = Cached(last, ResponseCache(tmp_path / "cache"))
-    assert len(texts(served.answer(Completion(n, f"p{n}") for n in range(500)))) == 500
-    assert last.asked == []
+@pytest.mark.parametrize(
+    ("name", "kept_in"), [("answers.sqlite", "answers.sqlite.answers"), ("answers", "answers")]
+)
+def test_the_file_of_an_older_version_is_read(name, kept_in, tmp_path):
+    """Named itself, or beside the folder that has its place today; it is left as it is."""
+    path, queries = tmp_path / "answers.sqlite", [Completion(n, f"prompt {n}") for n in range(3)]
+    keys = [request_key("echo", query) for query in queries]
+    value = {"candidates": [GOOD], "prompt_tokens": 4}
+    texts_of = {keys[0]: older_text(keys[0], value), keys[1]: json.dumps(value)}
+    older_cache(path, texts_of)
+    before = path.read_bytes()
+    for asked in ([2], []):
+        backend = Echoing()
+        served = Cached(backend, ResponseCache(tmp_path / name))
+        assert texts(served.answer(queries)) == {0: "a", 1: "a", 2: "<prompt 2>"}
+        assert backend.asked == asked
+        served.close()
+    assert path.read_bytes() == before
+    assert len(Store(tmp_path / kept_in, cache_module._WHAT)) == 1
 
 
-def test_killed_in_the_middle_a_rerun_asks_the_rest(start, tmp_path):
-    process = start(0, 1000, pause=0.002)
-    process.stdin.write("\n")
-    process.stdin.flush()
-    seen = [int(process.stdout.readline()) for _ in range(40)]
-    process.send_signal(signal.SIGKILL)
-    seen += [int(line) for line in process.stdout.read().split()]
-    process.wait()
-    assert seen == list(range(len(seen)))
-    again = Echoing()
-    served = Cached(again, ResponseCache(tmp_path / "cache"))
-    assert len(texts(served.answer(Completion(n, f"p{n}") for n in range(1000)))) == 1000
-    # The one after the last seen may have been kept, and not shown any more.
-    assert again.asked in (list(range(len(seen), 1000)), list(range(len(seen) + 1, 1000)))
-
-
-def test_a_damaged_file_is_named_with_the_remedy(tmp_path):
+def test_a_damaged_file_of_an_older_version_is_named_with_the_remedy(tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(b"not a database at all, and long enough to be looked at " * 100)
     with pytest.raises(UserError, match=rf"{path}: the response cache is damaged .*; delete this"):
         ResponseCache(path)
 
     path.unlink()
-    cache = ResponseCache(path)
-    for n in range(2000):
-        cache.put(f"key {n}", "x" * 100)
-    cache.close()
+    older_cache(path, {f"key {n}": "x" * 100 for n in range(2000)})
     data = bytearray(path.read_bytes())
     data[4096:] = b"\xff" * (len(data) - 4096)  # all pages but the first
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"the response cache is damaged .*; delete this file and"):
         ResponseCache(path).get("key 77")
-
-
-def kept_text(path):
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        return connection.execute("SELECT answer FROM answers").fetchone()[0]
 
 
 GOOD = {"text": "a", "tokens": [], "total": -1.0, "logprobs": None, "finish": "end"}
@@ -276,10 +239,10 @@ POISON = {
     "a number": 7,
     "a list": [GOOD],
     "another's answer": {"scores": [], "prompt_tokens": 4},
-    "another checksum": {"candidates": [GOOD], "prompt_tokens": 4, "crc32": 1},
 }
 ROWS = {
     **{name: json.dumps(value) for name, value in POISON.items()},
+    "another checksum": json.dumps({"candidates": [GOOD], "prompt_tokens": 4, "crc32": 1}),
     "deep": '{"candidates": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "cut": '{"candidates": [{"te',
     "empty": "",
@@ -290,15 +253,23 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("kept", ROWS.values(), ids=ROWS.keys())
-def test_an_entry_that_cannot_be_read_is_asked_for_again(kept, tmp_path):
+NO_JSON = ("half a character", "no UTF-8", "bytes of zeros")  # which a store would not take
+CASES = {f"{name}, older": (kept, True) for name, kept in (POISON | ROWS).items()} | {
+    name: (kept, False) for name, kept in (ROWS | POISON).items() if name not in NO_JSON
+}
+
+
+@pytest.mark.parametrize(("kept", "older"), CASES.values(), ids=CASES.keys())
+def test_an_entry_that_cannot_be_read_is_asked_for_again(kept, older, tmp_path):
     """Counted, and replaced, so that the next run reads it."""
-    path = tmp_path / "cache"
-    query = Completion(0, "a")
-    cache = ResponseCache(path)
-    cache.put(request_key("echo", query), kept)
+    path, query = tmp_path / "cache", Completion(0, "a")
+    key = request_key("echo", query)
+    if older:
+        older_cache(path, {key: kept if isinstance(kept, str | bytes) else json.dumps(kept)})
+    else:
+        ResponseCache(path).put(key, kept)
     first = Echoing()
-    (result,) = Cached(first, cache).answer([query])
+    (result,) = Cached(first, ResponseCache(path)).answer([query])
     assert (result.text, first.asked) == ("<a>", [0])
     assert (first.usage.unreadable, first.usage.cached) == (1, 0)
     again = Echoing()
@@ -307,43 +278,43 @@ def test_an_entry_that_cannot_be_read_is_asked_for_again(kept, tmp_path):
     assert (again.usage.unreadable, again.usage.cached) == (0, 1)
 
 
-def test_every_flipped_bit_of_an_entry_is_seen(tmp_path):
+def test_every_flipped_bit_of_an_older_entry_is_seen(tmp_path):
     """Another text of the same form would be another answer."""
-    path, query = tmp_path / "cache", Choices(0, "a", ("b",))
-    answers = {0: Scores(0, (Score(-1.5, (-1.0, -0.5), True),), 4)}
-    list(Cached(Echoing(answers), ResponseCache(path)).answer([query]))
-    text = kept_text(path).encode()
-    seen = 0
+    query = Choices(0, "a", ("b",))
+    answer = Scores(0, (Score(-1.5, (-1.0, -0.5), True),), 4)
+    key = request_key("echo", query)
+    text, seen = older_text(key, keep(query, answer)).encode(), 0
     for bit in range(8 * len(text)):
         flipped = bytearray(text)
         flipped[bit // 8] ^= 1 << bit % 8
         try:
-            assert restore(request_key("echo", query), query, bytes(flipped)) == answers[0]
+            assert restore(key, query, bytes(flipped)) == answer
         except Unkeepable:
             seen += 1
     assert seen > 8 * len(text) - 16
 
 
-def test_the_answer_of_another_key_is_asked_for_again(tmp_path):
+def test_the_older_answer_of_another_key_is_asked_for_again(tmp_path):
     """A damaged index of the database leads to another row."""
     path, queries = tmp_path / "cache", [Completion(n, f"prompt {n}") for n in range(2)]
-    texts(Cached(Echoing(), ResponseCache(path)).answer(queries))
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        (one,), (other,) = connection.execute("SELECT answer FROM answers")
-        for old, new in ((one, "-"), (other, one), ("-", other)):
-            connection.execute("UPDATE answers SET answer = ? WHERE answer = ?", (new, old))
+    one, other = (request_key("echo", query) for query in queries)
+    value = {"candidates": [GOOD], "prompt_tokens": 4}
+    older_cache(path, {one: older_text(other, value), other: older_text(one, value)})
     backend = Echoing()
     found = texts(Cached(backend, ResponseCache(path)).answer(queries))
     assert found == {0: "<prompt 0>", 1: "<prompt 1>"}
     assert (backend.asked, backend.usage.unreadable) == ([0, 1], 2)
 
 
-def test_older_entries_without_a_checksum_are_read(tmp_path):
-    cache, query = ResponseCache(tmp_path / "cache"), Completion(0, "a")
-    cache.put(request_key("echo", query), json.dumps({"candidates": [GOOD], "prompt_tokens": 4}))
+def test_a_damaged_answer_is_asked_for_again(tmp_path):
+    path, queries = tmp_path / "cache", [Completion(n, f"prompt {n}") for n in range(9)]
+    texts(Cached(Echoing(), ResponseCache(path)).answer(queries))
+    (file,) = path.glob("[0-9]*.jsonl")
+    file.write_bytes(file.read_bytes().replace(b"<prompt 4>", b"<prompt 5>"))
     backend = Echoing()
-    (result,) = Cached(backend, cache).answer([query])
-    assert (result.text, backend.asked) == ("a", [])
+    found = texts(Cached(backend, ResponseCache(path)).answer(queries))
+    assert found == {n: f"<prompt {n}>" for n in range(9)}
+    assert (backend.asked, backend.usage.unreadable) == ([4], 1)
 
 
 @pytest.mark.parametrize(
@@ -389,15 +360,15 @@ def test_a_damaged_cache_ends_the_verb_by_name(prefix, tmp_path, capsys):
     assert stub.asked == []
 
 
-def test_the_file_is_created_by_the_first_answer(tmp_path):
+def test_the_folder_is_made_by_the_first_answer(tmp_path):
     """Nothing stays of a run that gets none; what another process has put since is found."""
     path = tmp_path / "folder" / "cache"
     one, other = ResponseCache(path), ResponseCache(path)
     assert (one.get("key"), len(one)) == (None, 0)
     assert list(path.parent.iterdir()) == []
-    other.put("key", "text")
+    other.put("key", {"text": 1})
     assert path.exists()
-    assert (one.get("key"), len(one)) == (b"text", 1)
+    assert (one.get("key"), len(one)) == ({"text": 1}, 1)
     unused = ResponseCache(tmp_path / "unused")
     unused.close()
     assert not unused.path.exists()
@@ -418,10 +389,13 @@ def test_what_is_no_cache_is_left_alone(tmp_path):
         connection.execute("CREATE TABLE mine (x)")
     connection.close()
     before = foreign.read_bytes()
-    with pytest.raises(UserError, match="not a response cache of this version; name another"):
-        ResponseCache(foreign)
+    Store(tmp_path / "journal", {"part": "reader"}).add({"q": 1})
+    for place in (foreign, tmp_path, tmp_path / "journal"):
+        with pytest.raises(UserError, match="not a response cache of this version; name another"):
+            ResponseCache(place)
+    (tmp_path / "journal" / "job.json").unlink()
+    with pytest.raises(UserError, match=r"jsonl: is a part of another run, or of another chunk"):
+        ResponseCache(tmp_path / "journal")
     assert foreign.read_bytes() == before
-    with pytest.raises(UserError, match=r"the response cache cannot be \w+ there"):
-        ResponseCache(tmp_path)
     with pytest.raises(UserError, match=r"the response cache cannot be \w+ there"):
         ResponseCache(foreign / "cache")

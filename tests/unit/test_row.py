@@ -8,9 +8,9 @@ import pytest
 from cli_runs import ROOT
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.chunks import Part
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.job_files import Part
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question

@@ -106,7 +106,7 @@ def test_a_server_that_fails_on_the_way(inputs, tmp_path):
         ended = mmqa(*run)
         assert ended.code == 1
         assert "1 requests failed in a row" in ended.err
-        assert (tmp_path / "run" / "journals" / "responses.sqlite").exists()
+        assert (tmp_path / "run" / "journals" / "responses").exists()
         ended = mmqa(*run, "--config.options.shots=1")
         assert ended.code == 2
         assert "options.shots (3 there, 1 now)" in ended.err

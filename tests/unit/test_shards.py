@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -14,19 +13,10 @@ from pathlib import Path
 import pytest
 
 from mmqa_jax.core import chunks
-from mmqa_jax.core.chunks import Job
+from mmqa_jax.core.chunks import Job, Part, part_notes, read_job, read_parts, write_job
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.job_files import (
-    JOB_FILE,
-    JobRecord,
-    Part,
-    part_files,
-    read_about,
-    read_job,
-    read_parts,
-    write_job,
-)
 from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
+from mmqa_jax.core.store import HEAD, Store, chunk_files
 from mmqa_jax.runs.jobs import find_job, job_status
 
 WHAT = {"verb": "test", "model": "m1"}
@@ -134,14 +124,14 @@ def test_another_job_of_one_process_replaces_what_was_left(folder):
 )
 def test_parts_of_another_job_are_refused(folder, shard, changes, message):
     assert run(folder, Shard(0, 2)) is None
-    before = [path.read_bytes() for path in part_files(folder)]
+    before = [path.read_bytes() for path in chunk_files(folder)]
     with pytest.raises(UserError, match=rf"holds unfinished parts of another job: {message}"):
         run(folder, shard, **changes)
-    assert [path.read_bytes() for path in part_files(folder)] == before
+    assert [path.read_bytes() for path in chunk_files(folder)] == before
     assert run(folder, Shard(1, 2)) == ROWS
     # A finished job makes room for another.
     assert run(folder, Shard(0, 2), model="m2") is None
-    assert len(part_files(folder)) == 3
+    assert len(chunk_files(folder)) == 3
 
 
 def test_hosts_with_other_code_or_versions_are_refused(folder, monkeypatch):
@@ -185,7 +175,7 @@ def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
     with pytest.raises(UserError, match=rf"00003\.jsonl: is damaged \(its SHA-256.*; {again}"):
         merge(folder)
     third.write_bytes(b"\x00" * 9)
-    with pytest.raises(UserError, match=rf"00003\.jsonl: is damaged; {again}"):
+    with pytest.raises(UserError, match=rf"00003\.jsonl: is damaged \(a line is not .*; {again}"):
         merge(folder)
     third.unlink()
     rest = Counting()
@@ -213,13 +203,13 @@ def test_a_damaged_part_is_named_before_work_begins(folder):
 def test_a_deleted_job_file_loses_no_part(folder):
     with pytest.raises(KeyboardInterrupt):
         run(folder, compute=Counting(fail_at=3))
-    (folder / JOB_FILE).write_bytes((folder / JOB_FILE).read_bytes()[:-9])
+    (folder / HEAD).write_bytes((folder / HEAD).read_bytes()[:-9])
     with pytest.raises(
         UserError,
         match=r"job\.json: is damaged; delete it, and the next start of the job writes it",
     ):
         run(folder)
-    (folder / JOB_FILE).unlink()
+    (folder / HEAD).unlink()
     rest = Counting()
     assert run(folder, compute=rest) == ROWS
     assert rest.chunks == [3, 4]
@@ -261,22 +251,29 @@ def test_shards_by_two_counts_at_once(folder):
     assert run(folder, Shard(1, 2), Counting(fail_at=0)) == ROWS
 
 
-def test_jobs_of_older_versions_go_on(folder):
-    """Whose name counted the shards, and whose parts had no checksums."""
+def test_parts_of_older_versions_are_refused(folder, tmp_path):
+    """Whose files began otherwise; those of a finished job make room."""
     assert run(folder, Shard(0, 2)) is None
     record = read_job(folder)
-    older = JobRecord({"shards": 2, **record.job, "code": record.code})
-    for path in part_files(folder):
-        first, *rows = path.read_text().splitlines()[:-1]
-        about = {**json.loads(first), "job": older.digest}
-        del about["sealed"], about["code"]
-        path.write_text("\n".join([json.dumps(about), *rows, ""]))
-    content = {"job": older.job, "command": {"verb": "test"}, "complete": False}
-    (folder / JOB_FILE).write_text(json.dumps(content))
-    assert read_job(folder) == JobRecord(older.job, 2, record.code, False)
-    rest = Counting()
-    assert run(folder, compute=rest) == ROWS
-    assert rest.chunks == [1, 3]
+    for path in chunk_files(folder):
+        path.write_text('{"job": "0", "chunk": 0, "items": 5, "rows": 1, "notes": {}}\n{}\n')
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for read in (
+        lambda: run(folder, Shard(1, 2)),
+        lambda: run(folder),
+        lambda: merge(folder),
+        lambda: job_status(find_job(tmp_path / "out.jsonl")),
+    ):
+        with pytest.raises(
+            UserError, match=r"\.parts: holds parts of an older version .*, or dele"
+        ):
+            read()
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after | {HEAD: b"", ".claim": b"", ".lock": b""} == before | {
+        HEAD: b"", ".claim": b"", ".lock": b"",
+    }  # fmt: skip
+    write_job(folder, record._replace(complete=True))
+    assert run(folder, model="m2") == ROWS
 
 
 # A process of its own: arguments folder, I, N, at which chunk it kills itself (-1: never).
@@ -375,10 +372,9 @@ def test_how_far_a_job_is(folder, tmp_path):
     (folder / "00003.jsonl").unlink()
     write_job(folder, read_job(folder)._replace(complete=False))
     for number, (began, ended) in {0: (0, 10), 2: (10, 15), 4: (100, 105), 1: (0, 2)}.items():
-        path = folder / f"{number:05d}.jsonl"
-        head, rest = path.read_text().split("\n", 1)
-        about = {**json.loads(head), "began": began, "ended": ended}
-        path.write_text(json.dumps(about) + "\n" + rest)
+        key, store = f"{number:05d}", Store(folder, read_job(folder).job)
+        notes = part_notes(folder, read_job(folder))[number] | {"began": began, "ended": ended}
+        store.add({key: store[key]}, alone=True, notes=notes)
     place = find_job(tmp_path / "out.jsonl")
     assert place.folder == folder
     status = job_status(place, now=130.0)
@@ -386,7 +382,7 @@ def test_how_far_a_job_is(folder, tmp_path):
     assert (first["rate"], first["last"], first["items_done"]) == (15 / 20, 25.0, 15)
     assert (second["rate"], second["last"], second["items_done"]) == (5 / 2, 128.0, 5)
     assert (first["shard"], first["parts"], first["parts_done"]) == ("0/2", 3, 3)
-    assert first["host"] == read_about(folder / "00000.jsonl")["host"]
+    assert first["host"] == part_notes(folder, read_job(folder))[0]["host"]
     assert status == {
         "folder": str(folder), "complete": False, "items": 25, "items_done": 20, "parts": 5,
         "parts_done": 4, "missing": [3], "rate": 15 / 20 + 5 / 2, "seconds_left": 2.0,

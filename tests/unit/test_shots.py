@@ -168,7 +168,7 @@ def test_embeddings_are_computed_once(tmp_path):
         library.select(QUERIES, 3, "question")
     assert first.computed == len(EXAMPLES) + len(QUERIES)
     assert again.computed == 0
-    (tmp_path / next(tmp_path.iterdir()).name).write_bytes(b"broken")
+    next(tmp_path.glob("*/[0-9]*.jsonl")).write_bytes(b"broken")
     library = ExampleLibrary(EXAMPLES, Embedders(again), cache=tmp_path)
     library.select(QUERIES, 3, "question")
     assert again.computed in (len(EXAMPLES), len(QUERIES))
