@@ -6,12 +6,14 @@ text, if it is wanted.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.plan.topology import open_topology
 from tests.hlo.counts import count
+from tests.hlo.kept import facts_of
 
 CONFIG = LlamaConfig(
     vocab_size=1024, hidden=512, layers=2, heads=4, kv_heads=2, mlp=1024, dtype="bfloat16"
@@ -39,7 +42,13 @@ def main(out: Path | None = None) -> None:
     sizes = {"num_beams": BEAMS, "max_new_tokens": STEPS}
     with jax.set_mesh(mesh):
         lowered = beam_search.lower(graphdef, state, ids, lengths, end_id=2, **sizes)
-        compiled = lowered.compile()
+        print(
+            json.dumps(facts_of("llama_beams", lowered, functools.partial(measure, out), __file__))
+        )
+
+
+def measure(out: Path | None, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What the compiled search does."""
     text = compiled.as_text()
     if out is not None:
         out.write_text(text, encoding="utf-8")
@@ -50,14 +59,13 @@ def main(out: Path | None = None) -> None:
         for shape, kind in re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", text)
     ]
     counts = count(text)
-    facts = {
+    return {
         "written": Counter(kind for size, kind in results if size == BEAMS * STEPS * of_column),
         "repeated": [kind for size, kind in results if size == BEAMS * PROMPT * of_column],
         "loops": counts.loops,
         "copied": counts.copied_bytes,
         "cache": CONFIG.layers * 2 * 2 * BEAMS * STEPS * of_column,
     }
-    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

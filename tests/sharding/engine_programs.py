@@ -23,6 +23,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b
 from mmqa_jax.plan.topology import open_topology
 from tests.hlo.counts import count
+from tests.hlo.kept import facts_of
 
 # 64 prompts and answers of 2,048 tokens beside the weights: 10.3 of 15.75 GiB of each device.
 SIZES = EngineConfig(slots=64, length=2048, buckets=(128, 512), prefill_tokens=4096, block=0)
@@ -92,29 +93,39 @@ def weights_moved(text: str, layers: Any) -> int:
     return len(re.findall(rf" = \w+\[1,(?:{shapes})\]\{{\S*S\(1\)\}} \w+\(", text))
 
 
-def facts(program: Program) -> dict[str, Any]:
+def facts(name: str, program: Program) -> dict[str, Any]:
     """Of one program, per device and call."""
-    began = time.process_time()
-    compiled = program.function.lower(*program.arguments).compile()
-    seconds = time.process_time() - began
-    text = compiled.as_text()
-    memory, found = compiled.memory_analysis(), count(text)
     state, cache = program.arguments[:2]
     parameters = nnx.to_pure_dict(state)
     tokens = parameters["tokens"]  # a step reads one row of it per slot
+    lowered, began = program.function.lower(*program.arguments), time.process_time()
+
+    def measure(compiled: jax.stages.Compiled) -> dict[str, Any]:
+        seconds = time.process_time() - began
+        return {**_of_compiled(compiled, parameters["layers"]), "cpu_seconds": seconds}
+
     return {
+        "name": name,
         "weights": shard_bytes(state),
         "cache": shard_bytes(cache),
         "embedding": shard_bytes(tokens),
+        **facts_of(f"engine_{name}", lowered, measure, __file__),
+    }
+
+
+def _of_compiled(compiled: jax.stages.Compiled, layers: Any) -> dict[str, Any]:
+    """What a compiled program does on one device."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    found = count(text)
+    return {
         "bytes": found.bytes,
         "copied": found.copied_bytes,
         "loops": found.loops,
-        "layers_moved": weights_moved(text, parameters["layers"]),
+        "layers_moved": weights_moved(text, layers),
         "kernels": sorted(set(_KERNEL.findall(text))),
         "on_vector_unit": sorted(set(_VECTOR_PRODUCT.findall(text))),
         "temporaries": memory.temp_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
-        "cpu_seconds": seconds,
     }
 
 
@@ -131,7 +142,7 @@ def main():
         programs = engine_programs(config, sizes, mesh, columns=reached)
         for kind in wanted:
             with jax.set_mesh(mesh):
-                print(json.dumps({"name": f"{name}_{kind}"} | facts(programs[kind])), flush=True)
+                print(json.dumps(facts(f"{name}_{kind}", programs[kind])), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ folder for the programs' texts, if they are wanted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -24,6 +26,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b
 from mmqa_jax.plan.topology import open_topology
 from tests.hlo.counts import count
+from tests.hlo.kept import facts_of
 
 # 64 patches; a device's share of a feature fills the 128 lanes.
 SMALL = LlavaConfig(
@@ -51,25 +54,36 @@ def main(name: str, out: Path | None = None) -> None:
     found = {"features": feature_bytes(config, SIZES, mesh, pictures=2)}
     for kind, program in tower_programs(config, SIZES, mesh).items():
         with jax.set_mesh(mesh):
-            compiled = program.function.lower(*program.arguments).compile()
-        text, memory = compiled.as_text(), compiled.memory_analysis()
-        if out is not None:
-            (out / f"{name}_{kind}.txt").write_text(text, encoding="utf-8")
-        counts = count(text)
+            lowered = program.function.lower(*program.arguments)
+            file = out and out / f"{name}_{kind}.txt"
+            compiled = facts_of(
+                f"tower_{name}_{kind}", lowered, functools.partial(measure, file), __file__
+            )
         found[kind] = {
-            "flops": sum(counts.flops.values()),
-            "bytes": counts.bytes,
-            "loops": counts.loops,
-            "collectives": Counter(_COLLECTIVE.findall(text)),
+            **compiled,
             "parameters": sum(
                 math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(program.arguments[0])
             ),
-            "arguments": memory.argument_size_in_bytes,
-            "output": memory.output_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
             "batch": program.arguments[1].shape[0],
         }
     print(json.dumps(found))
+
+
+def measure(file: Path | None, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What a compiled program does on one device."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    if file is not None:
+        file.write_text(text, encoding="utf-8")
+    counts = count(text)
+    return {
+        "flops": sum(counts.flops.values()),
+        "bytes": counts.bytes,
+        "loops": counts.loops,
+        "collectives": Counter(_COLLECTIVE.findall(text)),
+        "arguments": memory.argument_size_in_bytes,
+        "output": memory.output_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ not depend on their size. Layers are scanned, so that further ones would not cha
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -34,6 +35,7 @@ from mmqa_jax.tasks.objectives import (
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, make_step, split_model
 from tests.hlo.counts import count
+from tests.hlo.kept import facts_of
 from tests.hlo.text import Instruction, Module, parse
 
 ADAM = OptimizerOptions(name="adam", schedule="constant", warmup=0.0)
@@ -206,24 +208,36 @@ def facts(name: str) -> dict[str, Any]:
     step = make_step(
         task, model, optimizer, schedule, seed=0, accumulate=1, abstract=abstract, mesh=mesh
     )
-    compiled = step.lower(made["batch"]).compile()
+    compiled = facts_of(
+        f"training_{name}",
+        step.lower(made["batch"]),
+        functools.partial(_of_compiled, name, dict(mesh.shape)),
+        __file__,
+    )
+    return {
+        "mesh": dict(mesh.shape),
+        "layers": made.get("layers"),
+        # Backward, a product has two: by its factor and by its weights.
+        "model_flops": 3 * made["flops"] / len(devices),
+        "parameters": _elements(model.params),
+        "shard": _elements(abstract.params, shards=True),
+        "optimizer_shard": _elements(abstract.optimizer, shards=True),
+        "parameter_types": sorted({str(x.dtype) for x in jax.tree.leaves(abstract.params)}),
+        **compiled,
+    }
+
+
+def _of_compiled(name: str, mesh: dict[str, int], compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What the compiled step does on one device."""
     text = compiled.as_text()
     if folder := os.environ.get("PROGRAMS_TEXT"):  # to look at
         Path(folder, f"{name}.hlo").write_text(text)
     counts = count(text)
     return {
-        "mesh": dict(mesh.shape),
-        "layers": made.get("layers"),
         "flops": counts.total_flops,
-        # Backward, a product has two: by its factor and by its weights.
-        "model_flops": 3 * made["flops"] / len(devices),
-        "collectives": [one._asdict() for one in counts.on_mesh(dict(mesh.shape))],
+        "collectives": [one._asdict() for one in counts.on_mesh(mesh)],
         "gathered": _gathered(text),
         "products_beside_reductions": _beside(text),
-        "parameters": _elements(model.params),
-        "shard": _elements(abstract.params, shards=True),
-        "optimizer_shard": _elements(abstract.optimizer, shards=True),
-        "parameter_types": sorted({str(x.dtype) for x in jax.tree.leaves(abstract.params)}),
         "factor_types": sorted(counts.flops),
         "f32_flops": counts.flops["f32"],
         "largest": _largest(text),
