@@ -197,11 +197,7 @@ class Row:
         return with_gold_sources(corpus, self.data.context) if self.data.context else corpus
 
     def questions(self, corpus: Corpus) -> list[Question]:
-        """Its questions, sampled evenly down to data.questions.
-
-        Raises:
-          UserError: there are none, or its setting cannot answer them.
-        """
+        """Its questions, sampled evenly down to data.questions; UserError if there are none."""
         data = self.data
         questions = split_questions(corpus, Path(data.dir), data.split)
         if data.where:
