@@ -15,7 +15,7 @@ import object_store
 import pytest
 from cli_runs import mmqa
 
-from mmqa_jax.core import store_locks
+from mmqa_jax.core import locks
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, check_out, read_json, read_jsonl, write_json
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
@@ -43,8 +43,8 @@ def store(stand_in, tmp_path, monkeypatch):
         stand_in.path(name).unlink()
     monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MMQA_PROGRESS", "off")
-    monkeypatch.setattr(store_locks, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(store_locks, "PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr(locks, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 0.4)
     return stand_in
 
 
@@ -118,7 +118,7 @@ def test_who_lost_its_lock_ends(store, monkeypatch, capfd):
         codes.append(code)
         raise SystemExit  # of the beating thread
 
-    monkeypatch.setattr(store_locks.os, "_exit", end)
+    monkeypatch.setattr(locks.os, "_exit", end)
     lock = hold(as_path(f"{GS}/.lock"))
     store.path(store.names()[0]).unlink()
     lock._thread.join(10)
