@@ -26,7 +26,7 @@ from typing import Any
 from ml_collections import ConfigDict, FieldReference
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import describe, fits, nearest
+from mmqa_jax.core.typed import describe, fits, nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _BOOLEANS = {

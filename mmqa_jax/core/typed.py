@@ -15,13 +15,15 @@ dataclass is a section of its own.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, Union
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from mmqa_jax.core.sections import Key, check_section, spec_of
+from mmqa_jax.core.errors import UserError
 
 T = TypeVar("T")
 Spec = Any  # of core.sections.check_section: names with their keys, or the kind of a mapping
@@ -157,3 +159,173 @@ def plain(value: Any) -> Any:
 def as_tuples(value: Any) -> Any:
     """Lists as tuples, which is what JSON makes of tuples."""
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+# Checks of config sections, and the sentences that name what is wrong with them.
+#
+# `check_section` compares a section with its specification: a dict `name -> Key`, or in place of
+# the Key its kind alone, for a required key without a minimum.
+
+# jax.random.key takes the low 32 bits of a seed, so that 2**32 would be the seed 0.
+_LARGEST = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a specification says about one key of a config section.
+
+    Attributes:
+      kind: the value's type, as in an annotation; for a section, its own specification.
+      required: whether the key must be present.
+      minimum: the smallest value of a number.
+    """
+
+    kind: Any
+    required: bool = True
+    minimum: float | None = None
+
+
+class AtLeast(NamedTuple):
+    """The smallest value of a number, in the annotation of a parameter."""
+
+    minimum: float
+
+
+Count = Annotated[int, AtLeast(0)]  # where 0 means none: other whole numbers are mostly at least 1
+
+
+def optional(kind: Any, minimum: float | None = None) -> Key:
+    """A key that may be left out."""
+    return Key(kind, False, minimum)
+
+
+def spec_of(
+    maker: Callable[..., Any],
+    *without: str,
+    minimum: float | None = None,
+    partial: bool = False,
+) -> dict[str, Key]:
+    """The specification of a section whose values are the arguments of a function or dataclass.
+
+    Args:
+      without: parameters that do not come from the section.
+      minimum: of the parameters that are whole numbers, unless their annotation says `AtLeast`.
+      partial: whether any parameter may be left out, not only those with a default.
+    """
+    return {
+        name: _key_of(parameter, minimum, partial)
+        for name, parameter in inspect.signature(maker, eval_str=True).parameters.items()
+        if name not in without
+    }
+
+
+def _key_of(parameter: inspect.Parameter, minimum: float | None, partial: bool) -> Key:
+    kind, required = parameter.annotation, parameter.default is parameter.empty and not partial
+    if get_origin(kind) is Annotated:
+        kind, *notes = get_args(kind)
+        return Key(kind, required, next(n.minimum for n in notes if isinstance(n, AtLeast)))
+    return Key(kind, required, minimum if kind is int else None)
+
+
+def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:
+    """Checks the keys of a config section and their values, nested sections included.
+
+    Args:
+      section: the section, or the whole config.
+      name: of the section, such as `model.changes`; empty for the whole config.
+      spec: its specification.
+
+    Raises:
+      UserError: not a section; a key that is unknown (with the nearest known one) or missing;
+        a value of another type, below its minimum, or a whole number of more than 32 bits.
+    """
+    if not fits(section, dict):
+        raise UserError(f"config key {name}={section!r}: a section was expected.")
+    keys = {key: one if isinstance(one, Key) else Key(one) for key, one in spec.items()}
+    prefix = f"{name}." if name else ""
+    for key, value in section.items():
+        if key not in keys:
+            raise UserError(f"config key {prefix}{key}: unknown; {nearest(key, keys)}")
+        _check_value(value, prefix + key, keys[key])
+    for key, one in keys.items():
+        if one.required and key not in section:
+            raise UserError(f"config key {prefix}{key} is missing; add it.")
+
+
+def _check_value(value: Any, name: str, key: Key) -> None:
+    if isinstance(key.kind, Mapping):
+        check_section(value, name, key.kind)
+    elif not fits(value, key.kind):
+        choices = map(str, get_args(key.kind)) if get_origin(key.kind) is Literal else ()
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else "correct the value."
+        raise UserError(f"config key {name}={value!r}: {describe(key.kind)} was expected; {remedy}")
+    elif any(abs(number) > _LARGEST for number in _whole_numbers(value)):
+        raise UserError(
+            f"config key {name}={value!r:.60}: at most {_LARGEST:,} was expected, since arrays and "
+            "random keys hold 32 bits; give a smaller number."
+        )
+    elif key.minimum is not None and isinstance(value, int | float) and value < key.minimum:
+        raise UserError(
+            f"config key {name}={value}: at least {key.minimum} was expected; give a larger number."
+        )
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    items = value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if type(item) is int]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'steps'?` for a misspelled word, or else the list of known ones."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not close:  # the right last part in the wrong section
+        last = word.rpartition(".")[2]
+        tails = {name.rpartition(".")[2]: name for name in reversed(known)}
+        close = [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1, cutoff=0.75)]
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"the known ones are {', '.join(sorted(known))}." if known else "remove it."
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a config value is of a type, given as in an annotation."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if origin in (tuple, list, Sequence):
+        if not isinstance(value, list | tuple):
+            return False
+        if origin is tuple and inner[-1] is not Ellipsis:
+            return len(value) == len(inner) and all(map(fits, value, inner))
+        return all(fits(item, inner[0]) for item in value)
+    if kind is dict:
+        return is_section(value)
+    if origin is dict:
+        return fits(value, dict) and all(fits(item, inner[1]) for item in value.values())
+    if kind is Any or (isinstance(value, bool) and kind is not bool):
+        return kind is Any  # python counts True as 1
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def describe(kind: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    names |= {dict: "a section", tuple: "a tuple", list: "a list"}
+    if get_origin(kind) is Literal:
+        choices = ", ".join(map(str, get_args(kind)))
+        return f"one of {choices}" if len(get_args(kind)) > 1 else choices
+    if get_origin(kind) in (Union, types.UnionType) and Literal["auto"] in get_args(kind):
+        return " or ".join(map(describe, get_args(kind)))
+    if get_origin(kind) is tuple and get_args(kind)[1:] == (Ellipsis,):
+        return f"a tuple whose items are each {describe(get_args(kind)[0])}"
+    if get_origin(kind) is tuple:
+        return f"a tuple of {' and '.join(map(describe, get_args(kind)))}"
+    return names.get(kind) or str(kind).removeprefix("collections.abc.")
+
+
+def is_section(value: Any) -> bool:
+    """Whether a value is a mapping or a ConfigDict, which is none by its class."""
+    return isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "to_dict"))

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
-from mmqa_jax.core.sections import Key, spec_of
 from mmqa_jax.core.serving import AUTO, free_bytes
+from mmqa_jax.core.typed import Key, spec_of
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import Count
+from mmqa_jax.core.typed import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.answer_text import prep_ans

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import spec_of
-from mmqa_jax.core.typed import at_least, changes_of, mapping
+from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.models import bert, clip, vlp
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.caption_mcan import CaptionMCANConfig

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import Count
+from mmqa_jax.core.typed import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.evaluation.answer_text import prep_ans

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from mmqa_jax.core.sections import Count
+from mmqa_jax.core.typed import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS
 from mmqa_jax.data.datasets.coco import PEOPLE_CAPTIONS

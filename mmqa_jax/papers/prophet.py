@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mmqa_jax.core.sections import Count
+from mmqa_jax.core.typed import Count
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.papers.setting import Setting

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from mmqa_jax.core.sections import Count
+from mmqa_jax.core.typed import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_index, llava_choice

@@ -21,8 +21,8 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, on_shardings, state_shardings
-from mmqa_jax.core.sections import nearest
 from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_mesh
+from mmqa_jax.core.typed import nearest
 from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.models import llama_config

@@ -22,7 +22,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, read_text
-from mmqa_jax.core.sections import nearest
+from mmqa_jax.core.typed import nearest
 from mmqa_jax.data.picture_bounds import check_bytes
 from mmqa_jax.prompting.backends import (
     Chat,

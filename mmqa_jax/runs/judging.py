@@ -8,8 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import check_section, spec_of
-from mmqa_jax.core.typed import read_typed
+from mmqa_jax.core.typed import check_section, read_typed, spec_of
 from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.example_scores import FILE, write_example_scores

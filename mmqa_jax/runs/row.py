@@ -18,8 +18,15 @@ from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path, in_store
-from mmqa_jax.core.sections import Key, spec_of
-from mmqa_jax.core.typed import as_given, at_least, mapping, read_typed, sections_by_name
+from mmqa_jax.core.typed import (
+    Key,
+    as_given,
+    at_least,
+    mapping,
+    read_typed,
+    sections_by_name,
+    spec_of,
+)
 from mmqa_jax.core.workdir import is_free
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import spec_of
-from mmqa_jax.core.typed import mapping
+from mmqa_jax.core.typed import mapping, spec_of
 from mmqa_jax.data.atlas_reader import (
     AtlasMasking,
     AtlasPacker,

@@ -22,9 +22,8 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, local_rows, make_mesh, on_shardings, state_shardings
-from mmqa_jax.core.sections import check_section, optional, spec_of
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
-from mmqa_jax.core.typed import at_least, mapping
+from mmqa_jax.core.typed import at_least, check_section, mapping, optional, spec_of
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
 from mmqa_jax.data.batches.reading import Batches

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.sections import spec_of
-from mmqa_jax.core.typed import mapping
+from mmqa_jax.core.typed import mapping, spec_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, Packer, PackingConfig
