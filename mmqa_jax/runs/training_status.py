@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.checkpoint_files import steps_in
+from mmqa_jax.core.checkpoint import steps_in
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.progress import duration

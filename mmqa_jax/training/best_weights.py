@@ -9,8 +9,7 @@ from typing import Any
 from flax import nnx
 
 from mmqa_jax.core import distributed
-from mmqa_jax.core.checkpoint import Best, Checkpoints
-from mmqa_jax.core.checkpoint_files import find_damage_together
+from mmqa_jax.core.checkpoint import Best, Checkpoints, find_damage_together
 from mmqa_jax.training.state import Model, finished
 from mmqa_jax.weights.folder import (
     RECORD,
