@@ -17,8 +17,8 @@ from mmqa_jax.core.checksums import check_sums, read_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.metrics import check_wandb
 from mmqa_jax.core.paths import in_store
-from mmqa_jax.core.wandb_log import check_wandb
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.tasks.pretrained_vqa import keep_vocabulary
