@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, read_text
+from mmqa_jax.core.files import atomic_write, read_json, read_text
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data.added_tokens import add_published_tokens
-from mmqa_jax.data.tokenizer_settings import apply_settings
 from mmqa_jax.data.truncation import Tokens, cut
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -281,3 +287,209 @@ def _bert_pipeline(model: models.WordPiece, lowercase: bool) -> Tokenizer:
     if tokenizer.get_vocab_size():
         tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
+
+
+# Tokens that stand beside a tokenizer.json and not in it.
+#
+# transformers adds the tokens of tokenizer_config.json when it opens a folder; the tokenizers
+# library alone would split them into pieces, and a chat model would not see where a turn ends.
+
+SETTINGS = "tokenizer_config.json"
+_OLD = ("special_tokens_map.json", "added_tokens.json")  # read where SETTINGS has no decoder
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+def add_published_tokens(tokenizer: Tokenizer, folder: Path) -> None:
+    """Adds what the files beside a tokenizer.json hold, as transformers does.
+
+    First the tokens of `added_tokens_decoder` by their numbers (in older folders, those of
+    added_tokens.json), then the special tokens that the files name and nothing has added.
+
+    Raises:
+      UserError: a token is not described as transformers does it, or its number is not the next.
+    """
+    settings = _object(folder / SETTINGS)
+    numbered = settings.get("added_tokens_decoder")
+    named = [settings]
+    if numbered is None:
+        named.append(_object(folder / _OLD[0]))
+        old = _object(folder / _OLD[1])
+        special = set(_named(named))
+        numbered = {
+            number: {"content": token, "special": token in special} for token, number in old.items()
+        }
+    file = folder / SETTINGS
+    if not isinstance(numbered, Mapping):
+        raise UserError(f"{file}, added_tokens_decoder: is not an object; fetch the file again.")
+    for number, token in sorted((_number(key, file), value) for key, value in numbered.items()):
+        added = _token(token, f"{file}, added_tokens_decoder {number}")
+        tokenizer.add_tokens([added])
+        found = tokenizer.token_to_id(added.content)
+        if found != number:
+            raise UserError(
+                f"{file}: the token {added.content!r} is number {number} there, and {found} in "
+                "tokenizer.json; fetch both files of one version."
+            )
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for content in dict.fromkeys(_named(named)):
+        # A name without a number would be a row that the model's table may lack.
+        if content not in known and tokenizer.token_to_id(content) is not None:
+            tokenizer.add_tokens([AddedToken(content, special=True)])
+
+
+def _number(key: Any, file: Path) -> int:
+    try:
+        return int(key)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{file}, added_tokens_decoder: {key!r} is no token's number; fetch the file again."
+        ) from error
+
+
+def _token(value: Any, where: str) -> AddedToken:
+    content = value.get("content") if isinstance(value, Mapping) else None
+    flags = {flag: value[flag] for flag in _FLAGS if flag in value} if content else {}
+    if not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise UserError(f"{where}: is {value!r}, not a token; fetch the file again.")
+    return AddedToken(content, **flags)
+
+
+def _named(files: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Spellings of the special tokens that files name."""
+    for settings in files:
+        for key, value in settings.items():
+            if key in _LISTS:
+                values = value.values() if isinstance(value, Mapping) else value or ()
+            else:
+                values = (value,) if key.endswith("_token") else ()
+            for token in values:
+                content = token.get("content") if isinstance(token, Mapping) else token
+                if isinstance(content, str) and content:
+                    yield content
+
+
+def _object(file: Path) -> dict[str, Any]:
+    content = read_json(file) if file.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+# Settings of tokenizer_config.json that take precedence over the tokenizer.json beside it.
+#
+# transformers' classes of LLaMA and BERT build the handling of texts anew from these settings, so
+# that a tokenizer.json that says otherwise is not what a model was trained with. `add_bos_token`
+# and `add_eos_token` are not among them: where there is a tokenizer.json, transformers 5 goes by
+# that.
+
+Prefix = Literal["always", "first", "never"]
+
+_SPACE = "▁"  # as SentencePiece spells it
+# Models of which transformers does not believe that their tokenizer is LLaMA's.
+_FILE_ALONE = ("llava", "llava_next", "vipllava")
+# BERT's settings -> the normalizer's.
+_BERT = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+
+
+def apply_settings(tokenizer: Tokenizer, folder: Path) -> None:
+    """Changes a tokenizer.json's tokenizer to what the tokenizer_config.json beside it says.
+
+    LLaMA's `add_prefix_space` and `legacy`, and BERT's `do_lower_case`, `strip_accents` and
+    `tokenize_chinese_chars`.
+
+    Raises:
+      UserError: one of these that is neither true, false nor null, or `split_special_tokens`.
+    """
+    file = folder / SETTINGS
+    settings = read_json(file) if file.is_file() else None
+    if not isinstance(settings, dict):
+        return
+    for key in (*_BERT, "add_prefix_space", "legacy", "split_special_tokens"):
+        if not isinstance(settings.get(key), bool | None):
+            raise UserError(
+                f"{file}: {key} is {settings[key]!r}, expected true, false or null; correct it."
+            )
+    if settings.get("split_special_tokens"):
+        raise UserError(
+            f"{file}: split_special_tokens takes special tokens for plain text, which a chat "
+            "template cannot do with; take the key out."
+        )
+    kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    if isinstance(tokenizer.model, models.WordPiece) and kind in ("", "BertTokenizer"):
+        _normalize_as_bert(tokenizer, settings)
+    elif isinstance(tokenizer.model, models.BPE) and kind == "LlamaTokenizer":
+        found = prefix_of(tokenizer)
+        wanted = llama_prefix(settings)
+        if found not in (None, wanted) and _model_type(folder) not in _FILE_ALONE:
+            split_as_sentencepiece(tokenizer, wanted)
+            steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+            strip = [] if wanted == "never" else [decoders.Strip(" ", 1, 0)]
+            tokenizer.decoder = decoders.Sequence([*steps, *strip])
+
+
+def llama_prefix(settings: Mapping[str, Any]) -> Prefix:
+    """Where a tokenizer_config.json of LLaMA's has the prefix space, see split_as_sentencepiece."""
+    if settings.get("add_prefix_space") is False:
+        return "never"
+    return "always" if settings.get("legacy") else "first"
+
+
+def prefix_of(tokenizer: Tokenizer) -> Prefix | None:
+    """Where a tokenizer puts the prefix space; None for one of bytes, which has none."""
+    found: Prefix = "never"
+    for step in (*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)):
+        if step["type"] == "ByteLevel":
+            return None
+        if step["type"] == "Prepend":
+            found = "always"
+        elif step["type"] == "Metaspace":
+            found = step["prepend_scheme"]
+    return found
+
+
+def split_as_sentencepiece(tokenizer: Tokenizer, prefix: Prefix) -> None:
+    """Puts the prefix space before a text that begins with a space as well, as SentencePiece does.
+
+    transformers' own pre-tokenizer replaces spaces first and then adds no prefix to a text that
+    begins with one, so that " a" and "a" become the same tokens. Here the spaces are gone when the
+    prefix is added.
+
+    Args:
+      prefix: `always`: after each special token too (LLaMA-2 as published); `first`: only where
+        the text begins (`legacy: false`); `never`.
+    """
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(" ", prefix, split=False),
+            pre_tokenizers.Metaspace(_SPACE, "never", split=False),
+        ]
+    )
+
+
+def _normalize_as_bert(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    if not isinstance(tokenizer.normalizer, normalizers.BertNormalizer):
+        return
+    for key, field in _BERT.items():
+        if settings.get(key) is not None:
+            setattr(tokenizer.normalizer, field, settings[key])
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The settings of a normalizer or pre-tokenizer, of each step where it has several."""
+    content = {} if part is None else json.loads(part.__getstate__())
+    for step in content.get("normalizers") or content.get("pretokenizers") or [content]:
+        if step:
+            yield step
+
+
+def _model_type(folder: Path) -> str | None:
+    """What the config beside a tokenizer is of; `mmqa convert` keeps it in model.json."""
+    for name, key in (("config.json", "model_type"), ("model.json", "model")):
+        content = read_json(folder / name) if (folder / name).is_file() else {}
+        if isinstance(content, dict) and isinstance(content.get(key), str):
+            return content[key]
+    return None

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.tokenizer_settings import split_as_sentencepiece
+from mmqa_jax.data.tokenizers import split_as_sentencepiece
 
 # llama.cpp's byte-level BPEs whose splitting transformers has -> whether a word that is a token
 # stays whole whatever the merges say (llama.cpp src/llama-vocab.cpp, `ignore_merges`).

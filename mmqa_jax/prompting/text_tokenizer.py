@@ -17,8 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data.added_tokens import add_published_tokens
-from mmqa_jax.data.tokenizer_settings import apply_settings
+from mmqa_jax.data.tokenizers import add_published_tokens, apply_settings
 from mmqa_jax.prompting.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
