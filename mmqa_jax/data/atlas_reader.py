@@ -33,8 +33,7 @@ from mmqa_jax.data.packing import (
     SourceTokens,
     add_targets,
 )
-from mmqa_jax.data.patch_regions import PatchRegions
-from mmqa_jax.data.regions import Tags
+from mmqa_jax.data.regions import PatchRegions, Tags
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import SPECIAL_TOKENS, TokenTable, WordPiece
 from mmqa_jax.data.truncation import Tokens, cut, fair_shares

@@ -22,8 +22,7 @@ from mmqa_jax.data.atlas_reader import (
     TaggedSources,
 )
 from mmqa_jax.data.packing import Packer, PackingConfig
-from mmqa_jax.data.patch_regions import PatchRegions
-from mmqa_jax.data.regions import FeatureRegions
+from mmqa_jax.data.regions import FeatureRegions, PatchRegions
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.atlas_reader import FRESH, AtlasVLPModel, ProbedInputs, add_types

@@ -17,11 +17,11 @@ from mmqa_jax.core.typed import mapping, spec_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, Packer, PackingConfig
-from mmqa_jax.data.patch_regions import PatchRegions
 from mmqa_jax.data.regions import (
     BOX,
     FEATURES,
     FeatureRegions,
+    PatchRegions,
     VinVLFeatures,
     X101Features,
     feature_ids,

@@ -6,7 +6,7 @@ import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import PackingConfig
-from mmqa_jax.data.patch_regions import PatchRegions
+from mmqa_jax.data.regions import PatchRegions
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
