@@ -25,14 +25,16 @@ from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.data.regions import (
     Detections,
+    PictureRow,
     RegionError,
     VinVLFeatures,
+    VinVLRows,
     oscar_regions,
     read_class_names,
+    read_sizes,
     tag_words,
 )
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
-from mmqa_jax.data.vinvl_rows import PictureRow, VinVLRows, read_sizes
 from mmqa_jax.decoding.oscar_caption import write_captions
 from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout

@@ -39,10 +39,9 @@ from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.interchange import read_interchange
 from mmqa_jax.data.picture_features import NpzFiles
 from mmqa_jax.data.question_words import read_glove, read_words
-from mmqa_jax.data.regions import RegionError, VinVLFeatures, X101Features
+from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Features, read_sizes
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import write_spreadsheet
-from mmqa_jax.data.vinvl_rows import VinVLRows, read_sizes
 from mmqa_jax.evaluation import choice_formats, vqa_formats, webqa_formats
 from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
