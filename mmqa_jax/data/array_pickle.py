@@ -14,13 +14,14 @@ import math
 import os
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from mmqa_jax.core.claims import SHARED, check_claim
+from mmqa_jax.core.claims import COMPRESSION, SHARED, check_claim
 from mmqa_jax.core.errors import UserError
 
 # A storage inside a pickle is a stream of torch.save's format before 1.6: four pickles (this
@@ -250,3 +251,32 @@ for _core in ("numpy.core", "numpy._core"):  # before numpy 2, and since
     _ALLOWED[f"{_core}.multiarray", "_reconstruct"] = _empty_array
     _ALLOWED[f"{_core}.multiarray", "scalar"] = _scalar
     _ALLOWED[f"{_core}.numeric", "_frombuffer"] = _array
+
+
+# Arrays of .npz files, whose headers are compared with the file before anything is allocated.
+
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def read_npz(path: Path, key: str) -> np.ndarray:
+    """One array of a file as np.savez and np.savez_compressed write it.
+
+    Raises:
+      UserError: the file claims to hold more than it can.
+      Exception: of nearly any kind, for a broken archive or header, or one without the array.
+    """
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo(f"{key}.npy")
+        held = path.stat().st_size
+        check_claim(f"{path}, {key}", member.file_size, held, times=COMPRESSION)
+        with archive.open(member) as file:
+            version = np.lib.format.read_magic(file)
+            if version not in _HEADERS:
+                raise ValueError(f"format version {version}")
+            shape, _, dtype = _HEADERS[version](file)
+            check_claim(f"{path}, {key}", math.prod(shape) * dtype.itemsize, member.file_size)
+    with np.load(path, allow_pickle=False) as opened:
+        return opened[key]

@@ -24,9 +24,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.data.array_pickle import read_npz
 from mmqa_jax.data.grid_records import FeatureError, GridRecords, is_grid_records
 from mmqa_jax.data.images import BrokenPictures
-from mmqa_jax.data.npz import read_npz
 
 _ID = re.compile(r"(\d+)(\.jpg)?\.npz$")
 
