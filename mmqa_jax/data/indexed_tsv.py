@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.numbers import whole_number
+from mmqa_jax.data.table_files import whole_number
 
 
 class CutLine(UserError):

@@ -35,9 +35,8 @@ from mmqa_jax.data.datasets.mmbench import (
     PREDICTION,
     mmbench_rows,
 )
-from mmqa_jax.data.numbers import real_number
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.data.table_files import SUFFIXES, write_spreadsheet
+from mmqa_jax.data.table_files import SUFFIXES, real_number, write_spreadsheet
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.prediction_lines import OTHERS, Row, answers_of, json_rows
 from mmqa_jax.evaluation.question_ids import id_of

@@ -26,8 +26,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.mmbench import BASE, L2, PASS
 from mmqa_jax.data.datasets.scienceqa import HAS_HINT, HAS_PICTURE
 from mmqa_jax.data.datasets.seed_bench import DATA_TYPE, DIMENSION
-from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.table_files import whole_number
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.scores import (
     predictions_by_question,

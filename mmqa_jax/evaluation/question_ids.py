@@ -7,7 +7,7 @@ from collections.abc import Container
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.numbers import whole_number
+from mmqa_jax.data.table_files import whole_number
 
 _WHOLE = re.compile(r"\d+\.0+")
 

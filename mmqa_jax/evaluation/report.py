@@ -21,7 +21,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.images import PictureError, shown
-from mmqa_jax.data.numbers import real_number
+from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Table, format_bounds, format_cell

@@ -16,8 +16,8 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.table_files import whole_number
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import NO_OPTION, predictions_by_question
 

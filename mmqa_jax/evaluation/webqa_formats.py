@@ -19,8 +19,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.webqa import parse_submission
-from mmqa_jax.data.numbers import real_number
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question
+from mmqa_jax.data.table_files import real_number
 
 if TYPE_CHECKING:
     from mmqa_jax.data.corpus import Corpus

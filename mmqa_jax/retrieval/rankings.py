@@ -13,8 +13,8 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, write_jsonl
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.numbers import real_number
 from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.table_files import real_number
 from mmqa_jax.retrieval.retriever import Retriever
 
 

@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.data.numbers import real_number, whole_number
+from mmqa_jax.data.table_files import real_number, whole_number
 from mmqa_jax.tasks.run import is_trained
 from mmqa_jax.training.attempts import FILE, goodput, read_attempts
 

@@ -17,8 +17,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS, OfficialFiles
-from mmqa_jax.data.numbers import real_number, whole_number
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.table_files import real_number, whole_number
 
 PEOPLE_CAPTIONS = "coco_captions"  # key of Question.extra: COCO's captions by people
 DESCRIPTIONS = (CAPTION, TAGS, PEOPLE_CAPTIONS)

@@ -27,10 +27,9 @@ import pybase64
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
 from mmqa_jax.data.datasets.coco import with_captions
-from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.table_files import SUFFIXES, read_table
+from mmqa_jax.data.table_files import SUFFIXES, read_table, whole_number
 
 PASS_STEP = 1_000_000
 # Keys of Question.extra: the question's index without the pass, the pass, and the ability.

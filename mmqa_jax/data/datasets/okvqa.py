@@ -29,8 +29,8 @@ from mmqa_jax.data.datasets.vqa_json import (
     read_questions,
     text_of,
 )
-from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.table_files import whole_number
 
 # Key of Question.extra: {answer: weight}, where the ten answers are absent.
 SOFT_LABELS = "soft_labels"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.numbers import whole_number
+from mmqa_jax.data.table_files import whole_number
 
 
 class Reference(NamedTuple):

@@ -21,9 +21,9 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
-from mmqa_jax.data.numbers import whole_number
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Prediction, Question, Source
+from mmqa_jax.data.table_files import whole_number
 
 PathLike = str | os.PathLike
 
