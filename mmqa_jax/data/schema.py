@@ -115,3 +115,24 @@ def category_modality(category: str) -> Modality | None:
 def source_text(source: Source) -> str:
     """The text by which a source is retrieved: its title, then the snippet or caption."""
     return f"{source.title} {source.text}".strip()
+
+
+# predictions.jsonl: one Prediction a line; evaluation/prediction_lines.py reads it.
+
+
+def prediction_row(prediction: Prediction) -> dict[str, Any]:
+    """A line of predictions.jsonl: all but the trace, which has a file of its own."""
+    row = dataclasses.asdict(prediction)
+    del row["trace"]
+    return row
+
+
+def prediction_of(row: Mapping[str, Any]) -> Prediction:
+    """The prediction of `prediction_row`'s line, with its trace if there is one."""
+    names = {field.name for field in dataclasses.fields(Prediction)}
+    known = {name: value for name, value in row.items() if name in names}
+    return Prediction(**{n: v if n == "trace" else _tuples(v) for n, v in known.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -13,8 +13,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import ONE_A_LINE, read_json, read_text
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.data.predictions import prediction_of
-from mmqa_jax.data.schema import Prediction
+from mmqa_jax.data.schema import Prediction, prediction_of
 from mmqa_jax.evaluation.question_ids import id_of
 
 # Keys by which lines give an answer: ours, of which there may be several, and others'.

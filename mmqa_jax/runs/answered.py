@@ -11,8 +11,7 @@ from typing import Any
 
 from mmqa_jax.core.chunks import WHOLE, Compute, Engine, Job, Shard
 from mmqa_jax.core.chunks import Part as ChunkPart
-from mmqa_jax.data.predictions import prediction_of
-from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_of
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
 from mmqa_jax.runs.parts import PARTS, OpenedParts, Part
 

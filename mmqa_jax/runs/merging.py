@@ -22,8 +22,7 @@ from mmqa_jax.core.locks import Busy, alone, hold
 from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.store import check_file, check_no_link
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.data.predictions import prediction_of, prediction_row
-from mmqa_jax.data.schema import Prediction
+from mmqa_jax.data.schema import Prediction, prediction_of, prediction_row
 from mmqa_jax.extensions import similarity
 from mmqa_jax.retrieval.rankings import check_scores, ranking_of, ranking_row
 from mmqa_jax.runs import identity

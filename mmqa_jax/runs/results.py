@@ -10,8 +10,7 @@ from typing import Any
 from mmqa_jax.core.files import read_json, write_json, write_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.predictions import prediction_row
-from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.examples import evenly_by_category, example
 from mmqa_jax.evaluation.report import ReportData, Trace, write_report

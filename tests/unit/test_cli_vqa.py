@@ -14,8 +14,7 @@ from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.readers import READERS
-from mmqa_jax.data.predictions import prediction_row
-from mmqa_jax.data.schema import Prediction
+from mmqa_jax.data.schema import Prediction, prediction_row
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.prediction_lines import read_answers
 
