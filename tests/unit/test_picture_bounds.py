@@ -16,8 +16,8 @@ from PIL import Image
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import images, picture_bounds
+from mmqa_jax.data.datasets.benchmark import PictureFiles
 from mmqa_jax.data.datasets.parquet import ParquetPictures
-from mmqa_jax.data.datasets.picture_files import PictureFiles
 from mmqa_jax.data.exact_resize import resized_on_square, resized_part
 from mmqa_jax.data.llava_images import PAD_COLOR, llava_pixels, pad_to_square
 

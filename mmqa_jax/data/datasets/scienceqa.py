@@ -22,9 +22,14 @@ from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.benchmark import (
+    CAPTION,
+    Benchmark,
+    OfficialFiles,
+    PictureFiles,
+    one_file,
+)
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows, row_name
-from mmqa_jax.data.datasets.picture_files import PictureFiles
 from mmqa_jax.data.schema import SPLITS, Question
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.

@@ -19,9 +19,14 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.benchmark import (
+    CAPTION,
+    Benchmark,
+    OfficialFiles,
+    PictureFiles,
+    one_file,
+)
 from mmqa_jax.data.datasets.coco import with_captions
-from mmqa_jax.data.datasets.picture_files import PictureFiles
 from mmqa_jax.data.schema import Question
 
 # Keys of Question.extra: number of the dimension, `image` or `video`, and the picture's name.
