@@ -30,7 +30,16 @@ from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
 from mmqa_jax.decoding.quantize import quantize_weights
-from mmqa_jax.decoding.requests import Request, Result, Score, Scores, Scoring, Tokenizer, TooLong
+from mmqa_jax.decoding.requests import (
+    Request,
+    Result,
+    Score,
+    Scores,
+    Scoring,
+    Throughput,
+    Tokenizer,
+    TooLong,
+)
 from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
 from mmqa_jax.decoding.scheduler import (
     GeneratedSequence,
@@ -41,7 +50,6 @@ from mmqa_jax.decoding.scheduler import (
     TokenizedScoring,
 )
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
-from mmqa_jax.decoding.throughput import Throughput
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llava import Llava
 

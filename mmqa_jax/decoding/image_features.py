@@ -20,8 +20,8 @@ from jax.sharding import Mesh, Sharding
 from mmqa_jax.decoding.image_patches import PatchIds
 from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
 from mmqa_jax.decoding.prefix_cache import Chunk
+from mmqa_jax.decoding.requests import Throughput
 from mmqa_jax.decoding.scheduler import SlotSequence
-from mmqa_jax.decoding.throughput import Throughput
 from mmqa_jax.models.llava import Llava
 
 

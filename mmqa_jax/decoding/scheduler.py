@@ -19,10 +19,12 @@ from mmqa_jax.decoding.requests import (
     Score,
     Scores,
     Scoring,
+    StopDetector,
     Tokenizer,
     TooLong,
+    tokens_of_text,
+    truncate,
 )
-from mmqa_jax.decoding.stop_strings import StopDetector, tokens_of_text, truncate
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
 

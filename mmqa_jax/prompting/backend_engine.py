@@ -13,9 +13,16 @@ from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.data import images
 from mmqa_jax.data.llava_images import llava_pixels
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, TooLong, Unanswerable
+from mmqa_jax.decoding.requests import (
+    Request,
+    Result,
+    Scores,
+    Scoring,
+    Throughput,
+    TooLong,
+    Unanswerable,
+)
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
-from mmqa_jax.decoding.throughput import Throughput
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import (

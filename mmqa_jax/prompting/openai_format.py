@@ -12,8 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mmqa_jax.decoding.requests import Candidate, Score
-from mmqa_jax.decoding.stop_strings import truncate
+from mmqa_jax.decoding.requests import Candidate, Score, truncate
 from mmqa_jax.prompting.answer_tokens import token_bytes, tokens_of_text
 
 _LARGEST = 1e30  # of what a server gives as a number

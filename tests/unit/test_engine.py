@@ -14,10 +14,9 @@ from tiny_llm import by_id, llama_config
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.requests import Request, Scoring, TooLong
+from mmqa_jax.decoding.requests import Request, Scoring, StopDetector, TooLong, truncate
 from mmqa_jax.decoding.sampling import SamplingParameters, choose, draw_key
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.decoding.stop_strings import StopDetector, truncate
 from mmqa_jax.models.llama import Llama
 
 MODEL = llama_config(61)
