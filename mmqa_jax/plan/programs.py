@@ -349,7 +349,7 @@ def _engine(
 
 def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Program:
     """A full batch of pictures of a LLaVA, beside its language model."""
-    from mmqa_jax.decoding.abstract_tower import feature_bytes, tower_programs
+    from mmqa_jax.decoding.abstract_programs import feature_bytes, tower_programs
 
     chosen = engine_sizes(config, devices, model)
     mesh, sizes = chosen.mesh(), chosen.engine
