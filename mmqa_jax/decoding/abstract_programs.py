@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, replicated, state_shardings
-from mmqa_jax.decoding.cached_segments import Branches
+from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_patches import PatchIds
 from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
 from mmqa_jax.decoding.key_heads import repeat_key_heads

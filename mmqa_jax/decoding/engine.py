@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.beam_batches import BeamBatches
-from mmqa_jax.decoding.cached_segments import Branches
+from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_features import PictureFeatures
 from mmqa_jax.decoding.image_patches import PatchIds, marked
 from mmqa_jax.decoding.key_heads import repeat_key_heads

@@ -20,8 +20,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.mesh import batch_blocks, partition_spec
-from mmqa_jax.decoding.cached_attention import attend, attend_to_rows, count_blocks, read_columns
-from mmqa_jax.decoding.cached_segments import Branches, LayerCache, Segment
+from mmqa_jax.decoding.cached_attention import (
+    Branches,
+    LayerCache,
+    Segment,
+    attend,
+    attend_to_rows,
+    count_blocks,
+    read_columns,
+)
 from mmqa_jax.decoding.row_shards import copy_within, on_own_rows
 from mmqa_jax.models.flash import implementation_for
 from mmqa_jax.models.llama import Llama, inverse_frequencies

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from mmqa_jax.decoding.cached_segments import Branches, Segment
+from mmqa_jax.decoding.cached_attention import Branches, Segment
 from mmqa_jax.models.masked import MASKED
 
 _BLOCK = 64  # columns: keys and values of three blocks, of heads of 128, take 96 KiB of 227

@@ -22,7 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import batch_blocks, partition_spec, split_rows
-from mmqa_jax.decoding.cached_segments import Branches
+from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.row_shards import copy_within, first_row
 from mmqa_jax.models.layers import attention, scan_layers

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
 from mmqa_jax.decoding import kv_cache, scanned_cache
-from mmqa_jax.decoding.cached_segments import Branches
+from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmqa_jax.decoding.cached_attention import attend
-from mmqa_jax.decoding.cached_segments import Branches, Segment
+from mmqa_jax.decoding.cached_attention import Branches, Segment, attend
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.ragged_triton import attend_in_place, attend_to_own
 
