@@ -20,7 +20,9 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import PictureError, shown
+from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
 from mmqa_jax.evaluation.significance import Interval
@@ -288,3 +290,80 @@ def _picture_uri(picture: bytes, pixels: int = _PICTURE_PIXELS) -> str:
         kind = "png"
         image.convert("RGBA").save(buffer, "PNG", optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+# Example questions of a report, with their sources.
+
+_SHOWN = 6  # sources per ranking
+
+
+def evenly_by_category(questions: Sequence[Question], count: int) -> list[int]:
+    """Indices of about `count` questions: the first few of each category, equally many."""
+    groups: dict[str, list[int]] = {}
+    for i, question in enumerate(questions):
+        groups.setdefault(question.category, []).append(i)
+    per_category = -(-count // max(len(groups), 1))
+    return [i for category in sorted(groups) for i in groups[category][:per_category]]
+
+
+def example(
+    corpus: Corpus,
+    question: Question,
+    answers: Mapping[str, tuple[Prediction, Mapping[str, float]]],
+    ranking: Ranking,
+    cited: Sequence[str],
+) -> Example:
+    """One question of a report.
+
+    Args:
+      answers: setting -> its prediction and that prediction's scores.
+      ranking: the sources to show, best first; missing gold sources are added.
+      cited: ids of the sources that the shown answer cites.
+    """
+    top = list(zip(ranking.sources[:_SHOWN], ranking.scores[:_SHOWN], strict=True))
+    sources = [
+        _source(corpus, question, name, rank, score, name in cited)
+        for rank, (name, score) in enumerate(top, start=1)
+    ]
+    listed = {name for name, _ in top}
+    ranks = {name: rank for rank, name in enumerate(ranking.sources, start=1)}
+    sources += [
+        _source(corpus, question, name, ranks.get(name), None, name in cited)
+        for name in question.positives
+        if name not in listed
+    ]
+    return Example(
+        question=question.question,
+        category=question.category,
+        answers=[
+            ExampleAnswer(setting, prediction.answer, scores)
+            for setting, (prediction, scores) in answers.items()
+        ],
+        references=question.answers,
+        keywords=question.keywords,
+        sources=sources,
+        picture=corpus.question_picture(question),
+        id=question.id,
+    )
+
+
+def _source(
+    corpus: Corpus,
+    question: Question,
+    name: str,
+    rank: int | None,
+    score: float | None,
+    cited: bool,
+) -> ExampleSource:
+    row = corpus.row[name]
+    source = corpus.sources[row]
+    return ExampleSource(
+        id=name,
+        text=source.text,
+        title=source.title,
+        picture=corpus.picture(row),
+        rank=rank,
+        score=score,
+        cited=cited,
+        gold=name in question.positives,
+    )

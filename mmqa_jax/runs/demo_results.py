@@ -14,9 +14,8 @@ from rich.console import Console
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.examples import evenly_by_category, example
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.report import ReportData, write_report
+from mmqa_jax.evaluation.report import ReportData, evenly_by_category, example, write_report
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
 from mmqa_jax.evaluation.webqa import (

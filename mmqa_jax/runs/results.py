@@ -12,8 +12,7 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
-from mmqa_jax.evaluation.examples import evenly_by_category, example
-from mmqa_jax.evaluation.report import ReportData, Trace, write_report
+from mmqa_jax.evaluation.report import ReportData, Trace, evenly_by_category, example, write_report
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.retrieval_tables import score_modality
 from mmqa_jax.evaluation.scores import Scores, count_empty
