@@ -272,8 +272,7 @@ def _show(
 def _evaluate_rankings(
     arguments: argparse.Namespace, reference: References, path: Path
 ) -> dict[str, Any]:
-    from mmqa_jax.evaluation.retrieval import score_rankings
-    from mmqa_jax.evaluation.retrieval_tables import score_retrieval, show_retrieval
+    from mmqa_jax.evaluation.retrieval import score_rankings, score_retrieval, show_retrieval
     from mmqa_jax.retrieval.rankings import read_rankings
 
     questions = reference.questions

@@ -13,8 +13,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.report import ReportData, Trace, evenly_by_category, example, write_report
-from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.evaluation.retrieval_tables import score_modality
+from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
 from mmqa_jax.evaluation.tables import Table
