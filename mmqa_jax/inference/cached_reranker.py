@@ -27,7 +27,7 @@ from mmqa_jax.data.packing import Example, Packed, batch, clean
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
 from mmqa_jax.data.truncation import coins
-from mmqa_jax.inference.inputs import vlp_inputs, warn_truncated
+from mmqa_jax.inference.batches import vlp_inputs, warn_truncated
 from mmqa_jax.inference.reranker import ScoredPairs, gather
 from mmqa_jax.models.two_sided_vlp import QuestionStates, SourceMemory, TwoSidedVLP
 from mmqa_jax.models.vlp import VLPInputs

@@ -16,8 +16,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, category_modality
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.inference.batches import answer_inputs
-from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
+from mmqa_jax.inference.batches import answer_inputs, coin_ids, vlp_inputs, warn_truncated
 from mmqa_jax.models.vlp import VLP
 
 

@@ -15,8 +15,7 @@ from mmqa_jax.core.serving import serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
-from mmqa_jax.inference.batches import rerank_pairs
-from mmqa_jax.inference.inputs import coin_ids, vlp_inputs, warn_truncated
+from mmqa_jax.inference.batches import coin_ids, rerank_pairs, vlp_inputs, warn_truncated
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.retrieval.rankings import rescored
 
