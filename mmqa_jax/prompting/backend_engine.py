@@ -34,9 +34,8 @@ from mmqa_jax.prompting.backends import (
     Query,
     Usage,
 )
-from mmqa_jax.prompting.chat_template import VicunaV1, pictures_of
 from mmqa_jax.prompting.read_ahead import read_ahead
-from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer, VicunaV1, pictures_of
 
 _SHARED = 512  # tokens of continuations that are scored side by side, the most that are foreseen
 

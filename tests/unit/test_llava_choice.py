@@ -14,7 +14,7 @@ from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.choice_scores import score_scienceqa
 from mmqa_jax.papers.llava import answer_llava
-from mmqa_jax.prompting.chat_template import VicunaV1
+from mmqa_jax.prompting.text_tokenizer import VicunaV1
 
 DIRECTLY = "Answer with the option's letter from the given choices directly."
 SYSTEM = (

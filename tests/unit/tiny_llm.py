@@ -18,8 +18,7 @@ from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Picture
-from mmqa_jax.prompting.chat_template import ChatTemplate
-from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import write_published
 
