@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_text, read_json, write_json
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
 
@@ -15,7 +17,7 @@ ShotSelection = Literal["answer_aware"] | Similarity
 
 @dataclasses.dataclass(frozen=True)
 class AnswerHeuristics:
-    """What a VQA model says of questions (prompting/candidates.py reads its files).
+    """What a VQA model says of questions (prompting/heuristics.py reads its files).
 
     Attributes:
       candidates: question id -> (answer, confidence), best first.
@@ -91,3 +93,94 @@ def _other_examples() -> UserError:
         "in the library; name the file of this split, and the split of its examples as "
         "parts.library.split."
     )
+
+
+# Answer candidates and answer-aware examples of a VQA model, in the files of Prophet's authors.
+#
+#     candidates.json             {question_id: [{"answer": str, "confidence": float}, ...]}
+#     answer_aware_examples.json  {question_id: [question_id of an example, ...]}
+#
+# Both lists are best first: ten candidates by sigmoid score, a hundred examples by the cosine of
+# their latents (prophet/stage1/heuristics.py:79-158).
+
+CANDIDATES, ANSWER_AWARE = "candidates.json", "answer_aware_examples.json"
+
+Candidates = dict[str, list[tuple[str, float]]]
+
+
+def load_candidates(path: str | os.PathLike) -> Candidates:
+    """question_id -> (answer, confidence in 0..1) of each candidate, best first.
+
+    Raises:
+      UserError: the entry that is malformed.
+    """
+    found: Candidates = {}
+    for where, question_id, rows in _lists(path, "candidates"):
+        pairs = []
+        for number, row in enumerate(rows, start=1):
+            row = row if isinstance(row, dict) else {}
+            answer, confidence = row.get("answer"), row.get("confidence")
+            if not isinstance(answer, str) or not _is_share(confidence):
+                raise UserError(
+                    f'{where}, candidate {number}: {{"answer": text, "confidence": 0..1}} was '
+                    "expected; write the file again."
+                )
+            pairs.append((answer, float(confidence)))
+        found[question_id] = sorted(pairs, key=lambda pair: -pair[1])
+    return found
+
+
+def load_answer_aware(path: str | os.PathLike) -> dict[str, list[str]]:
+    """question_id -> ids of its examples, most similar first.
+
+    Raises:
+      UserError: the entry that is malformed.
+    """
+    found: dict[str, list[str]] = {}
+    for where, question_id, rows in _lists(path, "example ids"):
+        for number, row in enumerate(rows, start=1):
+            if isinstance(row, bool) or not isinstance(row, str | int):
+                raise UserError(
+                    f"{where}, example {number}: a question id was expected, found {row!r:.80}; "
+                    "write the file again."
+                )
+        found[question_id] = [str(row) for row in rows]
+    return found
+
+
+def write_candidates(
+    path: str | os.PathLike, candidates: Mapping[str, Sequence[tuple[str, float]]]
+) -> None:
+    """Writes what `load_candidates` reads, whole or not at all."""
+    write_json(
+        path,
+        {
+            question_id: [{"answer": answer, "confidence": share} for answer, share in pairs]
+            for question_id, pairs in candidates.items()
+        },
+    )
+
+
+def write_answer_aware(path: str | os.PathLike, examples: Mapping[str, Sequence[str]]) -> None:
+    """Writes what `load_answer_aware` reads, whole or not at all."""
+    write_json(path, {question_id: list(ids) for question_id, ids in examples.items()})
+
+
+def _lists(path: str | os.PathLike, of: str) -> Iterator[tuple[str, str, list[Any]]]:
+    """(place for messages, question_id, list) of a JSON object of lists."""
+    data = read_json(path)
+    if not isinstance(data, dict) or not data:
+        raise UserError(
+            f"{path}: an object of question id -> list of {of} was expected; give a file of "
+            "`mmqa candidates` or of Prophet's authors."
+        )
+    for question_id, rows in data.items():
+        where = f"{path}, question {question_id}"
+        if not isinstance(rows, list):
+            raise UserError(f"{where}: a list of {of} was expected; write the file again.")
+        check_text(rows, where)
+        yield where, question_id, rows
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1

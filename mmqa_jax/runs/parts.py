@@ -23,9 +23,8 @@ from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
-from mmqa_jax.prompting.candidates import load_answer_aware, load_candidates
 from mmqa_jax.prompting.captions import Captions, open_captions
-from mmqa_jax.prompting.heuristics import AnswerHeuristics
+from mmqa_jax.prompting.heuristics import AnswerHeuristics, load_answer_aware, load_candidates
 from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors

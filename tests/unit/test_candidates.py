@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.prompting.candidates import (
+from mmqa_jax.prompting.heuristics import (
     load_answer_aware,
     load_candidates,
     write_answer_aware,

@@ -8,7 +8,7 @@ from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
 from mmqa_jax.core.files import read_json
-from mmqa_jax.prompting.candidates import write_answer_aware, write_candidates
+from mmqa_jax.prompting.heuristics import write_answer_aware, write_candidates
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

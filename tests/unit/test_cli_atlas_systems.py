@@ -12,7 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import with_gold_sources
-from mmqa_jax.prompting.candidates import load_candidates
+from mmqa_jax.prompting.heuristics import load_candidates
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, OpenedParts, open_knowledge
 from mmqa_jax.runs.systems import find_setting
