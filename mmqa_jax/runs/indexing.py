@@ -21,10 +21,9 @@ from mmqa_jax.retrieval.embeddings import (
     read_unfinished,
 )
 from mmqa_jax.retrieval.exact import ExactIndex, check_embeddings
-from mmqa_jax.retrieval.index import build_index, is_current, load_index
+from mmqa_jax.retrieval.index import build_index, is_current, load_index, recall_against
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
-from mmqa_jax.retrieval.recall import recall_against
 from mmqa_jax.runs.parts import EMBEDDINGS, INDEX
 from mmqa_jax.tasks.embedder import open_embedder
 

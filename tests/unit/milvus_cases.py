@@ -11,8 +11,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval import milvus
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.index import recall_against
 from mmqa_jax.retrieval.milvus import Place, ingest, open_milvus, parse_place
-from mmqa_jax.retrieval.recall import recall_against
 
 DIM, ROWS = 16, 600
 
