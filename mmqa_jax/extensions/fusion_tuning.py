@@ -10,7 +10,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.retrieval import KS, score_rankings
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, WEIGHTS
-from mmqa_jax.retrieval.retriever import Retriever
+from mmqa_jax.retrieval.rankings import Retriever
 
 
 class TunedFusion(NamedTuple):

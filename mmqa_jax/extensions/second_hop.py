@@ -17,8 +17,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.similarity import Evidence, combine
 from mmqa_jax.papers.webqa import Reranker, top
-from mmqa_jax.retrieval.rankings import best_of
-from mmqa_jax.retrieval.retriever import Retriever
+from mmqa_jax.retrieval.rankings import Retriever, best_of
 
 
 class SecondHopRetriever:

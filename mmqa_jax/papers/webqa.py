@@ -19,12 +19,12 @@ from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, select_sources
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.rankings import (
+    Retriever,
     find_candidates,
     gold_ranking,
     restricted_candidates,
     without_own_source,
 )
-from mmqa_jax.retrieval.retriever import Retriever
 
 
 class Reranker(Protocol):

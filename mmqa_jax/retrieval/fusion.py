@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.retrieval.rankings import check_scores, without_own_source
-from mmqa_jax.retrieval.retriever import Retriever
+from mmqa_jax.retrieval.rankings import Retriever, check_scores, without_own_source
 
 DEPTH = 100  # sources that each retriever finds, at least
 DEFAULT_WEIGHT = 0.8  # where no questions with gold sources are there to choose it on

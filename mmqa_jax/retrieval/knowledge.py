@@ -10,8 +10,7 @@ import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.retrieval.rankings import to_rankings
-from mmqa_jax.retrieval.retriever import Retriever
+from mmqa_jax.retrieval.rankings import Retriever, to_rankings
 
 
 class Passage(NamedTuple):

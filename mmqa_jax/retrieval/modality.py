@@ -20,7 +20,7 @@ from jaxtyping import Float64
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question, Ranking, category_modality
-from mmqa_jax.retrieval.retriever import Retriever
+from mmqa_jax.retrieval.rankings import Retriever
 
 MODALITIES: tuple[Modality, Modality] = ("text", "image")
 _WORD = re.compile(r"\w+|[?\"]")

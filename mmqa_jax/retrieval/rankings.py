@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from mmqa_jax.core.files import read_jsonl, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.table_files import real_number
-from mmqa_jax.retrieval.retriever import Retriever
 
 
 def to_rankings(
@@ -268,3 +267,18 @@ def find_candidates(
     made_from_source = any("from_source" in question.extra for question in questions)
     rankings = retriever.search(questions, top_k + made_from_source)
     return without_own_source(questions, rankings, top_k)
+
+
+# The interface of every retriever: dense, BM25, fused, routed by modality, with a second hop.
+
+
+class Retriever(Protocol):
+    """Ranks sources for questions; a question's picture is `Question.image`."""
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The `top_k` sources of the whole collection for every question, best first."""
+
+    def search_within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        """Each question's own candidates, best first (the restricted setting)."""

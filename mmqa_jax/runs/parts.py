@@ -31,7 +31,7 @@ from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
-from mmqa_jax.retrieval.retriever import Retriever
+from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs import identity
 from mmqa_jax.runs.resumable import Resumable
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
