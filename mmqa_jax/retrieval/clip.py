@@ -19,8 +19,7 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.clip_tokenizer import load_clip_tokenizer
 from mmqa_jax.models.clip import CLIP
 from mmqa_jax.models.dual_encoder import DualEncoder, clip_dual_encoder
-from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.encoder_costs import dual_encoder_cost
+from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost
 from mmqa_jax.weights.folder import load_converted, read_record
 
 _BUCKETS = (16, 32, 48, 77)

@@ -13,8 +13,7 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert import Bert, minilm_l6
 from mmqa_jax.models.clip import l2_normalize
 from mmqa_jax.models.dual_encoder import mean_pool
-from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.encoder_costs import text_cost
+from mmqa_jax.retrieval.embedder import Embedder, text_cost
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.pretrained import fill_bert

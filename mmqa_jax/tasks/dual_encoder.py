@@ -15,8 +15,7 @@ from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.clip import TextConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.presets import DualEncoderModel
-from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.encoder_costs import dual_encoder_cost
+from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost
 from mmqa_jax.tasks.pretrained import check_clip_init
 from mmqa_jax.tasks.task import ANY_VOCABULARY, PicturesSection, ServingSection, Task
 

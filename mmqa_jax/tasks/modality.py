@@ -18,7 +18,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.question_classifier import QuestionClassifier, make_probabilities
 from mmqa_jax.models.presets import TextClassifierModel
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
-from mmqa_jax.retrieval.encoder_costs import tower_bytes
+from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
 from mmqa_jax.tasks.objectives import ModalityObjective
 from mmqa_jax.tasks.opening import read_run

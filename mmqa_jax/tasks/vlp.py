@@ -32,7 +32,7 @@ from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
-from mmqa_jax.retrieval.encoder_costs import tower_bytes
+from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.tasks.pretrained import Loader, check_clip_frontend, vlp_loader
 from mmqa_jax.tasks.task import (
     ANY_VOCABULARY,
@@ -267,7 +267,7 @@ class VLPTask(Task):
     def vlp_bytes(self) -> float:
         """Inputs and activations of a sequence of the largest shape, estimated.
 
-        As in retrieval/encoder_costs.py; compiled for a v5e the programs of configs/webqa use 0.5
+        As in retrieval/embedder.py; compiled for a v5e the programs of configs/webqa use 0.5
         to 0.9 of them.
         """
         model = self.vlp_config(ANY_VOCABULARY)

@@ -37,7 +37,7 @@ from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
 from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
-from mmqa_jax.retrieval.encoder_costs import layer_bytes
+from mmqa_jax.retrieval.embedder import layer_bytes
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.opening import Options, read_run, with_options
 from mmqa_jax.tasks.pretrained_vqa import make_answers, pretrained_answers, vqa_loader
