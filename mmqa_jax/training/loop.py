@@ -29,7 +29,7 @@ from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
-from mmqa_jax.training.attempts import Attempts
+from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
 from mmqa_jax.training.continued import check_steps, experiment
 from mmqa_jax.training.nonfinite import FiniteCheck
@@ -50,7 +50,6 @@ from mmqa_jax.training.state import (
 from mmqa_jax.training.still_there import StillThere
 from mmqa_jax.training.stop_signals import StopSignals
 from mmqa_jax.training.throughput import Throughput
-from mmqa_jax.training.time_split import TimeSplit
 from mmqa_jax.weights.folder import save_trained
 
 # Entries of a batch that stay on the host, to name the examples of a bad step.

@@ -21,11 +21,10 @@ from mmqa_jax.core.metrics import MetricsWriter, check_wandb, read_metrics
 from mmqa_jax.models.atlas_reader import ProbedInputs
 from mmqa_jax.runs.training_status import training_status
 from mmqa_jax.training import loop, throughput
-from mmqa_jax.training.attempts import FILE, Attempts, goodput, read_attempts
+from mmqa_jax.training.attempts import FILE, PHASES, Attempts, TimeSplit, goodput, read_attempts
 from mmqa_jax.training.optimizer import OptimizerOptions
 from mmqa_jax.training.profile import parse_steps
 from mmqa_jax.training.throughput import CLOCK_COLUMNS, Throughput, tokens_of
-from mmqa_jax.training.time_split import PHASES, TimeSplit
 
 
 class Clock:
