@@ -25,8 +25,8 @@ from mmqa_jax.tasks.pretrained_vqa import keep_vocabulary
 from mmqa_jax.tasks.reading import check_config, read_task
 from mmqa_jax.training.attempts import goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best
-from mmqa_jax.training.continued import FREE
 from mmqa_jax.training.loop import Observed, Resuming, train
+from mmqa_jax.training.options import FREE
 from mmqa_jax.training.profile import parse_steps
 from mmqa_jax.weights.folder import RECORD, RUN_FILES, read_metadata, write_run_sums
 

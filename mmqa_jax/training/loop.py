@@ -31,11 +31,16 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
-from mmqa_jax.training.continued import check_steps, experiment
 from mmqa_jax.training.nonfinite import FiniteCheck
 from mmqa_jax.training.objective import Objective, Validation
 from mmqa_jax.training.optimizer import make_optimizer
-from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
+from mmqa_jax.training.options import (
+    LoopOptions,
+    check_batch_size,
+    check_steps,
+    experiment,
+    read_section,
+)
 from mmqa_jax.training.profile import Profile, Steps
 from mmqa_jax.training.state import (
     Step,
