@@ -52,8 +52,7 @@ from mmqa_jax.training.state import (
     split_model,
     with_pretrained,
 )
-from mmqa_jax.training.still_there import StillThere
-from mmqa_jax.training.stop_signals import StopSignals
+from mmqa_jax.training.stop_signals import StillThere, StopSignals
 from mmqa_jax.training.throughput import Throughput
 from mmqa_jax.weights.folder import save_trained
 
