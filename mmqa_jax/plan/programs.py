@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -25,17 +26,54 @@ from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.slot_runner import slot_shards
+from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
 from mmqa_jax.models import llama_config
+from mmqa_jax.models.bart import Bart
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
-from mmqa_jax.plan.scoring_program import BARTS, FLUENCY, fluency_program
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
 from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
 from mmqa_jax.weights.config_json import replace_fields
+
+# The program of `mmqa evaluate webqa --bart`, as it makes it; see programs.py.
+
+FLUENCY = "fluency"
+# BARTs whose sizes are known without their weights.
+BARTS: Mapping[str, Callable[[], BartConfig]] = {"bart_large_cnn": BartConfig}
+
+
+def fluency_program(model: str, devices: Sequence[jax.Device]) -> Program:
+    """BARTScore of a batch of the longest texts, which needs the most memory.
+
+    Scores are computed on the first device of a process.
+
+    Args:
+      model: a name of BARTS.
+    """
+    config, mesh = BARTS[model](), make_mesh({"data": 1}, devices[:1])
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Bart(config, rngs=nnx.Rngs(0))))
+    state = on_shardings(state, state_shardings(state, mesh))
+    length = longest_text(config)
+    pairs = max(1, tokens_per_batch(devices[0].platform) // length)
+    texts = jax.ShapeDtypeStruct((pairs, length), np.int32)
+    lengths = jax.ShapeDtypeStruct((pairs,), np.int32)
+    batch = (texts, lengths, texts, lengths)
+    return Program.of(
+        FLUENCY,
+        make_likelihoods(graphdef),
+        (state, *batch),
+        mesh,
+        parameters=shard_bytes(state),
+        examples=pairs,
+        unit="pairs",
+        input_bytes=tree_bytes(batch),
+    )
+
 
 ENGINE = ("decode", "prefill")
 # Language models whose sizes are known without their weights.

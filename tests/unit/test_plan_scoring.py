@@ -15,7 +15,7 @@ from mmqa_jax.core.chips import GPUS
 from mmqa_jax.evaluation.fluency import BartScorer
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig
-from mmqa_jax.plan import scoring_program
+from mmqa_jax.plan import programs
 from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import Topology, open_topology
 from mmqa_jax.plan.verdict import plan
@@ -31,7 +31,7 @@ TINY = BartConfig(
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setitem(scoring_program.BARTS, LARGE, lambda: TINY)
+    monkeypatch.setitem(programs.BARTS, LARGE, lambda: TINY)
 
 
 @pytest.fixture
