@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import flops_by_type, jaxpr_flops
-from mmqa_jax.plan.exchange import Exchange, least_exchanges
-from mmqa_jax.plan.links import Placement
+from mmqa_jax.plan.exchange import Exchange, Placement, least_exchanges
 
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
 _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) ?(?:i?B)? of ([\d.]+)([KMGT]?) ?(?:i?B)? hbm")

@@ -20,7 +20,7 @@ from typing import Any
 from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, make_mesh
-from mmqa_jax.plan.links import Placement, fewest_links
+from mmqa_jax.plan.exchange import Placement, fewest_links
 
 LOCAL = "local"
 KNOWN = (

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmqa_jax.core.chips import Chip
-from mmqa_jax.plan.links import seconds_to_send, sent_bytes
+from mmqa_jax.plan.exchange import seconds_to_send, sent_bytes
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.plan.exchange import least_exchanges
-from mmqa_jax.plan.links import Placement
+from mmqa_jax.plan.exchange import Placement, least_exchanges
 from tests.hlo.counts import count
 
 LAYERS, WIDTH, HIDDEN, ROWS = 3, 32, 64, 16

@@ -11,8 +11,14 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.chips import GPUS, TPUS
 from mmqa_jax.core.config import load_config
-from mmqa_jax.plan.exchange import Exchange, groups_along, least_exchanges
-from mmqa_jax.plan.links import Placement, fewest_links, wraps
+from mmqa_jax.plan.exchange import (
+    Exchange,
+    Placement,
+    fewest_links,
+    groups_along,
+    least_exchanges,
+    wraps,
+)
 from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import open_topology
 from mmqa_jax.plan.verdict import place
