@@ -5,7 +5,7 @@ from cli_runs import ROOT
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.speed import best_precision
-from mmqa_jax.runs.demo_time import TimeLeft, about, stage_units
+from mmqa_jax.runs.demo import TimeLeft, about, stage_units
 
 STAGES = (
     *("prepare", "contrastive", "embed", "search", "rerank"),
