@@ -9,17 +9,22 @@ A record holds a picture's grid as float16. A kill loses only the shard that was
 
 from __future__ import annotations
 
+import abc
+import math
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from mmqa_jax.core.checksums import read_sealed, write_sealed
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import read_json
+from mmqa_jax.data.array_pickle import read_npz
 from mmqa_jax.data.images import BrokenPictures, PictureError
 from mmqa_jax.data.picture_records import (
     ShardNotes,
@@ -176,3 +181,160 @@ def _write_shard(
             out.add(str(image_id), np.ascontiguousarray(grid, "<f2").tobytes())
             kept.append(image_id)
     return {"pictures": kept, "broken": broken, "bytes": out.size.bytes}
+
+
+# Features of pictures by image id, as the MCANs read them: CLIP's grid, or a detector's regions.
+#
+#     Prophet   COCO_train2014_000000123456.npz, key x: float [16, 16, 4096], the grid row by row
+#               (tools/extract_img_feats.py)
+#     openvqa   COCO_train2014_000000123456.jpg.npz, key x: float [2048, regions]
+#               (vqa_loader.py, `load_img_feats`)
+#     ours      the folder of `mmqa embed` with an image tower (data/grid_records.py)
+#
+# One picture is read at a time; nothing is cached.
+
+_ID = re.compile(r"(\d+)(\.jpg)?\.npz$")
+
+
+class NpzFiles:
+    """The npz files below a folder by the number that ends their name.
+
+    Args:
+      root: the folder; files may lie in folders below it (train2014_feats/ and so on).
+
+    Raises:
+      UserError: no such files.
+    """
+
+    def __init__(self, root: str | os.PathLike):
+        self._paths: dict[int, Path] = {}
+        for path in sorted(Path(root).rglob("*.npz")):
+            if found := _ID.search(path.name):
+                self._paths[int(found[1])] = path
+        if not self._paths:
+            raise UserError(
+                f"config key features.root={root}: no npz files that end in an image id were found "
+                "there; give the folder of the features, or one of `mmqa embed`."
+            )
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, image_id: Any) -> tuple[np.ndarray, str]:
+        """The array `x` of a picture, and the name of its file for messages.
+
+        Raises:
+          FeatureError: no file, a broken one, or one without `x`.
+        """
+        path = self._paths.get(image_id)
+        if path is None:
+            raise FeatureError(f"picture {image_id}: no features; extract them.")
+        try:
+            array = read_npz(Path(path), "x")
+        except UserError as error:  # which names the file
+            raise FeatureError(str(error)) from error
+        except Exception as error:  # a broken archive or header can raise nearly any
+            raise FeatureError(f"{path}, key x: cannot be read ({error}).") from error
+        return array, str(path)
+
+
+class PictureFeatures(abc.ABC):
+    """Feature vectors of pictures; zeros for a picture that has none.
+
+    Args:
+      read: image id -> its array and a name for messages; FeatureError where there is none.
+      shape: [N, F], of a picture's vectors.
+      missing: counts the pictures without features.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Any], tuple[np.ndarray, str]],
+        shape: tuple[int, int],
+        missing: BrokenPictures,
+    ):
+        self._read, self._shape, self.missing = read, shape, missing
+
+    def batch(self, image_ids: Sequence[Any]) -> Float32[np.ndarray, "B N F"]:
+        """Features of pictures; UserError where a picture's have another shape."""
+        made = np.zeros((len(image_ids), *self._shape), np.float32)
+        for row, image_id in enumerate(image_ids):
+            try:
+                array, where = self._read(image_id)
+            except FeatureError as error:
+                self.missing.add(str(image_id), str(error))
+                continue
+            vectors = self._vectors(array, where)
+            made[row, : len(vectors)] = vectors
+        return made
+
+    def warn_missing(self) -> None:
+        """Says on stderr how many pictures had no features."""
+        if self.missing.count:
+            print(
+                f"pictures without features, read as zeros: {self.missing.count} "
+                f"({first_names(self.missing.names)}).",
+                file=sys.stderr,
+            )
+
+    @abc.abstractmethod
+    def _vectors(self, array: np.ndarray, where: str) -> Float32[np.ndarray, "n F"]:
+        """The vectors in a picture's array, at most N; UserError for another shape."""
+
+
+class GridFeatures(PictureFeatures):
+    """A square grid's cells, row by row; N is their number."""
+
+    def _vectors(self, array: np.ndarray, where: str) -> Float32[np.ndarray, "n F"]:
+        cells, size = self._shape
+        side = math.isqrt(cells)
+        if array.shape != (side, side, size):
+            raise UserError(
+                f"{where}: features of shape {_sizes(array.shape)}, the model takes "
+                f"{_sizes((side, side, size))}; extract them again with the image tower that it "
+                "was trained on, or set model.grid and model.image_features."
+            )
+        return array.reshape(cells, size)
+
+
+class RegionFeatures(PictureFeatures):
+    """The first N regions of a detector, whose arrays are [F, regions]."""
+
+    def _vectors(self, array: np.ndarray, where: str) -> Float32[np.ndarray, "n F"]:
+        slots, size = self._shape
+        if array.ndim != 2 or len(array) != size:
+            raise UserError(
+                f"{where}: features of shape {_sizes(array.shape)}, {size} x a number of regions "
+                "was expected; give the features that the model was trained on, or set "
+                "model.region_features."
+            )
+        return array.T[:slots]
+
+
+def open_features(section: Any, model: Any) -> PictureFeatures:
+    """The features that a config names.
+
+    Args:
+      section: tasks.vqa.PictureFeaturesSection.
+      model: `image` (grid or regions) and the sizes of what the model takes.
+
+    Raises:
+      UserError: no features there.
+    """
+    root = section.root
+    files = GridRecords(root) if is_grid_records(root) else NpzFiles(root)
+    missing = BrokenPictures(
+        len(files),
+        section.max_missing,
+        "extract their features or raise features.max_missing",
+        "have no features",
+    )
+    if model.image == "grid":
+        shape = model.grid**2, model.image_features
+        return GridFeatures(files.read, shape, missing)
+    shape = section.slots, model.region_features
+    return RegionFeatures(files.read, shape, missing)
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

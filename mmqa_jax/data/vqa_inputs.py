@@ -14,9 +14,9 @@ from jaxtyping import Int32
 
 from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.examples import RawExample, RawSource
+from mmqa_jax.data.grid_records import PictureFeatures
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Packed
-from mmqa_jax.data.picture_features import PictureFeatures
 from mmqa_jax.data.question_pictures import QuestionPictures, stacked
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question

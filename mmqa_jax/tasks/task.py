@@ -29,8 +29,8 @@ from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.grid_records import PictureFeatures
 from mmqa_jax.data.images import Alpha, Resize
-from mmqa_jax.data.picture_features import PictureFeatures
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import QuestionPictures
 from mmqa_jax.data.question_words import QuestionWords

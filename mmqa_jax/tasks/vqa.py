@@ -21,7 +21,7 @@ from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.vqa import vqa_batches
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_features import PictureFeatures, open_features
+from mmqa_jax.data.grid_records import PictureFeatures, open_features
 from mmqa_jax.data.question_pictures import QuestionPictures
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question

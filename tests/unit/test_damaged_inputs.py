@@ -34,10 +34,9 @@ from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.datasets.seed_bench import read_seed_bench
 from mmqa_jax.data.datasets.vqav2 import read_vqav2
-from mmqa_jax.data.grid_records import FeatureError
+from mmqa_jax.data.grid_records import FeatureError, NpzFiles
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.interchange import read_interchange
-from mmqa_jax.data.picture_features import NpzFiles
 from mmqa_jax.data.question_words import read_glove, read_words
 from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Features, read_sizes
 from mmqa_jax.data.schema import Question

@@ -12,8 +12,8 @@ from mmqa_jax.data.answer_vocabulary import AnswerVocabulary, make_vocabulary, r
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.vqa import vqa_batches
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
+from mmqa_jax.data.grid_records import NpzFiles, open_features
 from mmqa_jax.data.images import BrokenPictures
-from mmqa_jax.data.picture_features import NpzFiles, open_features
 from mmqa_jax.data.question_words import QuestionWords, make_words, read_glove, read_words
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of, trains_on
