@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from mmqa_jax.core.chunks import named
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.store import named
 
 _RETRIES = 3  # of a chunk whose worker was lost
 _REFUSED = f"{UserError.__name__}: "

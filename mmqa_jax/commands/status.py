@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         training = training_status(path)
         print("\n".join(status_lines(training)))
         return training
+    from mmqa_jax.core.chunks import named
     from mmqa_jax.core.progress import duration
-    from mmqa_jax.core.store import named
     from mmqa_jax.evaluation.tables import Table, show
     from mmqa_jax.runs.jobs import find_job, job_status
 

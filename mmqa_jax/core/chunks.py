@@ -37,7 +37,6 @@ from mmqa_jax.core.store import (
     chunk_files,
     chunks_of,
     digest_of,
-    named,
     read_head,
     write_head,
 )
@@ -527,6 +526,12 @@ def _is_part(chunk: Chunk, record: JobRecord) -> bool:
 
 def _is_count(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def named(numbers: Sequence[int]) -> str:
+    """`3, 7, 9 and 12 more`."""
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[:8])) + more
 
 
 def check_chunk(chunk: int) -> None:

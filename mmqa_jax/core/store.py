@@ -24,7 +24,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Self
 
@@ -437,12 +437,6 @@ def chunks_of(file: Path) -> Iterator[Chunk]:
             keys = tuple(key for key, _, _ in head["results"])
             yield Chunk(head["job"], head["notes"], keys)
             opened.seek(head["size"], os.SEEK_CUR)
-
-
-def named(numbers: Sequence[int]) -> str:
-    """`3, 7, 9 and 12 more`."""
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[:8])) + more
 
 
 def check_no_older(path: Path) -> None:

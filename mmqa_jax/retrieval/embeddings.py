@@ -23,13 +23,13 @@ import numpy as np
 from jaxtyping import Float32
 
 from mmqa_jax.core.checksums import check_sums, digest, read_sums, write_sums
-from mmqa_jax.core.chunks import MOST_PARTS
+from mmqa_jax.core.chunks import MOST_PARTS, named
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
-from mmqa_jax.core.store import Store, check_no_link, named
+from mmqa_jax.core.store import Store, check_no_link
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
 from mmqa_jax.retrieval.vectors import not_finite
 
