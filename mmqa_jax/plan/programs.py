@@ -28,7 +28,8 @@ from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
 from mmqa_jax.models import llama_config
-from mmqa_jax.models.bart import Bart, BartConfig
+from mmqa_jax.models.bart import Bart
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes

@@ -28,7 +28,8 @@ from flax import nnx
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.bart import Bart, BartConfig, bart_base, bart_large_cnn
+from mmqa_jax.models.bart import Bart
+from mmqa_jax.models.bart_config import BartConfig, bart_base, bart_large_cnn
 from mmqa_jax.models.bert import Bert, BertConfig, bert_base_uncased
 from mmqa_jax.models.clip import CLIP, CLIPConfig, vit_b_32, vit_l_14
 from mmqa_jax.models.llama import Llama, unstack_layers

@@ -169,7 +169,7 @@ models.run_suite(tiny(), Options(rounds=1))
 
 def tiny():
     """The suite in sizes that compile fast."""
-    from mmqa_jax.models.bart import BartConfig
+    from mmqa_jax.models.bart_config import BartConfig
     from mmqa_jax.models.bert import BertConfig
     from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
     from mmqa_jax.models.llama_config import LlamaConfig

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_fingerprint, load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart import BartConfig
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.models.mcan_layers import FusionConfig

@@ -16,7 +16,7 @@ from tiny_checkpoints import CONFIGS, SETTINGS, make_source, published_arrays
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart import BartConfig
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.bert import bert_tiny
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.weights.bundled import minilm_path

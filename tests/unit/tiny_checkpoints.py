@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.bart import BartConfig
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling

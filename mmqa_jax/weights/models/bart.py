@@ -9,7 +9,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.bart import BartConfig
+from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
     KeyMap,
