@@ -67,7 +67,7 @@ class Checkpoints:
       fingerprint: of the run's config; a checkpoint of another config is refused.
       former: further fingerprints of the same experiment, as older checkpoints have them.
       keep: how many of the latest ones to keep. The best one is kept besides.
-      skip_damaged: whether damaged ones are set aside; see `checkpoint_files.check_steps`.
+      skip_damaged: whether damaged ones are set aside; see `check_steps`.
 
     Raises:
       UserError: a damaged checkpoint.

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 from mmqa_jax.core.errors import UserError
 
 T = TypeVar("T")
-Spec = Any  # of core.sections.check_section: names with their keys, or the kind of a mapping
+Spec = Any  # of check_section: names with their keys, or the kind of a mapping
 _REQUIRED = dataclasses.MISSING
 
 

@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
       axis: mesh axes, joined by "+".
       members: devices of a group.
       bytes: of the whole arrays that a group gathers or reduces, summed up.
-      hosts, links: see links.seconds_to_send.
+      hosts, links: see seconds_to_send.
     """
 
     kind: str

@@ -23,7 +23,7 @@ def tokens_of_text(tokens: Sequence[bytes], text: str, stops: Sequence[str], fin
     r"""How many of the reported tokens, from the first, make the text.
 
     A token counts if some of the text is in it: `.\n` counts where `\n` is a stop string, `\n\n`
-    does not. decoding.stop_strings.tokens_of_text is the same for the engine's tokens.
+    does not. decoding.requests.tokens_of_text is the same for the engine's tokens.
 
     Args:
       tokens: the text of each.

@@ -49,7 +49,7 @@ class _Prompt(NamedTuple):
     pictures: tuple[Picture, ...]
     encode: Callable[[str], list[int]]  # for longer texts with this prefix
     text: str
-    before_answer: str  # see chat_template.ChatFormat
+    before_answer: str  # see text_tokenizer.ChatFormat
 
 
 class EngineBackend:

@@ -1,4 +1,4 @@
-"""`mmqa report` of one training run: its curves, and the table of its validation."""
+"""`mmqa report` and `mmqa status` of a training run: curves, validation, how far it is, where time went."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Collective(NamedTuple):
       bytes: of the whole array of a device's group, summed up: what is gathered, reduced or
         permuted.
       hosts: whether groups reach over several hosts.
-      links: of a TPU slice that a member has to others of its group, see links.fewest_links; None:
+      links: of a TPU slice that a member has to others of its group, see plan.exchange.fewest_links; None:
         all that the device has.
       hidden_cycles: that a TPU works, by its compiler's estimate, while they run; None: they stop
         all else. Infinite where nobody estimates.
@@ -59,7 +59,7 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """See links.sent_bytes."""
+        """See plan.exchange.sent_bytes."""
         return sent_bytes(self.kind, self.members, self.bytes)
 
 
