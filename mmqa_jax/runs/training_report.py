@@ -1,4 +1,4 @@
-"""`mmqa report` and `mmqa status` of a training run: curves, validation, how far it is, where time went."""
+"""`mmqa report` and `mmqa status` of a training run: its curves, validation and progress."""
 
 from __future__ import annotations
 
