@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import launched_shard
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.shards import launched_shard
 from mmqa_jax.core.typed import check_section, spec_of
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Backend, Decoding

@@ -14,8 +14,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mmqa_jax.core import distributed
-from mmqa_jax.core.chunks import WHOLE, Engine, Job, Part, Shard
+from mmqa_jax.core.chunks import Engine, Job, Part
 from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.decoding.requests import Candidate, Scores
 from mmqa_jax.prompting.backends import Backend, Choices, Decoding
 from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key

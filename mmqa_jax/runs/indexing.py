@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core import distributed
-from mmqa_jax.core.chunks import WHOLE, Engine, Shard, check_chunk
+from mmqa_jax.core.chunks import Engine, check_chunk
 from mmqa_jax.core.files import check_out, read_json, write_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import check_store
 from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import PARTS, WHOLE, Engine, Shard
+from mmqa_jax.core.chunks import PARTS, Engine
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.paths import in_store, key_of
+from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.runs.answered import Answered, answering
 from mmqa_jax.runs.parts import OpenedParts

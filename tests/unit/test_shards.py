@@ -13,18 +13,9 @@ from pathlib import Path
 import pytest
 
 from mmqa_jax.core import chunks
-from mmqa_jax.core.chunks import (
-    WHOLE,
-    Job,
-    Part,
-    Shard,
-    parse_shard,
-    part_notes,
-    read_job,
-    read_parts,
-    write_job,
-)
+from mmqa_jax.core.chunks import Job, Part, part_notes, read_job, read_parts, write_job
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
 from mmqa_jax.core.store import HEAD, Store, chunk_files
 from mmqa_jax.runs.jobs import find_job, job_status
 
@@ -291,7 +282,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_shards import run, square
-from mmqa_jax.core.chunks import Shard
+from mmqa_jax.core.shards import Shard
 
 index, count, kill_at = map(int, sys.argv[3:])
 

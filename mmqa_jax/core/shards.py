@@ -1,0 +1,84 @@
+"""`--shard=I/N`: which share of a job this process does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mmqa_jax.core.errors import UserError
+
+# Slurm's of a job array, whose indices may begin above 0 and have a step.
+_SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT")
+# Kubernetes sets the index of an Indexed Job; the manifest has to give the count.
+_KUBERNETES = ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS")
+
+
+class Shard(NamedTuple):
+    """Share `index`, from 0, of a job that `count` processes share."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+WHOLE = Shard(0, 1)
+
+
+def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
+    """The value of `--shard`.
+
+    Args:
+      text: `I/N`; `auto`: from the variables of a Slurm array or of a Kubernetes Indexed Job;
+        `auto/N`: only I from there.
+
+    Raises:
+      UserError: none of these, or the variables are missing.
+    """
+    index, slash, count = text.partition("/")
+    if index == "auto":
+        shard = _of_environment(text, count if slash else None, environment)
+    elif slash and index.isdecimal() and count.isdecimal():
+        shard = Shard(int(index), int(count))
+    else:
+        shard = Shard(0, 0)
+    if not shard.index < shard.count:
+        found = "" if index != "auto" else f" (the environment says {shard})"
+        raise UserError(
+            f"--shard={text}: I/N with I from 0 to N - 1 was expected, such as 0/8, or auto{found}."
+        )
+    return shard
+
+
+def launched_shard() -> Shard:
+    """The share of this process among those that JAX joined to one launch."""
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return WHOLE
+    return Shard(jax.process_index(), jax.process_count())
+
+
+def _of_environment(text: str, count: str | None, environment: Mapping[str, str]) -> Shard:
+    def number(name: str, default: str | None = None) -> int:
+        value = environment.get(name) or default
+        if value is None or not value.isdecimal():
+            said = "is not set" if value is None else f"is {value!r}"
+            raise UserError(
+                f"--shard={text}: the environment variable {name} {said}; start the command in a "
+                "Slurm job array or a Kubernetes Indexed Job (with JOB_COMPLETIONS set to its "
+                "completions), or give --shard=I/N."
+            )
+        return int(value)
+
+    def total(name: str) -> int:
+        if count is None:
+            return number(name)
+        return int(count) if count.isdecimal() else 0
+
+    if _KUBERNETES[0] in environment and _SLURM[0] not in environment:
+        return Shard(number(_KUBERNETES[0]), total(_KUBERNETES[1]))
+    task = number(_SLURM[0])
+    first, step = number("SLURM_ARRAY_TASK_MIN", "0"), number("SLURM_ARRAY_TASK_STEP", "1")
+    return Shard((task - first) // max(step, 1), total(_SLURM[1]))
