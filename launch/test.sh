@@ -2,12 +2,13 @@
 # The one test command: sets up .venv with the test extras, lints, and runs every test that
 # needs no accelerator. `launch/test.sh quick` runs the unit tests that compile no model, for the
 # edit loop. Further arguments go to pytest: launch/test.sh tests/unit -k beam
-# `launch/test.sh --durations` writes where the seconds went to durations.json, and prints a table.
+# `launch/test.sh --durations` writes where the seconds went to durations*.json, and prints tables.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test
 .venv/bin/ruff check --quiet .
 .venv/bin/ruff format --check --quiet .
+mesh=()
 case "${1:-}" in
   quick)
     shift
@@ -15,16 +16,17 @@ case "${1:-}" in
     ;;
   --durations)
     shift
+    mesh=(--seconds=durations_mesh.json)
     set -- --seconds=durations.json "$@"
     ;;
 esac
 # Two workers; a file stays with one, so that its fixtures are made once. In the order of the
 # folders the longest files come first, so that no worker waits for the other at the end.
-if [ $# -gt 0 ]; then
+if [ $# -gt ${#mesh[@]} ]; then
   exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 fi
 status=0
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder || status=1
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=1
 # In a process of their own: tests/mesh/conftest.py.
-.venv/bin/python -m pytest -n 2 --dist loadfile tests/mesh || status=1
+.venv/bin/python -m pytest -n 2 --dist loadfile "${mesh[@]}" tests/mesh || status=1
 exit "$status"
