@@ -38,7 +38,8 @@ from mmqa_jax.weights.folder import (
     read_record,
     write_converted_sums,
 )
-from mmqa_jax.weights.formats.orbax import StreamedArray, stored_specs, write_weights
+from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
+from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
 from mmqa_jax.weights.layouts import require_given

@@ -27,7 +27,7 @@ from mmqa_jax.core.paths import absolute, as_path, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.weights.config_json import config_to_json
-from mmqa_jax.weights.formats.orbax import read_weights, stored_specs
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
 

@@ -23,7 +23,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.array_pickle import load_arrays, read_npz
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Llama2cSource
-from mmqa_jax.weights.formats.orbax import stored_specs
+from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.formats.torch import TorchSource
 

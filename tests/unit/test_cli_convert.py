@@ -30,7 +30,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.formats import orbax
+from mmqa_jax.weights.formats import orbax, orbax_reader
 from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import ARCHITECTURES
@@ -226,14 +226,14 @@ import sys, jax, numpy as np
 from flax import nnx
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.weights.formats import orbax
+from mmqa_jax.weights.formats import orbax_reader
 from mmqa_jax.weights.folder import load_converted
-largest, read_shard = {}, orbax._read_shard
+largest, read_shard = {}, orbax_reader._read_shard
 def watched(store, dtype, index):
     part = read_shard(store, dtype, index)
     largest[tuple(store.shape)] = max(part.size, largest.get(tuple(store.shape), 0))
     return part
-orbax._read_shard = watched
+orbax_reader._read_shard = watched
 mesh = make_mesh({"fsdp": 4, "tensor": 2})
 spread = flatten_named(nnx.state(load_converted(sys.argv[1], mesh=mesh)))
 pieces = dict(largest)
@@ -264,7 +264,7 @@ def test_onto_a_mesh_each_device_reads_its_own_shard(made):
 def test_a_large_array_is_read_in_blocks(tmp_path, monkeypatch):
     """Whatever the block and chunk sizes, the values are those that were written."""
     monkeypatch.setattr(orbax, "_CHUNK_BYTES", 256)
-    monkeypatch.setattr(orbax, "_READ_BYTES", 1000)
+    monkeypatch.setattr(orbax_reader, "_READ_BYTES", 1000)
     rng = np.random.default_rng(0)
     values = {
         "stack": rng.normal(size=(5, 7, 9)).astype(np.float32),
@@ -283,11 +283,11 @@ def test_a_large_array_is_read_in_blocks(tmp_path, monkeypatch):
         for name, value in values.items()
     }
     orbax.write_weights(tmp_path / "x", arrays)
-    specs = orbax.stored_specs(tmp_path / "x")
+    specs = orbax_reader.stored_specs(tmp_path / "x")
     assert {name: spec.shape for name, spec in specs.items()} == {
         name: value.shape for name, value in values.items()
     }
-    for name, array in orbax.read_weights(tmp_path / "x", specs).items():
+    for name, array in orbax_reader.read_weights(tmp_path / "x", specs).items():
         np.testing.assert_array_equal(array, values[name])
 
 

@@ -14,7 +14,7 @@ from tiny_llm import letters, llama_config, write_folder
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.folder import load_converted, read_metadata
-from mmqa_jax.weights.formats.orbax import read_weights, stored_specs
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.published import load_published
 
 pytestmark = pytest.mark.usefixtures("quiet")
