@@ -1,4 +1,4 @@
-"""Orbax checkpoints, written slice by slice and read block by block.
+"""Orbax checkpoints written slice by slice; orbax_reader.py reads them.
 
 Orbax saves arrays that are in memory. Here an array can be one that is made while it is written.
 The files are those of any Orbax checkpoint.
