@@ -116,6 +116,35 @@ def _optimized(request) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
+# Programs of models are kept between runs: compiling them again is most of these folders' time.
+_KEPT_PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+_OF_MODELS = ("equivalence", "mesh")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_programs(request) -> Iterator[None]:
+    """JAX's compilation cache, for tests that do not ask what is compiled."""
+    if request.node.path.parent.name not in _OF_MODELS:
+        yield
+        return
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    chosen = {
+        "jax_compilation_cache_dir": str(_KEPT_PROGRAMS),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: jax.config.values[name] for name in chosen}
+    for name, value in chosen.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="module")
 def run_on_devices(request) -> Callable[..., str]:
     """Runs a script of the test's folder on fake CPU devices, and returns what it prints.
