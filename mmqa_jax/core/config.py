@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -128,6 +129,8 @@ def load_module(file: Path) -> ModuleType:
 
 def _execute(file: Path) -> ModuleType:
     module = ModuleType(file.stem)
+    # Kept: tasks and systems that the file defines are found as subclasses, while they are there.
+    sys.modules[f"config file {file.resolve()}"] = module
     module.__file__ = str(file)
     with _mistakes_named(file):
         exec(compile(file.read_bytes(), file, "exec", dont_inherit=True), module.__dict__)
