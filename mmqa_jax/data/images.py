@@ -210,11 +210,6 @@ def verify(data: bytes, name: str = "picture") -> None:
         decode(data, name)
 
 
-def load_picture_file(path: str | os.PathLike) -> Image.Image:
-    """Reads a picture file given by the user; raises UserError where it is not one."""
-    return decode(read_picture_file(path), str(path))
-
-
 def read_picture_file(path: str | os.PathLike) -> bytes:
     """Encoded bytes of a picture file; UserError where it cannot be read or is too large."""
     try:

@@ -17,19 +17,14 @@ that leads out of it. Pictures that lie elsewhere are copied into it.
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
-import shutil
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from PIL import Image
-
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_jsonl, remove_leftovers, unfinished, write_jsonl
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.picture_bounds import check_bytes
 from mmqa_jax.data.picture_tar import PictureTar, plain_path
 from mmqa_jax.data.schema import SPLITS, Question, Source
@@ -73,33 +68,6 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
         (_Row(path, line, value) for line, value in rows), pictures, _question, sources
     )
     return Interchange(list(sources.values()), list(questions.values()), pictures)
-
-
-def export_interchange(corpus: Corpus, folder: str | os.PathLike) -> None:
-    """Writes a corpus as an interchange folder with its pictures as files.
-
-    A picture path without a suffix gets that of its format. The folder must be new or empty;
-    it is written whole or not at all.
-    """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not an empty folder; name another to export to.")
-    remove_leftovers(folder)
-    temporary = unfinished(folder)
-    try:
-        temporary.mkdir(parents=True)
-        questions = corpus.questions()
-        names = {row.image: "" for row in (*corpus.sources, *questions) if row.image is not None}
-        for name in names:
-            names[name] = _export_picture(name, corpus.read_picture(name), temporary)
-        write_jsonl(temporary / "sources.jsonl", (_exported(row, names) for row in corpus.sources))
-        if questions:
-            write_jsonl(temporary / "questions.jsonl", (_exported(row, names) for row in questions))
-        if folder.exists():
-            folder.rmdir()
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class _Row:
@@ -262,29 +230,3 @@ class _Pictures:
         path = self.folder / name
         check_bytes(path.stat().st_size, name)
         return path.read_bytes()
-
-
-def _export_picture(name: str, data: bytes | None, folder: Path) -> str:
-    """Writes one picture and returns its path in the folder."""
-    if data is None:
-        raise UserError(f"picture {name!r} is not in the corpus; prepare it again.")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise UserError(f"picture {name!r} would be outside the folder; prepare the corpus again.")
-    if not path.suffix:
-        with Image.open(io.BytesIO(data)) as image:
-            path = path.with_suffix("." + (image.format or "img").lower())
-    target = folder / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data)
-    return str(path)
-
-
-def _exported(row: Source | Question, names: Mapping[str, str]) -> dict[str, Any]:
-    """A row of a jsonl file: keys without a value are left out, extra keys are added."""
-    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    extra = values.pop("extra")
-    values["image"] = names[row.image] if row.image is not None else None
-    lost = isinstance(row, Source) and row.modality == "image" and row.image is None
-    kept = {k: v for k, v in values.items() if v not in (None, "", ()) or (k == "image" and lost)}
-    return {**extra, **kept}

@@ -85,11 +85,6 @@ class BartScorer:
         graphdef, self._state = nnx.split(model)
         self._means = make_likelihoods(graphdef)
 
-    @property
-    def compilations(self) -> int:
-        """How many shapes have been compiled."""
-        return self._means._cache_size()
-
     def score(
         self, sources: Sequence[str], targets: Sequence[str], progress: Progress | None = None
     ) -> Float[np.ndarray, " pairs"]:

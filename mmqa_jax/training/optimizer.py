@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named, name_of
-from mmqa_jax.core.typed import at_least, read_typed
+from mmqa_jax.core.typed import at_least
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -104,11 +104,6 @@ class OptimizerOptions:
                     f"config section train.optimizer: {pattern!r} is not a regular expression "
                     f"({error}); correct it."
                 ) from error
-
-
-def read_options(section: Mapping[str, Any]) -> OptimizerOptions:
-    """The section `train.optimizer` of a config; UserError for a wrong key or value."""
-    return read_typed(OptimizerOptions, section, "train.optimizer")
 
 
 def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:

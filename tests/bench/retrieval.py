@@ -12,7 +12,6 @@ no numerical library at import: what a process holds counts as its children's.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import sys
 import tempfile
@@ -21,19 +20,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.speed import host_name, read_bandwidth, threads
+from mmqa_jax.core.speed import host_name, read_bandwidth
 from tests.bench import Options
 from tests.bench.runner import Case, measure, row_of, time_case
 from tests.bench.timing import run_child
 
 ROWS = (
     *("scann_recall", "scann_search", "exact_search", "index_build", "index_memory"),
-    *("bm25_search", "bm25_memory", "imgs_tsv"),
+    *("bm25_search", "bm25_memory"),
 )
 # WebQA's sources are 389,750 pictures and 544,489 snippets, 934,239 in all.
 _SIZES = {
-    "small": {"rows": 50_000, "dim": 512, "queries": 1000, "snippets": 30_000, "pictures": 200},
-    "full": {"rows": 934_000, "dim": 512, "queries": 1000, "snippets": 544_489, "pictures": 2000},
+    "small": {"rows": 50_000, "dim": 512, "queries": 1000, "snippets": 30_000},
+    "full": {"rows": 934_000, "dim": 512, "queries": 1000, "snippets": 544_489},
 }
 _TOP_K = 20
 _ROUNDS = 3
@@ -48,7 +47,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_sizes(sizes: dict[str, int], options: Options) -> dict[str, Any]:
-    """Measures with as many `rows`, `dim`, `queries`, `snippets` and `pictures` as `sizes` says;
+    """Measures with as many `rows`, `dim`, `queries` and `snippets` as `sizes` says;
     returns what `--json` prints."""
     wanted = options.chosen(ROWS)
     rounds = options.rounds or _ROUNDS
@@ -79,8 +78,6 @@ def _cases(
         rows, peak = step("bm25")
         yield from rows
         yield Case("bm25_memory", "GiB", peak, notes=_required(sizes, _BM25_GIB))
-    if "imgs_tsv" in wanted:
-        yield from step("pictures")[0]
 
 
 def _required(sizes: dict[str, int], value: float) -> dict[str, float]:
@@ -187,38 +184,6 @@ def _bm25(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     return [_timed(case, sizes)]
 
 
-def _pictures(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    import io
-
-    from PIL import Image
-
-    from mmqa_jax.data.datasets.webqa import ImagesTsv
-    from mmqa_jax.data.datasets.webqa_pictures import decoded_pictures
-    from tests.bench.retrieval_data import write_pictures
-
-    encoded = write_pictures(folder, sizes["pictures"])
-    pictures = ImagesTsv(folder / "imgs.tsv")
-
-    def ours() -> None:
-        for _ in decoded_pictures(pictures, workers=threads()):
-            pass
-
-    def decode(data: bytes) -> None:
-        with Image.open(io.BytesIO(data)) as image:
-            image.convert("RGB")
-
-    pool = concurrent.futures.ThreadPoolExecutor(threads())
-
-    def pillow() -> None:
-        for _ in pool.map(decode, encoded):
-            pass
-
-    notes = {**_required(sizes, 0.8), "peer_is": "Pillow, bytes in memory"}
-    case = Case("imgs_tsv", "pictures/s", ours, pillow, count=len(encoded), notes=notes)
-    row = _timed(case, sizes)
-    return [row | {"floor": row["peer"]}]
-
-
 def _open_vectors(folder: Path) -> Any:
     import numpy as np
 
@@ -260,7 +225,6 @@ _STEPS = {
     "build": _build,
     "search": _search,
     "bm25": _bm25,
-    "pictures": _pictures,
 }
 
 

@@ -154,11 +154,14 @@ def _in_the_loop(sizes: Sizes, batches: list[Any], mesh: Mesh, steps: int) -> fl
 def _alone(sizes: Sizes, batches: list[Any], mesh: Mesh, steps: int) -> float:
     """The jitted step, with as many steps in flight as the loop has."""
     from mmqa_jax.core.mesh import DEFAULT_RULES, put_batch
-    from mmqa_jax.training.optimizer import make_optimizer, read_options
+    from mmqa_jax.core.typed import read_typed
+    from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
     from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
 
     task, feed = _task(sizes), InMemory(batches)
-    optimizer, schedule = make_optimizer(read_options(dict(_OPTIMIZER)), steps)
+    optimizer, schedule = make_optimizer(
+        read_typed(OptimizerOptions, dict(_OPTIMIZER), "train.optimizer"), steps
+    )
     model = split_model(task, _SEED)
     abstract = abstract_state(model, optimizer, mesh, DEFAULT_RULES)
     step = make_step(

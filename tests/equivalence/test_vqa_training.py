@@ -19,13 +19,14 @@ from test_mcan import TorchMCAN
 from torch import nn
 
 from mmqa_jax.core.config import load_module
+from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary, make_vocabulary
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.models.mcan import MCAN
 from mmqa_jax.tasks.objectives import VQAObjective
-from mmqa_jax.training.optimizer import make_optimizer, read_options
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.weights.layouts import Checkpoint
 from mmqa_jax.weights.models.mcan import mcan_key_map, publish_mcan
 from mmqa_jax.weights.published import load_checkpoint
@@ -125,7 +126,7 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
     section["eps"] *= 64 / ROWS  # the mean over a batch, see the config
     if "clip_norm" in section:
         section["clip_norm"] *= 64 / ROWS
-    options = read_options(section)
+    options = read_typed(OptimizerOptions, section, "train.optimizer")
     transform, _ = make_optimizer(options, STEPS)
     task = VQAObjective(config)
     graphdef, params = nnx.split(ours)
@@ -170,7 +171,9 @@ def test_schedules_of_both_originals():
     module = load_module(path)
     for mode, highest in (("pretrain", 7e-5), ("openvqa", 1e-4)):
         train = module.get_config(mode).train
-        _, schedule = make_optimizer(read_options(train.optimizer.to_dict()), train.steps)
+        _, schedule = make_optimizer(
+            read_typed(OptimizerOptions, train.optimizer.to_dict(), "train.optimizer"), train.steps
+        )
         factors = [0.25, 0.5, 0.75, *[1.0] * 7, 0.2, 0.2, 0.04]
         assert train.steps == 13 * EPOCH
         for epoch, factor in enumerate(factors):

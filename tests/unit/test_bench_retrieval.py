@@ -12,7 +12,7 @@ from tests.bench import retrieval as bench
 from tests.bench import retrieval_data as inputs
 from tests.bench.timing import child_environment
 
-SIZES = {"rows": 600, "dim": 16, "queries": 20, "snippets": 300, "pictures": 5}
+SIZES = {"rows": 600, "dim": 16, "queries": 20, "snippets": 300}
 
 
 def test_numpy_search_is_exact():
@@ -62,7 +62,7 @@ def test_rows(tmp_path):
     """Every step once, in this process."""
     sizes = {**SIZES, "rounds": 1}
     steps = {name: step(tmp_path, sizes) for name, step in bench._STEPS.items()}
-    rows = [row for name in ("search", "bm25", "pictures") for row in steps[name]]
+    rows = [row for name in ("search", "bm25") for row in steps[name]]
     assert {row["name"] for row in rows} == set(bench.ROWS) - {
         "index_build", "index_memory", "bm25_memory",
     }  # fmt: skip

@@ -186,14 +186,15 @@ def test_bytes_that_are_no_picture(data):
 def test_picture_file_of_the_user(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encode(noise(5, 6)))
-    np.testing.assert_array_equal(images.load_picture_file(path), noise(5, 6))
+    data = images.read_picture_file(path)
+    np.testing.assert_array_equal(images.decode(data, str(path)), noise(5, 6))
     path.write_text("I am a letter")
     with pytest.raises(UserError, match=r"a\.png: not a picture that can be decoded"):
-        images.load_picture_file(path)
+        images.decode(images.read_picture_file(path), str(path))
     with pytest.raises(UserError, match=r"b\.png: no such picture file"):
-        images.load_picture_file(tmp_path / "b.png")
+        images.read_picture_file(tmp_path / "b.png")
     with pytest.raises(UserError, match="cannot be read"):
-        images.load_picture_file(tmp_path)
+        images.read_picture_file(tmp_path)
 
 
 def test_patches_and_their_boxes_agree():

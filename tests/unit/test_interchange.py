@@ -13,9 +13,9 @@ from PIL import Image
 from shared_data import SHARED, require
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import decode
-from mmqa_jax.data.interchange import export_interchange, read_interchange
+from mmqa_jax.data.interchange import read_interchange
 from mmqa_jax.data.prepare import prepare_interchange
 from mmqa_jax.data.schema import Question, Source
 
@@ -99,31 +99,6 @@ def test_pictures_from_a_tar(tmp_path):
     (folder / "images.tar").write_bytes(b"no tar at all" * 100)
     with pytest.raises(UserError, match=r"images\.tar: not an uncompressed tar"):
         read_interchange(folder)
-
-
-def test_export_and_prepare_again_is_the_same_corpus(tmp_path):
-    prepare_interchange(write(tmp_path / "in"), tmp_path / "first")
-    first = open_corpus(tmp_path / "first")
-    export_interchange(first, tmp_path / "exported")
-    prepare_interchange(tmp_path / "exported", tmp_path / "second")
-    second = open_corpus(tmp_path / "second")
-    assert second.sources == first.sources
-    assert second.questions() == first.questions()
-    assert second.fingerprint == first.fingerprint
-    with pytest.raises(UserError, match="exported: exists and is not an empty folder"):
-        export_interchange(first, tmp_path / "exported")
-
-
-def test_export_names_pictures_by_their_format(tmp_path):
-    sources = [dict(SOURCES[1], image="images/30000001")]
-    folder = write(tmp_path / "in", sources, None)
-    (folder / "images" / "30000001").write_bytes(png())
-    prepare_interchange(folder, tmp_path / "out")
-    export_interchange(open_corpus(tmp_path / "out"), tmp_path / "exported")
-    (row,) = map(json.loads, (tmp_path / "exported" / "sources.jsonl").read_text().splitlines())
-    assert row["image"] == "images/30000001.png"
-    assert (tmp_path / "exported" / "images" / "30000001.png").read_bytes() == png()
-    assert not (tmp_path / "exported" / "questions.jsonl").exists()
 
 
 def source(**change):
@@ -357,15 +332,6 @@ def test_a_tar_that_claims_what_it_does_not_hold(tmp_path, content):
     (folder / "images.tar").write_bytes(content + bytes(20_480))
     with pytest.raises(UserError, match=r"images\.tar: not an uncompressed tar file"):
         read_interchange(folder)
-
-
-def test_export_writes_nothing_outside_the_folder(tmp_path):
-    read = read_interchange(write(tmp_path / "in"))
-    rows = [dataclasses.replace(read.sources[0], modality="image", image="../../away.png")]
-    corpus = Corpus(rows, [], lambda name: png(), "", None)
-    with pytest.raises(UserError, match=r"'\.\./\.\./away\.png' would be outside the folder"):
-        export_interchange(corpus, tmp_path / "deep" / "out")
-    assert not list(tmp_path.rglob("away.png"))
 
 
 @pytest.mark.parametrize("where", ["folder", "tar"])

@@ -11,10 +11,15 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.training.optimizer import make_optimizer, make_schedule, read_options
+from mmqa_jax.core.typed import read_typed
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, make_schedule
 
 STEPS = 20
 SHAPES = {"dense/kernel": (4, 3), "dense/bias": (3,), "norm/scale": (3,), "head/kernel": (3, 2)}
+
+
+def read_options(section) -> OptimizerOptions:
+    return read_typed(OptimizerOptions, section, "train.optimizer")
 
 
 def start_and_gradients(shapes=SHAPES, count=5):

@@ -190,7 +190,7 @@ def test_files_beyond_the_bound_are_not_read(tmp_path):
     with open(path, "wb") as file:
         file.truncate(2**33)
     with pytest.raises(images.PictureError, match=r"hole\.png: 8,589,934,592 bytes, more than"):
-        images.load_picture_file(path)
+        images.read_picture_file(path)
 
 
 def test_llava_takes_the_short_way_only_for_large_squares():

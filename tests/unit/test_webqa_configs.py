@@ -14,6 +14,7 @@ from baseline_packing import PAD, VLP_WEBQA, training
 
 from mmqa_jax.core.config import flatten, load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.atlas_reader import AtlasPackingConfig
 from mmqa_jax.data.packing import (
     Bucket,
@@ -24,7 +25,7 @@ from mmqa_jax.data.packing import (
 )
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.tasks.reading import check_config, read_task
-from mmqa_jax.training.optimizer import make_schedule, read_options
+from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
 LONGEST = {0: 512, 1: 312, 2: 312}  # text columns without, with one and two pictures
@@ -137,7 +138,7 @@ def test_the_larger_batch_sees_as_many_questions():
 @pytest.mark.parametrize("name", ["vlp_select", "vlp_qa"])
 def test_training_is_plain_adam_at_one_rate_on_128_questions(name):
     config = read(name)
-    options = read_options(config.train.optimizer)
+    options = read_typed(OptimizerOptions, config.train.optimizer, "train.optimizer")
     assert (options.name, options.clip_norm, options.weight_decay) == ("adam", None, None)
     schedule = make_schedule(options, config.train.steps)
     rate = {"vlp_select": 3e-5, "vlp_qa": 1e-4}[name]
