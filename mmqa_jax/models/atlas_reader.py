@@ -199,8 +199,7 @@ class AtlasVLP(VLP):
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """As VLP's; tokens that are neither written nor in the context cannot be learned."""
-        hidden = self.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
-        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
+        hidden, at_masks = self._encode_at(inputs, positions, dropout_key)
         context = Context(hidden, inputs.input_ids, inputs.context_mask)
         said = said_before(inputs, positions)  # [B, P, L]
         log_probs = self.log_probs_of(at_masks, context, said, ids)

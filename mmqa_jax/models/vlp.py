@@ -208,11 +208,17 @@ class VLP(nnx.Module):
         positions, ids: [B, P]. Returns [B, P] float32, and bool [B, P]: whether the model can say
         such a token at all; VLP can say every one.
         """
-        hidden = self.encode(inputs, dropout_key=dropout_key)  # [B, L, H]
-        at_masks = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)  # [B, P, H]
+        _, at_masks = self._encode_at(inputs, positions, dropout_key)
         logits = self.mlm_logits(at_masks)
         chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.ones(ids.shape, bool)
+
+    def _encode_at(
+        self, inputs: VLPInputs, positions: jax.Array, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Hidden states of the last layer, [B, L, H], and those at `positions`, [B, P, H]."""
+        hidden = self.encode(inputs, dropout_key=dropout_key)
+        return hidden, jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
 
     def prefill(self, inputs: VLPInputs) -> Prefix:
         """Encodes source and question once; what is in answer positions is never seen."""

@@ -17,7 +17,7 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, llava_choice
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
-from mmqa_jax.prompting.few_shot import ask_few_shot, one_prompt, pictures_of, read_one
+from mmqa_jax.prompting.few_shot import ask, few_shot_prompts, one_prompt, pictures_of, read_one
 from mmqa_jax.prompting.templates import load_template
 
 
@@ -44,7 +44,8 @@ def answer_llava(
         return Chat(key, (Message("user", (*pictures[question.id], text)),), decoding)
 
     no_shots = one_prompt(questions, [[]] * len(questions))
-    replies = ask_few_shot(questions, no_shots, llm, load_template(template), fields, show)
+    prompts = few_shot_prompts(questions, no_shots, llm, load_template(template), fields, show)
+    replies = ask(prompts, llm)
     predictions = list(map(read_one, questions, replies))
     if read == "text":
         return predictions

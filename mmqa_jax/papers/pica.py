@@ -34,8 +34,9 @@ from mmqa_jax.prompting.few_shot import (
     MakeQuery,
     Order,
     Replies,
-    ask_few_shot,
+    ask,
     continued,
+    few_shot_prompts,
     majority_answer,
     one_prompt,
     outputs_record,
@@ -88,11 +89,12 @@ def answer_pica(
     if shot_captions == "people":
         chosen = [[_captioned_by_people(shot, seed) for shot in prompt] for prompt in chosen]
         questions = [_as_released(question) for question in questions]
-    replies = ask_few_shot(
+    prompts = few_shot_prompts(
         questions, several_prompts(questions, chosen, shots, ensemble), llm,
         load_template(template), _fields_of(tags, shot_answer), _one_line(max_new_tokens),
         order, knowledge,
     )  # fmt: skip
+    replies = ask(prompts, llm)
     return [_most_probable(*pair, pica_answer) for pair in zip(questions, replies, strict=True)]
 
 
@@ -128,10 +130,11 @@ def answer_promptcap(
 
     chosen = library.select(questions, shots, similarity, seed=seed)
     captioned, chosen = with_captions(questions, chosen, captions)
-    replies = ask_few_shot(
+    prompts = few_shot_prompts(
         captioned, several_prompts(captioned, chosen, shots, 1), llm,
         load_template("pica.okvqa"), fields, _one_line(max_new_tokens), "most_similar_last",
     )  # fmt: skip
+    replies = ask(prompts, llm)
     predictions = [
         _most_probable(*pair, _promptcap_answer) for pair in zip(questions, replies, strict=True)
     ]
@@ -354,10 +357,11 @@ def _answer_webqa(
 ) -> list[Prediction]:
     """The model's sentence up to the end of its bracket or line."""
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("</Answer>", "\n"), logprobs=True)
-    replies = ask_few_shot(
+    prompts = few_shot_prompts(
         questions, one_prompt(questions, shots), llm,
         load_template(template), fields, continued(decoding), order,
     )  # fmt: skip
+    replies = ask(prompts, llm)
 
     def read(question: Question, replies: Replies) -> Prediction:
         prediction, (prompt,) = read_one(question, replies), replies.prompts

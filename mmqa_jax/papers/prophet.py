@@ -22,8 +22,9 @@ from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
     Fields,
     Replies,
-    ask_few_shot,
+    ask,
     continued,
+    few_shot_prompts,
     majority_answer,
     outputs_record,
     prompts_record,
@@ -66,10 +67,11 @@ def answer_prophet(
     nearest = heuristics.select(questions, library, shots * ensemble, similarity, seed=seed)
     captioned, nearest = with_captions(questions, nearest, captions)
     chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]
-    replies = ask_few_shot(
+    prompts = few_shot_prompts(
         captioned, several_prompts(captioned, chosen, shots, ensemble), llm,
         load_template(_TEMPLATE), _fields_of(heuristics, candidates), continued(decoding),
     )  # fmt: skip
+    replies = ask(prompts, llm)
     predictions = [
         _elected(question, replies_to_it, heuristics.best(question))
         for question, replies_to_it in zip(questions, replies, strict=True)

@@ -25,7 +25,8 @@ from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Mes
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
     Order,
-    ask_few_shot,
+    ask,
+    few_shot_prompts,
     one_prompt,
     pictures_of,
     read_one,
@@ -78,10 +79,11 @@ def answer_rmr(
         return Completion(key, text, decoding, seen[question.id])
 
     triplets = library.select(questions, shots, similarity, seed=seed)
-    replies = ask_few_shot(
+    prompts = few_shot_prompts(
         questions, one_prompt(questions, triplets), llm,
         load_template(template), fields, show, order, knowledge,
     )  # fmt: skip
+    replies = ask(prompts, llm)
     predictions = []
     for question, output in zip(questions, map(read_one, questions, replies), strict=True):
         choice = llava_choice(output.answer, len(question.choices))

@@ -1,7 +1,7 @@
 """Prompts of solved examples and one open question, with as many examples as fit, and replies.
 
 A prompted system chooses shots for its questions (shots.py), says what a template's fields are, and
-reads what the model replies. What lies between is the same for all: `ask_few_shot`.
+reads what the model replies. What lies between is the same for all: `few_shot_prompts` and `ask`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,13 @@ def few_shot_prompts(
     order: Order = "most_similar_first",
     knowledge: KnowledgeBase | None = None,
 ) -> list[list[FewShot]]:
-    """The prompts of every question, each with as many of its shots as the context holds."""
+    """The prompts of every question, each with as many of its shots as the context holds.
+
+    Args:
+      shots: of every question its prompts (`one_prompt`, `several_prompts`).
+      make: the query of a prompt (`continued`, or a system's own).
+      knowledge: whose passages follow a question's context; None: there are none.
+    """
 
     def prompts_of(
         question: Question, shots_of: ShotsOfPrompts, passages: Sequence[Passage] | None
@@ -189,27 +195,6 @@ def ask(prompts: Sequence[Sequence[FewShot]], llm: Backend) -> list[Replies]:
         return Replies(of_question, results, failed)
 
     return list(map(replies, prompts))
-
-
-def ask_few_shot(
-    questions: Sequence[Question],
-    shots: Sequence[ShotsOfPrompts],
-    llm: Backend,
-    template: PromptTemplate,
-    fields: Fields,
-    make: MakeQuery,
-    order: Order = "most_similar_first",
-    knowledge: KnowledgeBase | None = None,
-) -> list[Replies]:
-    """The model's replies to the prompts of every question.
-
-    Args:
-      shots: of every question its prompts (`one_prompt`, `several_prompts`).
-      make: the query of a prompt (`continued`, or a system's own).
-      knowledge: whose passages follow a question's context; None: there are none.
-    """
-    prompts = few_shot_prompts(questions, shots, llm, template, fields, make, order, knowledge)
-    return ask(prompts, llm)
 
 
 def read_one(question: Question, replies: Replies) -> Prediction:
