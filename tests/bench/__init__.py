@@ -30,6 +30,7 @@ BENCHES = {
     "train": "the loop, checkpoints, and runs and jobs of several processes",
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
     "plan": "what the compiler makes of the programs that `mmqa plan` judges",
+    "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
 }
 SIZES = ("small", "full")
