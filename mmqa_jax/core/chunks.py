@@ -288,13 +288,13 @@ class Job:
 
     def _claim(self) -> None:
         """Makes the folder this job's, or checks that it is."""
-        found = read_job(self.folder) if (self.folder / HEAD).exists() else None
-        if found is not None and self._is_same(found):
-            if found != self._record._replace(complete=found.complete):
-                write_job(self.folder, self._record._replace(complete=found.complete))
+        recorded = read_job(self.folder) if (self.folder / HEAD).exists() else None
+        if recorded is not None and self._is_same(recorded):
+            if recorded != self._record._replace(complete=recorded.complete):
+                write_job(self.folder, self._record._replace(complete=recorded.complete))
             return
-        if found is not None and not found.complete and (self.shared or found.shards > 1):
-            theirs = {**found.job, "code": found.code}
+        if recorded is not None and not recorded.complete and (self.shared or recorded.shards > 1):
+            theirs = {**recorded.job, "code": recorded.code}
             ours = {**self._record.job, "code": self._record.code}
             key = next(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
             raise UserError(
@@ -304,16 +304,16 @@ class Job:
             )
         self._claimed = True
         for file in chunk_files(self.folder):
-            if found is not None or not self._made(file):
+            if recorded is not None or not self._made(file):
                 file.unlink()
         write_job(self.folder, self._record)
 
-    def _is_same(self, found: JobRecord) -> bool:
-        """Whether a job that was found is this one, however many shared it."""
-        if found.job != self._record.job:
+    def _is_same(self, recorded: JobRecord) -> bool:
+        """Whether a recorded job is this one, however many shared it."""
+        if recorded.job != self._record.job:
             return False
-        same_code = found.code in (None, self._record.code)
-        return same_code or not (self.shared or found.shards > 1)
+        same_code = recorded.code in (None, self._record.code)
+        return same_code or not (self.shared or recorded.shards > 1)
 
     def _made(self, file: Path) -> bool:
         """Whether a part is this job's, of which job.json was deleted."""

@@ -194,8 +194,8 @@ class MaskingConfig:
         add_targets(arrays, positions, targets, weights, self.max_pred)
         draw = rng.random(count)
         random_ids = rng.integers(packer.tokenizer.vocab_size, size=count)
-        shown = np.where(draw < 0.9, random_ids, targets)
-        ids[positions] = np.where(draw < 0.8, packer.tokenizer.mask_id, shown)
+        drawn = np.where(draw < 0.9, random_ids, targets)
+        ids[positions] = np.where(draw < 0.8, packer.tokenizer.mask_id, drawn)
         return arrays
 
 

@@ -325,10 +325,10 @@ def add_published_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     for number, token in sorted((_number(key, file), value) for key, value in numbered.items()):
         added = _token(token, f"{file}, added_tokens_decoder {number}")
         tokenizer.add_tokens([added])
-        found = tokenizer.token_to_id(added.content)
-        if found != number:
+        known = tokenizer.token_to_id(added.content)
+        if known != number:
             raise UserError(
-                f"{file}: the token {added.content!r} is number {number} there, and {found} in "
+                f"{file}: the token {added.content!r} is number {number} there, and {known} in "
                 "tokenizer.json; fetch both files of one version."
             )
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -421,9 +421,9 @@ def apply_settings(tokenizer: Tokenizer, folder: Path) -> None:
     if isinstance(tokenizer.model, models.WordPiece) and kind in ("", "BertTokenizer"):
         _normalize_as_bert(tokenizer, settings)
     elif isinstance(tokenizer.model, models.BPE) and kind == "LlamaTokenizer":
-        found = prefix_of(tokenizer)
+        given_by_file = prefix_of(tokenizer)
         wanted = llama_prefix(settings)
-        if found not in (None, wanted) and _model_type(folder) not in _FILE_ALONE:
+        if given_by_file not in (None, wanted) and _model_type(folder) not in _FILE_ALONE:
             split_as_sentencepiece(tokenizer, wanted)
             steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
             strip = [] if wanted == "never" else [decoders.Strip(" ", 1, 0)]
@@ -439,15 +439,15 @@ def llama_prefix(settings: Mapping[str, Any]) -> Prefix:
 
 def prefix_of(tokenizer: Tokenizer) -> Prefix | None:
     """Where a tokenizer puts the prefix space; None for one of bytes, which has none."""
-    found: Prefix = "never"
+    prefix: Prefix = "never"
     for step in (*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)):
         if step["type"] == "ByteLevel":
             return None
         if step["type"] == "Prepend":
-            found = "always"
+            prefix = "always"
         elif step["type"] == "Metaspace":
-            found = step["prepend_scheme"]
-    return found
+            prefix = step["prepend_scheme"]
+    return prefix
 
 
 def split_as_sentencepiece(tokenizer: Tokenizer, prefix: Prefix) -> None:

@@ -362,14 +362,14 @@ def fewest_links(group: Collection[Place], shape: Sequence[int], chip: Chip) -> 
     members, ends = set(group), wraps(shape, chip)
 
     def links(place: Place) -> int:
-        found = 0
+        count = 0
         for axis, size in enumerate(shape):
             for step in (-1, 1):
                 at = place[axis] + step
                 if not 0 <= at < size and not ends[axis]:
                     continue
                 neighbor = (*place[:axis], at % size, *place[axis + 1 :])
-                found += neighbor in members and neighbor != place
-        return found
+                count += neighbor in members and neighbor != place
+        return count
 
     return max(1, min(map(links, members)))

@@ -140,8 +140,8 @@ class _OlderCache:
             self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
             self._connection.text_factory = bytes  # of a damaged row it may be no UTF-8
             marks = ("application_id", "user_version")
-            found = [self._connection.execute(f"PRAGMA {mark}").fetchone()[0] for mark in marks]
-        if found != [_APPLICATION, _VERSION]:
+            values = [self._connection.execute(f"PRAGMA {mark}").fetchone()[0] for mark in marks]
+        if values != [_APPLICATION, _VERSION]:
             raise UserError(f"{path}: not a response cache of this version; name another {_OTHER}.")
 
     def get(self, key: str) -> Any:
@@ -240,11 +240,11 @@ class Cached(Around):
         """
         missing: dict[Any, Query] = {}
         for query in queries:
-            found = self.find(query)
-            if found is None:
+            cached = self.find(query)
+            if cached is None:
                 missing[query.id] = query
             else:
-                yield found
+                yield cached
         if missing:
             for result in self._backend.answer(missing.values()):
                 query = missing[result.id]

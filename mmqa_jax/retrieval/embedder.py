@@ -363,8 +363,8 @@ class Embedder:
 def dual_encoder_cost(model: DualEncoderConfig, length: int) -> RowCost:
     """Sources with a picture and a text of `length` tokens; the towers run one after the other."""
     pixels = model.vision.image_size**2 * 3 * 5.0  # bytes, and floats
-    shown = tower_bytes(model.vision, model.vision.patches + 1)
-    return RowCost("sources", 64, 256, max(shown, tower_bytes(model.text, length)) + pixels)
+    picture_bytes = tower_bytes(model.vision, model.vision.patches + 1)
+    return RowCost("sources", 64, 256, max(picture_bytes, tower_bytes(model.text, length)) + pixels)
 
 
 def text_cost(model: BertConfig, length: int) -> RowCost:

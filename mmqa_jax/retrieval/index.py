@@ -321,6 +321,6 @@ def recall_against(index: Any, exact: ExactIndex, top_k: int, *, seed: int = 0) 
     noise = rng.standard_normal((len(drawn), vectors.shape[1]))
     queries = vectors[drawn] + _NOISE * noise / np.linalg.norm(noise, axis=1, keepdims=True)
     queries = (queries / np.linalg.norm(queries, axis=1, keepdims=True)).astype(np.float32)
-    found, wanted = index.search(queries, top_k)[0], exact.search(queries, top_k)[0]
-    shared = [len({*a} & {*b}) for a, b in zip(found.tolist(), wanted.tolist(), strict=True)]
+    rows, wanted = index.search(queries, top_k)[0], exact.search(queries, top_k)[0]
+    shared = [len({*a} & {*b}) for a, b in zip(rows.tolist(), wanted.tolist(), strict=True)]
     return float(np.mean(shared) / top_k)

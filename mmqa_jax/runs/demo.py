@@ -329,10 +329,10 @@ class TimeLeft:
             for name, usual in self._usual.items()
             if name not in self._taken and name != self._stage
         )
-        own = self._usual[self._stage] * slower - (self._clock() - self._began)
+        left = self._usual[self._stage] * slower - (self._clock() - self._began)
         if of_bar is not None and self._stage in _ONE_BAR:
-            own = of_bar
-        return max(own, of_bar or 0.0, 0.0) + later * slower
+            left = of_bar
+        return max(left, of_bar or 0.0, 0.0) + later * slower
 
     def _slower(self) -> float:
         """How many times the usual costs a stage takes on this machine."""

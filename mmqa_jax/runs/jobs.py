@@ -101,18 +101,18 @@ def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
 def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:
     record = read_job(folder)
     job, count = record.job, record.shards
-    found = part_notes(folder, record)
+    finished = part_notes(folder, record)
     starts = range(0, job["items"], job["chunk"])
     sizes = [min(job["chunk"], job["items"] - start) for start in starts]
-    shards = _dealt(sizes, found, count)
+    shards = _dealt(sizes, finished, count)
     for index, shard in enumerate(shards):
-        own = [about for number, about in found.items() if number % count == index]
-        if own:
-            seconds = _covered([(about["began"], about["ended"]) for about in own])
+        of_shard = [about for number, about in finished.items() if number % count == index]
+        if of_shard:
+            seconds = _covered([(about["began"], about["ended"]) for about in of_shard])
             shard.rate = shard.items_done / seconds if seconds > 0 else None
-            newest = max(own, key=lambda about: about["ended"])
+            newest = max(of_shard, key=lambda about: about["ended"])
             shard.last, shard.host = max(now - newest["ended"], 0.0), newest["host"]
-    missing = [number for number in range(len(sizes)) if number not in found]
+    missing = [number for number in range(len(sizes)) if number not in finished]
     return shards, missing, record.complete
 
 
@@ -121,10 +121,10 @@ def _of_embeddings(folder: Path, now: float) -> tuple[list[ShardStatus], list[in
     if unfinished is None:
         return [], [], True
     sizes = [size for size, _ in unfinished.shards]
-    found = {n: at for n, (_, at) in enumerate(unfinished.shards) if at is not None}
-    shards = _dealt(sizes, found, unfinished.parts)
+    finished = {n: at for n, (_, at) in enumerate(unfinished.shards) if at is not None}
+    shards = _dealt(sizes, finished, unfinished.parts)
     for index, shard in enumerate(shards):
-        own = sorted((at, sizes[n]) for n, at in found.items() if n % unfinished.parts == index)
+        own = sorted((at, sizes[n]) for n, at in finished.items() if n % unfinished.parts == index)
         if own:
             shard.last = max(now - own[-1][0], 0.0)  # clocks of hosts may differ, or be set
         if len(own) > 1 and own[-1][0] > own[0][0]:  # when the first was begun is not known
@@ -141,12 +141,12 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
     return covered
 
 
-def _dealt(sizes: Sequence[int], found: Any, count: int) -> list[ShardStatus]:
-    """What every shard has to do and has done; `sizes` are of the parts, `found` those done."""
+def _dealt(sizes: Sequence[int], finished: Any, count: int) -> list[ShardStatus]:
+    """What every shard has to do and has done; `sizes` are of the parts, `finished` those done."""
     shards = [ShardStatus(f"{index}/{count}") for index in range(count)]
     for number, size in enumerate(sizes):
         shard = shards[number % count]
         shard.parts, shard.items = shard.parts + 1, shard.items + size
-        if number in found:
+        if number in finished:
             shard.parts_done, shard.items_done = shard.parts_done + 1, shard.items_done + size
     return shards

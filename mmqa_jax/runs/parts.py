@@ -360,8 +360,8 @@ def retrievers_over(
     if spec.method == "fused":  # scores are combined in each hop, which ends with ranks
         hybrid = HybridSearch(dense, retrievers[0], remember=remember)
         return lambda weight: hops(ScoreFusion(hybrid, weight))
-    found = [hops(retriever) for retriever in retrievers]
-    return lambda _: found[0] if len(found) == 1 else RankFusion(found)
+    hopping = [hops(retriever) for retriever in retrievers]
+    return lambda _: hopping[0] if len(hopping) == 1 else RankFusion(hopping)
 
 
 @dataclasses.dataclass(frozen=True)

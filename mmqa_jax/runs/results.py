@@ -137,7 +137,7 @@ def _scores(
     prompted = any(prediction.trace for prediction in predictions)
     shots = row.options.get("shots", 0)
     # A corpus of one's own need not have pictures or captions.
-    shown = questions if row.dataset in BENCHMARKS else ()
+    with_pictures = questions if row.dataset in BENCHMARKS else ()
     return {
         "dataset": row.dataset,
         "row": row.row,
@@ -150,7 +150,7 @@ def _scores(
         "intervals": evaluation.intervals(),
         "notes": evaluation.notes,
         "empty": count_empty(predictions),
-        **({"prompts": trace_counts(shown, predictions, shots)} if prompted else {}),
+        **({"prompts": trace_counts(with_pictures, predictions, shots)} if prompted else {}),
         **({"llm": llm_cost(llm, len(questions))} if llm else {}),
         **agent_summary(predictions),
     }
@@ -281,13 +281,13 @@ def _with_scores(
 ) -> list[Trace]:
     """The traces with all scores of their questions."""
     traced = [prediction for prediction in predictions if prediction.trace]
-    found = []
+    chosen = []
     for trace, prediction in zip(traces, traced, strict=True):
         scores = per_question.get(prediction.question_id, {})
         listed = " · ".join(f"{name} {score:.2f}" for name, score in scores.items())
         rows = [*trace.rows, ("scored", listed)] if listed else trace.rows
-        found.append(dataclasses.replace(trace, rows=rows))
-    return found
+        chosen.append(dataclasses.replace(trace, rows=rows))
+    return chosen
 
 
 def row_facts(folder: Path) -> dict[str, str]:

@@ -112,9 +112,9 @@ def _claimed(
 
 def _with_local_copies(row: Row) -> Row:
     """The row, with copies on this host in place of what is in an object store."""
-    given = ConfigDict(row.config)
-    copied = with_local_copies(given)
-    return row if copied is given else read_row(copied)
+    config = ConfigDict(row.config)
+    copied = with_local_copies(config)
+    return row if copied is config else read_row(copied)
 
 
 def _journals(folder: Path, shard: Shard, *, worker: bool) -> Path:

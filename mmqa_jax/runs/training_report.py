@@ -53,8 +53,8 @@ def write_training_report(folder: Path) -> dict[str, Any]:
     title = f"Training of the {product}"
     tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
     headline = {} if best is None else {f"best {best['metric']}": best["value"]}
-    if (found := goodput(read_attempts(folder))) is not None:
-        tables.append(_time_table(found))
+    if (measured := goodput(read_attempts(folder))) is not None:
+        tables.append(_time_table(measured))
     facts = run_facts(folder)
     if best is not None:
         facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
@@ -82,17 +82,17 @@ def _product(task: str) -> str:
     return task if kind is None else kind.product
 
 
-def _time_table(found: Goodput) -> Table:
+def _time_table(measured: Goodput) -> Table:
     """What the wall time of all attempts went into."""
     rows = [
-        [name, round(seconds, 1), seconds / found.wall_seconds]
-        for name, seconds in found.seconds.items()
+        [name, round(seconds, 1), seconds / measured.wall_seconds]
+        for name, seconds in measured.seconds.items()
     ]
     return Table(
         "Wall time",
         ["what", "seconds", "share"],
         rows,
-        note=f"Goodput: {found.text()}. training/README.md says what the rows are.",
+        note=f"Goodput: {measured.text()}. training/README.md says what the rows are.",
     )
 
 
@@ -146,7 +146,7 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
     left = max(steps - step, 0) / rate if rate and rate > 0 else None
     times = [real_number(row.get("time")) for row in (*attempts[-1:], *logged[-1:])]
     written = (folder / FILE).stat().st_mtime if times == [None] * len(times) else None
-    found = goodput(attempts)
+    measured = goodput(attempts)
     return {
         "folder": str(folder),
         "task": config.get("task"),
@@ -158,8 +158,8 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
         "seconds_left": 0.0 if complete else left,
         "last": now - max(time for time in (written, *times) if time is not None),
         "loss": latest.get("loss"),
-        "goodput": None if found is None else found.as_json(),
-        "goodput_text": "" if found is None else found.text(),
+        "goodput": None if measured is None else measured.as_json(),
+        "goodput_text": "" if measured is None else measured.text(),
     }
 
 

@@ -170,6 +170,6 @@ class PictureFiles(PictureFolders):
                         f"{folder}: picture {name!r} is said to lie at {str(path)!r}, outside that "
                         "folder; fetch the benchmark's files again."
                     )
-            found = next((folder / path for path in paths if (folder / path).is_file()), None)
-            if found is not None:
-                self._paths[name] = found
+            file = next((folder / path for path in paths if (folder / path).is_file()), None)
+            if file is not None:
+                self._paths[name] = file
