@@ -14,6 +14,7 @@ import durations
 import pytest
 
 from mmqa_jax.core.host import skip_absent_tpu
+from tests.fake_devices import fake_devices
 
 # Processes that tests start find the repository's packages, from any folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -21,8 +22,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 # Before a test imports jax; processes that tests start inherit both.
 skip_absent_tpu()
-# Compiling is most of what tests cost: XLA leaves most of its optimizations out, see `_optimized`.
+# Compiling is most of what tests cost: XLA leaves most of its optimizations out, see `_optimized`,
+# and emits a program's operations one by one, which LLVM compiles several times as fast.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+if _EMITTERS not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EMITTERS}".strip()
 
 # Files of tests/unit that train or compile models; `--quick` leaves them out.
 _SLOW = frozenset(
@@ -103,7 +108,7 @@ def _optimized(request) -> Iterator[None]:
     """XLA's optimizations, where results are compared with the originals' and where a test is
     about programs (`pytestmark = pytest.mark.optimized`)."""
     module = request.node
-    if module.path.parent.name != "equivalence" and not module.get_closest_marker("optimized"):
+    if not module.get_closest_marker("optimized"):
         yield
         return
     import jax
@@ -155,11 +160,7 @@ def run_on_devices(request) -> Callable[..., str]:
     def run(devices: int, script: str, *arguments: Any) -> str:
         done = subprocess.run(
             [sys.executable, str(request.path.with_name(script)), *map(str, arguments)],
-            env=os.environ
-            | {
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-                "JAX_PLATFORMS": "cpu",
-            },
+            env=os.environ | fake_devices(devices),
             capture_output=True,
             text=True,
             timeout=900,

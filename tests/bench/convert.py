@@ -26,6 +26,7 @@ from mmqa_jax.core.speed import host_name
 from tests.bench import Options
 from tests.bench.runner import Case, measure
 from tests.bench.timing import Child, run_child
+from tests.fake_devices import fake_devices
 
 ROWS = ("convert", "export", "load", "load_mesh")
 # Fields of LlamaConfig: SmolLM2-135M's sizes, and LLaMA-3.2-1B's.
@@ -126,8 +127,7 @@ class _Steps:
 
     def load(self, devices: int) -> Child:
         """`load_converted`, sharded over so many simulated devices."""
-        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-        return self.python("load", self._folder / "converted", env=flags)
+        return self.python("load", self._folder / "converted", env=fake_devices(devices))
 
     def transformers(self, *, save: bool) -> Child:
         """Reading and, with `save`, writing by transformers."""

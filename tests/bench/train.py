@@ -30,6 +30,7 @@ from tests.bench import Options, training_shards
 from tests.bench.runner import Case, measure, open_journal
 from tests.bench.timing import child_environment
 from tests.bench.training_runs import Sizes, median_share
+from tests.fake_devices import fake_devices
 
 _ROUNDS = 5
 _ONE_B_BYTES = 12e9  # parameters and two moments of Adam, float32
@@ -155,10 +156,7 @@ def _same_curves(name: str, load: Load, counts: Sequence[int]) -> Case:
 
 def _curve(load: Load, count: int, *, by_process: bool) -> list[float]:
     devices = 1 if by_process else count
-    common = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
+    common = fake_devices(devices)
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder:
         arguments = {
             "sizes": dataclasses.asdict(load.curve),

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.fake_devices import fake_devices
+
 # Before jax is imported.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.update(fake_devices(8))
 for _folder in ("equivalence", "unit"):  # their helpers
     sys.path.append(str(Path(__file__).parents[1] / _folder))
 

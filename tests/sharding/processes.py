@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.fake_devices import fake_devices
+
 ROOT = Path(__file__).parents[2]
 MMQA = [sys.executable, "-c", "import sys; from mmqa_jax.cli import main; sys.exit(main())"]
 
@@ -24,9 +26,8 @@ def start(*command: str, devices: int = 1, **environment: str) -> subprocess.Pop
         list(map(str, command)),
         cwd=ROOT,
         env=os.environ
+        | fake_devices(devices)
         | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "PYTHONPATH": str(ROOT),
             "MMQA_PROGRESS": "off",
         }

@@ -35,6 +35,7 @@ from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import ARCHITECTURES
 from mmqa_jax.weights.sources import open_source
+from tests.fake_devices import fake_devices
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -249,13 +250,12 @@ print("equal on", len(jax.devices()))
 
 def test_onto_a_mesh_each_device_reads_its_own_shard(made):
     _, result = made("llama")
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     ended = subprocess.run(
         [sys.executable, "-c", MESH, result["out"]],
         capture_output=True,
         text=True,
         timeout=120,
-        env=environment,
+        env=os.environ | fake_devices(8),
     )
     assert ended.returncode == 0, ended.stderr
     assert "equal on 8" in ended.stdout

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from cli_runs import ROOT, rows_of, train_flags
 
+from tests.fake_devices import fake_devices
+
 # What srun tells each task. Some time after the first has ended it kills those that are left
 # (--wait), it passes TERM on, and its exit code is the highest. STUB_NO_PREFLIGHT=1 takes the
 # preflight's word for it.
@@ -67,11 +69,10 @@ def slurm(tmp_path):
             ["bash", str(copy), *command],
             cwd=tmp_path,
             env=os.environ
+            | fake_devices(1)
             | {
                 "PATH": os.pathsep.join(path),
                 "PYTHONPATH": str(ROOT),
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
                 "MMQA_PROGRESS": "off",
                 "SLURM_SUBMIT_DIR": str(ROOT),
                 "SLURM_JOB_ID": str(free_job()),
