@@ -303,7 +303,7 @@ def started(root, monkeypatch):
     (Path(root) / BUCKET).mkdir(parents=True)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
     server.root, server.lock, server.daemon_threads = root, threading.Lock(), True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     for key, value in {
         _ROOT: str(root),

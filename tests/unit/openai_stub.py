@@ -131,7 +131,7 @@ class Stub:
     @contextlib.contextmanager
     def serving(self, key: str = "sk-very-secret-0123456789") -> Iterator[Stub]:
         """Serves, and is what the environment names."""
-        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             with pytest.MonkeyPatch.context() as patch:

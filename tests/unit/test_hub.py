@@ -217,7 +217,7 @@ def hub(files, *, status=200, code=None):
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         with pytest.MonkeyPatch.context() as patch:
