@@ -20,7 +20,7 @@ TRAINED = ("contrastive", "rerank")  # the demo's tasks whose training steps are
 STEPS_PER_RUN = 60
 # The engine as `python -m tests.bench llm` runs it: slots, columns, prompt tokens of one prefill.
 ENGINES = {
-    "full": {"model": "llama2_7b", "slots": 64, "length": 1152, "prefill_tokens": 256},
+    "full": {"model": "llama2_7b", "slots": 64, "length": 1024, "prefill_tokens": 256},
     "small": {"model": "smollm2", "slots": 16, "length": 768, "prefill_tokens": 256},
 }
 

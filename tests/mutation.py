@@ -1,10 +1,11 @@
 """Do the tests bite? Changes the code in one place at a time, and runs the tests that use it.
 
-    python -m tests.mutation --count=300 --seed=0 --out=mutants.jsonl
+    python -m pytest -n 2 -p tests.executed --executed=executed tests/unit tests/equivalence
+    python -m tests.mutation --executed=executed --count=300 --seed=0 --out=mutants.jsonl
 
 A mutant that no test notices survives: the line is not tested, or the change makes no difference.
 Mutants are drawn evenly over the lines of code of the folders that `--rooms` names. The tests of a
-mutant are the files that import its module, nearest first, until one fails. Every mutant is one
+mutant are those that execute its line, the quickest first, until one fails. Every mutant is one
 line of the file, so that an interrupted run goes on; the last line on stdout counts them.
 """
 
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -25,9 +27,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+from tests import executed
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("papers", "tasks", "evaluation", "retrieval", "weights", "core/store.py")
-_COPIED = ("mmqa_jax", "tests", "configs", "launch", "pyproject.toml", "README.md")
+_COPIED = ("mmqa_jax", "tests", "configs", "launch", "pyproject.toml", "README.md", "SECURITY.md")
+_PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
+# What most tests import, before the children are forked. Nothing of ours: a child imports a mutant.
+_LIBRARIES = (
+    "numpy",
+    "jax",
+    "flax.nnx",
+    "optax",
+    "orbax.checkpoint",
+    "grain",
+    "PIL.Image",
+    "torch",
+)
 
 _COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -158,53 +176,45 @@ def draw(rooms: list[str], count: int, seed: int) -> list[Mutant]:
 
 
 class Tests:
-    """The test files by the modules that they use."""
+    """The tests that can notice a change of a line, by what `tests.executed` wrote.
 
-    def __init__(self) -> None:
-        self._imports = {
-            file: _imported(file)
-            for folder in ("mmqa_jax", "tests")
-            for file in sorted((ROOT / folder).rglob("*.py"))
-        }
-        self._modules = {_module(file): file for file in self._imports if _module(file)}
+    A line that runs when its module is imported, such as a constant's, is in no test's list: for
+    it, the tests that execute any line of the file.
+    """
 
-    def of(self, module: str) -> list[Path]:
-        """Test files that import a module, those first that do so themselves, short ones first."""
-        distances: dict[Path, int] = {}
-        importing, distance = {self._modules[module]}, 0
-        while importing and distance < 3:
-            distance += 1
-            names = {_module(file) or file.stem for file in importing}
-            importing = {
-                file
-                for file, imports in self._imports.items()
-                if imports & names and file not in distances
-            }
-            distances |= dict.fromkeys(importing, distance)
-        tests = [file for file in distances if file.name.startswith("test_")]
-        tests = [file for file in tests if file.parent.name in ("unit", "equivalence", "resume")]
-        return sorted(tests, key=lambda file: (distances[file], file.stat().st_size))
+    def __init__(self, folder: Path):
+        self._executing = executed.read(folder)
+        self._of_file: dict[str, set[executed.Executing]] = {}
+        for (file, _), tests in self._executing.items():
+            self._of_file.setdefault(file, set()).update(tests)
+
+    def of(self, mutant: Mutant) -> list[executed.Executing]:
+        """The quickest first."""
+        file = mutant.file.removeprefix("mmqa_jax/")
+        first, last = statement_at(ROOT / mutant.file, mutant.line)
+        found = {one for n in range(first, last + 1) for one in self._executing.get((file, n), ())}
+        return sorted(found or self._of_file.get(file, ()))
 
 
-def _module(file: Path) -> str:
-    """`mmqa_jax.papers.rmr`; "" for a test's."""
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts) if parts[0] == "mmqa_jax" else ""
-
-
-def _imported(file: Path) -> set[str]:
-    """What a file imports, anywhere in it: whole names of our modules, and names of helpers."""
-    names: set[str] = set()
+def statement_at(file: Path, line: int) -> tuple[int, int]:
+    """First and last line of the innermost statement at a line, without the block that it heads."""
+    found = (line, line)
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno
+            if line <= max(last, node.lineno):
+                found = (node.lineno, max(last, node.lineno))
+    return found
 
 
 def judge(mutant: Mutant, tests: Tests, copy: Path, seconds: float) -> dict[str, object]:
-    """Runs a mutant's tests in a copy of the repository; what became of it."""
+    """Runs a mutant's tests in a copy of the repository; what became of it.
+
+    Returns:
+      The mutant's row; `result` is `killed`, `timeout` (it hangs, or is slow), `survived`,
+      `untested` (no test executes it) or `invalid` (no Python).
+    """
     original = (ROOT / mutant.file).read_text(encoding="utf-8")
     changed = original[: mutant.start] + mutant.new + original[mutant.end :]
     place = copy / mutant.file
@@ -213,33 +223,57 @@ def judge(mutant: Mutant, tests: Tests, copy: Path, seconds: float) -> dict[str,
         ast.parse(changed)
     except SyntaxError:
         return {**row, "result": "invalid"}
+    noticing = tests.of(mutant)
+    if not noticing:
+        return {**row, "result": "untested"}
+    row["tests"] = len(noticing)
     place.write_text(changed, encoding="utf-8")
-    began, ran = time.monotonic(), 0
     try:
-        for file in tests.of(_module(ROOT / mutant.file)):
-            left = seconds - (time.monotonic() - began)
-            if left < 1:
+        ran = 0
+        for share in (0.2, 1.0):  # most mutants are killed by a few quick tests
+            chosen, total = [], 0.0
+            for one in noticing[ran:]:
+                total += one.seconds
+                if chosen and total > share * seconds:
+                    break
+                chosen.append(one)
+            if not chosen:
                 break
-            ran += 1
-            result = _result(copy, file.relative_to(ROOT), left)
+            ran += len(chosen)
+            result = _result(copy, [one.test for one in chosen], 20 + 3 * total)
             if result != "survived":
-                return {**row, "result": result, "by": file.relative_to(ROOT).as_posix()}
+                return {**row, "ran": ran, "result": result}
+        return {**row, "ran": ran, "result": "survived"}
     finally:
         place.write_text(original, encoding="utf-8")
-    return {**row, "result": "survived" if ran else "untested", "files": ran}
 
 
-def _result(copy: Path, file: Path, seconds: float) -> str:
-    """What a test file does to a mutant: `killed`, `survived`, or `timeout`: it hangs, or is slow."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "timeout"
-    return "survived" if done.returncode in (0, 5) else "killed"
+def _result(copy: Path, tests: list[str], seconds: float) -> str:
+    """What tests make of the copy, in a child of this process, which has imported the libraries."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        silent = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(silent, stream)
+        os.chdir(copy)
+        sys.path.insert(0, str(copy))
+        os.environ["PYTHONPATH"] = str(copy)
+        sys.dont_write_bytecode = True
+        code = 1
+        try:
+            code = int(pytest.main([*_PYTEST, *tests]))
+        finally:
+            os._exit(code)
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
 
 
 def main() -> None:
@@ -247,7 +281,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", default=",".join(ROOMS))
-    parser.add_argument("--seconds", type=float, default=120.0, help="of tests for one mutant")
+    parser.add_argument("--executed", type=Path, required=True, help="what tests.executed wrote")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tests for one mutant")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th mutant from the I-th on")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -255,7 +290,10 @@ def main() -> None:
     drawn = draw(arguments.rooms.split(","), arguments.count, arguments.seed)[index::parts]
     lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
     rows = [json.loads(line) for line in lines]
-    tests = Tests()
+    tests = Tests(arguments.executed)
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    for library in _LIBRARIES:
+        importlib.import_module(library)
     with tempfile.TemporaryDirectory() as folder, arguments.out.open("a") as out:
         copy = Path(folder)
         for name in _COPIED:

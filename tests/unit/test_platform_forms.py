@@ -121,8 +121,13 @@ def test_every_kind_of_recomputation_has_the_same_gradient():
 
         with jax.default_matmul_precision("highest"):
             found[remat, unroll] = jax.jit(jax.grad(loss))(params)
-    want = jax.tree.leaves(found.pop(("none", True)))
+    want = jax.tree.leaves_with_path(found.pop(("none", True)))
+    whole = max(float(jnp.abs(leaf).max()) for _, leaf in want)
     for gradient in found.values():
-        for got, expected in zip(jax.tree.leaves(gradient), want, strict=True):
+        for got, (path, expected) in zip(jax.tree.leaves(gradient), want, strict=True):
+            if "key" in (names := jax.tree_util.keystr(path)) and "bias" in names:
+                # Exactly 0, since softmax is the same for scores that all grow as much: roundings.
+                assert float(jnp.abs(got).max()) < 1e-6 * whole
+                continue
             scale = float(jnp.abs(expected).max()) + 1e-6
             assert float(jnp.abs(got - expected).max()) <= 1e-5 * scale

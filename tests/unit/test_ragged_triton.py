@@ -1,4 +1,7 @@
-"""The kernels that attend to the cache on NVIDIA GPUs, interpreted, against plain products."""
+"""The kernels that attend to the cache on NVIDIA GPUs, against plain products.
+
+Interpreted where there is no such GPU; launch/device_check.sh runs this file on one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from mmqa_jax.decoding.cached_attention import Branches, Segment, attend
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.ragged_triton import attend_in_place, attend_to_own
 
+INTERPRET = jax.default_backend() != "gpu"
 SLOTS = 5
 # Heads, key heads (shared by 1, 4, 8 and 20 queries), columns and their size.
 SHAPES = [(2, 2, 256, 128), (8, 2, 192, 64), (8, 1, 48, 16), (20, 1, 128, 32)]
@@ -41,7 +45,7 @@ def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, 
     held = segment(kv_heads, columns, size, dtype, cache)
     q = normal(dtype, SLOTS, 1, heads, size)
     lengths = jnp.asarray([1, 16, columns // 2, columns // 2 + 1, columns], jnp.int32)
-    got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=True))(q, held, lengths)
+    got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=INTERPRET))(q, held, lengths)
     own = lengths[:, None] - 1
     want = attend(q, [(0, held)], own, None, None, block=columns, end=lengths.max())
     assert got.dtype == want.dtype
@@ -66,7 +70,7 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
         branches = Branches(jnp.asarray([10, 80, columns, 0]), begin.astype(jnp.int32))
 
     def attended(*arguments):
-        return attend_in_place(*arguments, read=columns, interpret=True)
+        return attend_in_place(*arguments, read=columns, interpret=INTERPRET)
 
     got = jax.jit(attended)(q, held, rows, starts, branches)
     want = attend(q, [(0, held)], own, branches, rows, block=columns, end=own.max() + 1)
@@ -82,7 +86,7 @@ def test_no_column_behind_a_sequences_last_block_is_read():
     def of(fill, *lengths):
         key, value = held.key.at[..., 128:].set(fill), held.value.at[:, :, 128:].set(fill)
         other = Segment(key, value, None, None)
-        options = {"read": 256, "interpret": True}
+        options = {"read": 256, "interpret": INTERPRET}
         rows = jnp.arange(SLOTS)
         step = attend_to_own(q, other, jnp.asarray(lengths), **options)
         return step, attend_in_place(chunk, other, rows, starts, None, **options)
