@@ -20,6 +20,10 @@ from mmqa_jax.core import compiler_options
 
 FACTS = Path(__file__).with_name("facts")
 REFRESH = "MMQA_REFRESH_FACTS"  # in the environment: facts of programs that changed are written
+# A lowered kernel holds the places of its code: with files and lines, another checkout's program
+# would be another one.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
 
 

@@ -54,3 +54,28 @@ def test_the_key_holds_compiler_and_counting(measured, monkeypatch, tmp_path):
     assert kept.key_of(program, str(other)) != key
     monkeypatch.setattr(kept, "_version", lambda package: "0")
     assert kept.key_of(program, __file__) != key
+
+
+KERNEL = """
+import jax
+from jax.experimental import pallas as pl
+
+def twice(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2.0
+
+def call(x):
+    return pl.pallas_call(twice, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+"""
+
+
+def test_a_kernel_has_the_same_key_in_another_checkout():
+    """A Mosaic kernel stands in the program with the places of its code, if JAX writes any."""
+    keys = set()
+    for file, lines_above in (("/here/kernel.py", ""), ("/there/kernel.py", "\n" * 7)):
+        names: dict = {}
+        exec(compile(lines_above + KERNEL, file, "exec"), names)
+        traced = jax.jit(names["call"]).trace(jnp.zeros((8, 128)))
+        program = traced.lower(lowering_platforms=("tpu",))
+        assert "tpu_custom_call" in program.as_text()
+        keys.add(kept.key_of(program, __file__))
+    assert len(keys) == 1
