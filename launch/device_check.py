@@ -73,6 +73,8 @@ def steps(out: Path, size: str, *, tests: bool) -> list[Step]:
             )
         )
     if tests:
+        kernels = [f"tests/unit/test_{name}.py" for name in ("ragged_triton", "ragged_attention")]
+        found.append(Step("kernels", ("python", "-m", "pytest", *kernels)))
         report = f"--junitxml={out / 'tests.xml'}"
         found.append(Step("tests", ("python", "-m", "pytest", "tests/equivalence", report)))
     return found
@@ -90,9 +92,14 @@ def run_step(step: Step, out: Path) -> dict[str, Any]:
         words = [sys.executable, __file__, f"--peak_of={out / step.name}.peak", *words]
     elif words[0] == "python":
         words[0] = sys.executable
+    environment = dict(os.environ)
+    if "pytest" in step.words:  # products in whole float32, as on the CPU
+        environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
     began = time.time()
     with open(out / f"{step.name}.log", "w+", encoding="utf-8") as log:
-        code = subprocess.run(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(
+            words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        ).returncode
         log.seek(0)
         lines = log.read().splitlines()
     found = {"words": list(step.words), "exit_code": code, "seconds": round(time.time() - began, 1)}

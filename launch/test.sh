@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The one test command: sets up .venv with the test extras, lints, and runs every test that
 # needs no accelerator. `launch/test.sh quick` runs the unit tests that compile no model, for the
-# edit loop. Further arguments go to pytest: launch/test.sh tests/unit -k beam
+# edit loop; `launch/test.sh long` what takes an hour: tests/long.py.
+# Further arguments go to pytest: launch/test.sh tests/unit -k beam
 # `launch/test.sh --durations` writes where the seconds went to durations*.json, and prints tables.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,6 +14,10 @@ case "${1:-}" in
   quick)
     shift
     set -- --quick "$@"
+    ;;
+  long)
+    shift
+    exec .venv/bin/python -m tests.long "$@"
     ;;
   --durations)
     shift

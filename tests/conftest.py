@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,34 +27,23 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 skip_absent_tpu()
 # Compiling is most of what tests cost: XLA leaves most of its optimizations out, see `_optimized`,
 # and emits a program's operations one by one, which LLVM compiles several times as fast.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# With 0 in the environment it compiles as for users (tests/long.py).
+_IS_QUICK = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
 _EMITTERS = "--xla_cpu_use_fusion_emitters=false"
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones end at unknown flags
+if _IS_QUICK and importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones refuse it
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EMITTERS}".strip()
 
-# Files of tests/unit that train or compile models; `--quick` leaves them out.
-_SLOW = frozenset(
-    f"test_{name}.py"
-    for name in (
-        *("backends", "bench", "bench_input", "bench_llm", "bench_rerank", "bench_retrieval"),
-        *("bench_train", "cached_reranker"),
-        *("cli_answer", "cli_candidates", "cli_candidates_of_checkpoint", "cli_caption"),
-        *("cli_choices", "cli_compare", "collection_plan", "damaged_records"),
-        *("cli_convert", "cli_convert_errors", "cli_finetune", "cli_judge", "cli_modality"),
-        *("cli_atlas_systems", "cli_prompt", "grid_stage", "launch_slurm"),
-        *("cli_run", "cli_run_errors", "inference_killed", "ray_engine", "run_resume"),
-        *("cli_store", "outside_task", "shards_cli"),
-        *("cli_search", "cli_stages", "cli_train", "embedder", "engine", "engine_pictures"),
-        *("flash", "input_workers", "scanned_cache"),
-        *("keymap", "learning", "llama_beam", "masked_lm_decoding", "optimizer", "platform_forms"),
-        *("hlo", "plan", "recipes"),
-        *("retrieval_configs", "two_sided_vlp", "webqa_configs", "webqa_vlp"),
-        *("start", "validation", "weights_folder", "wheel"),
-    )
-)
+# How a file of tests/unit says that it trains or compiles models, starts processes, or takes more
+# than a few seconds for other reasons; `--quick` leaves it out before it is imported.
+_SLOW = re.compile(r"^pytestmark = .*mark\.slow\b", re.MULTILINE)
 
 
 MESH = Path(__file__).parent / "mesh"
+
+
+@functools.cache
+def is_slow(file: Path) -> bool:
+    return bool(_SLOW.search(file.read_text(encoding="utf-8")))
 
 
 def parents(argument: str) -> list[Path]:
@@ -91,12 +82,12 @@ def pytest_ignore_collect(collection_path, config):
         return True  # its number of devices would be all tests'
     if not config.getoption("--quick") or collection_path.suffix != ".py":
         return None
-    return collection_path.parent.name != "unit" or collection_path.name in _SLOW or None
+    return collection_path.parent.name != "unit" or is_slow(collection_path) or None
 
 
 def pytest_collection_modifyitems(items):
     # Short files last: then no worker is left alone with a long one.
-    items.sort(key=lambda item: item.path.parent.name == "unit" and item.path.name not in _SLOW)
+    items.sort(key=lambda item: item.path.parent.name == "unit" and not is_slow(item.path))
 
 
 def pytest_sessionstart():
@@ -106,8 +97,7 @@ def pytest_sessionstart():
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimized(request) -> Iterator[None]:
-    """XLA's optimizations, where results are compared with the originals' and where a test is
-    about programs (`pytestmark = pytest.mark.optimized`)."""
+    """XLA's optimizations, where a test is about them (`pytestmark = pytest.mark.optimized`)."""
     module = request.node
     if not module.get_closest_marker("optimized"):
         yield

@@ -169,11 +169,16 @@ def program_flops(function: Callable[..., Any], *arguments: Any) -> float:
 
     A loop's body counts once: give a function whose layers are unrolled. The program is counted as
     it is lowered: that needs no compiling, and matmul and attention kernels that the compiler
-    would substitute, and then count as nothing, are still plain products.
+    would substitute, and then count as nothing, are still plain products. XLA for GPUs counts
+    nothing before it compiles; there the products of the jaxpr are counted.
     """
     import jax
 
-    return jax.jit(function).lower(*arguments).cost_analysis()["flops"]
+    from mmqa_jax.core.flops import jaxpr_flops
+
+    traced = jax.jit(function).trace(*arguments)
+    counted = traced.lower().cost_analysis()
+    return counted["flops"] if counted else jaxpr_flops(traced.jaxpr)
 
 
 def measure(

@@ -40,6 +40,8 @@ from mmqa_jax.prompting.backends import (
 )
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 
+pytestmark = pytest.mark.slow
+
 
 def test_texts_and_conversations_are_the_engines_own_tokens(engine, backend):
     """A conversation is the text that ChatML's template makes of it, and no token more."""

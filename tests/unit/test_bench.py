@@ -17,6 +17,8 @@ from tests.bench import BENCHES
 from tests.bench.__main__ import main
 from tests.bench.timing import child_environment, interleave, run_child, speed_ratio
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 COLUMNS = {"name", "ours", "peer", "ratio", "unit", "floor"}
 # What a bare accelerator image lacks of what the project needs.

@@ -12,6 +12,8 @@ from mmqa_jax.data.images import decode_to_pixels
 from tests.bench import Options
 from tests.bench import input as bench
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     **{"pictures": 8, "batch": 2, "batches": 2, "steps": 6},
     **{"demo_snippets": 40, "demo_pictures": 20, "demo_questions": 60},

@@ -16,6 +16,8 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from tests.bench import Options, llama_cpp, llm, llm_total
 
+pytestmark = pytest.mark.slow
+
 TINY = LlamaConfig(
     vocab_size=64, hidden=32, layers=1, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,
     init_stddev=0.3,

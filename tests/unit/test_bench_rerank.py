@@ -16,6 +16,8 @@ from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig
 from tests.bench import Options, rerank
 
+pytestmark = pytest.mark.slow
+
 TRUNK = BertConfig(
     vocab_size=60, hidden=16, layers=2, heads=2, mlp=32, positions=256, types=6, eps=1e-5,
     dropout=0.0, attention_dropout=0.0, unroll=1,

@@ -12,6 +12,8 @@ from tests.bench import retrieval as bench
 from tests.bench import retrieval_data as inputs
 from tests.bench.timing import child_environment
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"rows": 600, "dim": 16, "queries": 20, "snippets": 300}
 
 

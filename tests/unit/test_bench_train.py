@@ -11,6 +11,8 @@ from cli_runs import quietly
 from tests.bench import Options, train, training_runs, training_shards
 from tests.bench.training_runs import InMemory, Sizes, median_share
 
+pytestmark = pytest.mark.slow
+
 TINY = Sizes(
     {"hidden": 16, "heads": 2, "mlp": 16, "layers": 1, "vocab_size": 64}, rows=4, columns=8
 )

@@ -20,7 +20,7 @@ from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.papers.webqa import restricted_candidates
 from mmqa_jax.tasks.rerank import load_reranker, load_selector
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TWO_SIDED = {
     "model.changes.layers": 2,

@@ -15,7 +15,7 @@ from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.parts import open_dense, with_similarity
 from mmqa_jax.tasks.rerank import load_reranker
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def test_rerank_then_answer_from_what_is_selected(data, models, bm25, tmp_path):

@@ -19,7 +19,7 @@ from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TABLES = f"{ROOT}/configs/atlas/tables.py"
 TINY = {

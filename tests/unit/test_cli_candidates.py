@@ -22,7 +22,7 @@ from mmqa_jax.tasks.run import run_training
 from mmqa_jax.tasks.vqa import load_vqa_model
 from mmqa_jax.weights.folder import load_converted
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TINY = {
     "tokenizer": "corpus:200", "batches.lengths": "(24,)", "batches.batch_size": 4,

@@ -14,7 +14,7 @@ from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.prompting.heuristics import load_answer_aware, load_candidates
 from mmqa_jax.weights.folder import load_converted
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 ANSWERS = [f"answer{n}" for n in range(17)]  # 13 of the pretraining, 4 of finetuning
 QUESTIONS = {"25": "what sport is this", "26": "how many wheels", "35": "what is cooking"}

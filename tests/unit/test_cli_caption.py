@@ -20,7 +20,7 @@ from mmqa_jax.models.oscar_layout import OscarLayout
 from mmqa_jax.runs import captioning
 from mmqa_jax.weights.folder import save_trained
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 NUMBERS = (391895, 522418, 184613, 7)  # COCO's: not the rows
 

@@ -21,7 +21,7 @@ from mmqa_jax.evaluation.choice_scores import score_mmbench, score_scienceqa, sc
 from mmqa_jax.evaluation.corpus_choices import chance, score_choices
 from mmqa_jax.evaluation.scoring import score_predictions
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 ENGINE = {"slots": 4, "length": 512, "buckets": (32,), "prefill_tokens": 64, "block": 32}
 TEXTS = {

@@ -12,6 +12,8 @@ from cli_runs import done, mmqa, write_rows
 
 from mmqa_jax.evaluation.significance import holm, mcnemar
 
+pytestmark = pytest.mark.slow
+
 ACC, F1 = "webqa_acc/no_lemma", "source_f1/official"
 
 

@@ -37,7 +37,7 @@ from mmqa_jax.weights.registry import ARCHITECTURES
 from mmqa_jax.weights.sources import open_source
 from tests.fake_devices import fake_devices
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.fixture(scope="module")

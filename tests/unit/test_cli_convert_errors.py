@@ -17,7 +17,7 @@ from tiny_checkpoints import make_source
 
 from mmqa_jax.weights.registry import ARCHITECTURES
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from mmqa_jax.weights.folder import load_converted, read_metadata
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.published import load_published
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 # Letters are tokens here: a question has about 80.
 TINY = {

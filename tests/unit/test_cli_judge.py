@@ -9,7 +9,7 @@ from tiny_llm import write_folder
 
 from mmqa_jax.data.example_scores import read_example_scores
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 CONFIG = f"{ROOT}/configs/scienceqa/rmr_retriever.py"

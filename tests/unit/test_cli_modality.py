@@ -18,7 +18,7 @@ from row_runs import row_flags
 
 from mmqa_jax.tasks.modality import load_question_classifier
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TINY = {
     "tokenizer": "corpus:200", "model.changes.hidden": 32, "model.changes.layers": 1,

@@ -18,7 +18,7 @@ from mmqa_jax.decoding.requests import Request
 from mmqa_jax.prompting.cache import ResponseCache
 from mmqa_jax.prompting.prompts_file import read_prompts
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 CONFIG = f"--config={ROOT / 'configs/prompt/default.py'}"
 ENGINE = [

@@ -23,7 +23,7 @@ from mmqa_jax.retrieval.bm25 import BM25Retriever, words
 from mmqa_jax.retrieval.bm25_webqa import WebQABM25Retriever
 from mmqa_jax.retrieval.dense import DenseRetriever
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 IDS = [row["id"] for row in TEST]
 GOLD = {row["id"]: row["positives"] for row in TEST}

@@ -10,7 +10,7 @@ from row_runs import row_flags
 
 from mmqa_jax.retrieval.index import scann_available
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 WEBQA = f"{ROOT}/configs/webqa/tables.py"
 # A row's config of one's own; {} is a change of it.

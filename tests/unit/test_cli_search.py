@@ -13,7 +13,7 @@ from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_docum
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import open_corpus
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 FOUND_BY = [

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from cli_runs import done, write_documents
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.mark.parametrize(

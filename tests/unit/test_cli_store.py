@@ -15,6 +15,8 @@ from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.weights.folder import load_converted
 
+pytestmark = pytest.mark.slow
+
 
 def weights(folder):
     named = flatten_named(nnx.state(load_converted(folder), nnx.Param))

@@ -10,7 +10,7 @@ from cli_runs import ROOT, done, rows_of, train_flags, tree
 from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.tasks.reading import check_config
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def test_a_trained_run_is_not_trained_again(data, models):

@@ -15,7 +15,7 @@ from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.index import build_index
 from mmqa_jax.retrieval.index_sizes import index_sizes
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 CONFIG = "--config=configs/atlas/contrastive.py:runlocal"
 
 

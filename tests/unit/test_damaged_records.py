@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import mmqa, train_flags
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def damaged(data: Path, kind: str, share: float, copy: Path) -> Path:

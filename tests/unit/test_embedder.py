@@ -20,6 +20,8 @@ from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.embeddings import join_embeddings, open_embeddings, write_embeddings
 
+pytestmark = pytest.mark.slow
+
 SIDE, DIM, VOCABULARY = 4, 6, 40
 BUCKETS = (4, 8, 12)
 

@@ -16,6 +16,8 @@ from mmqa_jax.models.clip import VisionConfig, normalize_pixels
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llava import Llava, LlavaConfig, expand_images
 
+pytestmark = pytest.mark.slow
+
 IMAGE = -200  # outside the vocabulary, as in the original
 MODEL = LlavaConfig(
     vision=VisionConfig(

@@ -18,6 +18,8 @@ from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.models import flash, splash
 from mmqa_jax.models.layers import attention
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(0)
 
 

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
@@ -237,3 +239,64 @@ def test_weights_out_of_range_and_questions_without_gold_are_refused():
     bare = [Question(q.id, "val", q.question) for q in questions]
     with pytest.raises(UserError, match="none of the 12 questions has gold sources"):
         tune_fusion(bare, lambda weight: ScoreFusion(hybrid, weight), 5)
+
+
+NAMES = "abcdefgh"
+RUNS = st.lists(st.lists(st.sampled_from(NAMES), unique=True), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(RUNS, st.integers(0, 8))
+def test_ranks_fuse_the_same_in_any_order(runs, top_k):
+    """All sources once, by falling scores that are sums of reciprocals; the first ones of them."""
+    runs = [[ranking("q", *found)] for found in runs]
+    (fused,) = reciprocal_rank_fusion(runs)
+    assert sorted(fused.sources) == sorted({name for (run,) in runs for name in run.sources})
+    assert list(fused.scores) == sorted(fused.scores, reverse=True)
+    for name, score in zip(fused.sources, fused.scores, strict=True):
+        ranks = [run.sources.index(name) + 1 for (run,) in runs if name in run.sources]
+        assert score == pytest.approx(sum(1 / (60 + rank) for rank in ranks))
+    (reversed_runs,) = reciprocal_rank_fusion(runs[::-1])
+    assert reversed_runs.sources == fused.sources
+    np.testing.assert_allclose(reversed_runs.scores, fused.scores, rtol=1e-12)
+    (first,) = reciprocal_rank_fusion(runs, top_k)
+    assert first.sources == fused.sources[:top_k]
+
+
+# Scores of all sources by both: of cosines in steps of 1/8, so that ties happen.
+SCORES = st.lists(
+    st.tuples(st.integers(-8, 8).map(lambda n: n / 8), st.integers(0, 12)), min_size=1, max_size=8
+)
+
+
+def pool_of(scores):
+    named = dict(zip(NAMES, scores, strict=False))
+    cosines = {name: pair[0] for name, pair in named.items()}
+    bm25 = {name: float(pair[1]) for name, pair in named.items()}
+    by = [sorted(found, key=lambda name: (-found[name], name)) for found in (cosines, bm25)]
+    rankings = [
+        Ranking("q", tuple(order), tuple(found[name] for name in order))
+        for order, found in zip(by, (cosines, bm25), strict=True)
+    ]
+    return Pool(*rankings, cosines, bm25)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(SCORES, st.sampled_from(WEIGHTS), st.sampled_from([0.25, 4.0]))
+def test_a_combination_keeps_what_both_agree_on(scores, weight, scale):
+    pool = pool_of(scores)
+    fused = convex_combination(pool, weight)
+    assert sorted(fused.sources) == sorted(pool.cosines)
+    assert list(fused.scores) == sorted(fused.scores, reverse=True)
+    assert all(-1e-12 <= score <= 1 + 1e-12 for score in fused.scores)
+    place = {name: at for at, name in enumerate(fused.sources)}
+    for a in place:
+        for b in place:
+            if pool.cosines[a] > pool.cosines[b] and pool.bm25_scores[a] > pool.bm25_scores[b]:
+                assert place[a] < place[b]
+    # In what units BM25 counts makes no difference: powers of two divide out exactly.
+    other = pool._replace(bm25_scores={k: scale * v for k, v in pool.bm25_scores.items()})
+    assert convex_combination(other, weight) == fused
+    assert convex_combination(pool, weight, 3).sources == fused.sources[:3]
+    for end, found in ((1.0, pool.dense), (0.0, pool.bm25)):
+        assert convex_combination(pool, end).sources == found.sources

@@ -21,7 +21,7 @@ from mmqa_jax.runs.grid_features import embed_grids
 from mmqa_jax.tasks.vqa import PictureFeaturesSection
 from mmqa_jax.weights.folder import save_trained
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 CONFIG = ModifiedResNetConfig(8, (1, 1, 1, 1), image_size=64, embed_dim=6)
 

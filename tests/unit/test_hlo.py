@@ -19,6 +19,8 @@ from tests.hlo.collectives import Collective, axis_of, groups
 from tests.hlo.counts import count
 from tests.hlo.text import arrays, parse
 
+pytestmark = pytest.mark.slow
+
 LAYERS, ROWS, WIDTH = 5, 8, 16
 
 

@@ -28,6 +28,8 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path
 
+pytestmark = pytest.mark.slow
+
 SHARED = ("embed", "search", "rerank", "answer", "prompt", "run")
 ALONE = ("index", "caption", "candidates")  # one process does all of the job
 # Files that name times or hosts, what is kept of finished work, and locks.

@@ -30,6 +30,8 @@ from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, MaskingConfig, Packer
 from mmqa_jax.data.vqa_inputs import CaptionInputs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -41,6 +41,8 @@ from mmqa_jax.weights.pretrained import init_vlp_from_bert, start_vlp
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.sources import open_source
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 3
 
 

@@ -18,6 +18,8 @@ from cli_runs import ROOT, rows_of, train_flags
 
 from tests.fake_devices import fake_devices
 
+pytestmark = pytest.mark.slow
+
 # What srun tells each task. Some time after the first has ended it kills those that are left
 # (--wait), it passes TERM on, and its exit code is the highest. STUB_NO_PREFLIGHT=1 takes the
 # preflight's word for it.

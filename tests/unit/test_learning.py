@@ -11,6 +11,8 @@ from cli_runs import done, quietly, train_flags
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.data.prepare import prepare_atlas
 
+pytestmark = pytest.mark.slow
+
 STEPS = {"contrastive": 20, "rerank": 60, "answer": 40}
 # Of the last ten steps: loss at most, accuracy at least. Beside them the loss where the labels of
 # every batch are shuffled.

@@ -16,6 +16,8 @@ from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
 
+pytestmark = pytest.mark.slow
+
 MODEL = llama_config(23, positions=64)
 PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 4, 4, 1, 9]]
 

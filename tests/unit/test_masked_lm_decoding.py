@@ -23,6 +23,8 @@ from mmqa_jax.models.atlas_reader import (
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 
+pytestmark = pytest.mark.slow
+
 MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14
 CONFIG = VLPConfig(
     BertConfig(

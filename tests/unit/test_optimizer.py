@@ -14,6 +14,8 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, make_schedule
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 SHAPES = {"dense/kernel": (4, 3), "dense/bias": (3,), "norm/scale": (3,), "head/kernel": (3, 2)}
 

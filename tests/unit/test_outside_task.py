@@ -7,7 +7,7 @@ import json
 import pytest
 from cli_runs import done
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 OWN = '''
 """Is a question long? Logistic regression over its words."""

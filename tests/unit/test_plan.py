@@ -35,7 +35,7 @@ from mmqa_jax.plan.roofline import Planned
 from mmqa_jax.plan.topology import Topology, open_topology
 from mmqa_jax.plan.verdict import Plan, Remedy, changed
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TINY_LLM = {"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 4, "mlp": 48, "positions": 64}
 needs_libtpu = pytest.mark.skipif(

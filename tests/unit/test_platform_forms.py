@@ -16,6 +16,8 @@ import mmqa_jax
 from mmqa_jax.core.mesh import MESH_AXES, platform
 from mmqa_jax.models.bert import Bert, BertConfig
 
+pytestmark = pytest.mark.slow
+
 ROOMS = ("models", "decoding", "training", "inference")
 ROWS, LENGTH = 4, 48
 CONFIG = BertConfig(

@@ -19,7 +19,7 @@ from mmqa_jax.cli import make_parser
 from mmqa_jax.commands.ray_engine import Tries, Worker
 from mmqa_jax.core.store import chunk_files, chunks_of
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.fixture(scope="module")

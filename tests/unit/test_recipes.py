@@ -30,6 +30,8 @@ from mmqa_jax.tasks.reading import read_task
 from mmqa_jax.tasks.run_tokenizer import make_tokenizer
 from mmqa_jax.weights.bundled import minilm_path
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs" / "atlas"
 TASKS = {"contrastive": ContrastiveObjective, "rerank": RerankObjective, "answer": AnswerObjective}
 TREES = ["cedar", "baobab", "olive", "palm", "banyan", "kapok"]

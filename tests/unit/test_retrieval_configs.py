@@ -8,7 +8,7 @@ from cli_runs import ROOT, TINY, TINY_OF, done, question, rows_of, write_documen
 from mmqa_jax.core.config import load_config
 from mmqa_jax.tasks.reading import check_config
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.mark.parametrize(

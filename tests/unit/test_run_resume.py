@@ -19,7 +19,7 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.retrieval.dense import DenseRetriever
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 ROW = "webqa:clip20_vlp"  # with a retriever, a reranker and a reader
 RESULTS = ("predictions.jsonl", "per_question.jsonl", "scores.json", "report.html")

@@ -24,6 +24,8 @@ from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
 
+pytestmark = pytest.mark.slow
+
 MODEL = llama_config(61)
 SIZES = EngineConfig(
     slots=5, length=96, buckets=(8, 32), prefill_tokens=64, block=32, decode_block=64

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmqa_jax.core import chunks
 from mmqa_jax.core.chunks import Job, Part, part_notes, read_job, read_parts, write_job
@@ -408,3 +411,41 @@ def test_parts_that_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match=r"file/parts: cannot be written or locked"):
         run(tmp_path / "file" / "parts")
     assert os.listdir(tmp_path) == ["file"]
+
+
+class Stopped(Exception):
+    """In place of a kill between two chunks."""
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shards_in_any_order_make_the_same_rows(data):
+    """However many items, chunks and shards there are, and wherever a shard stopped before."""
+    items, chunk = data.draw(st.integers(0, 30)), data.draw(st.integers(1, 8))
+    count = data.draw(st.integers(1, 4))
+    order = data.draw(st.permutations(range(count)))
+    stops = [data.draw(st.integers(0, 9)) for _ in order]
+    computed: list[int] = []
+
+    def stopping(after: int):
+        def compute(numbers: range) -> Part:
+            nonlocal after
+            if after == 0:
+                raise Stopped
+            after -= 1
+            computed.extend(numbers)
+            return square(numbers)
+
+        return compute
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "out.jsonl.parts"
+        changes = {"items": items, "chunk": chunk}
+        for index, stop in zip(order, stops, strict=True):
+            shard = Shard(index, count)
+            try:
+                rows = run(folder, shard, stopping(stop), **changes)
+            except Stopped:
+                rows = run(folder, shard, stopping(-1), **changes)
+    assert rows == square(range(items)).rows  # the last one's: the others did not have all
+    assert sorted(computed) == list(range(items))  # each once

@@ -9,7 +9,7 @@ import pytest
 from cli_runs import done, mmqa, rows_of
 from row_runs import row_flags
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.fixture

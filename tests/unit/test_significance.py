@@ -5,10 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.significance import (
     bootstrap_interval,
+    holm,
+    mcnemar,
     paired_bootstrap,
     permutation_test,
 )
@@ -104,3 +108,53 @@ def test_bad_settings_are_refused():
         bootstrap_interval([1.0], confidence=95)
     with pytest.raises(UserError, match="resamples"):
         bootstrap_interval([1.0], resamples=0)
+
+
+PAIRS = st.lists(st.tuples(*(st.integers(0, 4).map(lambda n: n / 4),) * 2), min_size=1, max_size=30)
+QUICK = {"resamples": 200}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(PAIRS, st.randoms(use_true_random=False))
+def test_tests_are_symmetric_and_know_no_order(pairs, random):
+    first, second = np.array(pairs).T
+    interval = bootstrap_interval(first, **QUICK)
+    assert first.min() - 1e-9 <= interval.low <= interval.high <= first.max() + 1e-9
+    assert interval.mean == pytest.approx(first.mean())
+    there = paired_bootstrap(first, second, **QUICK)
+    assert there.difference == pytest.approx(first.mean() - second.mean())
+    assert there.low <= there.high
+    assert 0 < there.p_value <= 1
+    p_value = permutation_test(first, second, **QUICK)
+    assert 1 / 201 <= p_value <= 1
+    assert permutation_test(second, first, **QUICK) == p_value
+    random.shuffle(pairs)
+    first, second = np.array(pairs).T
+    assert paired_bootstrap(first, second, **QUICK) == there
+    assert permutation_test(first, second, **QUICK) == p_value
+    nothing = paired_bootstrap(first, first, **QUICK)
+    assert (nothing.difference, nothing.low, nothing.high, nothing.p_value) == (0, 0, 0, 1)
+    assert permutation_test(first, first, **QUICK) == 1
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
+def test_mcnemar_counts_the_questions_that_one_system_has_right(pairs):
+    first, second = np.array(pairs, float).T
+    wins, losses = int((first > second).sum()), int((first < second).sum())
+    p_value = mcnemar(first, second)
+    assert mcnemar(second, first) == pytest.approx(p_value)
+    # Twice the smaller tail of a fair coin.
+    tail = scipy.stats.binom.cdf(min(wins, losses), wins + losses, 0.5)
+    assert p_value == pytest.approx(min(1.0, 2 * tail))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.floats(0, 1), max_size=6))
+def test_holm_is_bonferroni_of_every_set_that_holds_the_hypothesis(p_values):
+    """The closed test (Marcus, Peritz and Gabriel 1976), of which Holm's method is the short cut."""
+    numbers = range(len(p_values))
+    sets = [s for size in numbers for s in itertools.combinations(numbers, size + 1)]
+    for i, corrected in enumerate(holm(p_values)):
+        of_sets = [min(1.0, len(s) * min(p_values[j] for j in s)) for s in sets if i in s]
+        assert corrected == pytest.approx(max(of_sets))

@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 from cli_runs import ROOT
 from tiny_llm import SIZES, write_folder
+
+pytestmark = pytest.mark.slow
 
 # Prints how many programs were asked for, and how many the cache had.
 RUN = """

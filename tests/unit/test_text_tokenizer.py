@@ -8,6 +8,8 @@ import shutil
 import gguf
 import pytest
 import sentencepiece
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmqa_jax.core.errors import UserError
@@ -397,3 +399,23 @@ def test_tokens_beside_the_tokenizer_that_do_not_fit(decoder, message, tmp_path)
     folder = bytes_alone(tmp_path, {"added_tokens_decoder": decoder})
     with pytest.raises(UserError, match=message):
         open_tokenizer(folder)
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_is_split_as_sentencepiece_does_and_comes_back(opened, original, text):
+    ids = opened.encode_plain(text)
+    assert ids == original.encode(text)
+    assert opened.decode(ids) == original.decode(ids)
+    assert opened.decode(ids) == text
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("opened") / "model"
+    return open_tokenizer(folder_with(folder, model, **VICUNA))

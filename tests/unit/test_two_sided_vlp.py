@@ -23,6 +23,8 @@ from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.rerank import two_sides
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 3
 TRUNK = BertConfig(
     vocab_size=30522, hidden=24, layers=LAYERS, heads=4, mlp=40, positions=96, types=6, eps=1e-5,

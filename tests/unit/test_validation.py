@@ -19,7 +19,7 @@ from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.weights.folder import read_metadata
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 EVERY_STEP = {"train.evaluate_every": 1, "validate.split": "test", "validate.questions": 0}
 WHOLE = {

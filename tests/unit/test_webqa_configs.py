@@ -27,6 +27,8 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.tasks.reading import check_config, read_task
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
 LONGEST = {0: 512, 1: 312, 2: 312}  # text columns without, with one and two pictures
 

@@ -45,7 +45,7 @@ from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.models.vlp import publish_vlp
 from mmqa_jax.weights.published import write_published
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 PICTURES = range(30_000_000, 30_000_006)
 FEATURES_OF = {number: 40_000_000 + number % 100 for number in PICTURES}

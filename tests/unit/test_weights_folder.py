@@ -29,6 +29,8 @@ from mmqa_jax.weights.folder import (
 )
 from mmqa_jax.weights.published import load_published
 
+pytestmark = pytest.mark.slow
+
 BERT = BertConfig(vocab_size=30, hidden=12, layers=2, heads=3, mlp=16, positions=9, types=6)
 VLP = VLPConfig(BERT, 7, 5, (9,))
 VISION = VisionConfig(16, 8, width=8, layers=2, heads=2, mlp_width=12, embed_dim=12)
