@@ -1,12 +1,16 @@
-"""launch/: what every launcher would do (golden files), and what those for one machine do.
+"""launch/: what every launcher would do, one dry run each, and what those for one machine do.
 
-After a change of a launcher, MMQA_UPDATE_GOLDEN=1 writes the golden files anew: read the diff.
+Commands are compared with golden files, which MMQA_UPDATE_GOLDEN=1 writes anew after a change of a
+launcher: read the diff. Manifests are read: they follow their schemas, hold what was filled in, and
+run the command that was given.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -67,7 +71,39 @@ DRY_RUNS = {
         *("--", *TRAIN),
     ),
 }
-MANIFESTS = ("jobset-tpu", "jobset-gpu", "indexed-job-inference", "ray_cluster", "skypilot")
+# What was filled in, by its place in the manifest.
+SPEC = ("spec", "replicatedJobs", 0, "template", "spec")
+POD = ("template", "spec")
+MANIFESTS = {
+    "jobset-tpu": {
+        (*SPEC, "completions"): 64,
+        (*SPEC, "parallelism"): 64,
+        (*SPEC, *POD, "nodeSelector", "cloud.google.com/gke-tpu-topology"): "16x16",
+        (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
+        (*SPEC, *POD, "containers", 0, "resources", "limits", "google.com/tpu"): 4,
+    },
+    "jobset-gpu": {
+        (*SPEC, "completions"): 2,
+        (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
+        (*SPEC, *POD, "containers", 0, "resources", "limits", "nvidia.com/gpu"): 8,
+        (*SPEC, *POD, "containers", 0, "env", 0): {
+            "name": "JAX_COORDINATOR_ADDRESS",
+            "value": "mmqa-host-0-0.mmqa:8476",
+        },
+        (*SPEC, *POD, "containers", 0, "env", 1): {"name": "JAX_NUM_PROCESSES", "value": "2"},
+        # Of which that address is made.
+        ("metadata", "name"): "mmqa",
+        ("spec", "network", "subdomain"): "mmqa",
+        ("spec", "replicatedJobs", 0, "name"): "host",
+    },
+    "indexed-job-inference": {
+        ("spec", "completions"): 64,
+        ("spec", *POD, "containers", 0, "image"): "registry/mmqa:tpu",
+        ("spec", *POD, "containers", 0, "env", 0): {"name": "JOB_COMPLETIONS", "value": "64"},
+    },
+    "ray_cluster": {("spec", "entrypoint"): " ".join((*EMBED, "--engine=ray"))},
+    "skypilot": {("num_nodes",): 2, ("file_mounts", "/runs", "source"): "gs://runs"},
+}
 
 
 def launch(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -89,19 +125,25 @@ def env(**more: str) -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "TMPDIR": "/tmp"} | more
 
 
-@pytest.mark.parametrize("name", DRY_RUNS)
-def test_dry_runs(name):
+@functools.cache
+def dry_run(name: str) -> str:
+    """What a launcher prints that it would do."""
     ended = launch(*DRY_RUNS[name])
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
-    printed = ended.stdout.replace(str(ROOT), "ROOT")
+    return ended.stdout.replace(str(ROOT), "ROOT")
+
+
+@pytest.mark.parametrize("name", sorted(DRY_RUNS.keys() - MANIFESTS.keys()))
+def test_commands(name):
+    printed = dry_run(name)
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("MMQA_UPDATE_GOLDEN"):
         golden.write_text(printed)
     assert printed == golden.read_text()
 
 
-def test_every_launcher_has_a_golden_file():
+def test_every_launcher_is_tried():
     tried = {arguments[0] for arguments in DRY_RUNS.values()}
     tried |= {Path(a[1]).name for a in DRY_RUNS.values() if a[0] == "submit.sh"}
     ours = {
@@ -112,7 +154,7 @@ def test_every_launcher_has_a_golden_file():
     }  # sourced, or there to run on one machine
     files = {path.name for path in [*SCRIPTS, *LAUNCH.rglob("*.yaml")]}
     assert files - ours == tried
-    assert {path.stem for path in GOLDEN.iterdir()} == set(DRY_RUNS)
+    assert {path.stem for path in GOLDEN.iterdir()} == DRY_RUNS.keys() - MANIFESTS.keys()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -125,7 +167,9 @@ def test_shell_is_sound(script):
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_follow_their_schemas(name):
-    manifest = yaml.safe_load((GOLDEN / f"{name}.txt").read_text())
+    manifest = yaml.safe_load(dry_run(name))
+    for place, filled_in in MANIFESTS[name].items():
+        assert functools.reduce(lambda at, key: at[key], place, manifest) == filled_in, place
     schema = SCHEMAS[manifest.get("kind", "SkyPilot")]
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(manifest, schema)
@@ -137,7 +181,7 @@ def test_manifests_follow_their_schemas(name):
 @pytest.mark.parametrize("name", ["jobset-tpu", "jobset-gpu", "indexed-job-inference"])
 def test_manifests_run_the_command_as_it_was_given(name, tmp_path):
     """The shell of the pod finds the words again, spaces and all."""
-    manifest = yaml.safe_load((GOLDEN / f"{name}.txt").read_text())
+    manifest = yaml.safe_load(dry_run(name))
     job = manifest["spec"]
     if manifest["kind"] == "JobSet":
         job = job["replicatedJobs"][0]["template"]["spec"]
@@ -159,6 +203,13 @@ def test_manifests_run_the_command_as_it_was_given(name, tmp_path):
     lines = ended.stdout.splitlines()
     words = [*EMBED, "--shard=auto"] if manifest["kind"] == "Job" else list(TRAIN)
     assert lines[-len(words) :] == words
+
+
+def test_skypilot_runs_the_command_as_one_of_its_processes():
+    *exports, last = yaml.safe_load(dry_run("skypilot"))["run"].splitlines()
+    assert shlex.split(last)[-len(TRAIN) :] == list(TRAIN)
+    set_here = {line.split()[1].partition("=")[0] for line in exports}
+    assert set_here >= {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
 
 
 def test_the_dockerfile_copies_what_is_there():
