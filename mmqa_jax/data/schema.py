@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 Modality = Literal["text", "image"]
 SPLITS = ("train", "val", "test")
+NOT_FOUND = "Not found in the sources."  # the answer to a question that no source answers
 
 # WebQA's seven question categories: `text` for snippet questions, the others for pictures.
 WEBQA_CATEGORIES = ("YesNo", "choose", "color", "shape", "number", "Others", "text")
@@ -83,6 +84,7 @@ class Prediction:
       source_scores: one score per cited source (probability or similarity).
       beams: all answers of the beam with their log-probabilities, best first.
       choice: index of the chosen option among Question.choices; None: none was chosen.
+      read: ids of all sources that the answer was made from, best first, cited or not.
       trace: how a prompted system came to its answer (prompts, shots, raw output), a line of
         trace.jsonl; empty for others.
     """
@@ -93,6 +95,7 @@ class Prediction:
     source_scores: tuple[float, ...] = ()
     beams: tuple[tuple[str, float], ...] = ()
     choice: int | None = None
+    read: tuple[str, ...] = ()
     trace: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

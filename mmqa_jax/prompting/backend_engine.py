@@ -129,6 +129,11 @@ class EngineBackend:
         return sizes_json(shape, self._engine.config)
 
     @property
+    def takes_pictures(self) -> bool:
+        """Whether it is a LLaVA."""
+        return self._llava is not None
+
+    @property
     def fingerprint(self) -> str:
         """Of weights, numerics and tokenizer."""
         return self._fingerprint

@@ -61,6 +61,10 @@ class OpenAIBackend:
         self._lengths = PromptLengths(model, length, self.config.timeout)
 
     @property
+    def takes_pictures(self) -> None:
+        """The server does not say."""
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of address, model and the server's description of the model."""
         return self._fingerprint

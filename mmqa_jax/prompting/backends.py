@@ -154,6 +154,10 @@ class Backend(Protocol):
     failures: list[Failure]
 
     @property
+    def takes_pictures(self) -> bool | None:
+        """Whether the model sees; None: a server's, which does not say."""
+
+    @property
     def fingerprint(self) -> str:
         """Differs between models whose answers may differ; part of the response cache's key."""
 
@@ -190,6 +194,11 @@ class Around:
     def failures(self) -> list[Failure]:
         """The backend's."""
         return self._backend.failures
+
+    @property
+    def takes_pictures(self) -> bool | None:
+        """The backend's."""
+        return self._backend.takes_pictures
 
     @property
     def fingerprint(self) -> str:

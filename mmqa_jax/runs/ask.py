@@ -9,7 +9,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_sources
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.inference.wording import as_written
 from mmqa_jax.papers import webqa
@@ -17,7 +17,6 @@ from mmqa_jax.runs.parts import open_dense, with_similarity
 from mmqa_jax.tasks.answer import load_reader
 from mmqa_jax.tasks.rerank import load_reranker
 
-NOT_FOUND = "Not found in the sources."
 _PICTURE = "question"  # name of the picture that belongs to the question
 
 

@@ -16,6 +16,7 @@ class FakeLLM:
       score: (prompt, continuation) -> log-probabilities of its tokens.
       length: characters that a prompt may have.
       fail: ids that get no answer.
+      takes_pictures: as a backend's.
     """
 
     def __init__(
@@ -24,7 +25,9 @@ class FakeLLM:
         score: Callable[[str, str], tuple[float, ...]] = lambda prompt, option: (-1.0,),
         length: int = 10**6,
         fail: Iterable = (),
+        takes_pictures: bool | None = False,
     ):
+        self.takes_pictures = takes_pictures
         self._say, self._score, self._length, self._fail = say, score, length, set(fail)
         self.usage, self.failures, self.seen = Usage(), [], []
 
