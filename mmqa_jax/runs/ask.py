@@ -26,11 +26,12 @@ class Answer:
     """The answer to one question.
 
     Attributes:
-      text: as people write it; NOT_FOUND if no source is relevant.
-      found: whether a source is more relevant than the demo's threshold, or the question came
-        with a picture of its own.
+      text: as people write it; NOT_FOUND if no source is similar enough to the question, or none
+        of the similar ones relevant.
+      found: whether a source passes both of the demo's thresholds, or the question came with a
+        picture of its own.
       prediction: what the reader wrote, and the sources it read; if nothing was found, the
-        nearest one.
+        nearest one, with its similarity or relevance.
     """
 
     text: str
@@ -51,6 +52,12 @@ class Answerer:
             raise UserError(
                 f"--workdir={folder}: holds no finished demo; run `mmqa demo --workdir={folder}`."
             )
+        refusal = folder / "retrieval" / "refusal.json"
+        if not refusal.exists():
+            raise UserError(
+                f"--workdir={folder}: was made before `mmqa ask` refused questions without an "
+                f"answer; run `mmqa demo --workdir={folder}`, which does what is new in a moment."
+            )
         prepared = open_sources(folder / "data")
         self._picture: bytes | None = None
         self.corpus = Corpus(
@@ -63,11 +70,13 @@ class Answerer:
         tuned = read_json(needed)
         self._top_k = read_config(folder)["select"]["top_k"]
         self._threshold = tuned["threshold"]
+        self._least_similarity = read_json(refusal)["least_similarity"]
         dense = open_dense(
             self.corpus, str(folder / "contrastive"), str(folder / "index"), one_shape=True
         )
         pairs, one = {"batch_size": 10}, {"batch_size": 1}
         reranker = load_reranker(folder / "rerank", self.corpus, pairs, one_shape=True)
+        self._dense = dense
         self._retriever = SecondHopRetriever(dense, self.corpus)
         self._reranker = with_similarity(reranker, dense, self.corpus, tuned["weight"])
         self._reader = load_reader(folder / "answer", self.corpus, one, one_shape=True)
@@ -85,6 +94,11 @@ class Answerer:
         self._reader.check_length(text)
         self._picture = picture
         question = Question("asked", "", text, image=None if picture is None else _PICTURE)
+        if picture is None:
+            (nearest,) = self._dense.search([question], 1)
+            if nearest.scores[0] < self._least_similarity:
+                shown = Prediction("asked", "", nearest.sources, nearest.scores)
+                return Answer(NOT_FOUND, False, shown)
         (prediction,) = webqa.answer_full_scale(
             [question],
             self._retriever,
