@@ -31,6 +31,7 @@ def prepare(
     overwrite: bool = False,
     max_broken_pictures: int | None = None,
     folder: FolderOptions | None = None,
+    flag: str = "--raw",
 ) -> dict[str, Any]:
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
 
@@ -41,6 +42,7 @@ def prepare(
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
       folder: of `folder`, how documents become sources; None: the defaults.
+      flag: that named `raw`, for messages.
     """
     if max_broken_pictures is not None and max_broken_pictures < 0:
         raise UserError(
@@ -52,7 +54,7 @@ def prepare(
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
     if raw is not None and not raw.is_dir():
-        raise UserError(f"--raw={raw}: no such folder; check the path.")
+        raise UserError(f"{flag}={raw}: no such folder; check the path.")
     if folder is not None and dataset != "folder":
         raise UserError(
             "--chunk_words, --chunk_overlap: documents are cut into chunks; only `mmqa prepare "

@@ -35,12 +35,13 @@ def test_chunks_end_with_sentences_overlap_and_stay_below_their_heading():
     assert packed[-1] == Paragraph(sentences[10], "B", 2)
 
 
-def test_a_chunk_has_the_page_on_which_it_begins():
-    paragraphs = [Paragraph("One two three four five six.", "", 1), Paragraph("Seven.", "", 2)]
-    options = ChunkOptions(words=10, overlap=0)
-    assert [chunk.page for chunk in chunks(paragraphs, options)] == [1]
-    paragraphs.append(Paragraph("Eight nine ten eleven.", "", 3))
-    assert [(c.page, c.text) for c in chunks(paragraphs, options)][1] == (3, paragraphs[-1].text)
+def test_a_chunk_is_of_one_page_and_repeats_a_sentence_that_goes_on():
+    pages = ["One two three. Four.", "Five. The pump is", "on the left."]
+    paragraphs = [Paragraph(text, "", number) for number, text in enumerate(pages, start=1)]
+    packed = chunks(paragraphs, ChunkOptions(words=10, overlap=3))
+    assert [(chunk.page, chunk.text) for chunk in packed] == [
+        (1, "One two three. Four."), (2, "Five. The pump is"), (3, "The pump is on the left."),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "字" * 20_000, "word " * 5_000])

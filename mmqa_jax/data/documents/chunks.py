@@ -14,6 +14,7 @@ from mmqa_jax.data.documents.document import Paragraph
 # A sentence ends at a full stop before a capital, a digit or a quotation; in Chinese and Japanese
 # at their own stops, which no space follows.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'“‘(\[]?[^\W_a-z])|(?<=[。！？])")
+_ENDS = (*".!?:;)\"'”’»。！？",)
 _LETTERS = 8  # of a word at most: texts without spaces are measured by their letters
 
 
@@ -47,9 +48,9 @@ class _Sentence:
 
 
 def chunks(paragraphs: Iterable[Paragraph], options: ChunkOptions) -> Iterator[Paragraph]:
-    """Packs paragraphs into chunks that end with a sentence; none goes beyond a heading.
+    """Packs paragraphs into chunks that end with a sentence; none goes beyond a heading or a page.
 
-    A chunk's page is the one on which it begins.
+    Of the page before, only the beginning of a sentence that goes on is repeated.
     """
     for heading, section in itertools.groupby(paragraphs, lambda paragraph: paragraph.heading):
         sentences = [
@@ -57,15 +58,19 @@ def chunks(paragraphs: Iterable[Paragraph], options: ChunkOptions) -> Iterator[P
         ]
         for packed in _packed(sentences, options):
             text = " ".join(sentence.text for sentence in packed)
-            yield Paragraph(text, heading, packed[0].page)
+            yield Paragraph(text, heading, packed[-1].page)
 
 
 def _packed(sentences: list[_Sentence], options: ChunkOptions) -> Iterator[list[_Sentence]]:
     chunk: list[_Sentence] = []
     repeated = 0  # sentences at the chunk's begin that the one before ends with
     for sentence in sentences:
-        if len(chunk) > repeated and _words(chunk) + sentence.words > options.words:
+        is_full = _words(chunk) + sentence.words > options.words
+        turned = bool(chunk) and chunk[-1].page != sentence.page
+        if len(chunk) > repeated and (is_full or turned):
             yield chunk
+            if turned:
+                chunk = [] if chunk[-1].text.endswith(_ENDS) else chunk[-1:]
             chunk = _tail(chunk, min(options.overlap, options.words - sentence.words))
             repeated = len(chunk)
         chunk.append(sentence)
