@@ -40,13 +40,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="how many pictures may be broken and left out (1 in 100, at least 10)",
     )
     parser.add_argument(
-        "--chunk_words", type=int, metavar="N", help="folder: words of a chunk, at most (120)"
+        "--chunk_words", type=int, metavar="N", help="folder: words of a chunk, at most (90)"
     )
     parser.add_argument(
         "--chunk_overlap",
         type=int,
         metavar="N",
-        help="folder: words of a chunk's end, at most, with which the next one begins (30)",
+        help="folder: words of a chunk's end, at most, with which the next one begins (15)",
     )
 
 

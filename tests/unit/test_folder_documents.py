@@ -54,8 +54,8 @@ def test_text_without_sentences_is_cut(text):
 def test_sizes_of_chunks_are_checked():
     with pytest.raises(UserError, match="--chunk_words=3"):
         ChunkOptions(words=3)
-    with pytest.raises(UserError, match="--chunk_overlap=30"):
-        ChunkOptions(words=30)
+    with pytest.raises(UserError, match="--chunk_overlap=15"):
+        ChunkOptions(words=15)
 
 
 # Text and Markdown

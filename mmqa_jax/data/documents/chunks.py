@@ -23,12 +23,13 @@ class ChunkOptions:
     """How long chunks are.
 
     Attributes:
-      words: of a chunk, at most; 120 words with their headings fit MiniLM's 256 tokens.
+      words: of a chunk, at most; 90 with their headings mostly are no more than the 128 tokens
+        that MiniLM was trained on.
       overlap: words of a chunk's end, at most, with which the next one begins.
     """
 
-    words: int = at_least(10, 120)
-    overlap: int = at_least(0, 30)
+    words: int = at_least(10, 90)
+    overlap: int = at_least(0, 15)
 
     def __post_init__(self) -> None:
         if self.words < 10:
