@@ -11,11 +11,15 @@ import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import records
 from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.folder import FolderOptions
+from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import Prediction, Ranking
 from mmqa_jax.papers.webqa import Reader
@@ -25,14 +29,19 @@ from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, DEPTH, HybridSearch, convex_combination
+from mmqa_jax.retrieval.minilm import load_minilm_embedder
 from mmqa_jax.runs.ask import NOT_FOUND
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.tasks.library import open_text_embedder
 
 MINILM = "minilm"
-# Cosine of MiniLM below which no passage answers a question: `python -m tests.bench refusals` over
-# OpenStax (tests/bench/README.md).
-LEAST_SIMILARITY = 0.4
+_CPU_BATCH = 8  # passages
+# MiniLM's cosine of the nearest passage below which none answers a question, by the number of
+# passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
+# `python -m tests.bench refusals` (tests/bench/README.md).
+_LEAST_SIMILARITY = {
+    30: 0.287, 100: 0.302, 300: 0.344, 1_000: 0.374, 3_000: 0.432, 10_000: 0.484, 22_472: 0.489,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +53,7 @@ class AskOptions:
       top_k: passages that the language model reads.
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:
-        LEAST_SIMILARITY for MiniLM, and for other encoders none is.
+        by the number of passages for MiniLM, and for other encoders none is.
     """
 
     encoder: str = MINILM
@@ -52,12 +61,14 @@ class AskOptions:
     weight: float = DEFAULT_WEIGHT
     least_similarity: float | None = None
 
-    @property
-    def threshold(self) -> float:
-        """The least similarity in use."""
+    def threshold(self, passages: int) -> float:
+        """The least similarity in use with so many passages."""
         if self.least_similarity is not None:
             return self.least_similarity
-        return LEAST_SIMILARITY if self.encoder == MINILM else -1.0
+        if self.encoder != MINILM:
+            return -1.0
+        sizes = np.log(list(_LEAST_SIMILARITY))
+        return float(np.interp(np.log(max(passages, 1)), sizes, [*_LEAST_SIMILARITY.values()]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +120,7 @@ class FolderAnswerer:
         self.corpus, self.options = corpus, options
         self._reader = reader
         self._passages = open_passages(corpus, options.encoder)
+        self._threshold = options.threshold(len(corpus))
 
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
         """Answers a question, citing the folder's sources.
@@ -126,7 +138,7 @@ class FolderAnswerer:
         best = convex_combination(pool, self.options.weight, self.options.top_k)
         cosines = tuple(pool.cosines[name] for name in best.sources)
         found = Ranking(question.id, best.sources, cosines)
-        if picture is None and pool.dense.scores[0] < self.options.threshold:
+        if picture is None and pool.dense.scores[0] < self._threshold:
             nearest = Ranking(question.id, pool.dense.sources[:1], pool.dense.scores[:1])
             return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), nearest)
         (prediction,) = self._reader.answer([question], [found])
@@ -166,7 +178,7 @@ def open_passages(corpus: Corpus, encoder: str) -> Passages:
     Raises:
       UserError: no such encoder.
     """
-    embedder, pictures = open_text_embedder(encoder, corpus)
+    embedder, pictures = _open_encoder(encoder, corpus)
     texts = [embedder.text_of(source) for source in corpus.sources]
     if encoder == MINILM:
         contents, kind = texts, "text"
@@ -191,6 +203,17 @@ def open_passages(corpus: Corpus, encoder: str) -> Passages:
     embeddings = Embeddings(vectors, embedder.fingerprint, corpus.fingerprint)
     dense = DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
     return Passages(dense, HybridSearch(dense, BM25Retriever(corpus)))
+
+
+def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:
+    """The encoder and the corpus's pictures as it takes them.
+
+    MiniLM's own choice of a batch is for accelerators: on two CPU cores 8 texts of 128 tokens fit
+    the caches, and 43 a second are embedded where batches of 64 manage 28.
+    """
+    if encoder == MINILM and platform() == "cpu":
+        return load_minilm_embedder(_CPU_BATCH), PictureStore(corpus, size=1)
+    return open_text_embedder(encoder, corpus)
 
 
 def _content(corpus: Corpus, row: int, text: str) -> str:

@@ -73,7 +73,7 @@ def encoder(monkeypatch, tmp_path):
     monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
     encoder = WordEncoder()
     opened = lambda name, corpus: (encoder, PictureStore(corpus, size=1))  # noqa: E731
-    monkeypatch.setattr(ask_folder, "open_text_embedder", opened)
+    monkeypatch.setattr(ask_folder, "_open_encoder", opened)
     return encoder
 
 
@@ -143,10 +143,16 @@ def test_the_model_may_refuse_by_its_own_word(encoder, folder):
     assert {shown.cited for shown in answer.shown(asked.corpus)} == {None}
 
 
-def test_the_threshold_is_minilms_alone():
-    assert AskOptions().threshold == ask_folder.LEAST_SIMILARITY
-    assert AskOptions(encoder="runs/contrastive").threshold == -1.0
-    assert AskOptions(encoder="runs/contrastive", least_similarity=0.2).threshold == 0.2
+def test_other_encoders_have_no_threshold_of_their_own():
+    assert AskOptions(encoder="runs/contrastive").threshold(1_000) == -1.0
+    assert AskOptions(encoder="runs/contrastive", least_similarity=0.2).threshold(1_000) == 0.2
+
+
+def test_minilms_threshold_grows_with_the_number_of_passages():
+    thresholds = [AskOptions().threshold(count) for count in (1, 30, 60, 1_000, 10**4, 10**7)]
+    assert thresholds == sorted(thresholds)
+    assert thresholds[0] == thresholds[1] < thresholds[2] < thresholds[3] == pytest.approx(0.374)
+    assert thresholds[-1] == pytest.approx(0.489)
 
 
 def test_later_calls_embed_only_what_changed(encoder, folder):
