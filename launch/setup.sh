@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv beside this checkout and installs the tested versions; runs again in a moment.
-#   launch/setup.sh           what the demo needs
+#   launch/setup.sh           what the demo and `mmqa ask --data` need
 #   launch/setup.sh test      and what the tests need (PyTorch references, ruff)
 # The accelerator is found by itself; MMQA_ACCELERATOR=cpu|cuda12|tpu overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras="atlas"
+extras="atlas,documents"
 for extra in "$@"; do
   case "$extra" in
     test) extras="$extras,test,lemma" ;;

@@ -1,21 +1,68 @@
-"""`mmqa ask`: one question, answered with its sources from a finished demo's workdir."""
+"""`mmqa ask`: questions, answered with their sources from a folder of documents or a demo."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
 
-SUMMARY = "answer a question from a demo's workdir with its sources, or say that none has it."
-EXAMPLE = 'mmqa ask --workdir=workdir-demo "What is the capital of Kenya?"'
+SUMMARY = "answer a question from a folder of documents with its sources, or say that none has it."
+EXAMPLE = 'mmqa ask --data=manuals "How often is the filter cleaned?"'
+_DEMO = "workdir-demo"
+# Flags of --data, by their defaults in AskOptions and FolderOptions.
+_FOLDER_FLAGS = ("model", "backend", "encoder", "top_k", "least_similarity", "cache")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
-    parser.add_argument("--workdir", default="workdir-demo", help="a finished demo's workdir")
+    parser.description += (
+        "\n\n--data=FOLDER: documents (.txt .md .html .htm .pdf .docx) and pictures (.jpg .jpeg\n"
+        "  .png .webp), an interchange folder, or what `mmqa prepare` wrote; it is read and\n"
+        "  embedded once, later calls read what has changed; answers cite file, page and picture\n"
+        "--workdir=DIR: a finished demo, with the models that it has trained\n"
+        "backend openai: any server with OpenAI's API, at the address in the environment\n"
+        "  variable OPENAI_BASE_URL, with the key in OPENAI_API_KEY if it requires one\n"
+        "--json, of --data: {question, answer, found, sources: [{id, file, page, text, image,\n"
+        "  score, cited}], seconds}: `cited` is the source's number beside the answer, or null\n"
+        "  where the answer cites none of those that the model was shown, `score` the similarity;\n"
+        "  of several questions, and of --workdir, {answers: [...]}"
+    )
+    parser.add_argument("--data", metavar="FOLDER", help="the documents")
+    parser.add_argument("--workdir", help=f"a finished demo's workdir ({_DEMO}, without --data)")
+    parser.add_argument(
+        "--model",
+        metavar="PATH|NAME",
+        help="with --data, who reads the passages: as `mmqa prompt --model` (smollm2)",
+    )
+    flags.add_download(parser)
+    parser.add_argument(
+        "--backend", choices=("engine", "openai"), help="this process, or a server (engine)"
+    )
+    parser.add_argument(
+        "--encoder",
+        metavar="NAME|PATH",
+        help="with --data, who finds the passages beside BM25: minilm, a converted CLIP, or a "
+        "contrastive run (minilm)",
+    )
+    parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
+    parser.add_argument(
+        "--least_similarity",
+        type=float,
+        metavar="COSINE",
+        help="questions whose nearest passage is less similar are refused; -1: none is (chosen on "
+        "val, mmqa_jax/data/README.md)",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="where what was read of the documents is kept (~/.cache/mmqa_jax/folders)",
+    )
     parser.add_argument("--image", help="a picture file that belongs to the question")
     parser.add_argument("question", nargs="+", help="the question; several are answered in turn")
 
@@ -24,6 +71,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the questions in turn and prints each answer with its sources."""
     if not all(text.strip() for text in arguments.question):
         raise UserError("the question is empty; write one in quotes.")
+    _check_flags(arguments)
     from mmqa_jax.data.images import decode, read_picture_file
 
     picture = None
@@ -33,50 +81,111 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core import distributed
 
     distributed.start()
+    if arguments.data is None:
+        return {"answers": _ask_demo(arguments, picture)}
+    answers = _ask_folder(arguments, picture)
+    return answers[0] if len(answers) == 1 else {"answers": answers}
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    if arguments.data is not None:
+        if arguments.workdir is not None:
+            raise UserError("--data and --workdir: a question is asked of one of them; leave one.")
+        if arguments.top_k is not None:
+            flags.check_top_k(arguments.top_k)
+        return
+    for name in _FOLDER_FLAGS:
+        if getattr(arguments, name) is not None:
+            raise UserError(
+                f"--{name}: a demo answers with its own models; give --data=FOLDER with it, or "
+                "leave it out."
+            )
+
+
+def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:
+    """Answers from a folder of documents."""
+    from mmqa_jax.core.host import cache_dir
+    from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+    from mmqa_jax.runs.parts import LLMSpec, open_llm
+    from mmqa_jax.runs.prepare import folder_notes
+    from mmqa_jax.weights.hub import download_model
+
+    model = arguments.model or "smollm2"
+    if arguments.download:
+        download_model(model)
+    given = {name: getattr(arguments, name) for name in ("encoder", "top_k", "least_similarity")}
+    options = AskOptions(**{name: value for name, value in given.items() if value is not None})
+    corpus = open_folder(Path(arguments.data), flags.optional_path(arguments.cache))
+    for line in folder_notes(corpus.manifest["origin"]):
+        print(line, file=sys.stderr)
+    spec = LLMSpec(model, arguments.backend or "engine")
+    from mmqa_jax.prompting.llm_reader import LLMReader
+
+    llm = open_llm(spec, cache_dir() / "responses", "--model")
+    try:
+        answerer = FolderAnswerer(corpus, LLMReader(corpus, llm), options)
+        return [row for _, row in _answered(answerer, arguments.question, picture)]
+    finally:
+        llm.close()
+
+
+def _ask_demo(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:
+    """Answers from a demo's corpus, by the demo's models."""
     from mmqa_jax.runs.ask import Answerer
 
-    answerer = Answerer(Path(arguments.workdir))
-    answers = []
-    for text in arguments.question:
+    answerer = Answerer(Path(arguments.workdir or _DEMO))
+    rows = []
+    for answer, row in _answered(answerer, arguments.question, picture):
+        shown = zip(row["sources"], answer.shown(answerer.corpus), strict=True)
+        sources = [{**source, "title": one.source.title} for source, one in shown]
+        rows.append({**row, "raw_answer": answer.prediction.answer, "sources": sources})
+    return rows
+
+
+def _answered(
+    answerer: Any, questions: Iterable[str], picture: bytes | None
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Asks the questions in turn and prints each answer; yields it with what `--json` prints."""
+    for text in questions:
         began = time.perf_counter()
         answer = answerer.answer(text, picture)
-        seconds = time.perf_counter() - began
-        cited = answer.prediction.sources, answer.prediction.source_scores
-        sources = [
-            (answerer.corpus.sources[answerer.corpus.row[name]], score)
-            for name, score in zip(*cited, strict=True)
-        ]
+        seconds = round(time.perf_counter() - began, 2)
+        sources = answer.shown(answerer.corpus)
         _show(text, answer, sources, seconds)
-        answers.append(
+        yield (
+            answer,
             {
                 "question": text,
                 "answer": answer.text,
-                "raw_answer": answer.prediction.answer,
                 "found": answer.found,
-                "sources": [
-                    {"id": s.id, "score": score, "title": s.title, "text": s.text}
-                    for s, score in sources
-                ],
-                "seconds": round(seconds, 2),
-            }
+                "sources": [source.row() for source in sources],
+                "seconds": seconds,
+            },
         )
-    return {"answers": answers}
 
 
-def _show(question: str, answer: Any, sources: list[tuple[Any, float]], seconds: float) -> None:
+def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) -> None:
     """Prints an answer on stderr, because stdout is reserved for the JSON."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(stderr=True)
-    console.print(f"\n[bold]{escape(question)}[/bold]")
-    console.print(f"{escape(answer.text)}  [dim]({seconds:.1f} s)[/dim]")
-    if not answer.found:
-        console.print("The nearest source:")
-    for source, score in sources:
-        kind = "picture" if source.modality == "image" else "snippet"
+    console.print(f"\n[bold]{escape(question)}[/bold]", highlight=False)
+    said = escape(answer.text or "(no answer)")
+    console.print(f"{said}  [dim]({seconds:.1f} s)[/dim]", highlight=False)
+    if not answer.found and sources:
+        console.print("The nearest source:" if len(sources) == 1 else "What was read:")
+    elif sources and sources[0].cited is None:
+        console.print("The answer cites no source. What was read:")
+    for source, score, cited in sources:
+        number = "-" if cited is None else escape(f"[{cited}]")
+        place = source.extra.get("file") or source.id
+        if (page := source.extra.get("page")) is not None:
+            place += f", page {page}"
+        kind = "picture" if source.modality == "image" else "text"
+        title = f"[bold]{escape(source.title)}[/bold]: " if source.title else ""
         console.print(
-            f"  [cyan]{kind} {escape(source.id)}[/cyan] ({score:.2f}) "
-            f"[bold]{escape(source.title)}[/bold]: {escape(source.text)}",
+            f"  {number} {kind} [cyan]{escape(place)}[/cyan] ({score:.2f}) "
+            f"{title}{escape(source.text)}",
             highlight=False,
         )

@@ -1,4 +1,4 @@
-"""`mmqa prepare`: official files to ArrayRecord."""
+"""`mmqa prepare`: official files, or your own documents, to ArrayRecord."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import Any
 
 from mmqa_jax.commands import flags
 
-SUMMARY = "turn a benchmark's official files into ArrayRecord."
+SUMMARY = "turn a benchmark's official files, or a folder of documents, into ArrayRecord."
 EXAMPLE = "mmqa prepare atlas --out=data/atlas"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
+    parser.description += (
+        "\n\ncorpus: the interchange format of mmqa_jax/data/interchange.py (sources.jsonl)\n"
+        "folder: documents (.txt .md .html .htm .pdf .docx) and pictures (.jpg .jpeg .png .webp)\n"
+        "  at any depth; paragraphs under their headings become overlapping chunks, figures and\n"
+        "  pictures are sources with their captions, and `file`, `page` and `heading` of each are\n"
+        "  kept; --overwrite reads only the files that have changed; see mmqa_jax/data/README.md"
+    )
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *flags.BENCHMARKS, "corpus"),
-        help="atlas is built from installed packages; corpus reads your own documents",
+        choices=("atlas", "webqa", *flags.BENCHMARKS, "corpus", "folder"),
+        help="atlas is built from installed packages; corpus and folder read your own documents",
     )
     parser.add_argument("--raw", help="folder with the official files, or with your documents")
     parser.add_argument("--out", required=True, help="folder to write")
@@ -32,6 +39,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="how many pictures may be broken and left out (1 in 100, at least 10)",
     )
+    parser.add_argument(
+        "--chunk_words", type=int, metavar="N", help="folder: words of a chunk, at most (90)"
+    )
+    parser.add_argument(
+        "--chunk_overlap",
+        type=int,
+        metavar="N",
+        help="folder: words of a chunk's end, at most, with which the next one begins (15)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -44,4 +60,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         Path(arguments.out),
         overwrite=arguments.overwrite,
         max_broken_pictures=arguments.max_broken_pictures,
+        folder=_folder_options(arguments),
     )
+
+
+def _folder_options(arguments: argparse.Namespace) -> Any:
+    """How documents become sources, if any flag says so."""
+    from mmqa_jax.data.documents.chunks import ChunkOptions
+    from mmqa_jax.data.folder import FolderOptions
+
+    given = {"words": arguments.chunk_words, "overlap": arguments.chunk_overlap}
+    given = {name: value for name, value in given.items() if value is not None}
+    return FolderOptions(ChunkOptions(**given)) if given else None

@@ -58,11 +58,16 @@ def check_decoded(image: Image.Image, size: int, name: str) -> None:
     Args:
       image: opened, not loaded.
     """
-    most = min(FREE_PIXELS + PIXELS_PER_BYTE * size, MOST_PIXELS)
     width, height = image.size
     if image.format == "TIFF":  # a tile is decoded whole, however little of it is shown
         tile = image.tag_v2.get(_TILE_WIDTH, 0), image.tag_v2.get(_TILE_HEIGHT, 0)
         width, height = max((width, height), tile, key=lambda sides: sides[0] * sides[1])
+    check_pixels(width, height, size, name)
+
+
+def check_pixels(width: int, height: int, size: int, name: str) -> None:
+    """PictureError for so many pixels in `size` encoded bytes, before they are decoded."""
+    most = min(FREE_PIXELS + PIXELS_PER_BYTE * size, MOST_PIXELS)
     if width * height > most:
         raise PictureError(
             f"{name}: {width:,} x {height:,} pixels in a file of {size:,} bytes, more than the "

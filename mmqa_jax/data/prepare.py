@@ -1,10 +1,11 @@
-"""Prepares a corpus: official files, or your own documents, to ArrayRecord.
+"""Prepares a corpus: official files, your own documents or interchange files, to ArrayRecord.
 
 `prepare` is what `mmqa prepare` runs. Every function here returns the manifest that it wrote.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.datasets.readers import READERS
+from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
 
+KEPT = "read"  # subfolder of a folder's corpus: what was read of its files
 # Datasets in WebQA's official formats -> prefix of their file names.
 _PREFIXES = {"webqa": "WebQA", "atlas": "atlas"}
 
@@ -27,14 +30,19 @@ def prepare(
     *,
     overwrite: bool = False,
     max_broken_pictures: int | None = None,
+    folder: FolderOptions | None = None,
+    flag: str = "--raw",
 ) -> dict[str, Any]:
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
 
     Args:
-      dataset: `webqa`, `atlas`, `corpus` for an interchange folder, or a benchmark of READERS.
+      dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
+        and pictures, or a benchmark of READERS.
       raw: folder with the files; None for Atlas.
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
+      folder: of `folder`, how documents become sources; None: the defaults.
+      flag: that named `raw`, for messages.
     """
     if max_broken_pictures is not None and max_broken_pictures < 0:
         raise UserError(
@@ -46,7 +54,12 @@ def prepare(
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
     if raw is not None and not raw.is_dir():
-        raise UserError(f"--raw={raw}: no such folder; check the path.")
+        raise UserError(f"{flag}={raw}: no such folder; check the path.")
+    if folder is not None and dataset != "folder":
+        raise UserError(
+            "--chunk_words, --chunk_overlap: documents are cut into chunks; only `mmqa prepare "
+            "folder` takes them."
+        )
     check_out(out, folder=True)
     if not overwrite:
         records.refuse_corpus(out)
@@ -54,6 +67,8 @@ def prepare(
     with no_empty_folders(out):
         if dataset == "atlas":
             return prepare_atlas(out, **options)
+        if dataset == "folder":
+            return prepare_folder(raw, out, folder or FolderOptions(), **options)
         with Progress("Preparing", None, "records") as progress:
             options["progress"] = progress.reach
             if dataset == "corpus":
@@ -173,3 +188,50 @@ def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, An
         origin={"folder": str(folder)},
         **options,
     )
+
+
+def prepare_folder(
+    folder: Path,
+    out: Path,
+    options: FolderOptions,
+    **more: Any,
+) -> dict[str, Any]:
+    """A folder of documents and pictures (data/folder.py) to ArrayRecord in `out`.
+
+    Files that an earlier call with the same `out` has read are not read again, and where nothing
+    has changed nothing is written. The manifest's `origin` holds the report of the files. A folder
+    with sources.jsonl is an interchange folder, and read as one.
+
+    Args:
+      more: of records.write_records.
+
+    Raises:
+      UserError: no file of the folder can be read.
+    """
+    if (folder / "sources.jsonl").exists():
+        with Progress("Preparing", None, "records") as progress:
+            return prepare_interchange(folder, out, progress=progress.reach, **more)
+    with Progress("Reading", None, "files") as progress:
+        content = read_folder(folder, out / KEPT, options, leave_out=out, progress=progress.reach)
+    if (out / records.MANIFEST).exists() and more.get("overwrite"):
+        manifest = records.read_manifest(out)
+        if manifest["origin"].get("digest") == content.digest:
+            origin = {**manifest["origin"], "opened": content.report.opened}
+            return {**manifest, "origin": origin}
+    pictures = sum(source.image is not None for source in content.sources)
+    more["max_broken_pictures"] = pictures  # all that is broken has been left out and reported
+    with Progress("Preparing", None, "records") as progress:
+        return records.write_records(
+            out,
+            content.sources,
+            [],
+            content.read_picture,
+            name=folder.resolve().name,
+            origin={
+                "folder": str(folder),
+                "digest": content.digest,
+                **dataclasses.asdict(content.report),
+            },
+            progress=progress.reach,
+            **more,
+        )

@@ -26,6 +26,7 @@ def cached_vectors(
     *,
     unit: str = "texts",
     block: int = 1_024,
+    groups: Sequence[str] | None = None,
 ) -> Float32[np.ndarray, "n D"]:
     """The vectors of `contents`, computed unless an earlier run kept them.
 
@@ -39,27 +40,62 @@ def cached_vectors(
       contents: what is embedded, or its digests, in order.
       embed: computes the vectors of the contents with these indices.
       unit: what is embedded, for the progress.
-      block: contents of a block; fewer than an embedder shows the progress of.
+      block: contents of a block, and of a call of `embed` at least; fewer than an embedder shows
+        the progress of.
+      groups: of each content, such as its file: contents of one group are a block, so that only
+        the groups that change are computed again. None: blocks are of similar length.
 
     Raises:
       UserError: `embed` returned what is not finite; nothing of it is kept.
     """
-    order = np.arange(len(contents))
-    if len(contents) > block:  # texts of similar length together, as the embedder batches them
-        order = np.argsort([len(content) for content in contents], kind="stable")
-    blocks = [order[start : start + block] for start in range(0, max(len(order), 1), block)]
+    blocks = _of_similar_length(contents, block) if groups is None else _of_groups(groups)
     keys = [_digest(contents[row] for row in rows) for rows in blocks]
     encoder = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
     with Store(folder / encoder, {"encoder": fingerprint}, damage="drop") as store:
         kept = [_kept(store, key, len(rows)) for key, rows in zip(keys, blocks, strict=True)]
         with _progress(unit, blocks, kept) as advance:
-            for number, rows in enumerate(blocks):
-                if kept[number] is None:
-                    kept[number] = np.asarray(embed(rows))
-                    check_finite(kept[number], f"embed: the vectors of {unit}", BROKEN)
-                    store.add({keys[number]: kept[number]})
-                    advance(len(rows))
-    return np.concatenate(kept)[np.argsort(order)]
+            for numbers in _together(blocks, kept, block):
+                rows = np.concatenate([blocks[number] for number in numbers])
+                vectors = np.asarray(embed(rows))
+                check_finite(vectors, f"embed: the vectors of {unit}", BROKEN)
+                ends = np.cumsum([len(blocks[number]) for number in numbers])
+                parts = dict(zip(numbers, np.split(vectors, ends[:-1]), strict=True))
+                store.add({keys[number]: part for number, part in parts.items()})
+                for number, part in parts.items():
+                    kept[number] = part
+                advance(len(rows))
+    return np.concatenate(kept)[np.argsort(np.concatenate(blocks))]
+
+
+def _of_similar_length(contents: Sequence[str | bytes], block: int) -> list[np.ndarray]:
+    """The rows of every block: texts of similar length together, as the embedder batches them."""
+    order = np.arange(len(contents))
+    if len(contents) > block:
+        order = np.argsort([len(content) for content in contents], kind="stable")
+    return [order[start : start + block] for start in range(0, max(len(order), 1), block)]
+
+
+def _of_groups(groups: Sequence[str]) -> list[np.ndarray]:
+    """The rows of every block: those of a group."""
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    return [np.array(members) for members in rows.values()]
+
+
+def _together(
+    blocks: Sequence[np.ndarray], kept: Sequence[np.ndarray | None], least: int
+) -> Iterator[list[int]]:
+    """Numbers of the blocks that nothing is kept of, in groups of at least so many contents."""
+    waiting: list[int] = []
+    for number, vectors in enumerate(kept):
+        if vectors is None:
+            waiting.append(number)
+        if waiting and sum(len(blocks[n]) for n in waiting) >= least:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 def _digest(contents: Iterable[str | bytes]) -> str:

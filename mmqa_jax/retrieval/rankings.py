@@ -282,3 +282,8 @@ class Retriever(Protocol):
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> list[Ranking]:
         """Each question's own candidates, best first (the restricted setting)."""
+
+
+def nearest_similarities(retriever: Retriever, questions: Sequence[Question]) -> list[float]:
+    """The score of each question's best source."""
+    return [float(ranking.scores[0]) for ranking in retriever.search(questions, 1)]

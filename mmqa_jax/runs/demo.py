@@ -26,12 +26,15 @@ from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.typed import Key, check_section
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
 from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
+from mmqa_jax.data.atlas.strangers import strangers
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.splits import evenly
+from mmqa_jax.evaluation.refusals import tune_refusal
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
 from mmqa_jax.extensions import similarity
 from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
+from mmqa_jax.retrieval.rankings import nearest_similarities
 from mmqa_jax.runs.demo_results import read_results, score_demo, show_tables, write_html
 from mmqa_jax.runs.indexing import embed, index
 from mmqa_jax.runs.parts import (
@@ -51,6 +54,7 @@ from mmqa_jax.tasks.run import run_training
 TASKS = ("contrastive", "rerank", "answer")
 DATA, INDEX, ROWS = "data", "index", "rows"
 SELECTION, FUSION = "retrieval/selection.json", "retrieval/fusion.json"
+REFUSAL = "retrieval/refusal.json"
 MACHINE = "machine.json"
 
 
@@ -160,6 +164,7 @@ class _Demo:
             "search": self._search,
             "rerank": lambda: self._train("rerank"),
             "tune": self._tune,
+            "refuse": self._refuse,
             "select": lambda: self._run_rows("select"),
             "answer": lambda: self._train("answer"),
             "read": lambda: self._run_rows(""),
@@ -209,6 +214,25 @@ class _Demo:
                     {"weight": weight, "threshold": threshold, "source_f1": f1}
                     for (weight, threshold), f1 in tuned.sweep.items()
                 ],
+            },
+        )
+
+    def _refuse(self) -> None:
+        """Chooses how similar the nearest source of a question must be for `mmqa ask`.
+
+        The reranker cannot say it: among the sources of a question that none answers it still
+        finds one relevant, because all that it was trained on had an answer.
+        """
+        dense = open_dense(self.corpus, str(self.folder / "contrastive"), str(self.folder / INDEX))
+        asked = [question for question in self.corpus.questions("val") if question.image is None]
+        chosen = tune_refusal(
+            nearest_similarities(dense, asked), nearest_similarities(dense, strangers())
+        )
+        write_json(
+            self.folder / REFUSAL,
+            {
+                "least_similarity": chosen.threshold,
+                "refused": {"val": chosen.answerable, "strangers": chosen.foreign},
             },
         )
 
@@ -272,6 +296,7 @@ _SECONDS_PER_UNIT = {
     "search": 21 / 300,
     "rerank": 116 / (130 * 64),
     "tune": 12 / 60,
+    "refuse": 3 / 300,
     "select": 69 / 300,
     "answer": 560 / (450 * 32),
     "read": 100 / 300,
@@ -357,7 +382,7 @@ def stage_units(config: ConfigDict) -> dict[str, float]:
         "prepare": sources,
         "embed": sources,
         "tune": config.select.dev_questions,
-        **dict.fromkeys(("search", "select", "read", "score"), questions),
+        **dict.fromkeys(("search", "refuse", "select", "read", "score"), questions),
         **trained,
     }
 

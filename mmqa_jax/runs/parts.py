@@ -463,8 +463,11 @@ def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
     check_similarity(similarity, library)
 
 
-def open_llm(spec: LLMSpec, cache: Path) -> Any:
+def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model") -> Any:
     """The language model with its response cache in the folder `cache`, or in the spec's own.
+
+    Args:
+      flag: that named the model, or the config key, for messages.
 
     Raises:
       UserError: no such model or server, or an unknown setting.
@@ -484,9 +487,7 @@ def open_llm(spec: LLMSpec, cache: Path) -> Any:
             "questions of their own; leave it at auto, or let it multiply to the devices of one "
             "process."
         )
-    backend = open_backend(
-        spec.backend, spec.model, spec.tokenizer or None, config, "config key parts.llm.model"
-    )
+    backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config, flag)
     return Cached(backend, ResponseCache(spec.cache or cache))
 
 

@@ -11,6 +11,13 @@ from mmqa_jax.core.errors import first_names
 from mmqa_jax.data import prepare as corpora
 from mmqa_jax.evaluation.tables import Table, show
 
+_NAMED = 5  # files that a line names
+# Of a folder's report, what `--json` prints.
+FILES_KEPT = (
+    *("documents", "pictures", "opened", "bad", "same_content", "scanned_pages"),
+    *("broken_figures", "left_out", "hidden"),
+)
+
 
 def prepare(dataset: str, raw: Path | None, out: Path, **options: Any) -> dict[str, Any]:
     """Prepares a corpus and prints its counts; returns what `--json` prints."""
@@ -41,12 +48,15 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
         warnings.append(
             f"{reused} snippet ids are used for two facts; a number is appended to the later id"
         )
+    warnings += folder_notes(origin)
     warnings += [f"{file}: not found; {lack}" for file, lack in missing_files.items()]
     for line in warnings:
         print(line, file=sys.stderr)
     _show_counts(manifest, out)
     kept = ("name", "fingerprint", "counts", "splits", "broken_pictures")
     result = {**{key: manifest[key] for key in kept}, "data": str(out)}
+    if "same_content" in origin:  # of `prepare folder`
+        result["files"] = {name: origin[name] for name in FILES_KEPT}
     if compared := origin.get("published_counts"):
         differing = {what: n for what, n in compared.items() if n["found"] != n["published"]}
         result["published_differences"] = differing
@@ -54,6 +64,36 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
         result |= {"files": origin["files"], "missing_files": missing_files}
         result["found"] = {k: n["found"] for k, n in compared.items()} | origin["other_counts"]
     return result
+
+
+def folder_notes(origin: Mapping[str, Any]) -> list[str]:
+    """What a user should know of a folder's files (data/folder.py, FolderReport), a line each.
+
+    Nothing for the origin of another corpus.
+    """
+    notes = []
+    if bad := origin.get("bad"):
+        subject = "file is" if len(bad) == 1 else "files are"
+        reasons = "; ".join(f"{file}: {reason}" for file, reason in list(bad.items())[:_NAMED])
+        more = f"; and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        notes.append(f"{len(bad)} {subject} left out: {reasons}{more}")
+    if same := origin.get("same_content"):
+        pairs = first_names(f"{file} as {first}" for file, first in same.items())
+        notes.append(f"{len(same)} with the content of another file, kept once: {pairs}")
+    if scanned := origin.get("scanned_pages"):
+        pages = sum(map(len, scanned.values()))
+        subject = "page is" if pages == 1 else "pages are"
+        files = first_names(f"{file} ({len(found)})" for file, found in scanned.items())
+        notes.append(f"{pages} scanned {subject} without text, and not read: {files}")
+    if broken := origin.get("broken_figures"):
+        figures = [f"{file}: {reason}" for file, found in broken.items() for reason in found]
+        notes.append(
+            f"{len(figures)} broken in documents, left out: {first_names(figures, _NAMED)}"
+        )
+    if left_out := origin.get("left_out"):
+        endings = first_names(f"{n} {ending or 'without ending'}" for ending, n in left_out.items())
+        notes.append(f"{sum(left_out.values())} files of other kinds are not read: {endings}")
+    return notes
 
 
 def _show_counts(manifest: Mapping[str, Any], out: Path) -> None:

@@ -31,10 +31,11 @@ BENCHES = {
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
     "plan": "what the compiler makes of the programs that `mmqa plan` judges",
     "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
+    "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
 }
 SIZES = ("small", "full")
-_ON_DATA = ("input",)  # benches that can measure on a user's corpus
+_ON_DATA = ("input", "refusals")  # benches that can measure on a user's corpus
 _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
 
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/atlas/demo.py:runlocal"
 SETTINGS = ("question_only", "oracle", "restricted", "full")
 STAGES = (
-    "prepare", "contrastive", "embed", "search", "rerank", "tune", "select", "answer", "read",
+    "prepare", "contrastive", "embed", "search", "rerank", "tune", "refuse", "select", "answer", "read",
     "score",
 )  # fmt: skip
 MINUTES = 60

@@ -98,3 +98,21 @@ def test_progress_of_many(tmp_path, capsys, monkeypatch, count, shown):
 def test_nothing_to_embed(tmp_path):
     found = cached_vectors(tmp_path, "model", [], lambda rows: np.zeros((len(rows), 2), np.float32))
     assert found.shape == (0, 2)
+
+
+def test_only_the_groups_that_change_are_computed_again(tmp_path):
+    groups = [f"file {n // 20}" for n in range(len(TEXTS))]
+    first, second = Embedding(), Embedding()
+    found = cached_vectors(tmp_path, "model", TEXTS, first, block=30, groups=groups)
+    np.testing.assert_array_equal(found, [vector(text) for text in TEXTS])
+    assert first.left == 1_000 - 2  # groups of 20, 20 and 10: two together, and the last one
+
+    changed = [*TEXTS[:25], "another", *TEXTS[26:]]
+
+    def embed(rows):
+        second.rows += rows.tolist()
+        return np.stack([vector(changed[row]) for row in rows])
+
+    found = cached_vectors(tmp_path, "model", changed, embed, block=30, groups=groups)
+    np.testing.assert_array_equal(found, [vector(text) for text in changed])
+    assert second.rows == list(range(20, 40))

@@ -48,6 +48,17 @@ def test_a_question_is_asked_in_the_full_scale_setting(data, models, index, monk
     assert options == {"top_k": 3, "threshold": 0.3, "select": "best"}
     assert 1 <= len(answer["sources"]) <= 2
 
+    # Nothing is read where no source is similar enough to the question.
+    options.clear()
+    refusal = folder / "retrieval" / "refusal.json"
+    refusal.write_text(json.dumps({"least_similarity": 1.1}))
+    (answer,) = done("ask", f"--workdir={folder}", "What is the capital of Hav?")["answers"]
+    assert (answer["answer"], answer["found"]) == ("Not found in the sources.", False)
+    assert (len(answer["sources"]), options) == (1, {})
+    refusal.write_text(json.dumps({"least_similarity": -1.0}))
+    done("ask", f"--workdir={folder}", "What is the capital of Hav?")
+    assert options
+
 
 def test_a_picture_file_that_is_no_picture(refused, tmp_path):
     (tmp_path / "notes.png").write_text("these are notes")

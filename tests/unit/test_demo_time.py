@@ -9,7 +9,7 @@ from mmqa_jax.runs.demo import TimeLeft, about, stage_units
 
 STAGES = (
     *("prepare", "contrastive", "embed", "search", "rerank"),
-    *("tune", "select", "answer", "read", "score"),
+    *("tune", "refuse", "select", "answer", "read", "score"),
 )
 
 

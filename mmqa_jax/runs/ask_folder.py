@@ -1,0 +1,236 @@
+"""Answers questions from a folder of documents: read, embedded, retrieved, and read by an LLM.
+
+The folder is prepared as a corpus in a cache, as by `mmqa prepare folder`; later calls read and
+embed only the files that have changed. Passages are found by MiniLM (or any encoder) and BM25.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.speed import best_precision, matmul_rates
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data import records
+from mmqa_jax.data.corpus import Corpus, open_sources
+from mmqa_jax.data.folder import FolderOptions
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.prepare import prepare
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
+from mmqa_jax.papers.webqa import Reader
+from mmqa_jax.retrieval.bm25 import BM25Retriever
+from mmqa_jax.retrieval.cached_vectors import cached_vectors
+from mmqa_jax.retrieval.dense import DenseRetriever
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, DEPTH, HybridSearch, convex_combination
+from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
+from mmqa_jax.tasks.library import open_text_embedder
+
+MINILM = "minilm"
+_CPU_BATCH = 8  # passages
+# MiniLM's cosine of the nearest passage below which none answers a question, by the number of
+# passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
+# `python -m tests.bench refusals` (tests/bench/README.md).
+_LEAST_SIMILARITY = {
+    30: 0.287, 100: 0.302, 300: 0.344, 1_000: 0.374, 3_000: 0.432, 10_000: 0.484, 22_472: 0.489,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AskOptions:
+    """How questions are answered from a folder.
+
+    Attributes:
+      encoder: of passages and questions: `minilm`, a converted CLIP or a contrastive run.
+      top_k: passages that the language model reads.
+      weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
+      least_similarity: questions whose most similar passage has a lower cosine are refused; None:
+        by the number of passages for MiniLM, and for other encoders none is.
+    """
+
+    encoder: str = MINILM
+    top_k: int = at_least(1, 5)
+    weight: float = DEFAULT_WEIGHT
+    least_similarity: float | None = None
+
+    def threshold(self, passages: int) -> float:
+        """The least similarity in use with so many passages."""
+        if self.least_similarity is not None:
+            return self.least_similarity
+        if self.encoder != MINILM:
+            return -1.0
+        sizes = np.log(list(_LEAST_SIMILARITY))
+        return float(np.interp(np.log(max(passages, 1)), sizes, [*_LEAST_SIMILARITY.values()]))
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderAnswer:
+    """The answer to one question.
+
+    Attributes:
+      text: what the model wrote; NOT_FOUND if no passage is similar enough, or it says so itself.
+      found: whether there is an answer.
+      prediction: with the cited sources, best first; `source_scores` are their cosines.
+      read: the sources that the model was shown, by their cosines; if none was similar enough, the
+        nearest one, which was not shown.
+    """
+
+    text: str
+    found: bool
+    prediction: Prediction
+    read: Ranking
+
+    def shown(self, corpus: Corpus) -> list[ShownSource]:
+        """The sources to show: those that the answer cites, or else those that were read."""
+        cited = self.prediction.sources
+        if cited:
+            return shown_sources(corpus, cited, self.prediction.source_scores, cited=True)
+        return shown_sources(corpus, self.read.sources, self.read.scores, cited=False)
+
+
+class Passages(NamedTuple):
+    """A corpus behind both retrievers.
+
+    Attributes:
+      dense: by cosine.
+      hybrid: by cosine and by BM25.
+    """
+
+    dense: DenseRetriever
+    hybrid: HybridSearch
+
+
+class FolderAnswerer:
+    """A folder's passages behind retrievers, and a reader of them.
+
+    Args:
+      corpus: of `open_folder`.
+      reader: of the passages, over the same corpus.
+    """
+
+    def __init__(self, corpus: AskedCorpus, reader: Reader, options: AskOptions):
+        self.corpus, self.options = corpus, options
+        self._reader = reader
+        self._passages = open_passages(corpus, options.encoder)
+        self._threshold = options.threshold(len(corpus))
+
+    def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
+        """Answers a question, citing the folder's sources.
+
+        Args:
+          picture: encoded picture that belongs to the question; the answer may then come from it,
+            and is refused by the model alone.
+        """
+        question = self.corpus.ask(text, picture)
+        sought = question
+        if not self._passages.dense.embedder.image_size:  # it embeds texts alone
+            sought = dataclasses.replace(question, image=None)
+        depth = max(self.options.top_k, DEPTH)
+        (pool,) = self._passages.hybrid.search([sought], depth)
+        best = convex_combination(pool, self.options.weight, self.options.top_k)
+        cosines = tuple(pool.cosines[name] for name in best.sources)
+        found = Ranking(question.id, best.sources, cosines)
+        if picture is None and pool.dense.scores[0] < self._threshold:
+            nearest = Ranking(question.id, pool.dense.sources[:1], pool.dense.scores[:1])
+            return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), nearest)
+        (prediction,) = self._reader.answer([question], [found])
+        said = prediction.answer.strip()
+        return FolderAnswer(said, said not in ("", NOT_FOUND), prediction, found)
+
+
+def open_folder(
+    folder: Path, cache: Path | None = None, options: FolderOptions | None = None
+) -> AskedCorpus:
+    """A folder of documents as a corpus, of which only what has changed is read.
+
+    Args:
+      folder: of documents and pictures, an interchange folder, or a prepared corpus.
+      cache: where the corpus is kept; None: in the cache folder, by the path of `folder`.
+
+    Raises:
+      UserError: no such folder, or nothing in it can be read.
+    """
+    if (folder / records.MANIFEST).exists():
+        return AskedCorpus(open_sources(folder))
+    if cache is None:
+        key = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
+        cache = cache_dir() / "folders" / key[:16]
+    manifest = prepare("folder", folder, cache, overwrite=True, folder=options, flag="--data")
+    prepared = open_sources(cache)
+    prepared.manifest.update(manifest)  # of this call: how many files were opened
+    return AskedCorpus(prepared)
+
+
+def open_passages(corpus: Corpus, encoder: str) -> Passages:
+    """All sources of a corpus behind both retrievers; vectors of unchanged files are kept on disk.
+
+    Args:
+      encoder: `minilm` embeds pictures by their captions, others by caption and pixels.
+
+    Raises:
+      UserError: no such encoder.
+    """
+    embedder, pictures = _open_encoder(encoder, corpus)
+    texts = [embedder.text_of(source) for source in corpus.sources]
+    if encoder == MINILM:
+        contents, kind = texts, "text"
+
+        def embed(rows: Any) -> Any:
+            with jax.default_matmul_precision(_products()):
+                return embedder.embed_questions([texts[row] for row in rows])
+    else:
+        contents, kind = [_content(corpus, row, text) for row, text in enumerate(texts)], "source"
+
+        def embed(rows: Any) -> Any:
+            with jax.default_matmul_precision(_products()):
+                return embedder.embed_rows(corpus, pictures, rows.tolist())
+
+    files = [str(source.extra.get("file", "")) for source in corpus.sources]
+    vectors = cached_vectors(
+        cache_dir() / "vectors",
+        f"{kind} {embedder.fingerprint}",
+        contents,
+        embed,
+        unit="passages",
+        groups=files if all(files) else None,
+    )
+    embeddings = Embeddings(vectors, embedder.fingerprint, corpus.fingerprint)
+    dense = DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
+    return Passages(dense, HybridSearch(dense, BM25Retriever(corpus)))
+
+
+def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:
+    """The encoder and the corpus's pictures as it takes them.
+
+    MiniLM's own choice of a batch is for accelerators: on two CPU cores 8 texts of 128 tokens fit
+    the caches, and 43 a second are embedded where batches of 64 manage 28.
+    """
+    if encoder == MINILM and platform() == "cpu":
+        return load_minilm_embedder(_CPU_BATCH), PictureStore(corpus, size=1)
+    return open_text_embedder(encoder, corpus)
+
+
+@functools.cache
+def _products() -> str | None:
+    """How passages' products are rounded: to bfloat16 on a CPU that is faster so, as in the demo.
+
+    Vectors that are kept may be of either kind: their cosines differ by less than .001.
+    """
+    fast = platform() == "cpu" and best_precision(matmul_rates()) == "bfloat16"
+    return "bfloat16" if fast else None
+
+
+def _content(corpus: Corpus, row: int, text: str) -> str:
+    """What the vector of a source depends on: its text and its picture."""
+    picture = corpus.picture(row)
+    return text if picture is None else f"{text}\0{hashlib.sha256(picture).hexdigest()}"

@@ -1,0 +1,239 @@
+"""Documents: what is read of each format, and how paragraphs become chunks."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import pytest
+from document_files import docx, docx_bomb, pdf, picture
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
+from mmqa_jax.data.documents.document import DocumentError, Paragraph
+from mmqa_jax.data.documents.docx import read_docx
+from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.pdf import read_pdf
+from mmqa_jax.data.documents.plain import read_markdown, read_plain
+
+
+def texts(document):
+    return [(paragraph.heading, paragraph.text) for paragraph in document.paragraphs]
+
+
+# Chunks
+
+
+def test_chunks_end_with_sentences_overlap_and_stay_below_their_heading():
+    sentences = [f"Sentence {n} has a few words in it." for n in range(20)]  # 8 words each
+    paragraphs = [Paragraph(" ".join(sentences[:10]), "A", 1), Paragraph(sentences[10], "B", 2)]
+    packed = list(chunks(paragraphs, ChunkOptions(words=30, overlap=10)))
+    assert [chunk.heading for chunk in packed] == ["A"] * (len(packed) - 1) + ["B"]
+    assert packed[0].text == " ".join(sentences[:3])
+    assert packed[1].text == " ".join(sentences[2:5])  # 8 words are repeated, 16 would be too many
+    assert packed[-2].text.endswith(sentences[9])
+    assert packed[-1] == Paragraph(sentences[10], "B", 2)
+
+
+def test_a_chunk_is_of_one_page_and_repeats_a_sentence_that_goes_on():
+    pages = ["One two three. Four.", "Five. The pump is", "on the left."]
+    paragraphs = [Paragraph(text, "", number) for number, text in enumerate(pages, start=1)]
+    packed = chunks(paragraphs, ChunkOptions(words=10, overlap=3))
+    assert [(chunk.page, chunk.text) for chunk in packed] == [
+        (1, "One two three. Four."), (2, "Five. The pump is"), (3, "The pump is on the left."),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "字" * 20_000, "word " * 5_000])
+def test_text_without_sentences_is_cut(text):
+    packed = list(chunks([Paragraph(text.strip())], ChunkOptions(words=50, overlap=5)))
+    assert all(len(chunk.text) <= 50 * 8 + 50 for chunk in packed)
+    assert sum(len(chunk.text.replace(" ", "")) for chunk in packed) >= len(text.replace(" ", ""))
+
+
+def test_sizes_of_chunks_are_checked():
+    with pytest.raises(UserError, match="--chunk_words=3"):
+        ChunkOptions(words=3)
+    with pytest.raises(UserError, match="--chunk_overlap=15"):
+        ChunkOptions(words=15)
+
+
+# Text and Markdown
+
+
+def test_plain_text():
+    data = "\ufeffFirst\nline.\r\n\r\nSecond\x00 \u00adline.\n \nA\u0308".encode()
+    assert texts(read_plain(data)) == [("", "First line."), ("", "Second line."), ("", "Ä")]
+
+
+@pytest.mark.parametrize("data", ["é".encode("latin-1"), "é".encode("utf-16")])
+def test_text_in_another_encoding_is_not_guessed(data):
+    with pytest.raises(DocumentError, match="save the file as UTF-8"):
+        read_plain(data)
+
+
+def test_markdown():
+    document = read_markdown(
+        b"# Guide\nIntro with [a link](http://x.org).\n\n## Parts ##\n- one\n- two\n\n"
+        b"```sh\n# no heading\n```\nOld\n===\nText ![A red pump](img/p.png) here.\n"
+    )
+    assert texts(document) == [
+        ("Guide", "Intro with a link."),
+        ("Guide > Parts", "- one"),
+        ("Guide > Parts", "- two"),
+        ("Guide > Parts", "# no heading"),
+        ("Old", "Text here."),
+    ]
+    assert [(f.caption, f.link) for f in document.figures] == [("A red pump", "img/p.png")]
+
+
+# HTML
+
+
+def test_html():
+    inline = base64.b64encode(picture()).decode()
+    document = read_html(
+        f"""<!doctype html><head><title>T</title><style>p {{}}</style></head>
+        <nav>Home</nav><h1>Pumps</h1>Bare <b>te</b>xt<p>One<br>two<script>alert(1)</script> three
+        <h2>Data</h2><table><tr><th>Model<th>Power<tr><td>A</td><td>5 W</td></tr></table>
+        <ul><li>first<li>second</ul>
+        <figure><img src="a%20b.png" alt="alt"><figcaption>Figure 1. A pump.</figcaption></figure>
+        <img src="data:image/png;base64,{inline}" alt="inline"><img src="ornament.png" alt="">
+        <noscript>off</noscript>&eacute;nd""".encode()
+    )
+    assert texts(document) == [
+        ("Pumps", "Bare text"),
+        ("Pumps", "One two three"),
+        ("Pumps > Data", "Model | Power"),
+        ("Pumps > Data", "A | 5 W"),
+        ("Pumps > Data", "first"),
+        ("Pumps > Data", "second"),
+        ("Pumps > Data", "énd"),
+    ]
+    assert [(f.caption, f.link, f.picture) for f in document.figures] == [
+        ("Figure 1. A pump.", "a%20b.png", None),
+        ("inline", "", picture()),
+    ]
+
+
+def test_encodings_of_html():
+    latin = '<meta charset="iso-8859-1"><p>caf\xe9 \x93x\x94'.encode("latin-1")
+    assert texts(read_html(latin)) == [("", "café “x”")]
+    assert texts(read_html("<p>é".encode("utf-16"))) == [("", "é")]
+    with pytest.raises(DocumentError, match="declares no encoding and is not UTF-8"):
+        read_html(b"<p>caf\xe9")
+    with pytest.raises(DocumentError, match="is not klingon"):
+        read_html(b"<meta charset=klingon><p>x")
+
+
+def test_html_without_content():
+    with pytest.raises(DocumentError, match="no HTML that can be read"):
+        read_html(b" ")
+    assert read_html(b"<p><!-- x -->").paragraphs == ()
+
+
+def test_entities_of_html_do_not_grow():
+    bomb = b"<!DOCTYPE html [<!ENTITY a 'aaaaaaaaaa'><!ENTITY b '&a;&a;&a;'>]><p>&b;</p>"
+    assert sum(len(text) for _, text in texts(read_html(bomb))) < len(bomb)
+
+
+# Word
+
+
+def test_docx():
+    def fill(document):
+        document.add_heading("Manual", 0)
+        document.add_heading("Cleaning", 1)
+        document.add_paragraph("Wash it weekly.")
+        table = document.add_table(2, 2)
+        for cell, text in zip(table._cells, ("Part", "Days", "Filter", "7"), strict=True):
+            cell.text = text
+        document.add_picture(io.BytesIO(picture()))
+        document.add_paragraph("Figure 1. The filter.", style="Caption")
+        document.add_picture(io.BytesIO(picture("blue")))
+        document.inline_shapes[1]._inline.docPr.set("descr", "A blue pump")
+
+    document = read_docx(docx(fill))
+    assert texts(document) == [
+        ("Manual > Cleaning", "Wash it weekly."),
+        ("Manual > Cleaning", "Part | Days"),
+        ("Manual > Cleaning", "Filter | 7"),
+        ("Manual > Cleaning", "Figure 1. The filter."),
+    ]
+    assert [(f.caption, f.heading, f.picture) for f in document.figures] == [
+        ("Figure 1. The filter.", "Manual > Cleaning", picture()),
+        ("A blue pump", "Manual > Cleaning", picture("blue")),
+    ]
+
+
+def test_a_zip_bomb_is_not_unpacked():
+    bomb = docx_bomb(3 * 2**23)
+    assert len(bomb) < 100_000
+    with pytest.raises(
+        DocumentError, match=r"unpacks to 25,\d+,\d+ bytes of text, more than the 14,"
+    ):
+        read_docx(bomb)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"PK\x03\x04 and nothing", "no .docx"),
+        (b"\xd0\xcf\x11\xe0" + bytes(600), "encrypted, or Word's old format"),
+        (docx()[:-2000], "no .docx"),
+    ],
+)
+def test_damaged_docx(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_docx(data)
+
+
+# PDF
+
+
+def test_pdf():
+    jpeg = picture(form="JPEG")
+    pages = [
+        [(20, 700, "Cleaning"), (10, 660, "Wash the filter every"), (10, 648, "seven days."),
+         (10, 610, "A second paragraph."), (9, 300, "Figure 3. The filter from above."),
+         (9, 30, "1")],
+        [(10, 700, "Text of the next page."), (9, 30, "Page 2 of 2")],
+    ]  # fmt: skip
+    document = read_pdf(pdf(pages, {0: (320, jpeg)}), 64)
+    assert [(p.text, p.heading, p.page) for p in document.paragraphs] == [
+        ("Wash the filter every seven days.", "Cleaning", 1),
+        ("A second paragraph.", "Cleaning", 1),
+        ("Figure 3. The filter from above.", "Cleaning", 1),
+        ("Text of the next page.", "Cleaning", 2),
+    ]
+    (figure,) = document.figures
+    assert (figure.caption, figure.page) == ("Figure 3. The filter from above.", 1)
+    assert figure.picture == jpeg  # as it is embedded
+    assert document.scanned_pages == ()
+
+
+def test_a_figure_that_is_repeated_or_small_is_left_out():
+    pages = [[(10, 700, "Text.")]] * 3
+    jpeg, small = picture(form="JPEG"), picture(size=(20, 20), form="JPEG")
+    document = read_pdf(pdf(pages, {0: (320, jpeg), 1: (320, jpeg), 2: (320, small)}), 64)
+    assert [figure.page for figure in document.figures] == [1]
+
+
+def test_scanned_and_blank_pages():
+    scan = picture(form="JPEG")
+    document = read_pdf(pdf([[(10, 700, "Text.")], [], []], {2: (100, scan)}), 64)
+    assert document.scanned_pages == (3,)
+    assert [p.page for p in document.paragraphs] == [1]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (pdf([[(10, 700, "Secret.")]], encrypted=True), "encrypted; save it without a password"),
+        (b"%PDF-1.4\nnothing", "no PDF that can be read"),
+        (pdf([[(10, 700, "Text.")]])[:60], "no PDF that can be read"),
+    ],
+)
+def test_pdf_that_cannot_be_read(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_pdf(data, 64)
