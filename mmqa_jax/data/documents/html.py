@@ -24,27 +24,11 @@ _LEFT_OUT = (
     *("embed", "canvas", "audio", "video", "select", "textarea", "button"),
 )
 # Elements that do not end a paragraph; cells of a table and captions are looked after on their own.
-_INLINE = frozenset(
-    (
-        *("a", "abbr", "acronym", "b", "bdi", "bdo", "big", "br", "cite", "code", "data", "del"),
-        *(
-            "dfn",
-            "em",
-            "font",
-            "i",
-            "img",
-            "ins",
-            "kbd",
-            "label",
-            "mark",
-            "q",
-            "s",
-            "samp",
-            "small",
-        ),
-        *("span", "strike", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr", "td", "th"),
-    )
-)
+_INLINE = frozenset({
+    "a", "abbr", "acronym", "b", "bdi", "bdo", "big", "br", "cite", "code", "data", "del", "dfn",
+    "em", "font", "i", "img", "ins", "kbd", "label", "mark", "q", "s", "samp", "small", "span",
+    "strike", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr", "td", "th",
+})  # fmt: skip
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 _CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
 _DATA_URI = re.compile(r"\s*data:image/[\w.+-]+;base64,", re.IGNORECASE)
