@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import os
 import re
@@ -90,6 +91,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent.name == "unit" and not is_slow(item.path))
 
 
+def pytest_collection_finish():
+    # What is imported stays; looking through it again and again takes a twentieth of all time.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 def pytest_sessionstart():
     # A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -112,17 +119,32 @@ def _optimized(request) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-# Programs of models are kept between runs: compiling them again is most of these folders' time.
+# Compiled programs of all tests, kept between runs where the machine is.
 _KEPT_PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "jax"
-_OF_MODELS = ("equivalence", "mesh")
+
+
+def _cache(folder: Path) -> Path:
+    _KEPT_PROGRAMS.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    (folder / "xla").symlink_to(_KEPT_PROGRAMS)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cli_cache(tmp_path_factory) -> Path:
+    """A cache folder for verbs, empty but for the compiled programs, which are all tests'."""
+    return _cache(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def fresh_cache(tmp_path) -> Path:
+    """As `cli_cache`, of one test."""
+    return _cache(tmp_path / "cache")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kept_programs(request) -> Iterator[None]:
-    """JAX's compilation cache, for tests that do not ask what is compiled."""
-    if request.node.path.parent.name not in _OF_MODELS:
-        yield
-        return
+def _kept_programs() -> Iterator[None]:
+    """JAX's compilation cache, in the tests' own process."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

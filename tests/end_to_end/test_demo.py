@@ -55,10 +55,10 @@ class Demo:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory):
+def _environment(cli_cache):
     """Of all processes of this file: CPU, one compile cache, no progress."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MMQA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MMQA_CACHE", str(cli_cache))
         patch.setenv("MMQA_PROGRESS", "off")
         patch.setenv("JAX_PLATFORMS", "cpu")
         yield

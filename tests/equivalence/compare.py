@@ -23,11 +23,9 @@ if TYPE_CHECKING:  # the scripts on eight devices do without torch
 
 LAYER = {"rtol": 0, "atol": 1e-5}  # one layer on the original's own input, float32
 WHOLE = {"rtol": 0, "atol": 1e-4}  # a whole model
-# Tiny models: nearly all the time is compiling.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
-@functools.partial(jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(function, graphdef, state, *args):
     return function(nnx.merge(graphdef, state), *args)
 

@@ -21,7 +21,6 @@ from compare import (
     compiled,
     deviation,
     forward,
-    jit,
     names_its_axes,
     randomize,
     reloaded,
@@ -211,7 +210,7 @@ def test_gradients_of_the_sequence_to_sequence_loss_equal(pair):
     loss.backward()
     graphdef, state = nnx.split(ours)
 
-    @jit
+    @jax.jit
     @jax.value_and_grad
     def step(state):
         log_probs = nnx.merge(graphdef, state).log_probs(source, source_mask, labels)

@@ -18,7 +18,6 @@ from compare import (
     alone,
     compiled,
     forward,
-    jit,
     names_its_axes,
     near_in_bfloat16,
     randomize,
@@ -173,7 +172,7 @@ def test_mlm_loss_and_every_gradient(activation, tmp_path):
     ).loss
     loss.backward()
 
-    @jit
+    @jax.jit
     @jax.value_and_grad
     def our_loss(params):
         model = nnx.merge(graphdef, params)
@@ -221,7 +220,7 @@ def test_remat_and_unroll_leave_loss_and_gradients_alone():
             hidden = nnx.merge(graphdef, state)(ids, mask, types, dropout_key=key)
             return jnp.mean(hidden[..., 0] ** 3)
 
-        return jit(jax.value_and_grad(loss))(state)
+        return jax.jit(jax.value_and_grad(loss))(state)
 
     value, grads = run(dataclasses.replace(config, unroll=True))
     for remat in ("none", "full", "dots"):

@@ -18,7 +18,6 @@ from compare import (
     alone,
     compiled,
     forward,
-    jit,
     names_its_axes,
     near_in_bfloat16,
     randomize,
@@ -163,7 +162,7 @@ def test_gradients_of_the_contrastive_loss_equal(pair):
         columns = jax.nn.log_softmax(logits, axis=0)
         return -(jnp.diagonal(rows).mean() + jnp.diagonal(columns).mean()) / 2
 
-    value, gradients = jit(jax.value_and_grad(contrastive))(state)
+    value, gradients = jax.jit(jax.value_and_grad(contrastive))(state)
     np.testing.assert_allclose(value, loss.item(), **WHOLE)
     same_gradients(dict(export(gradients, clip_key_map(ours.config))), theirs, r"k_proj\.bias")
 

@@ -6,14 +6,11 @@ The reference is transformers in float64, as in test_real_llama.py, which says w
 from __future__ import annotations
 
 import importlib.metadata
-from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 import test_real_llama
 import torch
-from compare import jit
 
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
@@ -38,8 +35,7 @@ def text_ids(tokenizer):
 def engine(tokenizer):
     model = load_published("llama", smollm2_path())
     config = EngineConfig(slots=4, length=640, decode_block=640)  # a program of each kind
-    with mock.patch.object(jax, "jit", jit):  # nearly all the time is compiling
-        return Engine(model, tokenizer, end_ids=[END], config=config)
+    return Engine(model, tokenizer, end_ids=[END], config=config)
 
 
 def test_greedy_equals_transformers_token_by_token(theirs, tokenizer, text_ids, engine):

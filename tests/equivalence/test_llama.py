@@ -22,7 +22,6 @@ from compare import (
     compiled,
     deviation,
     forward,
-    jit,
     names_its_axes,
     randomize,
     reloaded,
@@ -208,7 +207,7 @@ def test_gradients_of_the_language_model_loss_equal(pair):
 
     graphdef, state = nnx.split(ours)
 
-    @jit
+    @jax.jit
     @jax.value_and_grad
     def step(state):
         return language_model(nnx.merge(graphdef, state), ids, mask)
@@ -257,7 +256,7 @@ def test_generation_with_a_cache_equals_the_whole_forward(pair):
         jax.tree.map(lambda x, row=row: np.testing.assert_array_equal(x[row], 7.0), cache)
     graphdef, state = nnx.split(unstacked)
 
-    @functools.partial(jit, donate_argnums=4)
+    @functools.partial(jax.jit, donate_argnums=4)
     def extend(state, chunk, starts, ends, cache):
         model = nnx.merge(graphdef, state)
         hidden, cache = kv_cache.forward(
@@ -265,7 +264,7 @@ def test_generation_with_a_cache_equals_the_whole_forward(pair):
         )
         return model.logits(hidden), cache
 
-    @functools.partial(jit, donate_argnums=3)
+    @functools.partial(jax.jit, donate_argnums=3)
     def step(state, token, position, cache):
         active = np.isin(np.arange(6), slots)
         return decode(nnx.merge(graphdef, state), token, position, cache, active)
@@ -368,7 +367,7 @@ def test_remat_and_attention_dropout(grouped):
         def loss(state):
             return jnp.mean(nnx.merge(graphdef, state)(ids, dropout_key=key) ** 2)
 
-        return jit(jax.value_and_grad(loss))(state)
+        return jax.jit(jax.value_and_grad(loss))(state)
 
     key = jax.random.key(3, impl="unsafe_rbg")  # quick to compile
     plain = gradients(None)
@@ -389,7 +388,7 @@ def test_grouped_attention_equals_repeated_heads():
     mask = rng.random((2, 1, 7, 11)) < 0.6
     repeated = [np.repeat(x, 3, axis=2) for x in (k, v)]
 
-    @jit
+    @jax.jit
     def attend(q, k, v, mask):
         masked = grouped_attention(q, k, v, mask=mask)
         causal = grouped_attention(q, k[:, :7], v[:, :7], mask=mask[..., :1, :7], is_causal=True)

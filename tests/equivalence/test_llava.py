@@ -18,7 +18,6 @@ from compare import (
     compiled,
     deviation,
     forward,
-    jit,
     names_its_axes,
     same_gradients,
 )
@@ -156,7 +155,7 @@ def test_gradients_of_the_language_model_loss_equal(published):
     loss.backward()
     graphdef, state = nnx.split(ours)
 
-    @jit
+    @jax.jit
     @jax.value_and_grad
     def step(state, ids, pixels, answers):
         log_probs = jax.nn.log_softmax(nnx.merge(graphdef, state)(ids, pixels)[:, :-1])
@@ -198,13 +197,13 @@ def test_greedy_generation_equals(pair):
     prompts = tiny.prompts(ours, length=bucket)
     graphdef, state = nnx.split(model)
 
-    @jit
+    @jax.jit
     def begin(state, ids, pixels, lengths):
         model = nnx.merge(graphdef, state)
         cache = kv_cache.empty(model.config.llama, 4, 560, "float32")
         return prefill(model.llama, model.embed(ids, model.encode_images(pixels)), lengths, cache)
 
-    @functools.partial(jit, donate_argnums=3)
+    @functools.partial(jax.jit, donate_argnums=3)
     def step(state, token, position, cache):
         return decode(nnx.merge(graphdef, state).llama, token, position, cache)
 

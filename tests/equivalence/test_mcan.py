@@ -16,7 +16,6 @@ from compare import (
     abstract,
     alone,
     compiled,
-    jit,
     names_its_axes,
     randomize,
     same_gradients,
@@ -305,7 +304,7 @@ def test_gradients_of_the_training_loss_equal(pair):
         z = nnx.merge(graphdef, state)(ids, image)
         return -(targets * jax.nn.log_sigmoid(z) + (1 - targets) * jax.nn.log_sigmoid(-z)).sum()
 
-    value, gradients = jit(jax.value_and_grad(bce))(state)
+    value, gradients = jax.jit(jax.value_and_grad(bce))(state)
     np.testing.assert_allclose(value, loss.item(), **WHOLE)
     source = publish_mcan(CONFIG, gradients).source
     got = {key: source.read(key) for key in source.specs() if ".rope." not in key}

@@ -14,7 +14,6 @@ from compare import (
     abstract,
     alone,
     compiled,
-    jit,
     names_its_axes,
     randomize,
     same_gradients,
@@ -149,7 +148,7 @@ def test_gradients_of_the_training_loss_equal(pair):
         z = nnx.merge(graphdef, state)(ids, regions)
         return -(targets * jax.nn.log_sigmoid(z) + (1 - targets) * jax.nn.log_sigmoid(-z)).sum()
 
-    value, gradients = jit(jax.value_and_grad(bce))(state)
+    value, gradients = jax.jit(jax.value_and_grad(bce))(state)
     np.testing.assert_allclose(value, loss.item(), **WHOLE)
     exported = dict(export(gradients, mcan_openvqa_key_map(CONFIG)))
     same_gradients(exported, theirs, zero=r"linear_k\.bias|attflat_\w+\.mlp\.linear\.bias")

@@ -17,7 +17,6 @@ from compare import (
     alone,
     compiled,
     deviation,
-    jit,
     names_its_axes,
     same_gradients,
     same_parameters,
@@ -194,7 +193,7 @@ def test_captioning_loss_and_every_gradient(other, smoothing, remat):
     loss.backward()
     graphdef, params = nnx.split(ours)
 
-    @jit
+    @jax.jit
     @jax.value_and_grad
     def our_loss(params):
         model = nnx.merge(graphdef, params)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from cached import decode, prefill
-from compare import WHOLE, jit
+from compare import WHOLE
 from flax import nnx
 
 from mmqa_jax.decoding import kv_cache
@@ -139,14 +139,14 @@ def test_generation_equals_transformers_and_makes_sense(theirs, tokenizer, ours)
     graphdef, state = nnx.split(copy)
 
     # Thirty layers apart: compiling is all the time.
-    @jit
+    @jax.jit
     def begin(state, ids, lengths):
         model = nnx.merge(graphdef, state)
         cache = kv_cache.empty(model.config, len(prompts), 32, "float32")
         logits, cache = prefill(model, model.embed(ids), lengths, cache)
         return logits.argmax(-1), cache
 
-    @jit
+    @jax.jit
     def step(state, token, position, cache):
         logits, cache = decode(nnx.merge(graphdef, state), token, position, cache)
         return logits.argmax(-1), cache

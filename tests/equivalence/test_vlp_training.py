@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import LAYER, WHOLE, jit, same_gradients, with_config
+from compare import LAYER, WHOLE, same_gradients, with_config
 from flax import nnx
 from torch import nn
 from vlp_pair import CONFIGS, TRUNK, Pair, batch, make_pair, run_torch
@@ -37,7 +37,7 @@ def mean_over(task: Objective, pair: Pair, batches: list[dict]) -> tuple[float, 
     """Loss and gradient of an update: the means over its batches (optimizer's `every`)."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.init(jax.random.key(0))))
 
-    @jit
+    @jax.jit
     def step(state, batches):
         def loss(state, data):
             return task.loss(nnx.merge(graphdef, state), data, None)[0]

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from compare import deviation, jit, randomize
+from compare import deviation, randomize
 from flax import nnx
 from shared_data import SHARED, require
 from test_mcan import CONFIG as FINETUNED
@@ -134,7 +134,7 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
     def loss_of(params):
         return task.loss(nnx.merge(graphdef, params), arrays, None)[0]
 
-    @jit
+    @jax.jit
     def step(params, state):
         loss, gradients = jax.value_and_grad(loss_of)(params)
         changes, state = transform.update(gradients, state, params)

@@ -6,7 +6,7 @@ import functools
 
 import jax
 import numpy as np
-from compare import LAYER, jit, load_on_mesh
+from compare import LAYER, load_on_mesh
 from flax import nnx
 from random_weights import publish
 
@@ -40,7 +40,7 @@ def test_log_probabilities(tmp_path):
     def forward(state, *batch):
         return nnx.merge(graphdef, state).log_probs(*batch)
 
-    want = jit(forward)(nnx.state(whole), *batch)
+    want = jax.jit(forward)(nnx.state(whole), *batch)
     by_row = batch_sharding(mesh)
-    got = jit(forward, out_shardings=by_row)(state, *jax.device_put(batch, by_row))
+    got = jax.jit(forward, out_shardings=by_row)(state, *jax.device_put(batch, by_row))
     np.testing.assert_allclose(got[target_mask], want[target_mask], **LAYER)

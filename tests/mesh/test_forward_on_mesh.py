@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import LAYER, jit, load_on_mesh
+from compare import LAYER, load_on_mesh
 from flax import nnx
 from random_weights import random_state
 
@@ -182,11 +182,11 @@ def test_eight_devices_equal_one(case):
     if case.gradients:
         step = jax.grad(loss, has_aux=True)
         shardings = state_shardings(state, mesh)
-        expected, want = jit(step)(nnx.state(whole), case.inputs)
-        gradient, got = jit(step, out_shardings=(shardings, None))(state, batch)
+        expected, want = jax.jit(step)(nnx.state(whole), case.inputs)
+        gradient, got = jax.jit(step, out_shardings=(shardings, None))(state, batch)
         equal(gradient, expected)
     else:
-        want, got = jit(forward)(nnx.state(whole), case.inputs), jit(forward)(state, batch)
+        want, got = jax.jit(forward)(nnx.state(whole), case.inputs), jax.jit(forward)(state, batch)
     assert all(np.std(x) > 0.05 for x in want)  # numbers that the tolerance says something of
     equal(got, want)
 

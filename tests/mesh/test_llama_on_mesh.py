@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cached import decode, prefill
-from compare import LAYER, jit, load_on_mesh
+from compare import LAYER, load_on_mesh
 from flax import nnx
 from jax.sharding import NamedSharding
 from random_weights import publish
@@ -41,8 +41,8 @@ def test_logits_gradients_and_generation(tmp_path):
     def forward(state, ids, mask):
         return nnx.merge(graphdef, state)(ids, mask)
 
-    want = jit(forward)(plain, ids, mask)
-    got = jit(forward)(state, *batch)
+    want = jax.jit(forward)(plain, ids, mask)
+    got = jax.jit(forward)(state, *batch)
     np.testing.assert_allclose(got, want, **LAYER)
 
     def loss(state, ids, mask):
@@ -50,8 +50,8 @@ def test_logits_gradients_and_generation(tmp_path):
         picked = jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(picked * mask[:, 1:]) / mask[:, 1:].sum()
 
-    expected = jit(jax.grad(loss))(plain, ids, mask)
-    gradient = jit(jax.grad(loss), out_shardings=state_shardings(state, mesh))(state, *batch)
+    expected = jax.jit(jax.grad(loss))(plain, ids, mask)
+    gradient = jax.jit(jax.grad(loss), out_shardings=state_shardings(state, mesh))(state, *batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
 
     unstack_layers(spread)
@@ -67,19 +67,19 @@ def test_logits_gradients_and_generation(tmp_path):
     where = jax.tree.map(lambda x: x.sharding, cache)
     by_row = batch_sharding(mesh)
 
-    @functools.partial(jit, donate_argnums=3, out_shardings=(by_row, where))
+    @functools.partial(jax.jit, donate_argnums=3, out_shardings=(by_row, where))
     def begin(state, ids, lengths, cache):
         model = nnx.merge(graphdef, state)
         return prefill(model, model.embed(ids), lengths, cache)
 
-    @functools.partial(jit, donate_argnums=3, out_shardings=(by_row, where))
+    @functools.partial(jax.jit, donate_argnums=3, out_shardings=(by_row, where))
     def step(state, token, position, cache):
         return decode(nnx.merge(graphdef, state), token, position, cache)
 
     lengths = np.array([10, 3, 10, 9])
     logits, cache = begin(state, *jax.device_put((ids[:, :10], lengths), by_row), cache)
     np.testing.assert_allclose(logits, want[np.arange(4), lengths - 1], **LAYER)
-    full = np.asarray(jit(lambda s, i: nnx.merge(nnx.graphdef(whole), s)(i))(plain, ids))
+    full = np.asarray(jax.jit(lambda s, i: nnx.merge(nnx.graphdef(whole), s)(i))(plain, ids))
     at = lengths
     for _ in range(3):
         token, position = jax.device_put((ids[np.arange(4), at], at), by_row)

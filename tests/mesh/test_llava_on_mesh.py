@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cached import decode, prefill
-from compare import LAYER, jit, load_on_mesh
+from compare import LAYER, load_on_mesh
 from flax import nnx
 from random_weights import publish
 
@@ -59,8 +59,8 @@ def test_logits_gradients_and_generation(tmp_path):
         return -jnp.sum(picked * answers[:, 1:]) / answers[:, 1:].sum(), logits
 
     gradients = jax.grad(loss, has_aux=True)
-    expected, want = jit(gradients)(plain, *inputs)
-    gradient, got = jit(gradients, out_shardings=(shardings, None))(state, *batch)
+    expected, want = jax.jit(gradients)(plain, *inputs)
+    gradient, got = jax.jit(gradients, out_shardings=(shardings, None))(state, *batch)
     np.testing.assert_allclose(got[prompts.mask], want[prompts.mask], **LAYER)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
 
@@ -69,12 +69,12 @@ def test_logits_gradients_and_generation(tmp_path):
     where = jax.tree.map(lambda x: x.sharding, cache)
     by_row = batch_sharding(mesh)
 
-    @functools.partial(jit, donate_argnums=4, out_shardings=(by_row, where))
+    @functools.partial(jax.jit, donate_argnums=4, out_shardings=(by_row, where))
     def begin(state, ids, pixels, lengths, cache):
         model = nnx.merge(graphdef, state)
         return prefill(model.llama, model.embed(ids, model.encode_images(pixels)), lengths, cache)
 
-    @functools.partial(jit, donate_argnums=3, out_shardings=(by_row, where))
+    @functools.partial(jax.jit, donate_argnums=3, out_shardings=(by_row, where))
     def step(state, token, position, cache):
         return decode(nnx.merge(graphdef, state).llama, token, position, cache)
 

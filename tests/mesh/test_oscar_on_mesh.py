@@ -6,7 +6,7 @@ import functools
 
 import jax
 import numpy as np
-from compare import LAYER, jit, load_on_mesh
+from compare import LAYER, load_on_mesh
 from flax import nnx
 from oscar_pair import LAYOUT, make_pair, pictures, real
 from oscar_torch import MASK, PAD, SEP
@@ -33,8 +33,8 @@ def test_logits_and_captions(tmp_path):
         model = nnx.merge(graphdef, state)
         return model.token_logits(model.encode(inputs))
 
-    want = jit(forward)(plain, inputs)
-    got = jit(forward, out_shardings=by_row)(state, jax.device_put(inputs, by_row))
+    want = jax.jit(forward)(plain, inputs)
+    got = jax.jit(forward, out_shardings=by_row)(state, jax.device_put(inputs, by_row))
     rows = real(inputs)
     np.testing.assert_allclose(got[rows], want[rows], **LAYER)
 

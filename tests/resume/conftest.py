@@ -7,9 +7,9 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quiet(tmp_path_factory):
+def _quiet(cli_cache):
     """No progress lines, and one compile cache for all attempts, as real runs have."""
-    cache = str(tmp_path_factory.mktemp("xla"))
+    cache = str(cli_cache / "xla")
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     with pytest.MonkeyPatch.context() as patch:

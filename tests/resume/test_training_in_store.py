@@ -42,8 +42,8 @@ def checkpoints(store):
     }
 
 
-def test_a_killed_run_in_gs_ends_equal_to_a_local_one(tmp_path, monkeypatch, local):
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+def test_a_killed_run_in_gs_ends_equal_to_a_local_one(tmp_path, monkeypatch, local, fresh_cache):
+    monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     with object_store.started(tmp_path / "store", monkeypatch):
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
         killed_run(GS, "in_save", 20)
@@ -60,8 +60,8 @@ def test_a_killed_run_in_gs_ends_equal_to_a_local_one(tmp_path, monkeypatch, loc
         assert len(events) == 3  # one of each attempt
 
 
-def test_a_killed_run_in_s3_ends_equal_to_a_local_one(tmp_path, monkeypatch, local):
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+def test_a_killed_run_in_s3_ends_equal_to_a_local_one(tmp_path, monkeypatch, local, fresh_cache):
+    monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     with amazon_store.started(monkeypatch) as store:
         killed_run(S3, "in_save", 20)
         assert 20 not in checkpoints(store)

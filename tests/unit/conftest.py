@@ -36,12 +36,6 @@ def backend(engine):
     return tiny_backend(engine)
 
 
-@pytest.fixture(scope="session")
-def cli_cache(tmp_path_factory):
-    """Where all verbs of this process keep their compiled programs."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(scope="module")
 def quiet(cli_cache):
     """How the verbs run during the tests of a file."""
