@@ -18,6 +18,8 @@ from mmqa_jax.data.atlas.build import build_atlas
 from mmqa_jax.data.atlas.factbook import load_countries
 from mmqa_jax.data.atlas.questions import FLAG_QUESTIONS
 
+pytestmark = pytest.mark.slow
+
 CATEGORIES = {"YesNo", "choose", "color", "number", "Others", "text"}
 
 

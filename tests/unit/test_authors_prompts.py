@@ -27,6 +27,8 @@ from mmqa_jax.prompting.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.shots import Shot
 from mmqa_jax.prompting.templates import load_template
 
+pytestmark = pytest.mark.slow
+
 HEAD = "Please answer the question according to the above context.\n===\n"
 QUOTED = 'a sign that says " stop ".'
 

@@ -33,6 +33,8 @@ from mmqa_jax.inference.cached_reranker import CachedReranker
 from mmqa_jax.tasks.reading import check_config, read_task
 from mmqa_jax.tasks.vlp import VLPTask
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs" / "webqa"
 TOKENIZER = minilm_tokenizer()
 FIELDS = ("input_ids", "token_type_ids", "position_ids")

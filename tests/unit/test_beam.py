@@ -9,6 +9,8 @@ import pytest
 
 from mmqa_jax.decoding import beam
 
+pytestmark = pytest.mark.slow
+
 END = 2
 
 

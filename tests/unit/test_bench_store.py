@@ -6,6 +6,8 @@ import pytest
 
 from tests.bench import Options, store
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", [name for name in store.ROWS if name != "lmdb"])
 def test_what_is_written_is_read(name):

@@ -12,6 +12,8 @@ from mmqa_jax.core.checksums import SUMS, check_sums, find_damage, read_sums, wr
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -10,7 +10,7 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.files import read_json
 from mmqa_jax.prompting.heuristics import write_answer_aware, write_candidates
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 IDS = ("25", "26", "35")

@@ -15,7 +15,7 @@ from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.papers import webqa
 from mmqa_jax.runs import demo
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def test_ask_and_report_need_a_finished_demo(refused, tmp_path):

@@ -11,7 +11,7 @@ from shared_data import IMAGE_TSV, require
 from mmqa_jax.evaluation import webqa
 from mmqa_jax.evaluation.webqa_formats import COLUMNS
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def gold() -> list[dict]:

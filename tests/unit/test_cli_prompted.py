@@ -11,7 +11,7 @@ from vqa_files import write_okvqa
 
 from mmqa_jax.core.files import read_json
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 

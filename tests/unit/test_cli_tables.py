@@ -14,6 +14,8 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.runs.systems import find_setting
 
+pytestmark = pytest.mark.slow
+
 KEYS = {
     *("paper", "table", "row", "column", "published", "tolerance"),
     *("command", "needs", "measured", "status"),

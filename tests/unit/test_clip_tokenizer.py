@@ -13,6 +13,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import OPENAI_MERGES, load_clip_tokenizer
 from mmqa_jax.weights.output_folder import copy_companions
 
+pytestmark = pytest.mark.slow
+
 PUBLISHED = SHARED / "weights" / f"clip_{OPENAI_MERGES}"
 MERGES = 48_894  # that CLIP uses; its file holds 262,144
 

@@ -50,6 +50,8 @@ from mmqa_jax.prompting.prompts_file import read_prompts
 from mmqa_jax.prompting.published_vectors import PublishedVectors
 from mmqa_jax.retrieval.rankings import read_rankings
 
+pytestmark = pytest.mark.slow
+
 TRIALS = 150
 # What a reader may raise; of the last three the caller counts the picture as broken.
 NAMED = (UserError, PictureError, RegionError, FeatureError)

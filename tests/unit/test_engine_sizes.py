@@ -18,6 +18,8 @@ from mmqa_jax.prompting.backends import Choices, Completion, Decoding
 from mmqa_jax.prompting.local_model import ModelConfig, open_backend
 from mmqa_jax.prompting.stream import answer_all
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 V5E = 15.75 * GIB
 AUTO = dict.fromkeys(SIZES, "auto")

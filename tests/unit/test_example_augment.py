@@ -17,6 +17,8 @@ from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.schema import Question
 from mmqa_jax.tasks.augmentation import make_augmentation
 
+pytestmark = pytest.mark.slow
+
 # OpenMoji's shades, one of each color that is exchanged (pictures.PALETTE).
 RGB = {
     "red": "d22f27", "white": "ffffff", "blue": "1e50a0", "green": "5c9e31",

@@ -32,7 +32,7 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.tasks.objectives import DistillationObjective
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 WORDS = ["cedar", "baobab", "olive", "palm", "banyan"]
 QUESTIONS = [

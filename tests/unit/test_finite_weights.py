@@ -15,6 +15,8 @@ from tiny_llm import write_folder
 
 from mmqa_jax.weights.finite import all_finite, all_zero
 
+pytestmark = pytest.mark.slow
+
 KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 
 

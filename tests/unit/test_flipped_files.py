@@ -22,6 +22,8 @@ from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
 from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
 
+pytestmark = pytest.mark.slow
+
 FLIPS = 24  # of each file; see `damaged`
 ROWS, DIM = 600, 8
 

@@ -19,7 +19,7 @@ from mmqa_jax.data.schema import Prediction, source_text
 from mmqa_jax.runs import ask_folder
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 NOT_FOUND = "Not found in the sources."
 
 

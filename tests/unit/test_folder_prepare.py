@@ -16,7 +16,7 @@ from mmqa_jax.data import folder_files
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.documents import read as readers
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 MANUAL = pdf(
     [

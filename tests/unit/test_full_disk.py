@@ -27,6 +27,8 @@ from test_inference_killed import (  # noqa: F401 - fixtures
 )
 from tiny_checkpoints import make_source
 
+pytestmark = pytest.mark.slow
+
 SAID = re.compile(
     r"mmqa: (/[^\n]+: cannot be written, because )?the disk is full( \([^\n]*\))?; what was finished "
     r"before is kept: free some space and start the same command again, which continues\.\n\Z"

@@ -22,6 +22,8 @@ from mmqa_jax.models.bert import Bert, BertConfig
 from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 
+pytestmark = pytest.mark.slow
+
 ASKING = (layers, layers.flash, row_layout, mask_appending)  # for the platform
 KEY = jax.random.key(0)
 SIXTEEN_BITS = 2**-7  # relative: a rounding of bfloat16, twice

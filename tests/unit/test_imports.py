@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 IMPORT_ALL = """
 import importlib, pkgutil
 import mmqa_jax

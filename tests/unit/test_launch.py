@@ -23,6 +23,8 @@ import pytest
 import yaml
 from launch_schemas import SCHEMAS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 GOLDEN = Path(__file__).parent / "golden" / "launch"

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 from tiny_llm import by_id, llama_config
 
@@ -15,6 +16,8 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
+
+pytestmark = pytest.mark.slow
 
 SIZES = EngineConfig(slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32)
 

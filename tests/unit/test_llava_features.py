@@ -20,6 +20,8 @@ from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llava import Llava
 
+pytestmark = pytest.mark.slow
+
 # Nine patches: a picture and its words take three chunks.
 SIZES = EngineConfig(slots=4, length=48, buckets=(8,), prefill_tokens=32, block=48, decode_block=48)
 

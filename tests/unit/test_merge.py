@@ -15,7 +15,7 @@ from mmqa_jax.core.store import Store, chunk_files, chunks_of
 from mmqa_jax.retrieval.embeddings import write_embeddings
 from mmqa_jax.runs.answered import Answered
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.patch_mcan import PatchMCANConfig
 from mmqa_jax.tasks.objectives import VQAObjective
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TEXT = BertConfig(
     vocab_size=20, hidden=16, layers=1, heads=2, mlp=16, positions=8, dropout=0.0,

@@ -20,7 +20,7 @@ from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import Topology, open_topology
 from mmqa_jax.plan.verdict import plan
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 LARGE = "bart_large_cnn"
 TINY = BartConfig(

@@ -31,6 +31,8 @@ from mmqa_jax.weights.models.llava import llava_config, original_config
 from mmqa_jax.weights.models.oscar import oscar_config
 from mmqa_jax.weights.registry import architecture
 
+pytestmark = pytest.mark.slow
+
 LLAVA_ORIGINAL = {
     "model_type": "llava", "mm_vision_tower": "openai/clip-vit-large-patch14-336",
     "mm_projector_type": "mlp2x_gelu",

@@ -13,6 +13,8 @@ from mmqa_jax.decoding.ragged_attention import attend_on, ragged_attention, work
 from mmqa_jax.decoding.scanned_cache import ScannedCache
 from mmqa_jax.models.llama import rotate
 
+pytestmark = pytest.mark.slow
+
 SLOTS, LAYER = 5, 1
 
 

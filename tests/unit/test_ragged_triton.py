@@ -14,6 +14,8 @@ from mmqa_jax.decoding.cached_attention import Branches, Segment, attend
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.ragged_triton import attend_in_place, attend_to_own
 
+pytestmark = pytest.mark.slow
+
 INTERPRET = jax.default_backend() != "gpu"
 SLOTS = 5
 # Heads, key heads (shared by 1, 4, 8 and 20 queries), columns and their size.

@@ -13,6 +13,8 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.joining import bound, join_seconds
 from mmqa_jax.core.rendezvous import Meeting, join
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def address():

@@ -10,7 +10,7 @@ from openai_stub import Stub, answer, error, said
 from science import prepare_science
 from tiny_llm import write_folder
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 ENGINE = {"slots": 4, "length": 192, "buckets": "(8, 32)", "prefill_tokens": 64, "block": 32}
 SERVER = {

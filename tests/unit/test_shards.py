@@ -22,6 +22,8 @@ from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
 from mmqa_jax.core.store import HEAD, Store, chunk_files
 from mmqa_jax.runs.jobs import find_job, job_status
 
+pytestmark = pytest.mark.slow
+
 WHAT = {"verb": "test", "model": "m1"}
 
 

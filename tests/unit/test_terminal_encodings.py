@@ -10,6 +10,8 @@ import sys
 import pytest
 from cli_runs import ROOT, write_rows
 
+pytestmark = pytest.mark.slow
+
 ENCODINGS = {
     "ascii": {"PYTHONIOENCODING": "ascii"},
     "latin-1": {"PYTHONIOENCODING": "latin-1:strict"},

@@ -16,6 +16,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.workdir import Workdir
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {"seed": 1, "train": {"steps": 10, "rate": 0.1}}
 
 HOLD = """
