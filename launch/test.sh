@@ -25,13 +25,14 @@ case "${1:-}" in
     set -- --seconds=durations.json "$@"
     ;;
 esac
-# Two workers; a file stays with one, so that its fixtures are made once. In the order of the
-# folders the longest files come first, so that no worker waits for the other at the end.
+# A worker more than two cores have work for, since many tests wait; a file stays with one worker, so
+# that its fixtures are made once. In the order of the folders the longest files come first, so that
+# no worker waits for the others at the end.
 if [ $# -gt ${#mesh[@]} ]; then
-  exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+  exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
 fi
 status=0
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=1
+.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=1
 # In a process of their own: tests/mesh/conftest.py.
 .venv/bin/python -m pytest -n 2 --dist loadfile "${mesh[@]}" tests/mesh || status=1
 exit "$status"

@@ -22,7 +22,7 @@ theirs, tokenizer = test_real_llama.theirs, test_real_llama.tokenizer
 END = 2
 STEPS = 10
 # (first token, tokens) of the license: chunks of 32 and 128, and two that begin alike.
-CUTS = [(0, 5), (40, 33), (90, 128), (700, 200), (0, 300), (0, 520)]
+CUTS = [(0, 5), (40, 33), (90, 128), (0, 150), (0, 260)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_greedy_equals_transformers_token_by_token(theirs, tokenizer, text_ids, 
         np.testing.assert_allclose(got.logprobs, log_probs, rtol=0, atol=1e-4)
     assert results[len(CUTS)].text.startswith(" Paris")
     reused = [results[n].reused_tokens for n in range(len(prompts))]
-    assert max(reused) == 256  # of the two that begin alike, in steps of 128
+    assert max(reused) == 128  # of the two that begin alike, in steps of 128
 
     # Alone in the empty engine: the same bits.
     for n in (1, 4):

@@ -28,7 +28,7 @@ from mmqa_jax.models.llama_config import smollm2_135m
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.published import load_published
 
-LENGTHS = np.array([520, 130])  # rows of different length, padded on the right
+LENGTHS = np.array([300, 130])  # rows of different length, padded on the right
 PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",

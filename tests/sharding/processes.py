@@ -86,8 +86,17 @@ def finish(processes: list, code: int = 0, timeout: int = 600) -> list[str]:
 
 def tiny(count: int, workdir: Path, *, devices: int = 1, **options) -> list:
     """The processes of a launch of tiny_launch.py, with its options."""
-    options = {"train": TRAIN, **options}
-    return launch(count, sys.executable, TINY, workdir, json.dumps(options), devices=devices)
+    return tiny_runs(count, {workdir: options}, devices=devices)
+
+
+def tiny_runs(count: int, runs: dict[Path, dict], *, devices: int = 1) -> list:
+    """The processes of a launch that makes several runs of tiny_launch.py, by their workdirs."""
+    words = [
+        word
+        for workdir, options in runs.items()
+        for word in (str(workdir), json.dumps({"train": TRAIN, **options}))
+    ]
+    return launch(count, sys.executable, TINY, *words, devices=devices)
 
 
 def curve(workdir: Path) -> dict[int, float]:

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import pytest
-from processes import curve, finish, tiny
+from processes import curve, finish, tiny, tiny_runs
+
+FEW = {"steps": 5, "log_every": 1, "evaluate_every": 0}
 
 
-@pytest.mark.parametrize(
-    ("count", "mesh", "order"),
-    [
-        (2, {"data": 4}, [0, 2, 3, 1]),  # process 0 has the first and the last rows
-        (4, {"fsdp": 2, "tensor": 2}, [0, 3, 1, 2]),  # two processes need the same rows
-        (2, {"data": 1, "tensor": 4}, [0, 1, 2, 3]),  # all need all of them
-    ],
-)
-def test_losses_do_not_depend_on_the_processes(alone, tmp_path, count, mesh, order):
-    finish(tiny(count, tmp_path, devices=4 // count, mesh=mesh, order=order))
-    losses = curve(tmp_path)
+@pytest.fixture(scope="module")
+def by_two(alone, tmp_path_factory):
+    """The workdirs of runs by one pair of processes with two devices each."""
+    folder = tmp_path_factory.mktemp("by_two")
+    runs = {
+        # Process 0 has the first and the last rows.
+        "outer_rows": {"mesh": {"data": 4}, "order": [0, 2, 3, 1]},
+        # All need all of them.
+        "same_rows": {"mesh": {"data": 1, "tensor": 4}, "order": [0, 1, 2, 3]},
+        "started": {"mesh": {"tensor": 4, "data": 1}, "start": str(alone), "train": FEW},
+    }
+    finish(tiny_runs(2, {folder / name: run for name, run in runs.items()}, devices=2))
+    return folder
+
+
+def assert_as_alone(workdir, alone):
+    losses = curve(workdir)
     assert sorted(losses) == list(range(1, 51))
     assert losses == pytest.approx(curve(alone), abs=1e-6)
 
 
-def test_pretrained_weights_start_a_run_on_processes_too(alone, tmp_path):
-    """Each process reads them onto its own device; the parameters are split over both."""
-    options = {"start": str(alone), "train": {"steps": 5, "log_every": 1, "evaluate_every": 0}}
-    finish(tiny(1, tmp_path / "one", devices=2, **options))
-    finish(tiny(2, tmp_path / "two", mesh={"tensor": 2, "data": 1}, **options))
-    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+@pytest.mark.parametrize("name", ["outer_rows", "same_rows"])
+def test_losses_do_not_depend_on_two_processes(alone, by_two, name):
+    assert_as_alone(by_two / name, alone)
+
+
+def test_losses_do_not_depend_on_four_processes(alone, tmp_path):
+    """Two of them need the same rows."""
+    finish(tiny(4, tmp_path, mesh={"fsdp": 2, "tensor": 2}, order=[0, 3, 1, 2]))
+    assert_as_alone(tmp_path, alone)
+
+
+def test_pretrained_weights_start_a_run_on_processes_too(alone, by_two, tmp_path):
+    """Each process reads them onto its own devices; the parameters are split over both."""
+    finish(tiny(1, tmp_path, devices=2, start=str(alone), train=FEW))
+    one, two = curve(tmp_path), curve(by_two / "started")
+    assert sorted(one) == list(range(1, 6))
     assert two == pytest.approx(one, abs=1e-6)
     assert abs(one[1] - curve(alone)[1]) > 0.01  # it did not start from scratch

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import MMQA, ROOT, finish, launch, outcomes
 
+from mmqa_jax.cli import main
+
 RING = [sys.executable, str(Path(__file__).with_name("ring_mmqa.py"))]
 CAPITALS = {
     "Arvania": "Pelot", "Borduria": "Szohod", "Cinnabar": "Vermil", "Doriath": "Menegroth",
@@ -56,7 +58,7 @@ def data(tmp_path_factory):
             for land, city in CAPITALS.items()
         ],
     )
-    finish(launch(1, *MMQA, "prepare", "corpus", f"--raw={raw}", f"--out={folder}"))
+    assert main(["prepare", "corpus", f"--raw={raw}", f"--out={folder}"]) == 0
     return folder
 
 
@@ -88,33 +90,45 @@ def alone(data, tmp_path_factory):
     return workdir
 
 
-@pytest.mark.parametrize(("command", "axis", "devices"), [(RING, "data", 4), (MMQA, "fsdp", 2)])
-def test_two_processes_train_as_one_does(data, alone, tmp_path, command, axis, devices):
-    """On a ring, where process 0 has the first and the last rows; and with parameters split."""
-    sizes = {"data": 1, "fsdp": 1, axis: devices}
-    flags = [f"--config.mesh.{name}={size}" for name, size in sizes.items()]
-    flags += train_flags(data, tmp_path / "two")
-    finish(launch(2, *command, "train", *flags, devices=devices // 2))
-    record = json.loads((tmp_path / "two" / "config.json").read_text())
+@pytest.fixture(scope="module")
+def on_a_ring(data, tmp_path_factory):
+    """The workdir of a run on two processes, of which process 0 has the first and the last rows."""
+    workdir = tmp_path_factory.mktemp("two") / "run"
+    flags = ["--config.mesh.data=4", "--config.mesh.fsdp=1", "--config.train.keep=2"]
+    finish(launch(2, *RING, "train", *flags, *train_flags(data, workdir), devices=2))
+    return workdir
+
+
+def assert_as_one_does(two, alone):
+    record = json.loads((two / "config.json").read_text())
     assert record["devices"]["processes"] == 2
-    # With the parameters split over the processes, what is fetched is gathered.
-    for two, one in zip(curve(tmp_path / "two"), curve(alone), strict=True):
-        assert two == pytest.approx(one, rel=1e-5)
-    assert best_step(tmp_path / "two") == best_step(alone)
+    for ours, theirs in zip(curve(two), curve(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert best_step(two) == best_step(alone)
 
 
-def test_what_two_processes_began_one_ends(data, alone, tmp_path):
+def test_two_processes_train_as_one_does(alone, on_a_ring):
+    assert_as_one_does(on_a_ring, alone)
+
+
+def test_with_the_parameters_split_over_both(data, alone, tmp_path):
+    """What is fetched is gathered."""
+    flags = ["--config.mesh.data=1", "--config.mesh.fsdp=2", *train_flags(data, tmp_path / "two")]
+    finish(launch(2, *MMQA, "train", *flags))
+    assert_as_one_does(tmp_path / "two", alone)
+
+
+def test_what_two_processes_began_one_ends(data, alone, on_a_ring, tmp_path):
     """On another mesh, saving and logging at other steps, by the same command else."""
     run = tmp_path / "run"
-    flags = train_flags(data, run)
-    finish(launch(2, *MMQA, "train", *flags, "--config.mesh.data=2", "--config.train.keep=2"))
+    shutil.copytree(on_a_ring, run)
     sums = (run / "checkpoints" / "2" / "SHA256SUMS").read_text()
     assert "params/ocdbt.process_0/manifest.ocdbt" in sums
     assert "params/ocdbt.process_1/manifest.ocdbt" in sums
     shutil.rmtree(run / "checkpoints" / "4")  # as if both had been killed after step 3
     (run / "model.json").unlink()
     others = ("--config.mesh.data=1", "--config.train.checkpoint_every=3", "--config.train.keep=5")
-    finish(launch(1, *MMQA, "train", *flags, *others))
+    finish(launch(1, *MMQA, "train", *train_flags(data, run), "--config.mesh.fsdp=1", *others))
     for ours, theirs in zip(curve(run), curve(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert best_step(run) == best_step(alone)
@@ -122,7 +136,7 @@ def test_what_two_processes_began_one_ends(data, alone, tmp_path):
     (change,) = json.loads((run / "config.json").read_text())["changes"]
     assert change["step"] == 2
     assert change["changed"] == {
-        "mesh.data": [2, 1], "train.checkpoint_every": [2, 3], "train.keep": [2, 5]
+        "mesh.data": [4, 1], "train.checkpoint_every": [2, 3], "train.keep": [2, 5]
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""A tiny training run as one of several processes: python tiny_launch.py WORKDIR OPTIONS
+"""Tiny training runs by one of several processes: python tiny_launch.py [WORKDIR OPTIONS]...
 
-OPTIONS is JSON:
+One run after another. OPTIONS is JSON:
   mesh    sizes of the mesh axes
   order   of the devices on the mesh; jax.make_mesh orders the chips of some slices in rings
   train   changes to config.train
@@ -74,8 +74,8 @@ def loader(folder):
     return load if folder else None
 
 
-def main():
-    workdir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+def run(workdir, options):
+    """One run; the process ends if it fails."""
     devices = jax.devices()
     devices = [devices[place] for place in options.get("order", range(len(devices)))]
     mesh = make_mesh(options.get("mesh"), devices=devices)
@@ -94,4 +94,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    for place, given in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        run(Path(place), json.loads(given))
