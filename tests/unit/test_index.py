@@ -151,6 +151,7 @@ def test_save_and_load(tmp_path, kind):
     index.save(tmp_path / "index")
     loaded = load_index(tmp_path / "index", embeddings, "model-1")
     assert loaded.kind == kind
+    assert loaded.is_exact == index.is_exact == (kind not in ("scann", "mesh_approx"))
     for a, b in zip(index.search(queries, 10), loaded.search(queries, 10), strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(UserError, match=r"model_fingerprint is 'model-1' but 'model-2'"):

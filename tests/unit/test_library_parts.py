@@ -99,6 +99,28 @@ def test_sources_are_those_of_the_questions_own_corpus(opened):
         assert shot.similarity == pytest.approx(float(asked @ of_example + sources), abs=1e-6)
 
 
+def test_a_library_without_an_image_model_compares_texts(monkeypatch, tmp_path):
+    """Of sources their captions, though they have pictures."""
+    home, row = corpus_of("library", 0), corpus_of("row", 1, split="test")
+    fake = FakeEmbedder()
+    monkeypatch.setattr(library_module, "open_corpus", lambda folder: home)
+    monkeypatch.setattr(
+        library_module, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
+    )
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
+    library = open_library(row, LibrarySpec(data="elsewhere", text_model="clip", image_model=""))
+    (query, *_) = row.questions()
+    asked, shown = fake.embed_questions([query.question, "row shows 0"])
+    for similarity, share in (("question", 0.0), ("question_and_sources", 1.0)):
+        (shots,) = library.select([query], 9, similarity)
+        assert len(shots) == 6
+        for shot in shots:
+            caption = f"library shows {shot.question.id}"
+            other, figure = fake.embed_questions([shot.question.question, caption])
+            expected = float(asked @ other + share * (shown @ figure))
+            assert shot.similarity == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_ids_of_one_benchmark_are_those_of_one_question(opened, again):
     """Another preparation of it, or the row's own corpus: no question is its own shot."""

@@ -225,6 +225,7 @@ def test_scores_by_hand(raw):
     (scores,) = evaluation.scored
     assert scores.scores == by_both_rules(1.0, 1.0)
     assert scores.question_ids == ("7", "8")
+    assert not evaluation.has_modalities  # no question is one of snippets
     assert list(scores.by_category) == [
         *("l2-category: perception", "l2-category: reasoning"),
         *("category: animal", "category: color"),

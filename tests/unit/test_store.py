@@ -50,6 +50,16 @@ def contents(store: Store) -> dict:
     return {key: store[key] for key in store}
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux does")
+def test_no_file_stays_open_behind_a_with(folder):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with Store(folder, WHAT) as store:
+        store.add({"q3": 1})
+        assert store["q0"] == ADDED["q0"]
+        assert len(list(Path("/proc/self/fd").iterdir())) > before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_what_was_added_is_read_back(folder):
     store = Store(folder, WHAT)
     assert contents(store) == ADDED
