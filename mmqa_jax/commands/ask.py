@@ -16,7 +16,9 @@ SUMMARY = "answer a question from a folder of documents with its sources, or say
 EXAMPLE = 'mmqa ask --data=manuals "How often is the filter cleaned?"'
 _DEMO = "workdir-demo"
 # Flags of --data, by their defaults in AskOptions and FolderOptions.
-_FOLDER_FLAGS = ("model", "backend", "encoder", "top_k", "least_similarity", "cache")
+_FOLDER_FLAGS = (
+    *("model", "backend", "pictures", "encoder", "top_k", "least_similarity", "cache"),
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_download(parser)
     parser.add_argument(
         "--backend", choices=("engine", "openai"), help="this process, or a server (engine)"
+    )
+    parser.add_argument(
+        "--pictures",
+        choices=("auto", "pixels", "captions"),
+        help="with --data, how the model is shown pictures; auto: by pixels if it is in this "
+        "process and sees, else by captions (auto)",
     )
     parser.add_argument(
         "--encoder",
@@ -105,6 +113,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:
     """Answers from a folder of documents."""
     from mmqa_jax.core.host import cache_dir
+    from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
     from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
     from mmqa_jax.runs.parts import LLMSpec, open_llm
     from mmqa_jax.runs.prepare import folder_notes
@@ -119,14 +128,18 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     for line in folder_notes(corpus.manifest["origin"]):
         print(line, file=sys.stderr)
     spec = LLMSpec(model, arguments.backend or "engine")
-    from mmqa_jax.prompting.llm_reader import LLMReader
-
+    reading = LLMReaderOptions(pictures=arguments.pictures or "auto")
     llm = open_llm(spec, cache_dir() / "responses", "--model")
+    rows = []
     try:
-        answerer = FolderAnswerer(corpus, LLMReader(corpus, llm), options)
-        return [row for _, row in _answered(answerer, arguments.question, picture)]
+        answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), options)
+        for answer, row in _answered(answerer, arguments.question, picture):
+            for note in answer.notes():
+                print(note, file=sys.stderr)
+            rows.append(row)
     finally:
         llm.close()
+    return rows
 
 
 def _ask_demo(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:

@@ -134,6 +134,11 @@ class EngineBackend:
         return self._llava is not None
 
     @property
+    def takes_messages(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return self._chat_format is not None
+
+    @property
     def fingerprint(self) -> str:
         """Of weights, numerics and tokenizer."""
         return self._fingerprint

@@ -65,6 +65,11 @@ class OpenAIBackend:
         """The server does not say."""
 
     @property
+    def takes_messages(self) -> bool:
+        """As far as is known: /v1/chat/completions is what such servers are asked by."""
+        return True
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of address, model and the server's description of the model."""
         return self._fingerprint

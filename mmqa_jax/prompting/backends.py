@@ -158,6 +158,10 @@ class Backend(Protocol):
         """Whether the model sees; None: a server's, which does not say."""
 
     @property
+    def takes_messages(self) -> bool:
+        """Whether it answers conversations; a model without a chat template continues texts."""
+
+    @property
     def fingerprint(self) -> str:
         """Differs between models whose answers may differ; part of the response cache's key."""
 
@@ -199,6 +203,11 @@ class Around:
     def takes_pictures(self) -> bool | None:
         """The backend's."""
         return self._backend.takes_pictures
+
+    @property
+    def takes_messages(self) -> bool:
+        """The backend's."""
+        return self._backend.takes_messages
 
     @property
     def fingerprint(self) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, Source
-from mmqa_jax.decoding.requests import Result, TooLong, Unanswerable
+from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import (
     Backend,
     Chat,
@@ -26,10 +26,12 @@ from mmqa_jax.prompting.backends import (
     Query,
 )
 from mmqa_jax.prompting.few_shot import pictures_of
-from mmqa_jax.prompting.stream import answer_all
-from mmqa_jax.prompting.templates import PromptTemplate, load_template
+from mmqa_jax.prompting.stream import Answers, answer_all
+from mmqa_jax.prompting.templates import load_template
 
-MARK = "\ufffc"  # the object replacement character marks where a picture goes
+MARK = "\ufffc"  # the object replacement character stands where a picture goes, until
+IMAGE = "<image>"  # which is how texts that are continued say it
+MARKED = f" {MARK}"
 _CITED = re.compile(r"\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 _LEAST_WORDS = 16  # that a source is cut to, at least
 Pictures = Literal["auto", "pixels", "captions"]
@@ -43,7 +45,8 @@ class LLMReaderOptions:
       template: with the fields $number, $text and $picture of a source, $question and $picture of
         the question; see papers/templates/reader.toml.
       alone: the template where a question has no sources.
-      chat: the prompt is a user's message to a chat model; False: a text that it continues.
+      chat: the prompt is a user's message to a chat model; False: a text that it continues; None: a
+        message where the model has a chat template.
       pictures: `pixels` shows them, `captions` says their titles and captions only; `auto` shows
         them to a model in this process that sees, and to no server, which does not say whether it
         sees.
@@ -55,7 +58,7 @@ class LLMReaderOptions:
 
     template: str = "reader.cite"
     alone: str = "reader.alone"
-    chat: bool = True
+    chat: bool | None = None
     pictures: Pictures = "auto"
     uncited: Literal["none", "all"] = "none"
     refuse_without_sources: bool = False
@@ -78,7 +81,7 @@ class Citations(NamedTuple):
 
 def read_citations(text: str, sources: int) -> Citations:
     """Reads `[1]`, `[1][2]` and `[1, 2]` out of an answer to that many sources."""
-    named = [int(n) for found in _CITED.findall(text) for n in re.findall(r"\d+", found)]
+    named = [int(n) for marker in _CITED.findall(text) for n in re.findall(r"\d+", marker)]
     right = dict.fromkeys(n for n in named if 1 <= n <= sources)
     wrong = sum(not 1 <= n <= sources for n in named)
     return Citations(_CITED.sub("", text).strip(), tuple(right), wrong)
@@ -90,12 +93,21 @@ def says_not_found(text: str) -> bool:
 
 
 class _Prompt(NamedTuple):
-    """What is asked about one question; `query` is None where nothing fits the model."""
+    """What is asked about one question.
+
+    Attributes:
+      query: None where nothing is asked: it does not fit the model, or is refused.
+      text: of the prompt.
+      sources: how many of the question's sources are in it, the first ones.
+      trace: what was left out, and why.
+      is_refused: there are no sources to answer from.
+    """
 
     query: Query | None
     text: str
-    shown: int  # sources in it, the first ones
+    sources: int
     trace: dict[str, Any]
+    is_refused: bool = False
 
 
 class LLMReader:
@@ -111,7 +123,8 @@ class LLMReader:
         self.options = options or LLMReaderOptions()
         self._template = load_template(self.options.template)
         self._alone = load_template(self.options.alone)
-        self._sees = shows_pixels(llm, self.options.pictures)
+        self._shows_pictures = shows_pictures(llm, self.options.pictures)
+        self._is_chat = is_chat(llm, self.options.chat)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """One Prediction per question.
@@ -124,51 +137,41 @@ class LLMReader:
           has the prompt, the output and what was dropped. Where no source answers, the answer is
           NOT_FOUND; where the model gave none, it is empty.
         """
-        asked = [
-            None if self.options.refuse_without_sources and not ranking.sources else prompt
-            for ranking, prompt in zip(cited, map(self._prompt, questions, cited), strict=True)
+        prompts = [
+            self._prompt(question, ranking)
+            for question, ranking in zip(questions, cited, strict=True)
         ]
-        queries = [one.query for one in asked if one is not None and one.query is not None]
+        queries = [prompt.query for prompt in prompts if prompt.query is not None]
         answers = answer_all(self._llm, queries, "Reading")
         return [
-            Prediction(question.id, NOT_FOUND, trace={"refused": "no source"})
-            if prompt is None
-            else self._read(
-                question, ranking, prompt, answers.by_id.get(question.id),
-                answers.failed.get(question.id),
-            )
-            for question, ranking, prompt in zip(questions, cited, asked, strict=True)
-        ]  # fmt: skip
+            self._read(ranking, prompt, answers)
+            for ranking, prompt in zip(cited, prompts, strict=True)
+        ]
 
-    def _read(
-        self,
-        question: Question,
-        ranking: Ranking,
-        prompt: _Prompt,
-        result: Result | None,
-        failed: str | None,
-    ) -> Prediction:
-        read, trace = ranking.sources[: prompt.shown], dict(prompt.trace)
-        trace["prompts"] = [prompt.text]
-        if failed is not None:
-            trace["failed"] = [failed]
-        if result is None:
-            return Prediction(question.id, read=read, trace=trace)
-        said = (result.candidates[0].text or "").strip()
-        trace["outputs"] = [{"text": said}]
-        found = read_citations(said, prompt.shown)
-        if prompt.shown and says_not_found(found.text):
-            return Prediction(question.id, NOT_FOUND, read=read, trace=trace)
-        if found.wrong:
-            trace["wrong_citations"] = found.wrong
-        numbers = found.numbers
-        if prompt.shown and not numbers:
+    def _read(self, ranking: Ranking, prompt: _Prompt, answers: Answers) -> Prediction:
+        name, read = ranking.question_id, ranking.sources[: prompt.sources]
+        trace = {**prompt.trace, "prompts": [prompt.text]}
+        if prompt.is_refused:
+            return Prediction(name, NOT_FOUND, trace=trace)
+        if name in answers.failed:
+            trace["failed"] = [answers.failed[name]]
+        if name not in answers.by_id:
+            return Prediction(name, read=read, trace=trace)
+        output = (answers.by_id[name].candidates[0].text or "").strip()
+        trace["outputs"] = [{"text": output}]
+        citations = read_citations(output, prompt.sources)
+        if prompt.sources and says_not_found(citations.text):
+            return Prediction(name, NOT_FOUND, read=read, trace=trace)
+        if citations.wrong:
+            trace["wrong_citations"] = citations.wrong
+        numbers = citations.numbers
+        if prompt.sources and not numbers:
             trace["uncited"] = True
             if self.options.uncited == "all":
-                numbers = tuple(range(1, prompt.shown + 1))
+                numbers = tuple(range(1, prompt.sources + 1))
         return Prediction(
-            question.id,
-            found.text,
+            name,
+            citations.text,
             tuple(read[n - 1] for n in numbers),
             tuple(ranking.scores[n - 1] for n in numbers),
             read=read,
@@ -176,64 +179,70 @@ class LLMReader:
         )
 
     def _prompt(self, question: Question, ranking: Ranking) -> _Prompt:
-        """With as many of the sources as the model's context holds, the last ones dropped first."""
+        """With as much of the sources as the model's context holds."""
+        if self.options.refuse_without_sources and not ranking.sources:
+            return _Prompt(None, "", 0, {"refused": "no source"}, is_refused=True)
         trace: dict[str, Any] = {}
-        own = pictures_of(self._corpus, question) if self._sees else ()
-        if question.image and not own:
+        own_pictures = pictures_of(self._corpus, question) if self._shows_pictures else ()
+        if question.image and not own_pictures:
             trace["picture_not_shown"] = True
-        texts, pictures = [], []
-        for name in ranking.sources:
-            row = self._corpus.row[name]
-            texts.append(prompt_text(self._corpus.sources[row]))
-            data = self._corpus.picture(row) if self._sees else None
-            pictures.append(None if data is None else Picture(data, name))
+        rows = [self._corpus.row[name] for name in ranking.sources]
+        texts = [prompt_text(self._corpus.sources[row]) for row in rows]
+        pictures = [source_picture(self._corpus, row, self._shows_pictures) for row in rows]
         reason = ""
-        for shown in range(len(texts), -1, -1):
-            words = len(texts[0].split()) if shown == 1 else 0
-            while True:
-                cut = [" ".join(texts[0].split()[:words])] if shown == 1 else texts[:shown]
-                text, parts = self._parts(question, cut, pictures[:shown], own)
-                query = ask(question.id, parts, self._decoding(), chat=self.options.chat)
-                try:
-                    self._llm.check(query)
-                except TooLong as error:
-                    reason = str(error)
-                    if words <= _LEAST_WORDS:
-                        break
-                    words = max(words // 2, _LEAST_WORDS)
-                    trace["cut_to_words"] = words
-                except Unanswerable as error:
-                    return _Prompt(None, text, 0, {**trace, "failed": [str(error)]})
-                else:
-                    if shown < len(texts):
-                        trace["dropped_sources"] = len(texts) - shown
-                    return _Prompt(query, text, shown, trace)
-            trace.pop("cut_to_words", None)
+        for quoted, left_out in _shortened(texts):
+            text, query = self._query(question, quoted, pictures[: len(quoted)], own_pictures)
+            try:
+                self._llm.check(query)
+            except TooLong as error:
+                reason = str(error)
+            except Unanswerable as error:
+                return _Prompt(None, text, 0, {**trace, "failed": [str(error)]})
+            else:
+                return _Prompt(query, text, len(quoted), trace | left_out)
         return _Prompt(None, "", 0, {**trace, "too_long": [reason]})
 
-    def _decoding(self) -> Decoding:
-        # A base model goes on with another question; a chat model ends its message itself.
-        stop = () if self.options.chat else ("\n\n", "\nQuestion:")
-        return Decoding(max_new_tokens=self.options.max_new_tokens, stop=stop)
-
-    def _parts(
+    def _query(
         self,
         question: Question,
         texts: Sequence[str],
         pictures: Sequence[Picture | None],
-        own: Sequence[Picture],
-    ) -> tuple[str, list[str | Picture]]:
-        """The prompt as text, and with its pictures."""
-        marks = ["" if picture is None else f" {MARK}" for picture in pictures]
-        solved = [
-            {"number": str(number), "text": text, "picture": mark}
-            for number, (text, mark) in enumerate(zip(texts, marks, strict=True), start=1)
+        own_pictures: Sequence[Picture],
+    ) -> tuple[str, Query]:
+        """The prompt's text, `<image>` where pictures are, and the query."""
+        quoted = [
+            {"number": str(number), "text": text, "picture": mark_of(picture)}
+            for number, (text, picture) in enumerate(zip(texts, pictures, strict=True), start=1)
         ]
-        asked = {"question": question.question, "picture": f" {MARK}" if own else ""}
-        template: PromptTemplate = self._template if texts else self._alone
-        text = template.render(solved, asked).strip("\n")
-        shown = [*(picture for picture in pictures if picture is not None), *own]
-        return text.replace(MARK, "<picture>"), with_pictures(text, shown)
+        asked = {"question": question.question, "picture": MARKED if own_pictures else ""}
+        template = self._template if texts else self._alone
+        marked = template.render(quoted, asked).strip("\n")
+        shown = [*(picture for picture in pictures if picture is not None), *own_pictures]
+        prompt, images = as_prompt(marked, shown, chat=self._is_chat)
+        most = self.options.max_new_tokens
+        text = marked.replace(MARK, IMAGE)
+        if self._is_chat:
+            return text, Chat(question.id, prompt, Decoding(max_new_tokens=most))
+        # A base model goes on with another question; a chat model ends its message itself.
+        decoding = Decoding(max_new_tokens=most, stop=("\n\n", "\nQuestion:"))
+        return text, Completion(question.id, prompt, decoding, images)
+
+
+def _shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
+    """Ever less of the sources, the last ones dropped first, the first one cut at the end.
+
+    Yields:
+      Their texts, and what a trace says of what is left out. Never nothing of some sources: the
+      model would answer by itself.
+    """
+    yield texts, {}
+    dropped = {"dropped_sources": len(texts) - 1} if len(texts) > 1 else {}
+    for count in range(len(texts) - 1, 0, -1):
+        yield texts[:count], {"dropped_sources": len(texts) - count}
+    words = texts[0].split() if texts else []
+    while len(words) >= 2 * _LEAST_WORDS:
+        words = words[: len(words) // 2]
+        yield [" ".join(words)], {**dropped, "cut_to_words": len(words)}
 
 
 def prompt_text(source: Source) -> str:
@@ -241,24 +250,40 @@ def prompt_text(source: Source) -> str:
     return ": ".join(filter(None, (source.title, source.text))).replace(MARK, " ")
 
 
-def shows_pixels(llm: Backend, pictures: Pictures) -> bool:
+def source_picture(corpus: Corpus, row: int, shown: bool) -> Picture | None:
+    """A source's picture, if pictures are shown and it has one."""
+    encoded = corpus.picture(row) if shown else None
+    return None if encoded is None else Picture(encoded, corpus.sources[row].id)
+
+
+def mark_of(picture: Picture | None) -> str:
+    """What a template's field of a picture says: where it goes, or nothing."""
+    return "" if picture is None else MARKED
+
+
+def shows_pictures(llm: Backend, pictures: Pictures) -> bool:
     """Whether prompts show pictures; see LLMReaderOptions."""
     return pictures == "pixels" or (pictures == "auto" and llm.takes_pictures is True)
 
 
-def with_pictures(text: str, pictures: Sequence[Picture]) -> list[str | Picture]:
-    """Texts and pictures in order: a picture for each mark in the text."""
-    first, *rest = text.split(MARK)
-    parts: list[str | Picture] = [first]
-    for picture, part in zip(pictures, rest, strict=True):
-        parts += [picture, part]
-    return [part for part in parts if part != ""]
+def is_chat(llm: Backend, chat: bool | None) -> bool:
+    """Whether a prompt is a message; see LLMReaderOptions."""
+    return llm.takes_messages if chat is None else chat
 
 
-def ask(name: Any, parts: Sequence[str | Picture], decoding: Decoding, *, chat: bool) -> Query:
-    """The query of a prompt: a user's message, or a text with `<image>` where pictures go."""
-    if chat:
-        return Chat(name, (Message("user", tuple(parts)),), decoding)
-    text = "".join(part if isinstance(part, str) else "<image>" for part in parts)
-    pictures = tuple(part for part in parts if isinstance(part, Picture))
-    return Completion(name, text, decoding, pictures)
+def as_prompt(
+    marked: str, pictures: Sequence[Picture], *, chat: bool
+) -> tuple[str | tuple[Message, ...], tuple[Picture, ...]]:
+    """A query's prompt of a text with a mark for each picture, and the query's images.
+
+    Returns:
+      A user's message with the pictures in it, or a text with `<image>` in their places, whose
+      images are apart.
+    """
+    if not chat:
+        return marked.replace(MARK, IMAGE), tuple(pictures)
+    first, *rest = marked.split(MARK)
+    content: list[str | Picture] = [first]
+    for picture, text in zip(pictures, rest, strict=True):
+        content += [picture, text]
+    return (Message("user", tuple(part for part in content if part != "")),), ()

@@ -14,9 +14,18 @@ from collections.abc import Sequence
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.decoding.requests import Scores, Unanswerable
-from mmqa_jax.prompting.backends import Backend, Choices, Message, Picture
+from mmqa_jax.prompting.backends import Backend, Choices
 from mmqa_jax.prompting.few_shot import pictures_of
-from mmqa_jax.prompting.llm_reader import MARK, Pictures, prompt_text, shows_pixels, with_pictures
+from mmqa_jax.prompting.llm_reader import (
+    MARKED,
+    Pictures,
+    as_prompt,
+    is_chat,
+    mark_of,
+    prompt_text,
+    shows_pictures,
+    source_picture,
+)
 from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import load_template
 
@@ -27,14 +36,14 @@ class LLMRerankerOptions:
 
     Attributes:
       template: with the fields $question, $picture, $text and $source_picture.
-      chat: the prompt is a user's message to a chat model; False: a text that it continues.
+      chat: as LLMReaderOptions.
       pictures: as LLMReaderOptions.
       calibrated: less what the model says of an empty source, a model's liking for yes or no
         (Zhao et al. 2021).
     """
 
     template: str = "reader.relevance"
-    chat: bool = True
+    chat: bool | None = None
     pictures: Pictures = "auto"
     calibrated: bool = False
 
@@ -54,7 +63,8 @@ class LLMReranker:
         self._corpus, self._llm = corpus, llm
         self.options = options or LLMRerankerOptions()
         self._template = load_template(self.options.template)
-        self._sees = shows_pixels(llm, self.options.pictures)
+        self._shows_pictures = shows_pictures(llm, self.options.pictures)
+        self._is_chat = is_chat(llm, self.options.chat)
         self.failed = 0
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
@@ -93,25 +103,23 @@ class LLMReranker:
 
     def _query(self, question: Question, name: str) -> Choices:
         """Of a source by its id; "" is an empty one."""
-        own = pictures_of(self._corpus, question) if self._sees else ()
-        text, picture = "", None
+        own_pictures = pictures_of(self._corpus, question) if self._shows_pictures else ()
+        text, picture = "(empty)", None
         if name:
             row = self._corpus.row[name]
             text = prompt_text(self._corpus.sources[row])
-            picture = self._corpus.picture(row) if self._sees else None
+            picture = source_picture(self._corpus, row, self._shows_pictures)
         fields = {
             "question": question.question,
-            "picture": f" {MARK}" if own else "",
-            "text": text or "(empty)",
-            "source_picture": "" if picture is None else f" {MARK}",
+            "picture": MARKED if own_pictures else "",
+            "text": text,
+            "source_picture": mark_of(picture),
         }
-        shown = [*own, *([] if picture is None else [Picture(picture, name)])]
-        prompt = self._template.render([], fields).strip("\n")
-        parts = with_pictures(prompt, shown)
-        if self.options.chat:
-            return Choices((question.id, name), (Message("user", tuple(parts)),), ("Yes", "No"))
-        plain = "".join(part if isinstance(part, str) else "<image>" for part in parts)
-        return Choices((question.id, name), plain, (" yes", " no"), tuple(shown))
+        marked = self._template.render([], fields).strip("\n")
+        shown = [*own_pictures, *([] if picture is None else [picture])]
+        prompt, images = as_prompt(marked, shown, chat=self._is_chat)
+        words = ("Yes", "No") if self._is_chat else (" yes", " no")
+        return Choices((question.id, name), prompt, words, images)
 
 
 def _log_odds(scores: Scores) -> float:

@@ -90,6 +90,23 @@ class FolderAnswer:
     prediction: Prediction
     read: Ranking
 
+    def notes(self) -> list[str]:
+        """What to say beside the answer: what the model was not shown, and what failed."""
+        trace, notes = self.prediction.trace, []
+        if trace.get("picture_not_shown"):
+            notes.append(
+                "The model was not shown the question's picture: it reads texts alone, or is a "
+                "server's, which --pictures=pixels shows pictures."
+            )
+        if dropped := trace.get("dropped_sources"):
+            notes.append(f"Passages that did not fit the model's context: {dropped}.")
+        if words := trace.get("cut_to_words"):
+            notes.append(f"The first passage was cut to {words} words, which fit the context.")
+        if wrong := trace.get("wrong_citations"):
+            notes.append(f"Citations of passages that there are not: {wrong}.")
+        reasons = (*trace.get("failed", ()), *trace.get("too_long", ()))
+        return [*notes, *(f"The model gave no answer: {reason}" for reason in reasons)]
+
     def shown(self, corpus: Corpus) -> list[ShownSource]:
         """The sources to show: those that the answer cites, or else those that were read."""
         cited = self.prediction.sources

@@ -16,7 +16,7 @@ class FakeLLM:
       score: (prompt, continuation) -> log-probabilities of its tokens.
       length: characters that a prompt may have.
       fail: ids that get no answer.
-      takes_pictures: as a backend's.
+      takes_pictures, takes_messages: as a backend's.
     """
 
     def __init__(
@@ -26,8 +26,9 @@ class FakeLLM:
         length: int = 10**6,
         fail: Iterable = (),
         takes_pictures: bool | None = False,
+        takes_messages: bool = True,
     ):
-        self.takes_pictures = takes_pictures
+        self.takes_pictures, self.takes_messages = takes_pictures, takes_messages
         self._say, self._score, self._length, self._fail = say, score, length, set(fail)
         self.usage, self.failures, self.seen = Usage(), [], []
 

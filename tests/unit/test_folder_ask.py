@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import types
 import zlib
 from pathlib import Path
 
@@ -13,14 +11,16 @@ import numpy as np
 import pytest
 from cli_runs import mmqa
 from document_files import pdf, picture
+from fake_llm import FakeLLM
 
 from mmqa_jax.data.picture_store import PictureStore
-from mmqa_jax.data.schema import Prediction, source_text
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, source_text
+from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.runs import ask_folder
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
-NOT_FOUND = "Not found in the sources."
+TOO_LONG = TooLong("asked", 90, 64, 100)
 
 
 class WordEncoder:
@@ -181,22 +181,37 @@ def test_a_prepared_corpus_and_an_interchange_folder_are_asked_too(encoder, tmp_
 # The verb
 
 
+class Filters(FakeLLM):
+    """Says of what source the word filter is, if any is; keeps whether it was closed."""
+
+    is_closed = False
+
+    def __init__(self):
+        super().__init__(self.say)
+
+    @staticmethod
+    def say(prompt):
+        numbers = re.findall(r"(?m)^\[(\d+)\] .*filter", prompt)
+        return (f"About the filter [{numbers[0]}][9]." if numbers else "Not found.", -1.0)
+
+    def close(self):
+        self.is_closed = True
+
+
 @pytest.fixture
-def scripted(encoder, monkeypatch):
-    """The scripted reader in place of LLMReader; yields the specs of the opened models."""
-    specs = []
+def opened(encoder, monkeypatch):
+    """The models that the verb opens, behind the reader that users have, with their specs."""
+    models = []
 
     def open_llm(spec, cache, flag):
-        specs.append((spec, flag))
-        return types.SimpleNamespace(close=lambda: specs.append("closed"))
+        models.append((Filters(), spec, flag))
+        return models[-1][0]
 
     monkeypatch.setattr("mmqa_jax.runs.parts.open_llm", open_llm)
-    module = types.SimpleNamespace(LLMReader=ScriptedReader)
-    monkeypatch.setitem(sys.modules, "mmqa_jax.prompting.llm_reader", module)
-    return specs
+    return models
 
 
-def test_ask_prints_the_answer_and_its_sources(scripted, folder):
+def test_ask_prints_the_answer_and_its_sources(opened, folder):
     (folder / "empty.pdf").write_bytes(b"")
     ended = mmqa("ask", f"--data={folder}", "--json", "When to wash the filter?")
     assert ended.code == 0, ended.err
@@ -207,18 +222,39 @@ def test_ask_prints_the_answer_and_its_sources(scripted, folder):
     assert "1 file is left out: empty.pdf: empty" in printed
     assert re.search(r"About the filter\..* \[1\] text manual\.pdf, page 2 \(0\.\d\d\)", printed)
     assert "Wash the filter every week." in printed
-    ((spec, flag), closed) = scripted
-    assert (spec.model, spec.backend, flag, closed) == ("smollm2", "engine", "--model", "closed")
+    assert "Citations of passages that there are not: 1." in printed
+    ((model, spec, flag),) = opened
+    assert (spec.model, spec.backend, flag) == ("smollm2", "engine", "--model")
+    assert model.is_closed
 
 
-def test_several_questions_and_one_that_is_refused(scripted, folder):
+def test_a_picture_that_the_model_does_not_see_is_said(opened, folder, tmp_path):
+    image = f"--image={tmp_path / 'asked.png'}"
+    (tmp_path / "asked.png").write_bytes(picture("red"))
+    ended = mmqa("ask", f"--data={folder}", image, "Wash the filter?")
+    assert "The model was not shown the question's picture" in ended.err
+    ended = mmqa("ask", f"--data={folder}", image, "--pictures=pixels", "Wash the filter?")
+    assert "was not shown" not in ended.err
+    (query,) = opened[-1][0].seen
+    assert query.messages[0].pictures[-1].data == (tmp_path / "asked.png").read_bytes()
+
+
+def test_why_there_is_no_answer_is_said(opened, folder, monkeypatch):
+    monkeypatch.setattr(Filters, "check", lambda self, query: (_ for _ in ()).throw(TOO_LONG))
+    ended = mmqa("ask", f"--data={folder}", "--json", "Wash the filter?")
+    assert ended.value["found"] is False
+    assert "(no answer)" in ended.err
+    assert f"The model gave no answer: {TOO_LONG}" in " ".join(ended.err.split())
+
+
+def test_several_questions_and_one_that_is_refused(opened, folder):
     flags = ("--model=gpt", "--backend=openai", "--least_similarity=0.3", "--top_k=1", "--json")
     ended = mmqa("ask", f"--data={folder}", *flags, "Wash the filter?", "Who composed an opera?")
     first, second = ended.value["answers"]
     assert (first["found"], len(first["sources"])) == (True, 1)
     assert (second["answer"], second["found"]) == (NOT_FOUND, False)
     assert "The nearest source:" in ended.err
-    assert (scripted[0][0].model, scripted[0][0].backend) == ("gpt", "openai")
+    assert (opened[0][1].model, opened[0][1].backend) == ("gpt", "openai")
 
 
 def test_what_cannot_be_asked(refused, tmp_path):

@@ -28,8 +28,9 @@ NOTHING = Ranking("q", (), ())
 
 def read(said: str, ranking: Ranking = FOUND, question: Question = ASKED, **options):
     """The prediction, and the model that was asked."""
-    length, takes = options.pop("length", 10**6), options.pop("takes_pictures", False)
-    llm = FakeLLM(lambda prompt: (said, -1.0), length=length, takes_pictures=takes)
+    of_model = {"length": 10**6, "takes_pictures": False, "takes_messages": True}
+    of_model = {name: options.pop(name, value) for name, value in of_model.items()}
+    llm = FakeLLM(lambda prompt: (said, -1.0), **of_model)
     (prediction,) = LLMReader(CORPUS, llm, LLMReaderOptions(**options)).answer(
         [question], [ranking]
     )
@@ -142,8 +143,9 @@ def test_pictures_are_shown_where_the_model_sees():
     assert len(llm.seen[0].messages[0].pictures) == 2
 
 
-def test_a_text_model_continues_the_prompt():
-    _, llm = read("Pelot [1].", takes_pictures=True, chat=False)
+@pytest.mark.parametrize("how", [{"chat": False}, {"takes_messages": False}])
+def test_a_text_model_continues_the_prompt(how):
+    _, llm = read("Pelot [1].", takes_pictures=True, **how)
     (query,) = llm.seen
     assert isinstance(query, Completion)
     assert query.prompt.count("<image>") == len(query.images) == 1
