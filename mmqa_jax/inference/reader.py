@@ -142,7 +142,8 @@ class Reader:
             tokens, scores = tokens[:1], scores[:1]  # the others are not exact
         texts = [self.tokenizer.decode(_until_end(beam, self.tokenizer)) for beam in tokens]
         beams = tuple((text, float(score)) for text, score in zip(texts, scores, strict=True))
-        return Prediction(cited.question_id, texts[0], cited.sources, cited.scores, beams)
+        sources = cited.sources  # VLP does not say which of those it read it answered from
+        return Prediction(cited.question_id, texts[0], sources, cited.scores, beams, read=sources)
 
 
 def _until_end(tokens: np.ndarray, tokenizer: WordPiece) -> list[int]:

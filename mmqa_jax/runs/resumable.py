@@ -110,6 +110,7 @@ class Resumable:
                 ranking.sources,
                 ranking.scores,
                 tuple((beam, score) for beam, score in beams),
+                read=ranking.sources,
             )
             for ranking, (text, beams) in zip(cited, results, strict=True)
         ]
