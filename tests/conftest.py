@@ -26,12 +26,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 # Before a test imports jax; processes that tests start inherit both.
 skip_absent_tpu()
-# Compiling is most of what tests cost: XLA leaves most of its optimizations out, see `_optimized`,
-# and emits a program's operations one by one, which LLVM compiles several times as fast.
-# With 0 in the environment it compiles as for users (tests/long.py).
-_IS_QUICK = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
+# Compiling is much of what tests cost: XLA leaves most of its optimizations out, see `_optimized`,
+# and its fusion emitters, whose code LLVM takes several times as long to compile. With 0 in the
+# environment it compiles as for users (tests/long.py).
+_AS_FOR_USERS = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "0"
 _EMITTERS = "--xla_cpu_use_fusion_emitters=false"
-if _IS_QUICK and importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones refuse it
+# Later versions end at a flag that they do not know.
+if not _AS_FOR_USERS and importlib.metadata.version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EMITTERS}".strip()
 
 # How a file of tests/unit says that it trains or compiles models, starts processes, or takes more
@@ -92,7 +93,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    # What is imported stays; looking through it again and again takes a twentieth of all time.
+    # What is imported stays, and need not be looked through again and again.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 

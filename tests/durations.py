@@ -6,12 +6,15 @@ Kinds of a test file's seconds, fixtures included:
   processes  waiting for processes that tests start (verbs, launches, servers)
   compute    the rest
   import     loading the file for collection, once in every worker; not part of the other three
+
+Beside them `cpu`: seconds of processors, of the tests' process and of those that it waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import time
 from collections import defaultdict
@@ -55,7 +58,7 @@ class Durations:
     """The plugin: measures in each worker, adds up and reports where the run was started."""
 
     def __init__(self, config: pytest.Config):
-        self._config, self._clock = config, Clock()
+        self._config, self._clock, self._cpu = config, Clock(), 0.0
         self.is_worker = hasattr(config, "workerinput")
         self.files: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.imports: dict[str, float] = defaultdict(float)
@@ -89,10 +92,14 @@ class Durations:
             self.imports[_name(collector.path, self._config)] += time.perf_counter() - began
         return report
 
+    def pytest_runtest_logstart(self) -> None:
+        self._cpu = _cpu_seconds()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:
         report = yield
-        measured = {"total": call.duration, **self._clock.taken()}
+        before, self._cpu = self._cpu, _cpu_seconds()
+        measured = {"total": call.duration, "cpu": self._cpu - before, **self._clock.taken()}
         report.user_properties = [("seconds", measured), ("file", _name(item.path, self._config))]
         return report
 
@@ -121,8 +128,11 @@ class Durations:
             kinds = {kind: seconds.get(kind, 0.0) for kind in _KINDS}
             compute = max(total - sum(kinds.values()), 0.0)
             rows.append(
-                {"file": file, **kinds, "compute": compute, "import": self.imports.get(file, 0.0)}
-            )
+                {
+                    "file": file, **kinds, "compute": compute,
+                    "import": self.imports.get(file, 0.0), "cpu": seconds.get("cpu", 0.0),
+                }
+            )  # fmt: skip
         Path(self._config.getoption(OPTION)).write_text(json.dumps(rows, indent=1) + "\n")
         for line in table(rows):
             terminalreporter.write_line(line)
@@ -134,17 +144,22 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
     def line(name: str, chosen: list[dict[str, Any]]) -> str:
         sums = [sum(row[kind] for row in chosen) for kind in kinds]
-        return f"| {name} | {sum(sums):.0f} | " + " | ".join(f"{one:.0f}" for one in sums) + " |"
+        columns = [sum(sums), *sums, sum(row["cpu"] for row in chosen)]
+        return f"| {name} | " + " | ".join(f"{one:.0f}" for one in columns) + " |"
 
     folders = sorted({row["file"].rpartition("/")[0] for row in rows})
     longest = sorted(rows, key=lambda row: -sum(row[kind] for kind in kinds))[:_SHOWN]
     return [
-        "| where | seconds | " + " | ".join(kinds) + " |",
-        "|---|" + "---:|" * (len(kinds) + 1),
+        "| where | seconds | " + " | ".join((*kinds, "cpu")) + " |",
+        "|---|" + "---:|" * (len(kinds) + 2),
         *(line(f"{one}/", [r for r in rows if r["file"].startswith(f"{one}/")]) for one in folders),
         line("all", rows),
         *(line(row["file"], [row]) for row in longest),
     ]
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:4])
 
 
 def _name(path: Path, config: pytest.Config) -> str:

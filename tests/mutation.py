@@ -1,7 +1,7 @@
 """Do the tests bite? Changes the code in one place at a time, and runs the tests that use it.
 
-    python -m pytest -n 2 -p tests.executed --executed=executed tests/unit tests/equivalence
-    python -m tests.mutation --executed=executed --count=300 --seed=0 --out=mutants.jsonl
+    python -m pytest -n 2 --cov=mmqa_jax --cov-context=test --cov-report= tests/unit tests/equivalence
+    python -m tests.mutation --count=300 --seed=0 --out=mutants.jsonl
 
 A mutant that no test notices survives: the line is not tested, or the change makes no difference.
 Mutants are drawn evenly over the lines of code of the folders that `--rooms` names. The tests of a
@@ -27,13 +27,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import coverage
 import pytest
-
-from tests import executed
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("papers", "tasks", "evaluation", "retrieval", "weights", "core/store.py")
 _COPIED = ("mmqa_jax", "tests", "configs", "launch", "pyproject.toml", "README.md", "SECURITY.md")
+_FIRST = 10  # tests that judge a mutant before all others do
 _PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
 # What most tests import, before the children are forked. Nothing of ours: a child imports a mutant.
 _LIBRARIES = (
@@ -176,24 +176,34 @@ def draw(rooms: list[str], count: int, seed: int) -> list[Mutant]:
 
 
 class Tests:
-    """The tests that can notice a change of a line, by what `tests.executed` wrote.
+    """The tests that can notice a change of a line, by the contexts that coverage.py recorded.
 
-    A line that runs when its module is imported, such as a constant's, is in no test's list: for
+    A line that runs when its module is imported, such as a constant's, is in no test's context: for
     it, the tests that execute any line of the file.
+
+    Args:
+      recorded: the file that `pytest --cov-context=test` wrote.
     """
 
-    def __init__(self, folder: Path):
-        self._executing = executed.read(folder)
-        self._of_file: dict[str, set[executed.Executing]] = {}
-        for (file, _), tests in self._executing.items():
-            self._of_file.setdefault(file, set()).update(tests)
+    def __init__(self, recorded: Path):
+        data = coverage.CoverageData(str(recorded))
+        data.read()
+        self._of_line: dict[tuple[str, int], set[str]] = {}
+        self._lines: Counter[str] = Counter()  # that a test executes: the fewer, the quicker it is
+        for file in data.measured_files():
+            name = f"mmqa_jax/{file.rpartition('/mmqa_jax/')[2]}"
+            for line, contexts in data.contexts_by_lineno(file).items():
+                tests = {context.rpartition("|")[0] for context in contexts} - {""}
+                self._of_line[name, line] = tests
+                self._lines.update(tests)
 
-    def of(self, mutant: Mutant) -> list[executed.Executing]:
-        """The quickest first."""
-        file = mutant.file.removeprefix("mmqa_jax/")
+    def of(self, mutant: Mutant) -> list[str]:
+        """Their ids, the quickest first."""
         first, last = statement_at(ROOT / mutant.file, mutant.line)
-        found = {one for n in range(first, last + 1) for one in self._executing.get((file, n), ())}
-        return sorted(found or self._of_file.get(file, ()))
+        of_lines = [self._of_line.get((mutant.file, n), set()) for n in range(first, last + 1)]
+        of_file = (tests for (file, _), tests in self._of_line.items() if file == mutant.file)
+        tests = set().union(*of_lines) or set().union(*of_file)
+        return sorted(tests, key=lambda test: (self._lines[test], test))
 
 
 def statement_at(file: Path, line: int) -> tuple[int, int]:
@@ -226,29 +236,20 @@ def judge(mutant: Mutant, tests: Tests, copy: Path, seconds: float) -> dict[str,
     noticing = tests.of(mutant)
     if not noticing:
         return {**row, "result": "untested"}
-    row["tests"] = len(noticing)
     place.write_text(changed, encoding="utf-8")
     try:
-        ran = 0
-        for share in (0.2, 1.0):  # most mutants are killed by a few quick tests
-            chosen, total = [], 0.0
-            for one in noticing[ran:]:
-                total += one.seconds
-                if chosen and total > share * seconds:
-                    break
-                chosen.append(one)
-            if not chosen:
-                break
-            ran += len(chosen)
-            result = _result(copy, [one.test for one in chosen], 20 + 3 * total)
+        ends = time.monotonic() + seconds
+        # Most mutants are killed by a few quick tests.
+        for chosen in (noticing[:_FIRST], noticing[_FIRST:]):
+            result = _result(copy, chosen, ends) if chosen else "survived"
             if result != "survived":
-                return {**row, "ran": ran, "result": result}
-        return {**row, "ran": ran, "result": "survived"}
+                break
+        return {**row, "tests": len(noticing), "result": result}
     finally:
         place.write_text(original, encoding="utf-8")
 
 
-def _result(copy: Path, tests: list[str], seconds: float) -> str:
+def _result(copy: Path, tests: list[str], ends: float) -> str:
     """What tests make of the copy, in a child of this process, which has imported the libraries."""
     child = os.fork()
     if child == 0:
@@ -265,7 +266,6 @@ def _result(copy: Path, tests: list[str], seconds: float) -> str:
             code = int(pytest.main([*_PYTEST, *tests]))
         finally:
             os._exit(code)
-    ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", default=",".join(ROOMS))
-    parser.add_argument("--executed", type=Path, required=True, help="what tests.executed wrote")
+    parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage", help="of pytest --cov")
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests for one mutant")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th mutant from the I-th on")
     parser.add_argument("--out", type=Path, required=True)
@@ -290,7 +290,7 @@ def main() -> None:
     drawn = draw(arguments.rooms.split(","), arguments.count, arguments.seed)[index::parts]
     lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
     rows = [json.loads(line) for line in lines]
-    tests = Tests(arguments.executed)
+    tests = Tests(arguments.coverage)
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     for library in _LIBRARIES:
         importlib.import_module(library)

@@ -10,13 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.decoding.cached_attention import Branches, Segment, attend
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.ragged_triton import attend_in_place, attend_to_own
 
 pytestmark = pytest.mark.slow
 
-INTERPRET = jax.default_backend() != "gpu"
+
+def interpret() -> bool:
+    return platform() != "gpu"
+
+
 SLOTS = 5
 # Heads, key heads (shared by 1, 4, 8 and 20 queries), columns and their size.
 SHAPES = [(2, 2, 256, 128), (8, 2, 192, 64), (8, 1, 48, 16), (20, 1, 128, 32)]
@@ -47,7 +52,9 @@ def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, 
     held = segment(kv_heads, columns, size, dtype, cache)
     q = normal(dtype, SLOTS, 1, heads, size)
     lengths = jnp.asarray([1, 16, columns // 2, columns // 2 + 1, columns], jnp.int32)
-    got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=INTERPRET))(q, held, lengths)
+    got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=interpret()))(
+        q, held, lengths
+    )
     own = lengths[:, None] - 1
     want = attend(q, [(0, held)], own, None, None, block=columns, end=lengths.max())
     assert got.dtype == want.dtype
@@ -72,7 +79,7 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
         branches = Branches(jnp.asarray([10, 80, columns, 0]), begin.astype(jnp.int32))
 
     def attended(*arguments):
-        return attend_in_place(*arguments, read=columns, interpret=INTERPRET)
+        return attend_in_place(*arguments, read=columns, interpret=interpret())
 
     got = jax.jit(attended)(q, held, rows, starts, branches)
     want = attend(q, [(0, held)], own, branches, rows, block=columns, end=own.max() + 1)
@@ -88,7 +95,7 @@ def test_no_column_behind_a_sequences_last_block_is_read():
     def of(fill, *lengths):
         key, value = held.key.at[..., 128:].set(fill), held.value.at[:, :, 128:].set(fill)
         other = Segment(key, value, None, None)
-        options = {"read": 256, "interpret": INTERPRET}
+        options = {"read": 256, "interpret": interpret()}
         rows = jnp.arange(SLOTS)
         step = attend_to_own(q, other, jnp.asarray(lengths), **options)
         return step, attend_in_place(chunk, other, rows, starts, None, **options)
