@@ -246,8 +246,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for the last save and frees the manager's threads."""
-        self._manager.close()
-        self._remove_deleted()
+        try:
+            self._manager.close()
+        finally:
+            self._remove_deleted()
 
     def _remove_deleted(self) -> None:
         """Removes the steps that are no longer kept, which stand beside the others."""
@@ -264,6 +266,14 @@ class Checkpoints:
         if kind is not None and jax.process_count() == 1:  # a full disk's unfinished step
             with contextlib.suppress(Exception):
                 _remove_uncommitted(self.folder)
+            self._remove_made_again()
+
+    def _remove_made_again(self) -> None:
+        """Removes the empty folders that a save under way made again in a workdir that is gone."""
+        if not in_store(self.folder):
+            with contextlib.suppress(OSError):  # not empty, as they are where nothing was deleted
+                Path(self.folder).rmdir()
+                Path(self.folder).parent.rmdir()
 
 
 def _remove_uncommitted(folder: str | os.PathLike) -> None:

@@ -9,30 +9,49 @@ import object_store
 import pytest
 import tiny_run
 
+from mmqa_jax.core.checksums import find_damage
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.paths import as_path, remove_tree
 from mmqa_jax.core.workdir import claim_workdir
 
 
-@pytest.mark.parametrize("at", [6, 18, 59], ids=["before a save", "between saves", "at the end"])
-def test_a_deleted_workdir_ends_the_run(tmp_path, at):
+def remove(folder, saved=None):
+    """At once, while a save may be writing; with `saved` when that step's save has ended."""
+    ends = time.monotonic() + 60
+    while saved and not (folder / "checkpoints" / str(saved)).exists():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    folder.rename(folder.with_name("deleted"))
+    shutil.rmtree(folder.with_name("deleted"), ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("at", "saved"),
+    [(6, None), (18, 10), (59, 50)],
+    ids=["before a save", "between saves", "at the end"],
+)
+def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved):
     workdir = tmp_path / "run"
     workdir.mkdir()
     (workdir / "config.json").write_text("{}")
-
-    def delete(_):
-        # A save that is being written makes its own folders again.
-        while list(workdir.glob("checkpoints/*tmp*")):
-            time.sleep(0.01)
-        workdir.rename(tmp_path / "deleted")
-        shutil.rmtree(tmp_path / "deleted", ignore_errors=True)
-
-    batches = tiny_run.Watched(tiny_run.pipeline(), at, delete)
+    batches = tiny_run.Watched(tiny_run.pipeline(), at, lambda batch: remove(workdir, saved))
     with pytest.raises(
         RunError, match=r"run/config\.json: is gone, deleted or moved while the run"
     ):
         tiny_run.run(workdir, batches)
     assert not workdir.exists()
+
+
+def test_a_workdir_that_is_deleted_in_a_save_holds_that_step_whole_or_nothing(tmp_path):
+    """The save goes on in a thread, and makes its folders again; the step may be complete."""
+    workdir = tmp_path / "run"
+    batches = tiny_run.Watched(tiny_run.pipeline(), 51, lambda batch: remove(workdir))
+    with pytest.raises(RunError, match="is gone, deleted or moved while the run"):
+        tiny_run.run(workdir, batches)
+    if workdir.exists():
+        (step,) = (workdir / "checkpoints").iterdir()
+        assert step.name in ("40", "50")  # what was being saved
+        assert find_damage(step) is None
 
 
 def test_a_moved_workdir_ends_the_run_although_another_takes_its_place(tmp_path):
@@ -41,10 +60,11 @@ def test_a_moved_workdir_ends_the_run_although_another_takes_its_place(tmp_path)
     def move(_):
         workdir.rename(tmp_path / "elsewhere")
         workdir.mkdir()
+        (workdir / "theirs").touch()
 
     with pytest.raises(RunError, match=r"metrics\.jsonl: is gone"):
         tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 18, move))
-    assert not list(workdir.iterdir())
+    assert [path.name for path in workdir.iterdir()] == ["theirs"]
     tiny_run.run(tmp_path / "elsewhere", tiny_run.pipeline())  # and goes on where it is now
 
 
