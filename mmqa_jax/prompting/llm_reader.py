@@ -214,7 +214,10 @@ class LLMReader:
             {"number": str(number), "text": text, "picture": mark_of(picture)}
             for number, (text, picture) in enumerate(zip(texts, pictures, strict=True), start=1)
         ]
-        asked = {"question": question.question, "picture": MARKED if own_pictures else ""}
+        asked = {
+            "question": question.question.replace(MARK, " "),
+            "picture": MARKED if own_pictures else "",
+        }
         template = self._template if texts else self._alone
         marked = template.render(quoted, asked).strip("\n")
         shown = [*(picture for picture in pictures if picture is not None), *own_pictures]

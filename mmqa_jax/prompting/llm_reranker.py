@@ -17,6 +17,7 @@ from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Choices
 from mmqa_jax.prompting.few_shot import pictures_of
 from mmqa_jax.prompting.llm_reader import (
+    MARK,
     MARKED,
     Pictures,
     as_prompt,
@@ -110,7 +111,7 @@ class LLMReranker:
             text = prompt_text(self._corpus.sources[row])
             picture = source_picture(self._corpus, row, self._shows_pictures)
         fields = {
-            "question": question.question,
+            "question": question.question.replace(MARK, " "),
             "picture": MARKED if own_pictures else "",
             "text": text,
             "source_picture": mark_of(picture),

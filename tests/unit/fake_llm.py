@@ -44,7 +44,8 @@ class FakeLLM:
         return None
 
     def text(self, query: Query) -> str:
-        return query.messages[-1].text if isinstance(query, Chat) else query.prompt
+        prompt = query.messages if isinstance(query, Chat) else query.prompt
+        return prompt if isinstance(prompt, str) else prompt[-1].text
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         for query in queries:

@@ -17,14 +17,6 @@ FOUND = [Ranking("q", ("b", "a"), (2.0, 1.0)), Ranking("r", ("c", "a", "b"), (1.
 RIGHT = (("the capital?", "Pelot is"), ("Which flag", "red flag"))
 
 
-class Judge(FakeLLM):
-    """Finds that a source helps whose words belong to the question's."""
-
-    def text(self, query):
-        prompt = query.prompt
-        return prompt if isinstance(prompt, str) else prompt[-1].text
-
-
 def judge(prompt: str, option: str) -> tuple[float, ...]:
     """Probability .8 of yes, else .3; and .6 of an empty source."""
     helps = any(a in prompt and b in prompt for a, b in RIGHT)
@@ -35,7 +27,7 @@ def judge(prompt: str, option: str) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_helpful_sources_come_first(chat):
-    llm = Judge(score=judge)
+    llm = FakeLLM(score=judge)
     reranker = LLMReranker(CORPUS, llm, LLMRerankerOptions(chat=chat))
     first, second = reranker.score(ASKED, FOUND)
     assert (first.question_id, first.sources) == ("q", ("a", "b"))
@@ -55,7 +47,7 @@ def test_helpful_sources_come_first(chat):
 
 
 def test_calibrated_by_an_empty_source():
-    reranker = LLMReranker(CORPUS, Judge(score=judge), LLMRerankerOptions(calibrated=True))
+    reranker = LLMReranker(CORPUS, FakeLLM(score=judge), LLMRerankerOptions(calibrated=True))
     first, _ = reranker.score(ASKED, FOUND)
     odds = 0.8 / 0.2 / (0.6 / 0.4)
     assert first.sources == ("a", "b")
@@ -63,20 +55,20 @@ def test_calibrated_by_an_empty_source():
 
 
 def test_pairs_that_fail_count_as_0_and_are_counted():
-    llm = Judge(score=judge, fail=[("q", "a")])
+    llm = FakeLLM(score=judge, fail=[("q", "a")])
     reranker = LLMReranker(CORPUS, llm)
     first, _ = reranker.score(ASKED, FOUND)
     assert (first.sources, first.scores[1]) == (("b", "a"), 0.0)
     assert reranker.failed == 1
     long = Ranking("q", ("long", "a"), (1.0, 0.5))
-    reranker = LLMReranker(CORPUS, Judge(score=judge, length=400))
+    reranker = LLMReranker(CORPUS, FakeLLM(score=judge, length=400))
     (ranked,) = reranker.score(ASKED[:1], [long])
     assert (ranked.sources, ranked.scores[1]) == (("a", "long"), 0.0)
     assert reranker.failed == 1
 
 
 def test_pictures_are_shown_where_the_model_sees():
-    llm = Judge(score=judge, takes_pictures=True)
+    llm = FakeLLM(score=judge, takes_pictures=True)
     LLMReranker(CORPUS, llm).score(ASKED[1:], FOUND[1:])
     shown = {query.id[1]: query.prompt[0] for query in llm.seen}
     assert isinstance(shown["c"], Message)
@@ -84,6 +76,6 @@ def test_pictures_are_shown_where_the_model_sees():
 
 
 def test_no_candidates():
-    assert LLMReranker(CORPUS, Judge()).score(ASKED[:1], [Ranking("q", (), ())]) == [
+    assert LLMReranker(CORPUS, FakeLLM()).score(ASKED[:1], [Ranking("q", (), ())]) == [
         Ranking("q", (), ())
     ]
