@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto
 from mmqa_jax.prompting.backend_http import ServerConfig
-from mmqa_jax.runs.parts import KnowledgeSpec
+from mmqa_jax.runs.parts import KnowledgeSpec, LLMReaderSpec, LLMRerankerSpec
 from mmqa_jax.runs.row import RowData, Scoring
 from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec
@@ -95,6 +95,40 @@ def library(**changes: Any) -> dict[str, Any]:
 def knowledge(**changes: Any) -> dict[str, Any]:
     """The section `parts.knowledge` with every key: the best passage by BM25."""
     return dataclasses.asdict(KnowledgeSpec(**changes))
+
+
+def llm_rows(
+    llm: dict[str, Any], retriever: Mapping[str, Any], *, top_k: int = 5, threshold: float = 0.5
+) -> dict[str, dict[str, Any]]:
+    """WebQA's settings with a language model that reads, and in the last two also reranks.
+
+    Args:
+      llm: of `language_model`.
+      retriever: the section `parts.retriever` of the collection.
+      top_k: sources that are read as they were retrieved.
+      threshold: of the reranker's P(yes).
+    """
+    reads = {"llm": llm, "reader": dataclasses.asdict(LLMReaderSpec())}
+    reranks = {"reranker": dataclasses.asdict(LLMRerankerSpec()), **reads}
+    return {
+        "llm_question_only": {"setting": "question_only", "parts": reads},
+        "llm_oracle": {"setting": "oracle", "parts": reads},
+        "llm_retrieved": {
+            "setting": "retrieved",
+            "parts": {"retriever": retriever, **reads},
+            "options": {"top_k": top_k},
+        },
+        "llm_restricted": {
+            "setting": "restricted",
+            "parts": reranks,
+            "options": {"threshold": threshold, "cap": "none", "select": "best"},
+        },
+        "llm_reranked": {
+            "setting": "full_scale",
+            "parts": {"retriever": retriever, **reranks},
+            "options": {"threshold": threshold, "top_k": 20, "select": "best"},
+        },
+    }
 
 
 def make_row(

@@ -125,6 +125,16 @@ def _agent_rows() -> dict[str, dict]:
     return rows
 
 
+def _llm_rows() -> dict[str, dict]:
+    """SmolLM2 reads, and in two rows reranks; in `llm_*_vlp` it reads what VLP selected."""
+    rows = _rows.llm_rows(_SMOLLM2, _retriever("dense", second_hop=True))
+    reads = rows["llm_oracle"]["parts"]
+    for name in ("restricted", "full"):
+        row = ROWS[name]
+        rows[f"llm_{name}_vlp"] = {**row, "parts": {**row["parts"], **reads}}
+    return {name: {**row, "questions": _QUESTIONS, "published": {}} for name, row in rows.items()}
+
+
 _READER = {"reader": {"model": ANSWER}}
 _OURS, _ALONE = {"reranker": _reranker(160.0)}, {"reranker": _reranker(0.0)}
 _ONE_HOP = {"retriever": _retriever("dense")}
@@ -186,6 +196,7 @@ ROWS = {
     "smollm2_rmr_zero_shot": _rmr(shots=0),
     **_agent_rows(),
 }
+ROWS |= _llm_rows()
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}
 MODES = tuple(ROWS)

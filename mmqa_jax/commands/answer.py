@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.rankings import check_gold, read_rankings
     from mmqa_jax.runs import identity
     from mmqa_jax.runs.answered import Stage, answering
-    from mmqa_jax.runs.parts import OpenedParts, ReaderSpec
+    from mmqa_jax.runs.opened_parts import OpenedParts
+    from mmqa_jax.runs.parts import ReaderSpec
     from mmqa_jax.tasks.answer import reader_modality
 
     data, out = Path(arguments.data), as_path(arguments.out)

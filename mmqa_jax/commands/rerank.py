@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
     from mmqa_jax.runs import identity
     from mmqa_jax.runs.answered import Stage, answering
-    from mmqa_jax.runs.parts import OpenedParts, RerankerSpec, RetrieverSpec
+    from mmqa_jax.runs.opened_parts import OpenedParts
+    from mmqa_jax.runs.parts import RerankerSpec, RetrieverSpec
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     options, placed = flags.serving_options(arguments), {}

@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.rankings import ranking_of, ranking_row, write_rankings
     from mmqa_jax.runs import identity
     from mmqa_jax.runs.answered import Stage, answering
-    from mmqa_jax.runs.parts import OpenedParts, RetrieverSpec, open_fusions, open_predictor
+    from mmqa_jax.runs.opened_parts import OpenedParts
+    from mmqa_jax.runs.parts import RetrieverSpec, open_fusions, open_predictor
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"

@@ -2,7 +2,8 @@
 
     sources.jsonl      id, modality (text | image), text (snippet or caption), image, title
     questions.jsonl    optional: id, split, question, image, answers, keywords, category,
-                       positives, negatives, choices, answer_index, rationale
+                       positives, negatives, choices, answer_index, rationale,
+                       answerable (false: no source answers it)
     images.tar         optional: the pictures, instead of files beside the two
 
 A question that is itself a passage of the corpus may name it as `from_source`; that source is
@@ -27,7 +28,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.picture_bounds import check_bytes
 from mmqa_jax.data.picture_tar import PictureTar, plain_path
-from mmqa_jax.data.schema import SPLITS, Question, Source
+from mmqa_jax.data.schema import ANSWERABLE, SPLITS, Question, Source
 
 TAR = "images.tar"
 
@@ -144,6 +145,11 @@ def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> 
             if choices
             else "`answer_index` needs `choices`; add the choices."
         )
+    answerable = row.rest.get(ANSWERABLE)
+    if answerable not in (None, True, False) or type(answerable) is int:
+        raise row.fail(f"`{ANSWERABLE}` is {answerable!r:.60}; expected true or false.")
+    if answerable is False and positives:
+        raise row.fail(f"`{ANSWERABLE}` is false, but there are `positives`; remove one of them.")
     return Question(
         id=row.string("id", required=True),
         split=row.choice("split", SPLITS, default="test"),

@@ -7,12 +7,14 @@ Every reader turns its benchmark's files into these; everything after the reader
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 Modality = Literal["text", "image"]
 SPLITS = ("train", "val", "test")
 NOT_FOUND = "Not found in the sources."  # the answer to a question that no source answers
+ANSWERABLE = "answerable"  # key of Question.extra: false of a question that no source answers
 
 # WebQA's seven question categories: `text` for snippet questions, the others for pictures.
 WEBQA_CATEGORIES = ("YesNo", "choose", "color", "shape", "number", "Others", "text")
@@ -106,6 +108,16 @@ class Ranking:
     question_id: str
     sources: tuple[str, ...]
     scores: tuple[float, ...]
+
+
+def is_answerable(question: Question) -> bool:
+    """Whether the corpus may answer a question: it does not say that it cannot."""
+    return question.extra.get(ANSWERABLE, True) is not False
+
+
+def says_not_found(text: str) -> bool:
+    """Whether an answer says, in the words of NOT_FOUND, that no source answers the question."""
+    return bool(re.match(r"\W*not found\b", text, re.IGNORECASE))
 
 
 def category_modality(category: str) -> Modality | None:

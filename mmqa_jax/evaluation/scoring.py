@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import Prediction, Question, is_answerable
 from mmqa_jax.evaluation import webqa
+from mmqa_jax.evaluation.attribution import score_citations, score_refusals
 from mmqa_jax.evaluation.corpus_choices import CHOICE_ACCURACY, chance, score_choices
 from mmqa_jax.evaluation.scores import (
     Scores,
@@ -133,16 +134,29 @@ def score_predictions(
     bart: Path | None = None,
     sources: bool = True,
     answers: bool = True,
+    citations: bool = True,
 ) -> Evaluation:
     """Scores answers and cited sources; of predictions that choose, the choices instead.
+
+    Questions that no source answers count for refusals alone.
 
     Args:
       lemmatizer: `none` or `spacy`; by default spaCy for WebQA if it is installed, else none.
       bart: folder of BARTScore's model (see fluency.load_bart_scorer); None: no fluency.
       sources: score the cited sources, if gold sources are known.
       answers: score the answers; False for a system that only finds sources.
+      citations: score what answers cite, if sources are, or if a language model chose what to cite.
     """
     evaluation = Evaluation()
+    refusals = []
+    if answers and not all(map(is_answerable, questions)):
+        refusals = score_refusals(questions, predictions)
+        questions = [question for question in questions if is_answerable(question)]
+        kept = {question.id for question in questions}
+        predictions = [one for one in predictions if one.question_id in kept]
+    if not questions:
+        evaluation.scored = refusals
+        return evaluation
     if any(prediction.choice is not None for prediction in predictions):
         evaluation.scored.append(score_choices(questions, predictions))
         evaluation.has_modalities = False
@@ -153,8 +167,13 @@ def score_predictions(
         _score_answers(evaluation, dataset, questions, predictions, lemmatizer)
         if bart is not None:
             _score_fluency(evaluation, questions, predictions, bart)
-    if sources and any(question.positives for question in questions):
-        evaluation.scored.append(webqa.score_sources(questions, predictions))
+    if any(question.positives for question in questions):
+        if sources:
+            evaluation.scored.append(webqa.score_sources(questions, predictions))
+        chosen = sources or any(prediction.trace for prediction in predictions)
+        if answers and citations and chosen:
+            evaluation.scored.append(score_citations(questions, predictions))
+    evaluation.scored += refusals
     return evaluation
 
 

@@ -69,6 +69,7 @@ _FIELDS = {
     2: ("kbs_knowledge", "KBs_knowledge", "KBs_knowledge"),
     3: ("llm_knowledge", "LLM_Knowledge", "LLM_knowledge"),
 }
+_RETRIEVED = 2  # the action whose knowledge are sources
 TOOL_NAMES = {action: name for action, (_, name, _) in _FIELDS.items()}
 
 
@@ -475,7 +476,20 @@ def elect(
     agents = [_with_ballot(agent, weighting) for agent in team]
     ballots = [(agent["answer"], agent["ballot"]) for agent in reversed(agents)]
     known = {**trace, "agents": agents, "scored_by": answer_scorer(question)}
-    return elect_answer(question, ballots, known, fallback)
+    elected = elect_answer(question, ballots, known, fallback)
+    return _citing_passages(elected, team, trace.get("passages", ()))
+
+
+def _citing_passages(
+    elected: Prediction, team: Sequence[Mapping[str, Any]], passages: Sequence[Mapping[str, Any]]
+) -> Prediction:
+    """The elected answer with the passages of Tool_2, if an agent that gave it was shown them."""
+    shown = [agent for agent in team if _RETRIEVED in agent.get("used", ())]
+    read = tuple(one["id"] for one in passages) if shown else ()
+    if not any(agent["answer"] == elected.answer for agent in shown):
+        return dataclasses.replace(elected, read=read)
+    scores = tuple(one["score"] for one in passages)
+    return dataclasses.replace(elected, sources=read, source_scores=scores, read=read)
 
 
 def _with_ballot(agent: Mapping[str, Any], weighting: Weighting) -> dict[str, Any]:

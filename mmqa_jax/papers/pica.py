@@ -35,6 +35,7 @@ from mmqa_jax.prompting.few_shot import (
     Order,
     Replies,
     ask,
+    citing_passages,
     continued,
     few_shot_prompts,
     majority_answer,
@@ -264,7 +265,8 @@ def _most_probable(question: Question, replies: Replies, read: Callable[[str], s
     if not replies.best:
         return Prediction(question.id, trace=trace)
     best = max(replies.best, key=lambda candidate: candidate.total)
-    return Prediction(question.id, read(best.text or ""), trace=trace)
+    prediction = Prediction(question.id, read(best.text or ""), trace=trace)
+    return citing_passages(prediction, replies.prompts)
 
 
 # On WebQA's sources (WebQA, section 6.3). A snippet is its text; a picture its description, and a
@@ -302,7 +304,9 @@ def answer_with_sources(
     chosen = library.select(questions, shots, similarity, seed=seed)
     predictions = _answer_webqa(questions, chosen, llm, fields, order, template, max_new_tokens)
     return [
-        dataclasses.replace(p, sources=q.positives, source_scores=(1.0,) * len(q.positives))
+        dataclasses.replace(
+            p, sources=q.positives, source_scores=(1.0,) * len(q.positives), read=q.positives
+        )
         for p, q in zip(predictions, questions, strict=True)
     ]
 

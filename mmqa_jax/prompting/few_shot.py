@@ -7,6 +7,7 @@ reads what the model replies. What lies between is the same for all: `few_shot_p
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -205,7 +206,22 @@ def read_one(question: Question, replies: Replies) -> Prediction:
     (best,) = replies.best
     text = (best.text or "").strip()
     trace["outputs"] = [output_record(text, best.total)]
-    return Prediction(question.id, text, trace=trace)
+    return citing_passages(Prediction(question.id, text, trace=trace), replies.prompts)
+
+
+def citing_passages(prediction: Prediction, prompts: Iterable[FewShot]) -> Prediction:
+    """The prediction with the passages of its prompts as sources, in the order of the first prompt.
+
+    A model that continues a prompt does not say which passage it used: its answer cites all.
+    """
+    scores: dict[str, float] = {}
+    for passage in (one for prompt in prompts for one in prompt.passages or ()):
+        scores.setdefault(passage.id, passage.score)
+    answered = prediction.answer.strip() or prediction.choice is not None
+    cited = scores if answered else {}
+    return dataclasses.replace(
+        prediction, sources=tuple(cited), source_scores=tuple(cited.values()), read=tuple(scores)
+    )
 
 
 def pictures_of(corpus: Corpus, question: Question) -> tuple[Picture, ...]:

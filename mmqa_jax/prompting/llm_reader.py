@@ -14,8 +14,16 @@ from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, Source
+from mmqa_jax.data.schema import (
+    NOT_FOUND,
+    Prediction,
+    Question,
+    Ranking,
+    Source,
+    says_not_found,
+)
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
+from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
 from mmqa_jax.prompting.backends import (
     Backend,
     Chat,
@@ -33,6 +41,7 @@ MARK = "\ufffc"  # the object replacement character stands where a picture goes,
 IMAGE = "<image>"  # which is how texts that are continued say it
 MARKED = f" {MARK}"
 _CITED = re.compile(r"\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
+READER = "reader"  # key of this reader's traces: how many sources each question came with
 _LEAST_WORDS = 16  # that a source is cut to, at least
 Pictures = Literal["auto", "pixels", "captions"]
 
@@ -42,9 +51,11 @@ class LLMReaderOptions:
     """How a language model reads sources.
 
     Attributes:
-      template: with the fields $number, $text and $picture of a source, $question and $picture of
-        the question; see papers/templates/reader.toml.
+      template: with the fields $number, $text and $picture of a source, $question, $picture and
+        $options of the question; see papers/templates/reader.toml.
       alone: the template where a question has no sources.
+      options: the template of the options of a question that has some, with $letter and $choice;
+        the answer names one, by letter or text (multiple_choice.vlmeval_choice).
       chat: the prompt is a user's message to a chat model; False: a text that it continues; None: a
         message where the model has a chat template.
       pictures: `pixels` shows them, `captions` says their titles and captions only; `auto` shows
@@ -58,11 +69,16 @@ class LLMReaderOptions:
 
     template: str = "reader.cite"
     alone: str = "reader.alone"
+    options: str = "reader.options"
     chat: bool | None = None
     pictures: Pictures = "auto"
     uncited: Literal["none", "all"] = "none"
     refuse_without_sources: bool = False
     max_new_tokens: int = at_least(1, 64)
+
+    def __post_init__(self) -> None:
+        for name in (self.template, self.alone, self.options):
+            load_template(name)  # UserError for an unknown one
 
 
 class Citations(NamedTuple):
@@ -85,11 +101,6 @@ def read_citations(text: str, sources: int) -> Citations:
     right = dict.fromkeys(n for n in named if 1 <= n <= sources)
     wrong = sum(not 1 <= n <= sources for n in named)
     return Citations(_CITED.sub("", text).strip(), tuple(right), wrong)
-
-
-def says_not_found(text: str) -> bool:
-    """Whether an answer says in the words of the prompt that no source answers the question."""
-    return bool(re.match(r"\W*not found\b", text, re.IGNORECASE))
 
 
 class _Prompt(NamedTuple):
@@ -123,6 +134,7 @@ class LLMReader:
         self.options = options or LLMReaderOptions()
         self._template = load_template(self.options.template)
         self._alone = load_template(self.options.alone)
+        self._options = load_template(self.options.options)
         self._shows_pictures = shows_pictures(llm, self.options.pictures)
         self._is_chat = is_chat(llm, self.options.chat)
 
@@ -144,13 +156,15 @@ class LLMReader:
         queries = [prompt.query for prompt in prompts if prompt.query is not None]
         answers = answer_all(self._llm, queries, "Reading")
         return [
-            self._read(ranking, prompt, answers)
-            for ranking, prompt in zip(cited, prompts, strict=True)
+            self._read(question, ranking, prompt, answers)
+            for question, ranking, prompt in zip(questions, cited, prompts, strict=True)
         ]
 
-    def _read(self, ranking: Ranking, prompt: _Prompt, answers: Answers) -> Prediction:
+    def _read(
+        self, question: Question, ranking: Ranking, prompt: _Prompt, answers: Answers
+    ) -> Prediction:
         name, read = ranking.question_id, ranking.sources[: prompt.sources]
-        trace = {**prompt.trace, "prompts": [prompt.text]}
+        trace = {READER: len(ranking.sources), **prompt.trace, "prompts": [prompt.text]}
         if prompt.is_refused:
             return Prediction(name, NOT_FOUND, trace=trace)
         if name in answers.failed:
@@ -161,6 +175,7 @@ class LLMReader:
         trace["outputs"] = [{"text": output}]
         citations = read_citations(output, prompt.sources)
         if prompt.sources and says_not_found(citations.text):
+            trace["not_found"] = True
             return Prediction(name, NOT_FOUND, read=read, trace=trace)
         if citations.wrong:
             trace["wrong_citations"] = citations.wrong
@@ -174,6 +189,7 @@ class LLMReader:
             citations.text,
             tuple(read[n - 1] for n in numbers),
             tuple(ranking.scores[n - 1] for n in numbers),
+            choice=vlmeval_choice(citations.text, question.choices) if question.choices else None,
             read=read,
             trace=trace,
         )
@@ -217,6 +233,7 @@ class LLMReader:
         asked = {
             "question": question.question.replace(MARK, " "),
             "picture": MARKED if own_pictures else "",
+            "options": self._listed(question),
         }
         template = self._template if texts else self._alone
         marked = template.render(quoted, asked).strip("\n")
@@ -229,6 +246,14 @@ class LLMReader:
         # A base model goes on with another question; a chat model ends its message itself.
         decoding = Decoding(max_new_tokens=most, stop=("\n\n", "\nQuestion:"))
         return text, Completion(question.id, prompt, decoding, images)
+
+    def _listed(self, question: Question) -> str:
+        """The options of a question, each with its letter; "" of one without."""
+        if not question.choices:
+            return ""
+        options = zip(LETTERS, question.choices, strict=False)
+        shown = [{"letter": letter, "choice": choice} for letter, choice in options]
+        return self._options.render(shown, {}).rstrip("\n").replace(MARK, " ")
 
 
 def _shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:

@@ -48,6 +48,9 @@ class LLMRerankerOptions:
     pictures: Pictures = "auto"
     calibrated: bool = False
 
+    def __post_init__(self) -> None:
+        load_template(self.template)  # UserError for an unknown one
+
 
 class LLMReranker:
     """Scores each question's candidates by a language model.

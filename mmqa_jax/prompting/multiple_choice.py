@@ -15,6 +15,7 @@ from mmqa_jax.prompting.backends import Backend, Choices
 from mmqa_jax.prompting.few_shot import (
     Fields,
     Order,
+    citing_passages,
     few_shot_prompts,
     one_prompt,
     prompts_record,
@@ -72,7 +73,10 @@ def choose_options(
     if blank is not None:
         prior = option_prior(llm, options, template.render([], blank), score)
     return [
-        choose_option(question, answers, prior, score=score, trace=prompts_record(prompt))
+        citing_passages(
+            choose_option(question, answers, prior, score=score, trace=prompts_record(prompt)),
+            prompt,
+        )
         for question, prompt in zip(questions, prompts, strict=True)
     ]
 

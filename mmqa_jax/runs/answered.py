@@ -14,7 +14,8 @@ from mmqa_jax.core.chunks import Part as ChunkPart
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_of
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
-from mmqa_jax.runs.parts import PARTS, OpenedParts, Part
+from mmqa_jax.runs.opened_parts import OpenedParts, Part
+from mmqa_jax.runs.parts import PARTS
 
 # The parts of a row that rank sources -> the file of retrieval/ that their rankings go to.
 _RANKS = {name: part.ranks for name, part in PARTS.items() if part.ranks}
@@ -94,7 +95,7 @@ def _open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts
         parts["heuristics"] = parts["heuristics"].of_split(questions)
     if stage.check is not None:
         stage.check(parts)
-    for turn in ("model", "last"):
+    for turn in ("model", "llm", "last"):
         for name, part in stage.parts.items():
             if part.turn == turn:
                 parts[name] = part.open(opened)

@@ -37,13 +37,8 @@ from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.retrieval.rankings import nearest_similarities
 from mmqa_jax.runs.demo_results import read_results, score_demo, show_tables, write_html
 from mmqa_jax.runs.indexing import embed, index
-from mmqa_jax.runs.parts import (
-    OpenedParts,
-    RetrieverSpec,
-    open_dense,
-    open_fusions,
-    with_similarity,
-)
+from mmqa_jax.runs.opened_parts import OpenedParts
+from mmqa_jax.runs.parts import RetrieverSpec, open_dense, open_fusions, with_similarity
 from mmqa_jax.runs.prepare import prepare_atlas
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.runs.run import run_row

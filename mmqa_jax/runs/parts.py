@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.serving import OnModel, Serving, ignored
-from mmqa_jax.core.store import Store, check_no_older
-from mmqa_jax.core.typed import at_least
+from mmqa_jax.core.serving import OnModel, ignored
+from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.prompting.captions import Captions, open_captions
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, load_answer_aware, load_candidates
+from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
+from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
 from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
@@ -33,35 +32,10 @@ from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs import identity
-from mmqa_jax.runs.resumable import Resumable
+from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
 EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa embed` writes
-
-
-class Part(Protocol):
-    """A dataclass whose fields are the keys of a row's section `parts.NAME`.
-
-    Attributes:
-      turn: when a row opens it: files first, so that wrong ones are refused soon, and the language
-        model last.
-      ranks: the file of retrieval/ that its rankings go to; "": it ranks no sources.
-      answers: whether it answers in words.
-    """
-
-    turn: ClassVar[Literal["file", "model", "last"]] = "model"
-    ranks: ClassVar[str] = ""
-    answers: ClassVar[bool] = False
-
-    def paths(self) -> Sequence[str]:
-        """The files and folders that it reads, and names of models that are installed packages."""
-
-    def open(self, row: OpenedParts) -> Any:
-        """The part in use.
-
-        Raises:
-          UserError: files that are missing, damaged or another kind's.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +160,38 @@ class RerankerSpec(Part):
             return reranker
 
         made_of = identity.of_folders(self.model)
-        reranker = row.once("reranker", made_of, load, "reranker")
-        if self.similarity is None:
-            return reranker
-        retriever = self.similarity.open(row, "reranker.similarity")
-        return with_similarity(reranker, retriever, row.corpus, self.similarity_weight)
+        return _combined(self, row.once("reranker", made_of, load, "reranker"), row)
+
+
+@dataclasses.dataclass(frozen=True)
+class LLMRerankerSpec(LLMRerankerOptions, Part):
+    """How the row's language model selects sources: LLMRerankerOptions, and:
+
+    Attributes:
+      similarity, similarity_weight: as RerankerSpec.
+    """
+
+    turn: ClassVar = "last"
+    ranks: ClassVar = "relevance"
+
+    similarity: RetrieverSpec | None = None
+    similarity_weight: float = 0.0
+
+    def paths(self) -> list[str]:
+        """The folders that it reads."""
+        return [] if self.similarity is None else self.similarity.paths()
+
+    def open(self, row: OpenedParts) -> Any:
+        """The reranker over the row's corpus; what the model said is kept by its response cache."""
+        return _combined(self, LLMReranker(row.corpus, row.llm, self), row)
+
+
+def _combined(spec: RerankerSpec | LLMRerankerSpec, reranker: Any, row: OpenedParts) -> Any:
+    """A reranker with the similarity that its spec names, if any."""
+    if spec.similarity is None:
+        return reranker
+    retriever = spec.similarity.open(row, "reranker.similarity")
+    return with_similarity(reranker, retriever, row.corpus, spec.similarity_weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +217,22 @@ class ReaderSpec(Part):
             return reader
 
         return row.once("reader", identity.of_folders(self.model), load, "reader")
+
+
+@dataclasses.dataclass(frozen=True)
+class LLMReaderSpec(LLMReaderOptions, Part):
+    """How the row's language model answers questions: LLMReaderOptions."""
+
+    turn: ClassVar = "last"
+    answers: ClassVar = True
+
+    def paths(self) -> list[str]:
+        """Nothing."""
+        return []
+
+    def open(self, row: OpenedParts) -> Any:
+        """The reader over the row's corpus; what the model said is kept by its response cache."""
+        return LLMReader(row.corpus, row.llm, self)
 
 
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:
@@ -366,7 +383,7 @@ def retrievers_over(
 
 @dataclasses.dataclass(frozen=True)
 class LLMSpec(Part):
-    """The language model of a prompted system.
+    """The language model of a prompted system, or of a row's reader and reranker.
 
     Attributes:
       model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
@@ -378,7 +395,7 @@ class LLMSpec(Part):
       cache: folder of a response cache that several rows share; "" is the workdir's own.
     """
 
-    turn: ClassVar = "last"
+    turn: ClassVar = "llm"
     answers: ClassVar = True
 
     model: str
@@ -655,104 +672,27 @@ PARTS: Mapping[str, type[Part]] = {
     "knowledge": KnowledgeSpec,
     "captions": CaptionsSpec,
 }
+_BY_LLM: Mapping[str, type[Part]] = {"reader": LLMReaderSpec, "reranker": LLMRerankerSpec}
 
 
-class OpenedParts:
-    """Opens the parts that rows name, each once, over one corpus.
+def kinds_of_parts(
+    taken: Mapping[str, bool], parts: Mapping[str, Any]
+) -> dict[str, tuple[type[Part], bool]]:
+    """The dataclasses of a row's parts.
+
+    Of a row with `parts.llm`, a reader or reranker without a trained `model` is its language model.
 
     Args:
-      journals: folder of the stores in which parts keep what they finished; None: they keep
-        nothing.
-      inference: in place of the sections `inference` of the rerankers' and readers' runs.
-      say: told where each model but the LLM runs, by its key in the section `parts`
-        (retriever.model).
+      taken: the parts that the row's setting takes -> whether it needs them.
+      parts: the row's section.
 
-    Attributes:
-      seconds: question id -> seconds that the parts of the last row spent on it.
-      serving: what `say` was told of the last row's parts.
+    Returns:
+      Name -> its dataclass, and whether it is needed.
     """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        journals: Path | None = None,
-        *,
-        inference: Mapping[str, Any] | None = None,
-        say: Callable[[str, Serving], None] | None = None,
-    ):
-        self.corpus, self.journals, self.inference = corpus, journals, inference
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.serving: dict[str, Serving] = {}
-        self._say = say or _print_serving
-        self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
-        self._llms: list[Any] = []
-
-    def close(self) -> None:
-        """Closes stores and response caches; all but a language model can still be used."""
-        for _, store, _ in self._open.values():
-            if store is not None:
-                store.close()
-        for llm in self._llms:
-            llm.close()
-        self._llms.clear()
-
-    def new_row(self) -> None:
-        """Forgets the last row's seconds and models; what is open stays so."""
-        self.seconds.clear()
-        self.serving.clear()
-
-    def closing(self, llm: Any) -> Any:
-        """A language model, which is closed with the parts."""
-        self._llms.append(llm)
-        return llm
-
-    def once(
-        self,
-        kind: str,
-        made_of: str,
-        load: Callable[[OnModel], Any],
-        name: str,
-    ) -> Any:
-        """A retriever, reranker or reader, opened once.
-
-        Args:
-          made_of: fingerprint of what its answers depend on.
-          name: where the row's config has it.
-        """
-        fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
-        if fingerprint not in self._open:
-            served: dict[str, Serving] = {}
-            store = self._store(kind, fingerprint)
-            part = load(self.on_model(name, served))
-            if store is not None:
-                part = Resumable(part, store, self.seconds)
-            self._open[fingerprint] = part, store, served
-        part, _, served = self._open[fingerprint]
-        self.serving |= {f"{name}.{key}": serving for key, serving in served.items()}
-        return part
-
-    def _store(self, kind: str, fingerprint: str) -> Store | None:
-        """Where a part keeps what it finished."""
-        if self.journals is None:
-            return None
-        check_no_older(self.journals / f"{kind}-{fingerprint}.jsonl")
-        store = Store(
-            self.journals / f"{kind}-{fingerprint}", {"part": kind, "fingerprint": fingerprint}
-        )
-        store.check()  # before models are loaded
-        return store
-
-    def on_model(self, name: str, served: dict[str, Serving] | None = None) -> OnModel:
-        """Says where a model of the part `name` runs, and keeps it, in `served` by its own key."""
-
-        def keep(key: str, model: Any) -> None:
-            self._say(f"{name}.{key}", model.serving)
-            self.serving[f"{name}.{key}"] = model.serving
-            if served is not None:
-                served[key] = model.serving
-
-        return keep
-
-
-def _print_serving(name: str, serving: Serving) -> None:
-    print(f"{name}: {serving}", file=sys.stderr)
+    kinds = {name: (PARTS[name], needed) for name, needed in taken.items()}
+    if "llm" in parts and "llm" not in taken:
+        named = [name for name in _BY_LLM if name in taken and is_section(parts.get(name))]
+        by_llm = [name for name in named if "model" not in parts[name]]
+        kinds |= {name: (_BY_LLM[name], taken[name]) for name in by_llm}
+        kinds |= {"llm": (LLMSpec, False)} if by_llm else {}
+    return kinds

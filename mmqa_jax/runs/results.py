@@ -17,6 +17,7 @@ from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
 from mmqa_jax.evaluation.tables import Table
+from mmqa_jax.prompting.llm_reader import READER
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.runs.agent_report import agent_summary, agent_tables
 from mmqa_jax.runs.answered import Answered
@@ -103,6 +104,7 @@ def _evaluate(
         bart=Path(row.scoring.bart) if row.scoring.bart else None,
         sources=row.finds_sources,
         answers=row.answers,
+        citations=row.reads_its_corpus,
     )
     if row.answers and row.dataset == "webqa" and not row.scoring.bart:
         evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
@@ -254,7 +256,8 @@ def write_row_report(
                 predictions[i].sources,
             )
             for i in evenly_by_category(questions, _EXAMPLES)
-            if not predictions[i].trace  # the traces show all
+            # Other traces show all.
+            if not predictions[i].trace or READER in predictions[i].trace
         ],
     )
     write_report(folder / "report.html", data)

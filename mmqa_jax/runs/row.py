@@ -22,6 +22,7 @@ from mmqa_jax.core.typed import (
     Key,
     as_given,
     at_least,
+    is_section,
     mapping,
     read_typed,
     sections_by_name,
@@ -38,15 +39,15 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.runs import identity
 from mmqa_jax.runs.answered import Stage, keeping
+from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.runs.parts import (
     LLM_FREE,
-    PARTS,
+    KnowledgeSpec,
     LLMSpec,
-    OpenedParts,
-    Part,
     RerankerSpec,
     RetrieverSpec,
     check_prompted,
+    kinds_of_parts,
 )
 from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, has_picture
@@ -95,7 +96,7 @@ class Scoring:
 
 def _part_kinds(section: Mapping[str, Any]) -> dict[str, tuple[type[Part], bool]]:
     taken = find_setting(section["system"], section.get("setting")).parts()
-    return {name: (PARTS[name], needed) for name, needed in taken.items()}
+    return kinds_of_parts(taken, section["parts"] if is_section(section.get("parts")) else {})
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Key]:
@@ -162,12 +163,20 @@ class Row:
     @property
     def answers(self) -> bool:
         """Whether it answers in words or by a choice, not with sources alone."""
-        return any(part.answers for part in self.parts.values())
+        taken = self.answering.parts()  # a language model that only reranks is none of them
+        return any(part.answers for name, part in self.parts.items() if name in taken)
 
     @property
     def finds_sources(self) -> bool:
         """Whether its sources are a result: without a part that ranks any they are given."""
         return any(part.ranks for part in self.parts.values())
+
+    @property
+    def reads_its_corpus(self) -> bool:
+        """Whether its sources are the corpus's own, and no other knowledge base's."""
+        knowledge = self.parts.get("knowledge")
+        other = knowledge.data if isinstance(knowledge, KnowledgeSpec) else ""
+        return other in ("", self.data.dir)
 
     @property
     def needs_all(self) -> bool:

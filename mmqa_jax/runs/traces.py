@@ -10,6 +10,7 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Trace
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.prompting.few_shot import lacks_caption
+from mmqa_jax.prompting.llm_reader import READER
 from mmqa_jax.runs.agent_report import agent_tree
 from mmqa_jax.tasks.library import has_picture
 
@@ -32,6 +33,13 @@ _SHOWN = {
     "answered_by_first_candidate": "questions answered by the first candidate",
     "without_candidates": "questions without candidates",
     "shots_without_candidates": "examples shown without candidates",
+    "picture_not_shown": "questions whose picture was not shown",
+    "dropped_sources": "sources that did not fit",
+    "cut_sources": "sources cut to fit",
+    "refused": "questions without sources, refused",
+    "not_found": "questions that the model found no answer to in the sources",
+    "uncited": "answers that cite no source",
+    "wrong_citations": "citations of sources that there are not",
 }
 
 
@@ -95,7 +103,22 @@ def trace_counts(
     if any("caption" in trace for trace in traces):
         counts["questions_with_own_caption"] = sum(t.get("caption", "") is None for t in traces)
         counts["shots_with_own_caption"] = _total(traces, "shots_with_own_caption")
+    if any(READER in trace for trace in traces):
+        counts |= _reader_counts(traces)
     return counts
+
+
+def _reader_counts(traces: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Of LLMReader's traces: what was not shown to the model, and how it cited."""
+    return {
+        "picture_not_shown": _total(traces, "picture_not_shown"),
+        "dropped_sources": _total(traces, "dropped_sources"),
+        "cut_sources": sum("cut_to_words" in trace for trace in traces),
+        "refused": sum("refused" in trace for trace in traces),
+        "not_found": _total(traces, "not_found"),
+        "uncited": _total(traces, "uncited"),
+        "wrong_citations": _total(traces, "wrong_citations"),
+    }
 
 
 def counts_table(counts: Mapping[str, int]) -> list[Table]:
@@ -176,6 +199,11 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(("knowledge", " · ".join(dict.fromkeys(listed)) or "(none found)"))
     if dropped := trace.get("dropped_passages"):
         rows.append(("dropped", f"{dropped} passages that did not fit"))
+    if READER in trace:
+        rows.append(("cited", " · ".join(prediction.sources) or "(none)"))
+        rows.append(("read", " · ".join(prediction.read) or "(none)"))
+    if dropped := trace.get("dropped_sources"):
+        rows.append(("dropped", f"{dropped} sources that did not fit"))
     rows += [
         ("failed", reason) for reason in (*trace.get("failed", ()), *trace.get("too_long", ()))
     ]
@@ -186,7 +214,8 @@ def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Each prompt with its shots; the prompts of agents are in their tree."""
     details = []
     prompts = trace.get("prompts", ())
-    for number, (prompt, shots) in enumerate(zip(prompts, trace.get("shots", ()), strict=True), 1):
+    shots_of = trace.get("shots", [()] * len(prompts))  # a reader's prompts have none
+    for number, (prompt, shots) in enumerate(zip(prompts, shots_of, strict=True), 1):
         name = "prompt" if len(prompts) == 1 else f"prompt {number}"
         listed = "\n".join(
             f"{shot['id']}" + (f"  {shot['similarity']:.3f}" if "similarity" in shot else "")

@@ -186,3 +186,20 @@ def test_questions_keep_their_order():
     llm = FakeLLM(lambda prompt: (prompt.split("Number ")[1][0] + " [2]", -1.0))
     found = LLMReader(CORPUS, llm).answer(asked, rankings)
     assert [(p.question_id, p.answer) for p in found] == [("q3", "3"), ("q1", "1"), ("q2", "2")]
+
+
+def test_a_question_with_choices():
+    """They are listed with their letters; letter or text is the choice."""
+    question = Question("q", "test", "What is the capital?", choices=("Szohod", "Pelot"))
+    for said, choice in (("B. Pelot [1]", 1), ("Pelot [1].", 1), ("A", 0), ("Neither.", None)):
+        prediction, llm = read(said, question=question)
+        assert prediction.choice == choice
+        assert (
+            llm.seen[0]
+            .messages[0]
+            .text.endswith(
+                "\nQuestion: What is the capital?\nAnswer with the letter of one of these options:"
+                "\nA. Szohod\nB. Pelot\nAnswer:"
+            )
+        )
+    assert read("Pelot.")[0].choice is None

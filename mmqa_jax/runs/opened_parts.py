@@ -1,0 +1,145 @@
+"""What a part of a row is, and the parts of the rows of one run in use, each opened once."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from mmqa_jax.core.serving import OnModel, Serving
+from mmqa_jax.core.store import Store, check_no_older
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.runs import identity
+from mmqa_jax.runs.resumable import Resumable
+
+
+class Part(Protocol):
+    """A dataclass whose fields are the keys of a row's section `parts.NAME`.
+
+    Attributes:
+      turn: when a row opens it: files first, so that wrong ones are refused soon, then trained
+        models, the language model, and last what asks it.
+      ranks: the file of retrieval/ that its rankings go to; "": it ranks no sources.
+      answers: whether it answers in words.
+    """
+
+    turn: ClassVar[Literal["file", "model", "last"]] = "model"
+    ranks: ClassVar[str] = ""
+    answers: ClassVar[bool] = False
+
+    def paths(self) -> Sequence[str]:
+        """The files and folders that it reads, and names of models that are installed packages."""
+
+    def open(self, row: OpenedParts) -> Any:
+        """The part in use.
+
+        Raises:
+          UserError: files that are missing, damaged or another kind's.
+        """
+
+
+class OpenedParts:
+    """Opens the parts that rows name, each once, over one corpus.
+
+    Args:
+      journals: folder of the stores in which parts keep what they finished; None: they keep
+        nothing.
+      inference: in place of the sections `inference` of the rerankers' and readers' runs.
+      say: told where each model but the LLM runs, by its key in the section `parts`
+        (retriever.model).
+
+    Attributes:
+      llm: the last row's language model, once it is open.
+      seconds: question id -> seconds that the parts of the last row spent on it.
+      serving: what `say` was told of the last row's parts.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        journals: Path | None = None,
+        *,
+        inference: Mapping[str, Any] | None = None,
+        say: Callable[[str, Serving], None] | None = None,
+    ):
+        self.corpus, self.journals, self.inference = corpus, journals, inference
+        self.llm: Any = None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.serving: dict[str, Serving] = {}
+        self._say = say or _print_serving
+        self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
+        self._llms: list[Any] = []
+
+    def close(self) -> None:
+        """Closes stores and response caches; all but a language model can still be used."""
+        for _, store, _ in self._open.values():
+            if store is not None:
+                store.close()
+        for llm in self._llms:
+            llm.close()
+        self._llms.clear()
+
+    def new_row(self) -> None:
+        """Forgets the last row's seconds and models; what is open stays so."""
+        self.llm = None
+        self.seconds.clear()
+        self.serving.clear()
+
+    def closing(self, llm: Any) -> Any:
+        """The row's language model, which is closed with the parts."""
+        self.llm = llm
+        self._llms.append(llm)
+        return llm
+
+    def once(
+        self,
+        kind: str,
+        made_of: str,
+        load: Callable[[OnModel], Any],
+        name: str,
+    ) -> Any:
+        """A retriever, reranker or reader, opened once.
+
+        Args:
+          made_of: fingerprint of what its answers depend on.
+          name: where the row's config has it.
+        """
+        fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
+        if fingerprint not in self._open:
+            served: dict[str, Serving] = {}
+            store = self._store(kind, fingerprint)
+            part = load(self.on_model(name, served))
+            if store is not None:
+                part = Resumable(part, store, self.seconds)
+            self._open[fingerprint] = part, store, served
+        part, _, served = self._open[fingerprint]
+        self.serving |= {f"{name}.{key}": serving for key, serving in served.items()}
+        return part
+
+    def _store(self, kind: str, fingerprint: str) -> Store | None:
+        """Where a part keeps what it finished."""
+        if self.journals is None:
+            return None
+        check_no_older(self.journals / f"{kind}-{fingerprint}.jsonl")
+        store = Store(
+            self.journals / f"{kind}-{fingerprint}", {"part": kind, "fingerprint": fingerprint}
+        )
+        store.check()  # before models are loaded
+        return store
+
+    def on_model(self, name: str, served: dict[str, Serving] | None = None) -> OnModel:
+        """Says where a model of the part `name` runs, and keeps it, in `served` by its own key."""
+
+        def keep(key: str, model: Any) -> None:
+            self._say(f"{name}.{key}", model.serving)
+            self.serving[f"{name}.{key}"] = model.serving
+            if served is not None:
+                served[key] = model.serving
+
+        return keep
+
+
+def _print_serving(name: str, serving: Serving) -> None:
+    print(f"{name}: {serving}", file=sys.stderr)
