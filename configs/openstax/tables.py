@@ -53,6 +53,12 @@ ROWS = {
     "smollm2_k3_text1": _row({"modality": "text"}, shots=3),
     "smollm2_k3_section1": _row({"modality": "text", "section_key": "section"}, shots=3),
 }
+_LLM = _rows.llm_rows(_SMOLLM2, {"method": "bm25"})
+# SmolLM2 reads what BM25 found, and cites it; the choices have no gold sources.
+ROWS |= {
+    name: {**_LLM[name], "system": "webqa", "where": {"kind": "multiple_choice"}}
+    for name in ("llm_question_only", "llm_retrieved", "llm_reranked")
+}
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}
 MODES = tuple(ROWS)

@@ -259,6 +259,10 @@ ROWS = {
         + _by_category("PICa", 27.4, 70.1, 42.5, 17.3, 13.8, 48.7, 74.8),
     },
 }
+# LLaVA-1.5 reads, and in two rows reranks, snippets and pictures as they are (ours).
+_LLAVA, _MADE_LLAVA = _rows.LLAVA15["llava15_7b"]
+MADE_BY[_LLAVA] = _MADE_LLAVA
+ROWS |= _rows.llm_rows(_rows.language_model(_LLAVA, length=4096), _CLIP, top_k=2)
 MISSING: dict[str, tuple[dict, ...]] = {}
 # Rows that are listed but not run: people.
 CITED = {

@@ -16,8 +16,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paper",
         nargs="?",
-        choices=("webqa", "pica", "rmr", "mavl", "llava", "atlas"),
-        help="a paper, or atlas for our own benchmark (all)",
+        choices=("webqa", "pica", "rmr", "mavl", "llava", "atlas", "openstax"),
+        help="a paper, or atlas or openstax, whose rows are ours (all)",
     )
     parser.add_argument(
         "--workdir", help="folder with the rows' workdirs (WORKDIR/ROW), for the measured figures"

@@ -25,6 +25,7 @@ PAPERS = {
     "mavl": ("okvqa", "aokvqa"),
     "llava": ("scienceqa", "mmbench", "seedbench"),
     "atlas": ("atlas",),
+    "openstax": ("openstax",),
 }
 
 
