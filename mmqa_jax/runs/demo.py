@@ -234,7 +234,7 @@ class _Demo:
     def _run_rows(self, kind: str) -> None:
         """Runs the rows whose setting starts with `kind`; "": those that answer questions."""
         for name, row in self._tables.ROWS.items():
-            if "system" in row:  # another than WebQA's, without a part that the demo trains
+            if "system" in row or "llm" in row["parts"]:  # prompted, not of what the demo trains
                 continue
             of_kind = row["setting"].partition("_")[0]
             if of_kind == kind or (not kind and of_kind not in ("retrieve", "select")):
