@@ -9,11 +9,12 @@ import pytest
 from fake_llm import FakeLLM
 from shared_data import SHARED, require
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.choice_scores import score_scienceqa
-from mmqa_jax.papers.llava import answer_llava
+from mmqa_jax.papers.llava import SETTINGS, answer_llava
 from mmqa_jax.prompting.text_tokenizer import VicunaV1
 
 DIRECTLY = "Answer with the option's letter from the given choices directly."
@@ -98,3 +99,8 @@ def test_answers_are_scored_by_llavas_rule(said, choice):
     assert (found[0].answer, found[0].choice) == (said, choice)
     scores = score_scienceqa([question], found).scored[0].scores
     assert scores["scienceqa/letter_or_wrong"] == float(choice == 1)
+
+
+def test_questions_without_choices_are_refused():
+    with pytest.raises(UserError, match="setting llava: 1 of 1 questions have no choices"):
+        SETTINGS["llava"].check_questions("llava", [Question("q", "test", "?")])
