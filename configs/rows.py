@@ -98,7 +98,7 @@ def knowledge(**changes: Any) -> dict[str, Any]:
 
 
 def llm_rows(
-    llm: dict[str, Any], retriever: Mapping[str, Any], *, top_k: int = 5, threshold: float = 0.5
+    llm: dict[str, Any], retriever: Mapping[str, Any], *, top_k: int = 5
 ) -> dict[str, dict[str, Any]]:
     """WebQA's settings with a language model that reads, and in the last two also reranks.
 
@@ -106,7 +106,6 @@ def llm_rows(
       llm: of `language_model`.
       retriever: the section `parts.retriever` of the collection.
       top_k: sources that are read as they were retrieved.
-      threshold: of the reranker's P(yes).
     """
     reads = {"llm": llm, "reader": dataclasses.asdict(LLMReaderSpec())}
     reranks = {"reranker": dataclasses.asdict(LLMRerankerSpec()), **reads}
@@ -121,12 +120,12 @@ def llm_rows(
         "llm_restricted": {
             "setting": "restricted",
             "parts": reranks,
-            "options": {"threshold": threshold, "cap": "none", "select": "best"},
+            "options": {"threshold": 0.5, "cap": "none", "select": "best"},
         },
         "llm_reranked": {
             "setting": "full_scale",
             "parts": {"retriever": retriever, **reranks},
-            "options": {"threshold": threshold, "top_k": 20, "select": "best"},
+            "options": {"threshold": 0.5, "top_k": 20, "select": "best"},
         },
     }
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import string
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -138,6 +139,8 @@ def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> 
     if both := set(positives) & set(negatives):
         raise row.fail(f"source {min(both)!r} is both positive and negative; remove one.")
     choices = row.strings("choices")
+    if len(choices) > len(string.ascii_uppercase):  # which prompts and scorers name them by
+        raise row.fail(f"`choices` are {len(choices)}; 26 at most were expected, A to Z.")
     index = row.rest.pop("answer_index", None)
     if index is not None and not (type(index) is int and 0 <= index < len(choices)):
         raise row.fail(

@@ -19,7 +19,6 @@ from mmqa_jax.data.schema import (
     Prediction,
     Question,
     Ranking,
-    Source,
     says_not_found,
 )
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
@@ -29,21 +28,28 @@ from mmqa_jax.prompting.backends import (
     Chat,
     Completion,
     Decoding,
-    Message,
     Picture,
     Query,
 )
 from mmqa_jax.prompting.few_shot import pictures_of
+from mmqa_jax.prompting.source_prompts import (
+    IMAGE,
+    MARK,
+    MARKED,
+    Pictures,
+    as_prompt,
+    is_chat,
+    mark_of,
+    prompt_text,
+    shows_pictures,
+    source_picture,
+)
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
 
-MARK = "\ufffc"  # the object replacement character stands where a picture goes, until
-IMAGE = "<image>"  # which is how texts that are continued say it
-MARKED = f" {MARK}"
 _CITED = re.compile(r"\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with
 _LEAST_WORDS = 16  # that a source is cut to, at least
-Pictures = Literal["auto", "pixels", "captions"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,47 +277,3 @@ def _shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, 
     while len(words) >= 2 * _LEAST_WORDS:
         words = words[: len(words) // 2]
         yield [" ".join(words)], {**dropped, "cut_to_words": len(words)}
-
-
-def prompt_text(source: Source) -> str:
-    """A source as prompts quote it: its title, then its text or caption."""
-    return ": ".join(filter(None, (source.title, source.text))).replace(MARK, " ")
-
-
-def source_picture(corpus: Corpus, row: int, shown: bool) -> Picture | None:
-    """A source's picture, if pictures are shown and it has one."""
-    encoded = corpus.picture(row) if shown else None
-    return None if encoded is None else Picture(encoded, corpus.sources[row].id)
-
-
-def mark_of(picture: Picture | None) -> str:
-    """What a template's field of a picture says: where it goes, or nothing."""
-    return "" if picture is None else MARKED
-
-
-def shows_pictures(llm: Backend, pictures: Pictures) -> bool:
-    """Whether prompts show pictures; see LLMReaderOptions."""
-    return pictures == "pixels" or (pictures == "auto" and llm.takes_pictures is True)
-
-
-def is_chat(llm: Backend, chat: bool | None) -> bool:
-    """Whether a prompt is a message; see LLMReaderOptions."""
-    return llm.takes_messages if chat is None else chat
-
-
-def as_prompt(
-    marked: str, pictures: Sequence[Picture], *, chat: bool
-) -> tuple[str | tuple[Message, ...], tuple[Picture, ...]]:
-    """A query's prompt of a text with a mark for each picture, and the query's images.
-
-    Returns:
-      A user's message with the pictures in it, or a text with `<image>` in their places, whose
-      images are apart.
-    """
-    if not chat:
-        return marked.replace(MARK, IMAGE), tuple(pictures)
-    first, *rest = marked.split(MARK)
-    content: list[str | Picture] = [first]
-    for picture, text in zip(pictures, rest, strict=True):
-        content += [picture, text]
-    return (Message("user", tuple(part for part in content if part != "")),), ()

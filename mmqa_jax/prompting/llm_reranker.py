@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from mmqa_jax.data.corpus import Corpus
@@ -16,7 +17,7 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Choices
 from mmqa_jax.prompting.few_shot import pictures_of
-from mmqa_jax.prompting.llm_reader import (
+from mmqa_jax.prompting.source_prompts import (
     MARK,
     MARKED,
     Pictures,
@@ -60,7 +61,7 @@ class LLMReranker:
       llm: a backend that scores continuations.
 
     Attributes:
-      failed: pairs that got no score, and count as 0, so far.
+      unscored: question id -> its sources, so far, that got no score and count as 0.
     """
 
     def __init__(self, corpus: Corpus, llm: Backend, options: LLMRerankerOptions | None = None):
@@ -69,7 +70,7 @@ class LLMReranker:
         self._template = load_template(self.options.template)
         self._shows_pictures = shows_pictures(llm, self.options.pictures)
         self._is_chat = is_chat(llm, self.options.chat)
-        self.failed = 0
+        self.unscored: Counter[str] = Counter()
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The candidates by P(yes), in [0, 1], best first; of equal ones the earlier first."""
@@ -81,11 +82,12 @@ class LLMReranker:
                 try:
                     self._llm.check(query)
                 except Unanswerable:  # too long among them
-                    self.failed += bool(name)
+                    self.unscored[question.id] += bool(name)
                 else:
                     queries[question.id, name] = query
         answers = answer_all(self._llm, list(queries.values()), "Judging")
-        self.failed += sum(bool(name) for _, name in answers.failed)
+        for question_id, name in answers.failed:
+            self.unscored[question_id] += bool(name)
         log_odds = {pair: _log_odds(scores) for pair, scores in answers.by_id.items()}
         return [
             self._ranked(question, ranking, log_odds)

@@ -109,6 +109,7 @@ class Answered:
     Attributes:
       rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
       seconds: question id -> seconds that the parts spent on it.
+      unscored: pairs of question and source that a language model gave no score.
       llm: what the language model's answers cost (prompting.cache.Work); empty without one.
       engine: its last devices and sizes; None: a server, or all answers were kept ones.
       serving: of the other models (OpenedParts.serving), as JSON, where they ran last.
@@ -120,6 +121,7 @@ class Answered:
     llm: dict[str, int]
     engine: dict[str, Any] | None = None
     serving: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unscored: int = 0
 
     @classmethod
     def of(cls, chunks: Sequence[ChunkPart]) -> Answered:
@@ -143,7 +145,8 @@ class Answered:
             serving.update(chunk.notes.get("serving") or {})
         engines = [chunk.notes["engine"] for chunk in chunks if chunk.notes.get("engine")]
         engine = engines[-1] if engines else None
-        return cls(predictions, rankings, seconds, dict(llm), engine, serving)
+        unscored = sum(row.get("unscored", 0) for row in rows)
+        return cls(predictions, rankings, seconds, dict(llm), engine, serving, unscored)
 
 
 def keeping(
@@ -168,6 +171,7 @@ def keeping(
                 "prediction": dataclasses.asdict(prediction),
                 "rankings": {name: ranking_row(of[i]) for name, of in rankings.items() if of},
                 "seconds": opened.seconds.get(prediction.question_id, 0.0),
+                "unscored": opened.unscored[prediction.question_id],
             }
             for i, prediction in enumerate(predictions)
         ]

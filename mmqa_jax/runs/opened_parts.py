@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -53,6 +53,8 @@ class OpenedParts:
     Attributes:
       llm: the last row's language model, once it is open.
       seconds: question id -> seconds that the parts of the last row spent on it.
+      unscored: question id -> sources that the last row's language model, as reranker, gave no
+        score.
       serving: what `say` was told of the last row's parts.
     """
 
@@ -67,6 +69,7 @@ class OpenedParts:
         self.corpus, self.journals, self.inference = corpus, journals, inference
         self.llm: Any = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.unscored: Counter[str] = Counter()
         self.serving: dict[str, Serving] = {}
         self._say = say or _print_serving
         self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
@@ -85,6 +88,7 @@ class OpenedParts:
         """Forgets the last row's seconds and models; what is open stays so."""
         self.llm = None
         self.seconds.clear()
+        self.unscored = Counter()
         self.serving.clear()
 
     def closing(self, llm: Any) -> Any:

@@ -183,7 +183,9 @@ class LLMRerankerSpec(LLMRerankerOptions, Part):
 
     def open(self, row: OpenedParts) -> Any:
         """The reranker over the row's corpus; what the model said is kept by its response cache."""
-        return _combined(self, LLMReranker(row.corpus, row.llm, self), row)
+        reranker = LLMReranker(row.corpus, row.llm, self)
+        row.unscored = reranker.unscored
+        return _combined(self, reranker, row)
 
 
 def _combined(spec: RerankerSpec | LLMRerankerSpec, reranker: Any, row: OpenedParts) -> Any:

@@ -71,6 +71,10 @@ def write_results(
     evaluation.notes += row.answering.notes(questions, row.options)
     if row.answers:
         evaluation.notes += notes_of_counts(evaluation, predictions)
+    if answered.unscored:
+        evaluation.notes.append(
+            f"pairs of question and source without a score, which count as 0: {answered.unscored:,}"
+        )
     scores = _scores(row, questions, predictions, evaluation, limit, answered.llm)
     if answered.engine is not None:
         scores["engine"] = answered.engine

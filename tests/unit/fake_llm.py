@@ -32,6 +32,10 @@ class FakeLLM:
         self._say, self._score, self._length, self._fail = say, score, length, set(fail)
         self.usage, self.failures, self.seen = Usage(), [], []
 
+    def fail(self, ids: Iterable) -> None:
+        """No more answers to these ids."""
+        self._fail |= set(ids)
+
     def check(self, query: Query) -> None:
         excess = len(self.text(query))
         if excess > self._length:

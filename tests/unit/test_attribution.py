@@ -108,6 +108,7 @@ def test_the_key_of_a_corpus(tmp_path):
     [
         ({"answerable": "no"}, "line 1: `answerable` is 'no'; expected true or false"),
         ({"answerable": 0}, "line 1: `answerable` is 0; expected true or false"),
+        ({"choices": ["c"] * 27}, "line 1: `choices` are 27; 26 at most"),
         ({"answerable": False, "positives": ["x"]}, "is false, but there are `positives`"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from cli_runs import ROOT, done, mmqa
 
 from mmqa_jax.cli import command, make_parser
+from mmqa_jax.commands.tables import add_flags
 from mmqa_jax.core.config import load_config
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.runs.systems import find_setting
@@ -429,6 +431,12 @@ def test_all_papers(elsewhere):
     rows = done("tables")["rows"]
     assert {row["paper"] for row in rows} == set(PAPERS)
     assert [row for row in rows if row["paper"] == "atlas"] == done("tables", "atlas")["rows"]
+
+
+def test_every_paper_can_be_named():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert [parser.parse_args([paper]).paper for paper in PAPERS] == [*PAPERS]
 
 
 def test_wrong_flags(refused):

@@ -34,7 +34,7 @@ def test_helpful_sources_come_first(chat):
     assert first.scores == pytest.approx((0.8, 0.3))
     assert second.sources == ("c", "a", "b")  # of equal ones the earlier first
     assert second.scores == pytest.approx((0.8, 0.3, 0.3))
-    assert reranker.failed == 0
+    assert reranker.unscored.total() == 0
     assert len(llm.seen) == 5
     query = llm.seen[0]
     assert isinstance(query, Choices)
@@ -59,12 +59,12 @@ def test_pairs_that_fail_count_as_0_and_are_counted():
     reranker = LLMReranker(CORPUS, llm)
     first, _ = reranker.score(ASKED, FOUND)
     assert (first.sources, first.scores[1]) == (("b", "a"), 0.0)
-    assert reranker.failed == 1
+    assert reranker.unscored.total() == 1
     long = Ranking("q", ("long", "a"), (1.0, 0.5))
     reranker = LLMReranker(CORPUS, FakeLLM(score=judge, length=400))
     (ranked,) = reranker.score(ASKED[:1], [long])
     assert (ranked.sources, ranked.scores[1]) == (("a", "long"), 0.0)
-    assert reranker.failed == 1
+    assert reranker.unscored.total() == 1
 
 
 def test_pictures_are_shown_where_the_model_sees():

@@ -87,6 +87,14 @@ def test_the_reranker_decides_what_is_read(data, llm, tmp_path):
         assert prediction["read"] == (kept[:2] or ranking["sources"][:1])
 
 
+def test_pairs_without_a_score_are_counted(data, llm, tmp_path):
+    pairs = [(TEST[0]["id"], source) for source in CANDIDATES[TEST[0]["id"]][:2]]
+    llm.fail(pairs)
+    scores = done(*flags("llm_restricted", data, tmp_path / "run"))
+    (note,) = (note for note in scores["notes"] if "without a score" in note)
+    assert note.endswith("count as 0: 2")
+
+
 def test_questions_without_sources_may_be_refused(data, llm, tmp_path):
     """A threshold that no source reaches, and a reader that then asks nothing."""
     changes = {"options.select": "above", "options.threshold": 0.99}
