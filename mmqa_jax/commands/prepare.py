@@ -40,6 +40,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="how many pictures may be broken and left out (1 in 100, at least 10)",
     )
     parser.add_argument(
+        "--unanswerable",
+        action="store_true",
+        help="atlas: hold out the sources of a third of the test split's entities, and ask 200 "
+        "foreign questions too, to count refusals",
+    )
+    parser.add_argument(
         "--chunk_words", type=int, metavar="N", help="folder: words of a chunk, at most (90)"
     )
     parser.add_argument(
@@ -61,6 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         overwrite=arguments.overwrite,
         max_broken_pictures=arguments.max_broken_pictures,
         folder=_folder_options(arguments),
+        unanswerable=arguments.unanswerable,
     )
 
 

@@ -13,6 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, no_empty_folders, read_text
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
+from mmqa_jax.data.atlas.unanswerable import with_unanswerable
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.folder import FolderOptions, read_folder
@@ -31,6 +32,7 @@ def prepare(
     overwrite: bool = False,
     max_broken_pictures: int | None = None,
     folder: FolderOptions | None = None,
+    unanswerable: bool = False,
     flag: str = "--raw",
 ) -> dict[str, Any]:
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
@@ -42,6 +44,7 @@ def prepare(
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
       folder: of `folder`, how documents become sources; None: the defaults.
+      unanswerable: of `atlas`, whether some questions of test have no answer in the collection.
       flag: that named `raw`, for messages.
     """
     if max_broken_pictures is not None and max_broken_pictures < 0:
@@ -60,13 +63,15 @@ def prepare(
             "--chunk_words, --chunk_overlap: documents are cut into chunks; only `mmqa prepare "
             "folder` takes them."
         )
+    if unanswerable and dataset != "atlas":
+        raise UserError("--unanswerable: is a choice of `mmqa prepare atlas`; leave it out.")
     check_out(out, folder=True)
     if not overwrite:
         records.refuse_corpus(out)
     options = {"overwrite": overwrite, "max_broken_pictures": max_broken_pictures}
     with no_empty_folders(out):
         if dataset == "atlas":
-            return prepare_atlas(out, **options)
+            return prepare_atlas(out, unanswerable=unanswerable, **options)
         if dataset == "folder":
             return prepare_folder(raw, out, folder or FolderOptions(), **options)
         with Progress("Preparing", None, "records") as progress:
@@ -78,11 +83,14 @@ def prepare(
             return prepare_release(raw, out, **options)
 
 
-def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, Any]:
+def prepare_atlas(
+    out: Path, countries: int = 0, *, unanswerable: bool = False, **options: Any
+) -> dict[str, Any]:
     """Builds Atlas in `out`/raw (WebQA's official formats) and prepares it in `out`.
 
     Args:
       countries: how many countries; 0 = all.
+      unanswerable: as `prepare`.
       options: of `prepare`; a finished `out`/raw of an earlier attempt is used as it is.
     """
     from mmqa_jax.data.atlas.build import build_atlas
@@ -98,10 +106,13 @@ def prepare_atlas(out: Path, countries: int = 0, **options: Any) -> dict[str, An
                 ),
             )
     with Progress("Preparing", None, "records") as progress:
-        return prepare_release(raw, out, "atlas", progress=progress.reach, **options)
+        options["progress"] = progress.reach
+        return prepare_release(raw, out, "atlas", unanswerable=unanswerable, **options)
 
 
-def prepare_release(raw: Path, out: Path, name: str = "webqa", **options: Any) -> dict[str, Any]:
+def prepare_release(
+    raw: Path, out: Path, name: str = "webqa", *, unanswerable: bool = False, **options: Any
+) -> dict[str, Any]:
     """The official files in `raw` to ArrayRecord in `out`.
 
     Resumes an interrupted attempt on the same files, with the same result. The manifest's
@@ -110,6 +121,7 @@ def prepare_release(raw: Path, out: Path, name: str = "webqa", **options: Any) -
 
     Args:
       name: `webqa`, or `atlas`, whose files have the same formats.
+      unanswerable: as `prepare`.
       options: of records.write_records.
     """
     prefix = _PREFIXES[name]
@@ -126,6 +138,9 @@ def prepare_release(raw: Path, out: Path, name: str = "webqa", **options: Any) -
     release = webqa.read_release(questions_from, facts_from)
     # By id: in the files' order, gold before negatives, ties would favor gold sources.
     sources = sorted(release.sources, key=lambda source: source.id)
+    questions = release.questions
+    if unanswerable:
+        sources, questions = with_unanswerable(sources, questions)
     tsv, lineidx = raw / "imgs.tsv", raw / "imgs.lineidx"
     pictures = webqa.ImagesTsv(tsv, lineidx)
     pictures.check_ends(source.image for source in sources if source.image is not None)
@@ -140,7 +155,7 @@ def prepare_release(raw: Path, out: Path, name: str = "webqa", **options: Any) -
     return records.write_records(
         out,
         sources,
-        release.questions,
+        questions,
         pictures.read_named,
         name=name,
         attribution=attribution,

@@ -49,6 +49,14 @@ def test_missing_and_unknown_raw_folders(refused, tmp_path):
     refused("prepare", "webqa", out, message=r"--raw: name the folder with the files of webqa")
     refused("prepare", "corpus", out, "--raw=nowhere", message=r"--raw=nowhere: no such folder")
     refused("prepare", "atlas", out, "--raw=x", message=r"--raw: Atlas is made from installed")
+    refused(
+        "prepare",
+        "corpus",
+        out,
+        "--raw=.",
+        "--unanswerable",
+        message=r"--unanswerable: is a choice",
+    )
     raw = tmp_path / "raw"
     raw.mkdir()
     flags = (f"--raw={raw}", out)
