@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
-from typing import Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
@@ -33,7 +34,9 @@ from mmqa_jax.prompting.few_shot import (
 )
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.rmr_fields import fields
+from mmqa_jax.prompting.shot_pictures import ShotPictures
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
+from mmqa_jax.prompting.source_prompts import as_prompt
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
@@ -51,6 +54,7 @@ def answer_rmr(
     template: str = "rmr.rationale",
     chat: bool = False,
     pictures: bool = False,
+    shot_pictures: bool = False,
     read: Literal["choice", "letter", "short"] = "choice",
     max_new_tokens: int = 256,
     seed: Count = 0,
@@ -63,6 +67,8 @@ def answer_rmr(
         without options.
       chat: the prompt is a user's message to a chat model.
       pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
+      shot_pictures: it sees those of the triplets as well, each in front of its question (ours);
+        for a model that takes several.
       read: what of an output is the answer: `choice` keeps the output, and the option that it
         names; `letter` and `short` are `letter_alone` and `short_answer`, without an option.
     """
@@ -72,16 +78,26 @@ def answer_rmr(
     # Few servers of chat models give log-probabilities, some refuse requests that ask for them.
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
     seen = {q.id: pictures_of(corpus, q) if pictures else () for q in questions}
+    triplets = library.select(questions, shots, similarity, seed=seed)
+    shown = ShotPictures(
+        questions, triplets if shot_pictures else [()] * len(questions), seen,
+        library.read_picture, order,
+    )  # fmt: skip
 
     def show(key: Hashable, question: Question, text: str) -> Query:
+        if shot_pictures:
+            prompt, images = as_prompt(text, shown.of_prompt(question, text), chat=chat)
+        elif chat:
+            prompt, images = (Message("user", (*seen[question.id], text)),), ()
+        else:
+            prompt, images = text, seen[question.id]
         if chat:
-            return Chat(key, (Message("user", (*seen[question.id], text)),), decoding)
-        return Completion(key, text, decoding, seen[question.id])
+            return Chat(key, prompt, decoding)
+        return Completion(key, prompt, decoding, images)
 
-    triplets = library.select(questions, shots, similarity, seed=seed)
     prompts = few_shot_prompts(
-        questions, one_prompt(questions, triplets), llm,
-        load_template(template), fields, show, order, knowledge,
+        questions, one_prompt(questions, triplets), llm, load_template(template),
+        shown.marked(fields) if shot_pictures else fields, show, order, knowledge,
     )  # fmt: skip
     replies = ask(prompts, llm)
     predictions = []
@@ -165,11 +181,23 @@ def _lettered(question: Question, chosen: Prediction) -> Prediction:
     return dataclasses.replace(chosen, answer=f"{letter}. {text}")
 
 
+def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raises UserError for pictures of triplets without the query's own."""
+    if options["shot_pictures"] and not options["pictures"]:
+        raise UserError(
+            "config key options.shot_pictures=True: shows the triplets' pictures beside the "
+            "question's own; set options.pictures to True, too."
+        )
+
+
 SETTINGS = {
-    "rmr": Setting(answer_rmr),
-    "rmr_letter": Setting(functools.partial(answer_rmr, read="letter"), of_choices=True),
+    "rmr": Setting(answer_rmr, rule_of_row=_check_row),
+    "rmr_letter": Setting(
+        functools.partial(answer_rmr, read="letter"), of_choices=True, rule_of_row=_check_row
+    ),
     "rmr_direct": Setting(
-        functools.partial(answer_rmr, template="rmr.direct", read="short", max_new_tokens=128)
+        functools.partial(answer_rmr, template="rmr.direct", read="short", max_new_tokens=128),
+        rule_of_row=_check_row,
     ),
     "rmr_choice": Setting(choose_rmr, of_choices=True),
 }

@@ -102,6 +102,7 @@ class ExampleLibrary:
       index: makes an index (retrieval/index.py) over the examples' vectors, which then finds the
         nearest; None: the products with all of them do.
       on_empty: what to tell a user who asks for shots of an empty library.
+      read_picture: the encoded picture of an example; None where it has none.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class ExampleLibrary:
         same_ids: bool = True,
         index: Callable[[Float32[np.ndarray, "N D"]], Any] | None = None,
         on_empty: str = _EMPTY,
+        read_picture: Callable[[Question], bytes | None] = lambda question: None,
     ):
+        self.read_picture = read_picture
         self.examples, self._embedders, self._published = list(examples), embedders, vectors
         self._of_queries = of_queries or embedders
         self._same_ids, self._make_index, self._on_empty = same_ids, index, on_empty

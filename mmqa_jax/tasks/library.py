@@ -154,6 +154,7 @@ def open_library(
         same_ids=_same_ids(corpus, home),
         index=_scann_index if spec.index_kind == "scann" else None,
         on_empty=_no_examples(examples, spec, section),
+        read_picture=home.question_picture,
     )
 
 

@@ -214,3 +214,68 @@ def test_questions_without_choices_are_refused(setting):
     rmr.SETTINGS["rmr_direct"].check_questions("rmr_direct", [Question("x", "test", "?")])
     with pytest.raises(UserError, match=rf"setting {setting}: 1 of 4 questions have no choices"):
         rmr.SETTINGS[setting].check_questions(setting, [*QUERIES, Question("x", "test", "?")])
+
+
+class Home:
+    """Where the library's examples have their pictures: those with an even number."""
+
+    @staticmethod
+    def picture(question):
+        return None if int(question.id[1:]) % 2 else PNG + question.id.encode()
+
+
+def shown(query) -> list[str]:
+    """The pictures of a query in order, by the last letters of their bytes."""
+    if isinstance(query, Chat):
+        images = [part for part in query.messages[0].content if not isinstance(part, str)]
+    else:
+        images = query.images
+    return [picture.data.removeprefix(PNG).decode() for picture in images]
+
+
+@pytest.mark.parametrize("order", ["most_similar_first", "most_similar_last"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_pictures_of_triplets(chat, order, tmp_path):
+    """Each in front of its question, in the order of the prompt, the query's own last."""
+    library = ExampleLibrary(
+        TRIPLETS, Embedders(FakeEmbedder()), cache=tmp_path, read_picture=Home.picture
+    )
+    llm = FakeLLM(lambda prompt: ("The answer is B.", -1.0))
+    options = {"shots": 4, "chat": chat, "order": order, "pictures": True, "shot_pictures": True}
+    answer_rmr(QUERIES, CORPUS, llm, library, **options)
+    nearest = library.select(QUERIES, 4, "bimodal")
+    by_id = {query.id: query for query in llm.seen}
+    for query, shots in zip(QUERIES, nearest, strict=True):
+        names = [shot.question.id for shot in shots if int(shot.question.id[1:]) % 2 == 0]
+        names = names if order == "most_similar_first" else names[::-1]
+        asked = by_id[query.id]
+        assert shown(asked) == [*names, query.image]
+        if chat:
+            text = "".join(p if isinstance(p, str) else "#" for p in asked.messages[0].content)
+        else:
+            text = asked.prompt.replace("<image>", "#")
+        for name in names:
+            assert f"Question: # triplet {name[1:]} ?" in text
+        assert f"Question: # {query.question}" in text
+        assert text.count("#") == len(names) + 1
+
+
+def test_dropped_triplets_take_their_pictures_along(tmp_path):
+    library = ExampleLibrary(
+        TRIPLETS, Embedders(FakeEmbedder()), cache=tmp_path, read_picture=Home.picture
+    )
+    llm = FakeLLM(lambda prompt: ("The answer is B.", -1.0), length=330)
+    options = {"shots": 6, "pictures": True, "shot_pictures": True}
+    predictions = answer_rmr(QUERIES, CORPUS, llm, library, **options)
+    asked = {query.id: query for query in llm.seen}
+    for query, prediction in zip(QUERIES, predictions, strict=True):
+        (kept,) = prediction.trace["shots"]
+        assert 0 < len(kept) < 6
+        names = [shot["id"] for shot in kept if int(shot["id"][1:]) % 2 == 0]
+        assert shown(asked[query.id]) == [*names, query.image]
+
+
+def test_triplets_pictures_need_the_questions_own():
+    with pytest.raises(UserError, match=r"set options\.pictures to True"):
+        SETTINGS["rmr"].check_row({"shot_pictures": True}, {})
+    SETTINGS["rmr"].check_row({"shot_pictures": True, "pictures": True}, {})
