@@ -77,6 +77,13 @@ def test_webqas_settings(name, data, llm, tmp_path):
     assert "Answer the question" in report
 
 
+def test_a_corpus_of_ones_own(data, llm, tmp_path):
+    config = f"--config={ROOT}/configs/corpus.py:llm_reranked"
+    scores = done("run", config, f"--config.data.dir={data}", f"--workdir={tmp_path / 'run'}")
+    assert (scores["dataset"], scores["questions"]) == ("corpus", len(TEST))
+    assert scores["scores"]["citation_recall"] > 0
+
+
 def test_the_reranker_decides_what_is_read(data, llm, tmp_path):
     done(*flags("llm_restricted", data, tmp_path / "run"))
     relevance = rows_of(tmp_path / "run" / "retrieval" / "relevance.jsonl")

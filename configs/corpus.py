@@ -1,0 +1,31 @@
+"""A corpus of one's own, read by a language model: `mmqa run --config=configs/corpus.py:ROW`.
+
+    mmqa prepare corpus --raw=my-files --out=data/mine      # sources.jsonl and questions.jsonl
+    mmqa run --config=configs/corpus.py:llm_retrieved --config.data.dir=data/mine --workdir=runs/mine
+
+BM25 finds the sources. For an encoder's index: --config.parts.retriever.method=dense, and .model
+and .index of `mmqa embed` and `mmqa index`. For another model: --config.parts.llm.model and
+.backend (prompting/README.md).
+"""
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import config_beside
+
+_rows = config_beside(__file__, "rows.py")
+_BM25 = {"method": "bm25", "model": "", "index": "", "second_hop": False}
+ROWS = _rows.llm_rows(_rows.language_model("smollm2", length=2048), _BM25)
+MODES = tuple(ROWS)
+
+
+def get_config(mode: str = "llm_retrieved") -> ConfigDict:
+    """`mode`: a row, of MODES."""
+    return _rows.make_row(
+        mode,
+        ROWS[mode],
+        system="webqa",
+        dataset="corpus",
+        data="data/mine",
+        split="test",
+        made_by={"data/mine": "mmqa prepare corpus --raw=FOLDER --out=data/mine"},
+    )
