@@ -1,7 +1,7 @@
 """A corpus of one's own, read by a language model: `mmqa run --config=configs/corpus.py:ROW`.
 
-    mmqa prepare corpus --raw=my-files --out=data/mine      # sources.jsonl and questions.jsonl
-    mmqa run --config=configs/corpus.py:llm_retrieved --config.data.dir=data/mine --workdir=runs/mine
+    mmqa prepare corpus --raw=my-files --out=data/mine   # sources.jsonl and questions.jsonl
+    mmqa run --config=configs/corpus.py:llm_retrieved --config.data.dir=data/mine --workdir=runs/llm
 
 BM25 finds the sources. For an encoder's index: --config.parts.retriever.method=dense, and .model
 and .index of `mmqa embed` and `mmqa index`. For another model: --config.parts.llm.model and

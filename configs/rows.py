@@ -120,12 +120,12 @@ def llm_rows(
         "llm_restricted": {
             "setting": "restricted",
             "parts": reranks,
-            "options": {"threshold": 0.5, "cap": "none", "select": "best"},
+            "options": {"threshold": 0.2, "cap": "none", "select": "best"},
         },
         "llm_reranked": {
             "setting": "full_scale",
             "parts": {"retriever": retriever, **reranks},
-            "options": {"threshold": 0.5, "top_k": 20, "select": "best"},
+            "options": {"threshold": 0.2, "top_k": 20, "select": "best"},
         },
     }
 
