@@ -70,7 +70,7 @@ def test_cited_and_read_sources():
     assert f"[2] Borduria: {EVIL}\n" in text  # a source like any other
     assert "[3] Flag of C: a red flag\n" in text
     assert text.endswith(
-        "\nQuestion: What is the capital?\nAnswer (with the number of its source):"
+        "\nQuestion: What is the capital?\nAnswer:"
     )
     assert text.index("[3]") < text.index("Question:")
     assert prediction.trace["prompts"] == [text]
@@ -134,7 +134,7 @@ def test_pictures_are_shown_where_the_model_sees():
     prediction, llm = read("A flag [3].", FOUND, question, takes_pictures=True)
     *parts, own, end = llm.seen[0].messages[0].content
     assert own == Picture(b"\x89PNG\r\n\x1a\nown", "own.png")
-    assert end == "\nAnswer (with the number of its source):"
+    assert end == "\nAnswer:"
     assert parts[-2] == Picture(b"\x89PNG\r\n\x1a\nc", "c")
     assert parts[-3].endswith("[3] Flag of C: a red flag ")
     assert "picture_not_shown" not in prediction.trace
@@ -201,7 +201,7 @@ def test_a_question_with_choices():
             .messages[0]
             .text.endswith(
                 "\nQuestion: What is the capital?\nAnswer with the letter of one of these options:"
-                "\nA. Szohod\nB. Pelot\nAnswer (with the number of its source):"
+                "\nA. Szohod\nB. Pelot\nAnswer:"
             )
         )
     assert read("Pelot.")[0].choice is None
