@@ -5,6 +5,8 @@ import json
 import pytest
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.candidates import RECALL_AT, score_candidates
 from mmqa_jax.prompting.heuristics import (
     load_answer_aware,
     load_candidates,
@@ -74,3 +76,15 @@ def test_malformed_examples(tmp_path, text):
     (tmp_path / "e.json").write_text(text)
     with pytest.raises(UserError, match="question 7"):
         load_answer_aware(tmp_path / "e.json")
+
+
+def test_scores_of_candidates_in_any_place():
+    """Each k counts the first k, to the last of RECALL_AT."""
+    wrong = [("no", 0.1)]
+    questions = [Question(f"q{n}", "val", "?", answers=("yes",) * 10) for n in range(4)]
+    places = dict(zip((q.id for q in questions), (0, 3, 9, 10), strict=True))
+    candidates = {name: wrong * place + [("yes", 0.05)] for name, place in places.items()}
+    scores = score_candidates(questions, candidates)
+    assert scores["accuracy"] == 0.25
+    assert [scores[f"recall@{k}"] for k in RECALL_AT] == [0.25, 0.25, 0.5, 0.75]
+    assert [scores[f"oracle@{k}"] for k in RECALL_AT] == [0.25, 0.25, 0.5, 0.75]

@@ -88,6 +88,17 @@ def test_gguf(tmp_path, refused):
         refused(name, GGUFSource, tmp_path / "a.gguf")
 
 
+def test_where_a_gguf_files_tensors_start(tmp_path):
+    """At the next multiple of its alignment, here behind the end of the file."""
+    alignment = text(b"general.alignment") + struct.pack("<II", 4, 160)
+    other = text(b"general.file_type") + struct.pack("<II", 4, 160)
+    (tmp_path / "a.gguf").write_bytes(gguf(alignment, tensor((10,))))
+    with pytest.raises(UserError, match=r"tensor 'token_embd\.weight'"):
+        GGUFSource(tmp_path / "a.gguf")
+    (tmp_path / "b.gguf").write_bytes(gguf(other, tensor((10,))))
+    GGUFSource(tmp_path / "b.gguf")
+
+
 def test_safetensors(tmp_path, refused):
     def content(shape, end, length=None):
         entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}

@@ -69,9 +69,7 @@ def test_cited_and_read_sources():
     assert "[1] Arvania: Pelot is the capital.\n" in text
     assert f"[2] Borduria: {EVIL}\n" in text  # a source like any other
     assert "[3] Flag of C: a red flag\n" in text
-    assert text.endswith(
-        "\nQuestion: What is the capital?\nAnswer:"
-    )
+    assert text.endswith("\nQuestion: What is the capital?\nAnswer:")
     assert text.index("[3]") < text.index("Question:")
     assert prediction.trace["prompts"] == [text]
     assert "wrong_citations" not in prediction.trace

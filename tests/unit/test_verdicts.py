@@ -112,3 +112,12 @@ def test_the_facts_say_what_was_run(page):
     assert facts["setting"] == "rmr, rmr"
     assert facts["options"] == "chat=True, shots=1"
     assert facts["model of llm"] == "my-model"
+
+
+def test_what_scienceqas_columns_leave_out_is_said():
+    of_no_subject = [question("q0", category="natural science"), question("q1")]
+    evaluation = BENCHMARKS["scienceqa"].score(of_no_subject, [])
+    (note,) = (note for note in evaluation.notes if "subject and grade" in note)
+    assert note.startswith("subject and grade of 1 of 2 questions are known")
+    whole = BENCHMARKS["scienceqa"].score(of_no_subject[:1], [])
+    assert not [note for note in whole.notes if "subject and grade" in note]
