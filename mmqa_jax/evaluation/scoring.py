@@ -28,6 +28,7 @@ class Evaluation:
 
     Attributes:
       scored: scores of answers and cited sources.
+      attribution: of citations and refusals (attribution.py), in tables of their own.
       retrieval: recall@k and MRR of the rankings that the cited sources were chosen from.
       notes: what a reader of the scores has to know.
       bart: path of the weights of the fluency score, if it was computed.
@@ -37,6 +38,7 @@ class Evaluation:
     """
 
     scored: list[Scores] = dataclasses.field(default_factory=list)
+    attribution: list[Scores] = dataclasses.field(default_factory=list)
     retrieval: Scores | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     bart: str | None = None
@@ -45,8 +47,9 @@ class Evaluation:
 
     @property
     def all(self) -> list[Scores]:
-        """All scores: of answers, sources and retrieval."""
-        return self.scored + ([self.retrieval] if self.retrieval is not None else [])
+        """All scores: of answers, sources, attribution and retrieval."""
+        retrieval = [self.retrieval] if self.retrieval is not None else []
+        return [*self.scored, *self.attribution, *retrieval]
 
     def summary(self) -> dict[str, Any]:
         """The scores as in scores.json; `n` is that of the first scorer."""
@@ -89,13 +92,15 @@ class Evaluation:
         return by_question
 
     def tables(self, title: str) -> list[Table]:
-        """Scores by category and, if there is more than one, by modality; then retrieval."""
+        """Scores by category, by modality if there are several; then attribution and retrieval."""
         tables = []
         for scores in merged_scores(self.scored):
             tables.append(answer_table(title, scores))
             modalities = self._by_modality(scores)
             if len(modalities.counts) > 1:
                 tables.append(answer_table(f"{title}, by modality", modalities))
+        for scores in self.attribution:
+            tables.append(answer_table(f"{title}: attribution", scores))
         if self.retrieval is not None:
             groups = {"all": self.retrieval.scores, **self.retrieval.by_category}
             columns = ("", *self.retrieval.per_question)
@@ -155,7 +160,7 @@ def score_predictions(
         kept = {question.id for question in questions}
         predictions = [one for one in predictions if one.question_id in kept]
     if not questions:
-        evaluation.scored = refusals
+        evaluation.attribution = refusals
         return evaluation
     if any(prediction.choice is not None for prediction in predictions):
         evaluation.scored.append(score_choices(questions, predictions))
@@ -172,8 +177,8 @@ def score_predictions(
             evaluation.scored.append(webqa.score_sources(questions, predictions))
         chosen = sources or any(prediction.trace for prediction in predictions)
         if answers and citations and chosen:
-            evaluation.scored.append(score_citations(questions, predictions))
-    evaluation.scored += refusals
+            evaluation.attribution.append(score_citations(questions, predictions))
+    evaluation.attribution += refusals
     return evaluation
 
 
