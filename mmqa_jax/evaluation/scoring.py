@@ -150,7 +150,8 @@ def score_predictions(
       bart: folder of BARTScore's model (see fluency.load_bart_scorer); None: no fluency.
       sources: score the cited sources, if gold sources are known.
       answers: score the answers; False for a system that only finds sources.
-      citations: score what answers cite, if sources are, or if a language model chose what to cite.
+      citations: score what answers cite, if sources are, or if a language model that was shown
+        sources chose what to cite.
     """
     evaluation = Evaluation()
     refusals = []
@@ -175,7 +176,7 @@ def score_predictions(
     if any(question.positives for question in questions):
         if sources:
             evaluation.scored.append(webqa.score_sources(questions, predictions))
-        chosen = sources or any(prediction.trace for prediction in predictions)
+        chosen = sources or any(one.trace and one.read for one in predictions)
         if answers and citations and chosen:
             evaluation.attribution.append(score_citations(questions, predictions))
     evaluation.attribution += refusals
