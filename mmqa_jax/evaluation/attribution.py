@@ -29,9 +29,9 @@ def score_citations(questions: Sequence[Question], predictions: Sequence[Predict
     Raises:
       UserError: unknown or repeated question ids, or no question has gold sources.
     """
-    given = predictions_by_question(questions, predictions)
+    by_question = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, lambda q: bool(q.positives), "gold sources")
-    cited = [set(given[q.id].sources) if q.id in given else set() for q in scored]
+    cited = [set(by_question[q.id].sources) if q.id in by_question else set() for q in scored]
     right = [len(names & set(q.positives)) for names, q in zip(cited, scored, strict=True)]
     per_question = {
         "citation_precision": np.array(
@@ -41,7 +41,7 @@ def score_citations(questions: Sequence[Question], predictions: Sequence[Predict
             [n / len(set(q.positives)) for n, q in zip(right, scored, strict=True)]
         ),
     }
-    return scores_of(questions, scored, given, per_question)
+    return scores_of(questions, scored, by_question, per_question)
 
 
 def score_refusals(
@@ -56,14 +56,14 @@ def score_refusals(
     Returns:
       One Scores for each kind of question that there is.
     """
-    given = predictions_by_question(questions, predictions)
+    by_question = predictions_by_question(questions, predictions)
     scored = []
     for name, answerable in (("answerable", True), ("unanswerable", False)):
         asked = [question for question in questions if is_answerable(question) == answerable]
-        refused = [q.id not in given or is_refusal(given[q.id]) for q in asked]
+        refused = [q.id not in by_question or is_refusal(by_question[q.id]) for q in asked]
         if asked:
             per_question = {f"refused/{name}": np.array(refused, float)}
-            scored.append(scores_of(questions, asked, given, per_question))
+            scored.append(scores_of(questions, asked, by_question, per_question))
     return scored
 
 

@@ -79,14 +79,14 @@ def answer_rmr(
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
     seen = {q.id: pictures_of(corpus, q) if pictures else () for q in questions}
     triplets = library.select(questions, shots, similarity, seed=seed)
-    shown = ShotPictures(
+    prompt_pictures = ShotPictures(
         questions, triplets if shot_pictures else [()] * len(questions), seen,
         library.read_picture, order,
     )  # fmt: skip
 
     def show(key: Hashable, question: Question, text: str) -> Query:
         if shot_pictures:
-            prompt, images = as_prompt(text, shown.of_prompt(question, text), chat=chat)
+            prompt, images = as_prompt(text, prompt_pictures.of_prompt(question, text), chat=chat)
         elif chat:
             prompt, images = (Message("user", (*seen[question.id], text)),), ()
         else:
@@ -97,7 +97,7 @@ def answer_rmr(
 
     prompts = few_shot_prompts(
         questions, one_prompt(questions, triplets), llm, load_template(template),
-        shown.marked(fields) if shot_pictures else fields, show, order, knowledge,
+        prompt_pictures.marked(fields) if shot_pictures else fields, show, order, knowledge,
     )  # fmt: skip
     replies = ask(prompts, llm)
     predictions = []

@@ -258,8 +258,8 @@ class LLMReader:
         if not question.choices:
             return ""
         options = zip(LETTERS, question.choices, strict=False)
-        shown = [{"letter": letter, "choice": choice} for letter, choice in options]
-        return self._options.render(shown, {}).rstrip("\n").replace(MARK, " ")
+        lettered = [{"letter": letter, "choice": choice} for letter, choice in options]
+        return self._options.render(lettered, {}).rstrip("\n").replace(MARK, " ")
 
 
 def _shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
