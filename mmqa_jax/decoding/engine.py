@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
 from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.requests import (
+    Likeliest,
     Request,
     Result,
     Score,
@@ -42,6 +42,7 @@ from mmqa_jax.decoding.requests import (
 )
 from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
 from mmqa_jax.decoding.scheduler import (
+    CANCELLED,
     GeneratedSequence,
     RequestTokenizer,
     ScoredSequence,
@@ -60,7 +61,9 @@ Shorten = Callable[[Request, int], Request | None]
 AnySequence = GeneratedSequence | ScoredSequence
 Batch = dict[int, AnySequence]  # by row
 Tokenized = TokenizedRequest | TokenizedScoring
+OnToken = Callable[[GeneratedSequence], None]  # called after a sequence got its next token
 
+_END: Any = object()  # of an iterator of requests
 _LOOK_AHEAD = 4  # times the slots: this many requests are sorted so that common prefixes meet
 _PATIENCE = 8  # decode steps that a prompt's next chunk waits for others, to fill a batch with them
 
@@ -147,6 +150,8 @@ class Engine:
         )
         self._beams = BeamBatches(model, config, self._end_ids)
         self._encoding: list[AnySequence] = []  # in slots, their prompts not yet in the cache
+        self._on_token: OnToken | None = None
+        self._cancelling = False
         # The output of a decode step that the host has not read yet.
         self._unread: tuple[dict[int, GeneratedSequence], Any] | None = None
 
@@ -198,17 +203,33 @@ class Engine:
         """Drops the cached prefixes of earlier prompts: nothing of them is reused."""
         self._prefixes.clear()
 
+    def tokenized(self, request: Request | Scoring) -> Tokenized:
+        """A request as `serve` takes it too; may be called from any thread, while it serves.
+
+        Raises:
+          TooLong, UserError: it cannot be served.
+        """
+        return self._tokenizer.tokenize(request)
+
     def serve(
         self,
-        requests: Iterable[Request | Scoring],
+        requests: Iterable[Request | Scoring | Tokenized | None],
         *,
         shorten: Shorten | None = None,
         progress: Progress | None = None,
+        on_token: OnToken | None = None,
     ) -> Iterator[Result | Scores]:
-        """Serves requests of both kinds together, as `generate`."""
+        """Serves requests of both kinds together, as `generate`.
+
+        Args:
+          requests: also already tokenized; None says that no other one is there yet, so that those
+            that are there are served without waiting, and that more may follow. Where the engine
+            has nothing to do, the iterator waits itself.
+          on_token: called with a sequence after each of its tokens.
+        """
         if self._running:
             raise RuntimeError("the engine is already serving: finish or close that iterator first")
-        self._running, self._unread = True, None
+        self._running, self._unread, self._on_token = True, None, on_token
         try:
             yield from self._serve(self._tokenized(requests, shorten), progress)
         except GeneratorExit:  # closed between two results: what is in the cache stays valid
@@ -225,11 +246,25 @@ class Engine:
             self._encoding = []
             self._running = False
 
+    def cancel(self, request: TokenizedRequest) -> None:
+        """Drops a request that was handed to `serve`; it gives no result.
+
+        To be called in the thread that serves, between two results or while it takes requests.
+        What is being encoded is encoded to its end, since others may share its prefix.
+        """
+        for one in request.sequences:
+            if not one.finish:
+                one.finish = CANCELLED
+        self._cancelling = True
+
     def _tokenized(
-        self, requests: Iterable[Request | Scoring], shorten: Shorten | None
-    ) -> Iterator[Tokenized]:
+        self, requests: Iterable[Request | Scoring | Tokenized | None], shorten: Shorten | None
+    ) -> Iterator[Tokenized | None]:
         seen: set[Hashable] = set()
         for request in requests:
+            if request is None or isinstance(request, Tokenized):
+                yield request
+                continue
             if request.id in seen:
                 raise UserError(
                     f"request {request.id!r}: its id is not unique; give each request its own."
@@ -255,29 +290,31 @@ class Engine:
                     request = shorter
 
     def _serve(
-        self, requests: Iterator[Tokenized], progress: Progress | None
+        self, requests: Iterator[Tokenized | None], progress: Progress | None
     ) -> Iterator[Result | Scores]:
         slots = self.config.slots
         waiting: collections.deque[AnySequence] = collections.deque()
         active: list[GeneratedSequence | None] = [None] * slots
-        waited, exhausted = 0, False
+        waited, exhausted, all_here = 0, False, False
         while True:
             finished: list[Result | Scores] = []
-            while not exhausted and len(waiting) < slots:
-                more = list(itertools.islice(requests, self.look_ahead))
-                exhausted = not more
-                finished += self._beams.serve(more, rest=exhausted)
+            all_here = exhausted
+            while not all_here and len(waiting) < slots:
+                more, all_here, exhausted = _next_requests(requests, self.look_ahead)
+                finished += self._beams.serve(more, rest=all_here)
                 sequences = [one for request in more for one in request.sequences]
                 # Common prefixes next to each other, so that one slot's prefix serves them all.
                 sequences.sort(key=lambda one: one.chunks)
                 waiting.extend(sequences)
                 if self._pictures is not None:
                     self._pictures.expect(sequences)
+            if self._cancelling:
+                self._drop_cancelled(waiting, active)
             encoding = {one.slot for one in self._encoding}
             free = [n for n in range(slots) if active[n] is None and n not in encoding]
             self._admit([waiting.popleft() for _ in range(min(len(free), len(waiting)))], free)
             decoding = any(one is not None for one in active)
-            last = exhausted and not waiting
+            last = all_here and not waiting
             batches = self._batches(partial=last or not decoding or waited >= _PATIENCE)
             ended: list[AnySequence] = []
             if batches:
@@ -288,7 +325,7 @@ class Engine:
             elif decoding:
                 waited += len(self._encoding) > 0
                 ended = self._decode(active)
-            elif not waiting and not finished:
+            elif exhausted and not waiting and not finished:
                 return
             if not self._encoding:
                 waited = 0
@@ -298,6 +335,21 @@ class Engine:
                 if progress is not None:
                     progress.advance(1, **self._rates())
                 yield result
+
+    def _drop_cancelled(
+        self,
+        waiting: collections.deque[AnySequence],
+        active: list[GeneratedSequence | None],
+    ) -> None:
+        """Takes what was cancelled out of those that wait, and out of the slots that decode."""
+        self._cancelling = False
+        for one in [one for one in waiting if _is_cancelled(one)]:
+            waiting.remove(one)
+            if self._pictures is not None:
+                self._pictures.forget(one)
+        for slot, one in enumerate(active):
+            if _is_cancelled(one):
+                active[slot] = None
 
     def _admit(self, admitted: Sequence[AnySequence], free: list[int]) -> None:
         """Gives sequences free slots, in which their prompts are encoded from now on."""
@@ -411,7 +463,9 @@ class Engine:
             row: one for row, (one, _) in pairs if isinstance(one, GeneratedSequence) and one.whole
         }
         if begun:
-            outputs.append((functools.partial(_append_tokens, begun), self._begin(begun, hidden)))
+            outputs.append(
+                (functools.partial(self._append_tokens, begun), self._begin(begun, hidden))
+            )
         targets = [
             (row, offset, one, target)
             for row, (one, chunk) in pairs
@@ -476,11 +530,23 @@ class Engine:
         if unread is not None:
             rows, output = unread
             rows = {slot: one for slot, one in rows.items() if not one.finish}
-            finished = _append_tokens(rows, *jax.device_get(output))
+            finished = self._append_tokens(rows, *jax.device_get(output))
             self.throughput.decode_tokens += len(rows)
         for one in finished:
             active[one.slot] = None
         self.throughput.decode_seconds += time.perf_counter() - began
+        return finished
+
+    def _append_tokens(
+        self, rows: Mapping[int, GeneratedSequence], tokens: np.ndarray, logprobs: np.ndarray
+    ) -> list[AnySequence]:
+        """Gives every sequence the token of its row; returns those that it finished."""
+        finished: list[AnySequence] = []
+        for row, one in rows.items():
+            if one.append(int(tokens[row]), float(logprobs[row])):
+                finished.append(one)
+            if self._on_token is not None and one.finish != CANCELLED:
+                self._on_token(one)
         return finished
 
     def _rates(self) -> dict[str, str]:
@@ -490,17 +556,30 @@ class Engine:
         }
 
 
-def _append_tokens(
-    rows: Mapping[int, GeneratedSequence], tokens: np.ndarray, logprobs: np.ndarray
-) -> list[AnySequence]:
-    """Gives every sequence the token of its row; returns those that it finished."""
-    return [one for row, one in rows.items() if one.append(int(tokens[row]), float(logprobs[row]))]
+def _is_cancelled(one: AnySequence | None) -> bool:
+    return isinstance(one, GeneratedSequence) and one.finish == CANCELLED
+
+
+def _next_requests(
+    requests: Iterator[Tokenized | None], most: int
+) -> tuple[list[Tokenized], bool, bool]:
+    """Up to `most` requests, whether no other one is there yet, and whether none will follow."""
+    taken: list[Tokenized] = []
+    while len(taken) < most:
+        request = next(requests, _END)
+        if request is None or request is _END:
+            return taken, True, request is _END
+        taken.append(request)
+    return taken, False, False
 
 
 def _append_scores(
-    scored: Sequence[tuple[ScoredSequence, Target]], logprobs: np.ndarray, likeliest: np.ndarray
+    scored: Sequence[tuple[ScoredSequence, Target]],
+    logprobs: np.ndarray,
+    likeliest: np.ndarray,
+    highest: np.ndarray,
 ) -> list[AnySequence]:
     """Gives every sequence the log-probabilities of its targets; returns those that it finished."""
     for n, (one, target) in enumerate(scored):
-        one.append(target, float(logprobs[n]), bool(likeliest[n]))
+        one.append(target, float(logprobs[n]), Likeliest(int(likeliest[n]), float(highest[n])))
     return [one for one in dict.fromkeys(one for one, _ in scored) if one.finished]

@@ -73,6 +73,13 @@ class PictureFeatures:
                 self._waiting[one] = None
                 self._later.update(one.pictures.keys())
 
+    def forget(self, one: SlotSequence) -> None:
+        """A sequence that waits will get no slot."""
+        if one.pictures:
+            del self._waiting[one]
+            _remove(self._later, one.pictures)
+            self._drop()
+
     def place(self, one: SlotSequence) -> None:
         """A sequence has got a slot; its first `reused` chunks are copied there."""
         if not one.pictures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -130,6 +130,13 @@ class Scoring:
             _refuse(self.id, "continuations", "empty", "at least one")
 
 
+class Likeliest(NamedTuple):
+    """The likeliest token in some place, and its log-probability."""
+
+    token: int
+    logprob: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Score:
     """Log-probability of one continuation."""
@@ -137,6 +144,8 @@ class Score:
     total: float  # summed log-probability of its tokens
     logprobs: tuple[float, ...]  # of each
     greedy: bool  # whether greedy decoding would have given it
+    # In the place of each token; () where nothing tells: a server, or a response cache.
+    likeliest: tuple[Likeliest, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def mean(self) -> float:
@@ -205,7 +214,7 @@ class Throughput:
 
 # Stop strings: finding them while tokens are generated, and cutting the text there.
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
+INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 
 
 class StopDetector:
@@ -227,7 +236,7 @@ class StopDetector:
         self._tokens.append(token)
         known = self._tokenizer.decode(self._tokens[self._context : self._read])
         text = self._tokenizer.decode(self._tokens[self._context :])
-        if text.endswith(_INCOMPLETE) or len(text) <= len(known):
+        if text.endswith(INCOMPLETE) or len(text) <= len(known):
             return False
         fresh = self._tail + text[len(known) :]
         self._context, self._read = self._read, len(self._tokens)

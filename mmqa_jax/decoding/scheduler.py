@@ -14,6 +14,7 @@ from mmqa_jax.decoding.image_patches import PatchIds
 from mmqa_jax.decoding.prefix_cache import Buckets, Chunk, split
 from mmqa_jax.decoding.requests import (
     Candidate,
+    Likeliest,
     Request,
     Result,
     Score,
@@ -27,6 +28,7 @@ from mmqa_jax.decoding.requests import (
 )
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
+CANCELLED = "cancelled"  # how a sequence ended that nobody waits for any more
 
 
 class SlotSequence:
@@ -62,7 +64,7 @@ class GeneratedSequence(SlotSequence):
         self.undecoded = request.original.max_new_tokens - 1  # decode steps still to be started
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.finish = ""  # "end", "stop" or "length"
+        self.finish = ""  # "end", "stop", "length" or CANCELLED
         stops = request.original.stop
         self._stop_detector = StopDetector(request.tokenizer, stops) if stops else None
 
@@ -75,6 +77,8 @@ class GeneratedSequence(SlotSequence):
         """Adds the next token; true if it was the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.finish == CANCELLED:
+            return True
         if token in self.request.end_ids:
             self.finish = "end"
         elif self._stop_detector is not None and self._stop_detector.push(token):
@@ -125,8 +129,8 @@ class TokenizedRequest:
         return text, tokens_of_text(shown, text, self.tokenizer)
 
     def result(self) -> Result | None:
-        """The result once all sequences are finished."""
-        if not all(one.finish for one in self.sequences):
+        """The result once all sequences are finished; None as well of a cancelled request."""
+        if not all(one.finish and one.finish != CANCELLED for one in self.sequences):
             return None
         candidates = sorted(map(self._drawn, self.sequences), key=lambda drawn: -drawn.total)
         reused = min(one.chunks[one.reused - 1].end if one.reused else 0 for one in self.sequences)
@@ -180,8 +184,9 @@ class ScoredSequence(SlotSequence):
         # The chunk of the prompt's last token is always encoded: its hidden state is needed.
         super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures)
         self.request = request
+        self.continuations = continuations
         self.logprobs: list[list[float]] = [[] for _ in continuations]
-        self.greedy = [True] * len(continuations)
+        self.likeliest: list[list[Likeliest]] = [[] for _ in continuations]
         self._unread = sum(map(len, continuations))
 
     def targets(self, chunk: Chunk) -> list[tuple[int, Target]]:
@@ -192,16 +197,30 @@ class ScoredSequence(SlotSequence):
             for target in self._targets.get(chunk.start + offset, ())
         ]
 
-    def append(self, target: Target, logprob: float, likeliest: bool) -> None:
+    def append(self, target: Target, logprob: float, likeliest: Likeliest) -> None:
         """Adds the log-probability of the next token of a continuation."""
         self.logprobs[target.continuation].append(logprob)
-        self.greedy[target.continuation] &= likeliest
+        self.likeliest[target.continuation].append(likeliest)
         self._unread -= 1
 
     @property
     def finished(self) -> bool:
         """Whether all continuations are scored."""
         return not self._unread
+
+    def scores(self) -> list[Score]:
+        """Of its continuations, once it is finished."""
+        return [
+            Score(
+                float(np.sum(logprobs)),
+                tuple(logprobs),
+                all(token == best.token for token, best in zip(own, likeliest, strict=True)),
+                tuple(likeliest),
+            )
+            for own, logprobs, likeliest in zip(
+                self.continuations, self.logprobs, self.likeliest, strict=True
+            )
+        ]
 
 
 class TokenizedScoring:
@@ -237,15 +256,8 @@ class TokenizedScoring:
         """The scores once all sequences are finished."""
         if not all(one.finished for one in self.sequences):
             return None
-        return Scores(
-            self.original.id,
-            tuple(
-                Score(float(np.sum(logprobs)), tuple(logprobs), greedy)
-                for one in self.sequences
-                for logprobs, greedy in zip(one.logprobs, one.greedy, strict=True)
-            ),
-            self._prompt_tokens,
-        )
+        scores = tuple(score for one in self.sequences for score in one.scores())
+        return Scores(self.original.id, scores, self._prompt_tokens)
 
 
 class RequestTokenizer:

@@ -261,7 +261,8 @@ class Programs:
             predicting = by_rows(hidden[rows, offsets])  # each device some of them
             logits = nnx.merge(graphdef, state).logits(predicting)  # [N, V]
             chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-            return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == targets
+            total = jax.nn.logsumexp(logits, axis=-1)
+            return chosen - total, logits.argmax(-1), logits.max(-1) - total
 
         def copy(cache, source, target, end):
             of_layers = scanned_cache if self.scanned else kv_cache
@@ -286,7 +287,7 @@ class Programs:
             self.encode, self.step = encode_and_step(
                 graphdef, config.slots, block, embed, next_tokens
             )
-        self.score = jax.jit(score, out_shardings=(whole, whole))
+        self.score = jax.jit(score, out_shardings=(whole, whole, whole))
         self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
 
 
@@ -413,8 +414,8 @@ class SlotRunner:
 
     def score(
         self, hidden: jax.Array, rows: np.ndarray, offsets: np.ndarray, targets: np.ndarray
-    ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities of tokens, and whether each is the likeliest: [N] each.
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Log-probabilities of tokens, the likeliest tokens in their places, and theirs: [N] each.
 
         Args:
           hidden: from `encode`, [R, L, H].

@@ -213,6 +213,19 @@ class EngineBackend:
         self.usage.requests += 1
         self.usage.prompt_tokens = self._throughput.prefill_tokens + self._throughput.reused_tokens
 
+    def engine_request(self, query: Query) -> Request | Scoring:
+        """What the engine is asked for a checked query, with its pictures decoded.
+
+        Raises:
+          Unanswerable: a picture that is broken behind its header.
+        """
+        prompt = self._prompt(query)
+        try:
+            pixels = [self._read_picture(picture) for picture in prompt.pictures]
+        except images.PictureError as error:
+            raise Unanswerable(str(error)) from error
+        return self._request(query, prompt, pixels)
+
     def _requests(self, prompts: Sequence[tuple[Query, _Prompt]]) -> Iterator[Request | Scoring]:
         if self._llava is None:
             yield from (self._request(query, prompt, ()) for query, prompt in prompts)

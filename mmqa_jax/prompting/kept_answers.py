@@ -76,6 +76,8 @@ def _plain(answer: Result | Scores) -> dict[str, Any]:
     rows = answer.scores if isinstance(answer, Scores) else answer.candidates
     name = "scores" if isinstance(answer, Scores) else "candidates"
     plain = [dataclasses.asdict(row) for row in rows]
+    for row in plain:
+        row.pop("likeliest", None)
     return {name: plain, "prompt_tokens": answer.prompt_tokens}
 
 

@@ -1,0 +1,178 @@
+"""The engine in a thread of its own: requests join the running batch as they arrive.
+
+Any thread submits; each request is answered through a future, and may hear of its tokens as they
+are decoded. What an answer is does not depend on what else is served (see engine.py).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mmqa_jax.decoding.engine import Engine, Tokenized
+from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring
+from mmqa_jax.decoding.scheduler import GeneratedSequence, TokenizedRequest
+
+OnToken = Callable[[GeneratedSequence], None]  # in the engine's thread, after each token
+_CLOSE = object()
+
+
+class QueueFull(Exception):
+    """As many requests as may wait are there already."""
+
+
+class Closed(Exception):
+    """The engine takes no further request: it is being closed, or has failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A request that waits or is being served.
+
+    Attributes:
+      future: its Result or Scores; an exception if the engine failed.
+    """
+
+    future: concurrent.futures.Future[Any]
+    _cancel: Callable[[], None]
+
+    def cancel(self) -> None:
+        """Ends the work on it, if it is not finished; its future is then cancelled."""
+        if self.future.cancel():
+            self._cancel()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrival:
+    number: int
+    tokenized: Tokenized
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cancellation(_Arrival):
+    """Of what arrived before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    future: concurrent.futures.Future[Any]
+    on_token: OnToken | None
+
+
+class OnlineEngine:
+    """Serves requests from many threads; a `with` block ends when all are answered.
+
+    Args:
+      engine: nobody else may use it until this is closed.
+      most: requests that may be unfinished, those in slots included.
+    """
+
+    def __init__(self, engine: Engine, most: int = 256):
+        self._engine, self._most = engine, most
+        self._numbers = itertools.count()
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs: dict[int, _Job] = {}
+        self._lock = threading.Lock()  # of _jobs and _closed
+        self._closed, self._failure = False, None
+        self._being_served: set[int] = set()  # in the engine's thread alone
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or are being served."""
+        return len(self._jobs)
+
+    @property
+    def is_serving(self) -> bool:
+        """False once it is being closed or has failed."""
+        return not self._closed
+
+    def submit(self, request: Request | Scoring, on_token: OnToken | None = None) -> Pending:
+        """Hands a request to the engine; its own id only stands in messages.
+
+        Raises:
+          UserError: it cannot be served.
+          QueueFull, Closed: none can be, now or any more.
+        """
+        number = next(self._numbers)
+        tokenized = self._engine.tokenized(request)
+        tokenized.original = dataclasses.replace(tokenized.original, id=number)
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            if self._closed:
+                raise Closed(str(self._failure or "the engine is being closed"))
+            if len(self._jobs) >= self._most:
+                raise QueueFull(f"{self._most} requests are being served or wait")
+            self._jobs[number] = _Job(future, on_token)
+            # Under the lock, so that it is in front of what closes the queue.
+            self._arrived.put(_Arrival(number, tokenized))
+        return Pending(future, lambda: self._arrived.put(_Cancellation(number, tokenized)))
+
+    def close(self) -> None:
+        """Takes nothing new, and returns when what was taken is answered."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._arrived.put(_CLOSE)
+        self._thread.join()
+
+    def __enter__(self) -> OnlineEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        try:
+            for result in self._engine.serve(self._arrivals(), on_token=self._tell):
+                self._being_served.discard(result.id)
+                self._finish(result)
+        except BaseException as error:
+            with self._lock:
+                self._closed, self._failure = True, error
+                jobs, self._jobs = self._jobs, {}
+            traceback.print_exception(error)
+            for job in jobs.values():
+                if job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(Closed(f"the engine failed: {error!r}"))
+
+    def _arrivals(self) -> Iterator[Tokenized | None]:
+        """What the engine is to serve next; it waits only where the engine has nothing to do."""
+        while True:
+            try:
+                arrived = self._arrived.get(block=not self._being_served)
+            except queue.Empty:
+                yield None
+                continue
+            if arrived is _CLOSE:
+                return
+            if isinstance(arrived, _Cancellation):
+                if isinstance(arrived.tokenized, TokenizedRequest):  # scores soon have an end
+                    self._engine.cancel(arrived.tokenized)
+                    self._being_served.discard(arrived.number)
+                self._pop(arrived.number)
+            else:
+                self._being_served.add(arrived.number)
+                yield arrived.tokenized
+
+    def _tell(self, sequence: GeneratedSequence) -> None:
+        job = self._jobs.get(sequence.request.original.id)
+        if job is not None and job.on_token is not None:
+            job.on_token(sequence)
+
+    def _finish(self, result: Result | Scores) -> None:
+        job = self._pop(result.id)
+        # A future that is being cancelled is not set.
+        if job is not None and job.future.set_running_or_notify_cancel():
+            job.future.set_result(result)
+
+    def _pop(self, number: Any) -> _Job | None:
+        with self._lock:
+            return self._jobs.pop(number, None)
