@@ -14,6 +14,7 @@ setup(
             "*.toml",
             "*.jinja",
             "targets/*",
+            "page/*",
             "templates/*",
         ],
         "mmqa_jax.configs": ["*.py", "**/*.py", "**/*.md", "**/*.png"],

@@ -27,7 +27,7 @@ from mmqa_jax.core.host import skip_absent_tpu
 from mmqa_jax.core.paths import check_scheme, scheme_of
 
 VERBS = (
-    *("demo", "ask", "prepare", "caption", "convert", "train", "embed", "index", "search"),
+    *("demo", "ask", "serve", "prepare", "caption", "convert", "train", "embed", "index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
     *("evaluate", "report", "plan", "merge", "status"),
 )

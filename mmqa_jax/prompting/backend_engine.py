@@ -87,6 +87,16 @@ class EngineBackend:
         self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
 
     @property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's."""
+        return self._tokenizer
+
+    @property
+    def length(self) -> int:
+        """The most tokens of a prompt with its answer."""
+        return self._length
+
+    @property
     def engine(self) -> Engine:
         """The engine, made on first use."""
         return self._engine_for(UNKNOWN)
@@ -118,6 +128,12 @@ class EngineBackend:
         if (sequences, tokens) != (first.sequences, first.tokens):
             self._demand = Demand(sequences, tokens)
             self._resize(engine, self._demand)
+        return engine
+
+    def fixed(self) -> Engine:
+        """The engine in sizes that stay: from now on `check` refuses what exceeds them."""
+        engine, self._resize = self.engine, None
+        self._length = engine.config.length
         return engine
 
     def sizes(self) -> dict[str, Any] | None:
@@ -177,9 +193,7 @@ class EngineBackend:
 
     def _count_tokens(self, request: Query, prompt: _Prompt) -> tuple[int, int, int]:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
-        count = len(prompt.tokens)
-        if self._llava is not None:
-            count += len(prompt.pictures) * (self._llava.vision.patches - 1)
+        count = self._prompt_tokens(prompt)
         if isinstance(request, Choices):
             lengths = [len(one) for one in self._continuations(request, prompt)]
             together = max(max(lengths), min(sum(lengths), _SHARED))
@@ -212,6 +226,14 @@ class EngineBackend:
             self._warm = dataclasses.replace(self._throughput)
         self.usage.requests += 1
         self.usage.prompt_tokens = self._throughput.prefill_tokens + self._throughput.reused_tokens
+
+    def prompt_tokens(self, query: Query) -> int:
+        """Tokens of a query's prompt, its pictures' patches among them."""
+        return self._prompt_tokens(self._prompt(query))
+
+    def _prompt_tokens(self, prompt: _Prompt) -> int:
+        patches = 0 if self._llava is None else self._llava.vision.patches - 1
+        return len(prompt.tokens) + len(prompt.pictures) * patches
 
     def engine_request(self, query: Query) -> Request | Scoring:
         """What the engine is asked for a checked query, with its pictures decoded.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_sources
-from mmqa_jax.data.schema import NOT_FOUND, Prediction
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.inference.wording import as_written
 from mmqa_jax.papers import webqa
+from mmqa_jax.papers.webqa import Reranker
+from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.runs.parts import open_dense, with_similarity
 from mmqa_jax.tasks.answer import load_reader
@@ -31,16 +35,51 @@ class Answer:
         picture of its own.
       prediction: what the reader wrote, and the sources it read; if nothing was found, the
         nearest one, with its similarity or relevance.
+      queries: what was searched for: the question, and that of the second hop.
+      candidates: what was found, by relevance; None: no source was similar enough to be read.
     """
 
     text: str
     found: bool
     prediction: Prediction
+    queries: tuple[str, ...]
+    candidates: Ranking | None
 
     def shown(self, corpus: Corpus) -> list[ShownSource]:
         """The sources to show: those that were read are cited, the nearest one is not."""
         names, scores = self.prediction.sources, self.prediction.source_scores
         return shown_sources(corpus, names, scores, cited=self.found)
+
+
+class _Heard:
+    """The retriever and the reranker of one question, who keep what they were asked and said.
+
+    Attributes:
+      queries: of the searches.
+      candidates: as the reranker scored them.
+    """
+
+    def __init__(self, retriever: Retriever, reranker: Reranker):
+        self._retriever, self._reranker = retriever, reranker
+        self.queries: list[str] = []
+        self.candidates: Ranking | None = None
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """As the retriever."""
+        self.queries += [question.question for question in questions]
+        return self._retriever.search(questions, top_k)
+
+    def search_within(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> list[Ranking]:
+        """As the retriever."""
+        return self._retriever.search_within(questions, candidates)
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        """As the reranker."""
+        scored = self._reranker.score(questions, candidates)
+        (self.candidates,) = scored
+        return scored
 
 
 class Answerer:
@@ -67,9 +106,13 @@ class Answerer:
         pairs, one = {"batch_size": 10}, {"batch_size": 1}
         reranker = load_reranker(folder / "rerank", self.corpus, pairs, one_shape=True)
         self._dense = dense
-        self._retriever = SecondHopRetriever(dense, self.corpus)
         self._reranker = with_similarity(reranker, dense, self.corpus, tuned["weight"])
         self._reader = load_reader(folder / "answer", self.corpus, one, one_shape=True)
+
+    @property
+    def embedder(self) -> Any:
+        """The encoder of questions and sources."""
+        return self._dense.embedder
 
     def answer(self, text: str, picture: bytes | None = None) -> Answer:
         """Answers a question, citing sources of the demo's corpus.
@@ -82,16 +125,20 @@ class Answerer:
           UserError: the question is longer than the reader accepts.
         """
         self._reader.check_length(text)
-        question = self.corpus.ask(text, picture)
+        with self.corpus.asked(text, picture) as question:
+            return self._answer(question, picture)
+
+    def _answer(self, question: Question, picture: bytes | None) -> Answer:
         if picture is None:
             (nearest,) = self._dense.search([question], 1)
             if nearest.scores[0] < self._least_similarity:
                 shown = Prediction(question.id, "", nearest.sources, nearest.scores)
-                return Answer(NOT_FOUND, False, shown)
+                return Answer(NOT_FOUND, False, shown, (question.question,), None)
+        heard = _Heard(self._dense, self._reranker)
         (prediction,) = webqa.answer_full_scale(
             [question],
-            self._retriever,
-            self._reranker,
+            SecondHopRetriever(heard, self.corpus),
+            heard,
             self._reader,
             top_k=self._top_k,
             threshold=self._threshold,
@@ -100,11 +147,11 @@ class Answerer:
         # `best` cites its first source whatever its relevance, as the papers' settings do.
         relevant = any(score > self._threshold for score in prediction.source_scores)
         if picture is None and not relevant:
-            return Answer(NOT_FOUND, False, prediction)
+            return Answer(NOT_FOUND, False, prediction, tuple(heard.queries), heard.candidates)
         sources = [self.corpus.sources[self.corpus.row[name]] for name in prediction.sources]
-        texts = [*(source.text for source in sources), text]
+        texts = [*(source.text for source in sources), question.question]
         written = as_written(prediction.answer, texts, [source.title for source in sources])
-        return Answer(written, True, prediction)
+        return Answer(written, True, prediction, tuple(heard.queries), heard.candidates)
 
 
 def _least_similarity(folder: Path) -> float:

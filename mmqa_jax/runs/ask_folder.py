@@ -24,7 +24,7 @@ from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.prepare import prepare
-from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
 from mmqa_jax.papers.webqa import Reader
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
@@ -115,6 +115,19 @@ class FolderAnswer:
         return shown_sources(corpus, self.read.sources, self.read.scores, cited=False)
 
 
+class Found(NamedTuple):
+    """What was found for a question.
+
+    Attributes:
+      passages: by their cosines, to be read in this order.
+      is_refused: none is similar enough; `passages` is the nearest one.
+    """
+
+    question: Question
+    passages: Ranking
+    is_refused: bool
+
+
 class Passages(NamedTuple):
     """A corpus behind both retrievers.
 
@@ -141,6 +154,11 @@ class FolderAnswerer:
         self._passages = open_passages(corpus, options.encoder)
         self._threshold = options.threshold(len(corpus))
 
+    @property
+    def embedder(self) -> Any:
+        """The encoder of passages and questions."""
+        return self._passages.dense.embedder
+
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
         """Answers a question, citing the folder's sources.
 
@@ -148,21 +166,35 @@ class FolderAnswerer:
           picture: encoded picture that belongs to the question; the answer may then come from it,
             and is refused by the model alone.
         """
-        question = self.corpus.ask(text, picture)
+        with self.corpus.asked(text, picture) as question:
+            return self.read(self.find(question))
+
+    def find(self, question: Question) -> Found:
+        """The passages nearest to a question of `corpus.asked`."""
         sought = question
-        if not self._passages.dense.embedder.image_size:  # it embeds texts alone
+        if not self.embedder.image_size:  # it embeds texts alone
             sought = dataclasses.replace(question, image=None)
         depth = max(self.options.top_k, DEPTH)
         (pool,) = self._passages.hybrid.search([sought], depth)
+        if question.image is None and pool.dense.scores[0] < self._threshold:
+            nearest = Ranking(question.id, pool.dense.sources[:1], pool.dense.scores[:1])
+            return Found(question, nearest, is_refused=True)
         best = convex_combination(pool, self.options.weight, self.options.top_k)
         cosines = tuple(pool.cosines[name] for name in best.sources)
-        found = Ranking(question.id, best.sources, cosines)
-        if picture is None and pool.dense.scores[0] < self._threshold:
-            nearest = Ranking(question.id, pool.dense.sources[:1], pool.dense.scores[:1])
-            return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), nearest)
-        (prediction,) = self._reader.answer([question], [found])
+        return Found(question, Ranking(question.id, best.sources, cosines), is_refused=False)
+
+    def read(self, found: Found, reader: Reader | None = None) -> FolderAnswer:
+        """Answers a question from what was found.
+
+        Args:
+          reader: in place of this answerer's own.
+        """
+        question, passages, is_refused = found
+        if is_refused:
+            return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), passages)
+        (prediction,) = (reader or self._reader).answer([question], [passages])
         said = prediction.answer.strip()
-        return FolderAnswer(said, said not in ("", NOT_FOUND), prediction, found)
+        return FolderAnswer(said, said not in ("", NOT_FOUND), prediction, passages)
 
 
 def open_folder(

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 
-_PICTURE = "asked"  # name of the picture that belongs to the question; no file has it
-
 
 class AskedCorpus(Corpus):
-    """A prepared corpus, and the picture of the question that was asked last."""
+    """A prepared corpus, and the pictures of the questions that are being asked of it."""
 
     def __init__(self, prepared: Corpus):
         super().__init__(
             prepared.sources, fingerprint=prepared.fingerprint, manifest=prepared.manifest
         )
         self._prepared = prepared
-        self._asked: bytes | None = None
+        self._numbers = itertools.count(1)
+        self._asked: dict[str, bytes] = {}  # question id, which no file has as its name -> picture
 
-    def ask(self, text: str, picture: bytes | None = None) -> Question:
-        """The question, whose encoded picture the corpus has from now on."""
-        self._asked = picture
-        return Question("asked", "", text, image=None if picture is None else _PICTURE)
+    @contextlib.contextmanager
+    def asked(self, text: str, picture: bytes | None = None) -> Iterator[Question]:
+        """The question, whose encoded picture the corpus has inside the `with` block.
+
+        Several threads may ask at once.
+        """
+        name = f"\0asked {next(self._numbers)}"
+        if picture is not None:
+            self._asked[name] = picture
+        try:
+            yield Question(name, "", text, image=None if picture is None else name)
+        finally:
+            self._asked.pop(name, None)
 
     def read_picture(self, name: str | None) -> bytes | None:
         """Encoded picture by its name."""
-        return self._asked if name == _PICTURE else self._prepared.read_picture(name)
+        own = None if name is None else self._asked.get(name)
+        return self._prepared.read_picture(name) if own is None else own
 
 
 class ShownSource(NamedTuple):

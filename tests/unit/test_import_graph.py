@@ -19,7 +19,7 @@ PACKAGE = Path(mmqa_jax.__file__).parent
 # What a bare accelerator image lacks.
 HEAVY = {"grain", "scann", "tensorflow_datasets"}
 # The rooms above the training tasks, lowest last.
-ABOVE_TASKS = {"commands", "runs", "plan", "extensions", "papers"}
+ABOVE_TASKS = {"commands", "serve", "runs", "plan", "extensions", "papers"}
 
 
 class Import(NamedTuple):

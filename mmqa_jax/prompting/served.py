@@ -1,0 +1,117 @@
+"""A language model that many threads ask at once, each for its own user (mmqa serve)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mmqa_jax.decoding.online import OnlineEngine, OnToken, Pending
+from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring
+from mmqa_jax.decoding.scheduler import GeneratedSequence
+from mmqa_jax.decoding.text_stream import TextStream
+from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.backends import Choices, Failure, Query, Usage
+
+OnText = Callable[[str], None]  # in the engine's thread, with the next piece of an answer
+
+
+class ServedModel:
+    """An engine that answers as requests arrive.
+
+    Args:
+      backend: from now on nobody else asks it.
+      most: requests that may be unfinished at once.
+    """
+
+    def __init__(self, backend: EngineBackend, most: int):
+        self.backend = backend
+        self.online = OnlineEngine(backend.fixed(), most)
+
+    def submit(self, query: Query | Request | Scoring, on_token: OnToken | None = None) -> Pending:
+        """Hands a query, or a request of tokens, to the engine; see `OnlineEngine.submit`.
+
+        Raises:
+          UserError: it cannot be served.
+        """
+        if not isinstance(query, Request | Scoring):
+            self.backend.check(query)
+            query = self.backend.engine_request(query)
+        return self.online.submit(query, on_token)
+
+    def session(self, on_text: OnText | None = None) -> ServedBackend:
+        """The model as one user's backend."""
+        return ServedBackend(self, on_text)
+
+    def close(self) -> None:
+        """Ends when what was taken is answered."""
+        self.online.close()
+
+
+class ServedBackend:
+    """One user's queries to a model that others ask as well; see backends.Backend.
+
+    Args:
+      on_text: told of pieces of the answers as they are decoded.
+    """
+
+    def __init__(self, model: ServedModel, on_text: OnText | None):
+        self._model, self._on_text = model, on_text
+        self.usage, self.failures = Usage(), list[Failure]()
+        self._pending: list[Pending] = []
+
+    @property
+    def takes_pictures(self) -> bool:
+        """See Backend."""
+        return self._model.backend.takes_pictures
+
+    @property
+    def takes_messages(self) -> bool:
+        """See Backend."""
+        return self._model.backend.takes_messages
+
+    @property
+    def fingerprint(self) -> str:
+        """See Backend."""
+        return self._model.backend.fingerprint
+
+    def check(self, query: Query) -> None:
+        """See Backend."""
+        self._model.backend.check(query)
+
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        """See Backend."""
+        asked = list(queries)
+        self._pending = [self._model.submit(query, self._listener(query)) for query in asked]
+        for query, pending in zip(asked, self._pending, strict=True):
+            answer = pending.future.result()
+            self.usage.requests += 1
+            self.usage.prompt_tokens += answer.prompt_tokens
+            if isinstance(answer, Result):
+                tokens = sum(len(candidate.tokens) for candidate in answer.candidates)
+                self.usage.completion_tokens += tokens
+            yield dataclasses.replace(answer, id=query.id)
+
+    def cancel(self) -> None:
+        """Ends the work on what is unanswered; `answer` then raises CancelledError."""
+        for pending in self._pending:
+            pending.cancel()
+
+    def rates(self) -> dict[str, float]:
+        """See Backend."""
+        return self._model.backend.rates()
+
+    def sizes(self) -> dict[str, Any] | None:
+        """See Backend."""
+        return self._model.backend.sizes()
+
+    def _listener(self, query: Query) -> OnToken | None:
+        if self._on_text is None or isinstance(query, Choices):
+            return None
+        stream = TextStream(self._model.backend.tokenizer, query.decoding.stop)
+
+        def on_token(sequence: GeneratedSequence) -> None:
+            if piece := stream.push(sequence.tokens[-1], sequence.finish):
+                self._on_text(piece)
+
+        return on_token

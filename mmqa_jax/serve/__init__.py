@@ -1,0 +1,1 @@
+"""`mmqa serve`: a page and OpenAI's API over models that stay loaded."""

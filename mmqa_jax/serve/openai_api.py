@@ -1,0 +1,375 @@
+"""OpenAI's API: completions, chats, embeddings and the list of models.
+
+A language model answers under its own name; a system that answers from sources under its own as
+well, with the last message as the question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mmqa_jax.decoding.online import Pending
+from mmqa_jax.decoding.requests import Candidate, Scores, Scoring
+from mmqa_jax.decoding.requests import Request as EngineRequest
+from mmqa_jax.decoding.scheduler import GeneratedSequence
+from mmqa_jax.decoding.text_stream import TextStream
+from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Query
+from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.serve.errors import ApiError
+from mmqa_jax.serve.fields import read_body
+from mmqa_jax.serve.metrics import Metrics
+from mmqa_jax.serve.openai_answers import (
+    Envelope,
+    Token,
+    chat_logprobs,
+    completion_logprobs,
+    embedding,
+    finish_of,
+    tokens_of,
+    usage_of,
+)
+from mmqa_jax.serve.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    Form,
+    Prompt,
+    read_chat,
+    read_completion,
+    read_embedding,
+)
+from mmqa_jax.serve.parts import Parts
+from mmqa_jax.serve.systems import System
+from mmqa_jax.serve.waiting import Pieces, finished, in_thread, refusal
+
+
+class OpenAIApi:
+    """The routes under /v1.
+
+    Args:
+      parts: what there is to answer with.
+      seconds: that an answer may take.
+    """
+
+    def __init__(self, parts: Parts, metrics: Metrics, seconds: float):
+        self._parts, self._metrics, self._seconds = parts, metrics, seconds
+        self._started = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """Of the application."""
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        """The names that requests may give as `model`."""
+        rows = [self._described(name) for name in self._parts.model_names]
+        return JSONResponse({"object": "list", "data": rows})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["name"]
+        self._check_name(name, self._parts.model_names)
+        return JSONResponse(self._described(name))
+
+    async def completions(self, request: Request) -> Response:
+        """Continues texts, or scores them (echo)."""
+        asked = read_completion(await read_body(request))
+        model = self._llm(asked.model)
+        if asked.form.stream:
+            query = _continuation(asked.prompts[0], asked.decoding)
+            return await self._streamed(query, model, asked.decoding, asked.form, asked.model)
+        submit = functools.partial(_submit_all, model, asked)
+        pending = await in_thread(submit)
+        results = await finished(request, pending, self._seconds)
+        tokenizer = model.backend.tokenizer
+        choices, prompt_tokens, new_tokens = [], 0, 0
+        for number, prompt in enumerate(asked.prompts):
+            scores = results.pop(0) if asked.form.echo else None
+            echoed = _echoed(model, prompt, scores) if asked.form.echo else []
+            result = None if asked.is_only_scored else results.pop(0)
+            prompt_tokens += result.prompt_tokens if result is not None else len(echoed)
+            text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+            begin = text if asked.form.echo else ""
+            candidates = [_NOTHING] if result is None else result.candidates
+            for draw, candidate in enumerate(candidates):
+                new_tokens += len(candidate.tokens)
+                logprobs = None
+                if asked.form.logprobs:
+                    tokens = [*echoed, *tokens_of(candidate, top=asked.form.top)]
+                    logprobs = completion_logprobs(tokens, tokenizer, top=asked.form.top)
+                choices.append(
+                    {
+                        "text": begin + (candidate.text or ""),
+                        "index": number * len(candidates) + draw,
+                        "logprobs": logprobs,
+                        "finish_reason": finish_of(candidate.finish),
+                    }
+                )
+        self._metrics.tokens(prompt_tokens, new_tokens)
+        envelope = Envelope("text_completion", asked.model)
+        return JSONResponse(envelope.whole(choices, usage_of(prompt_tokens, new_tokens)))
+
+    async def chat(self, request: Request) -> Response:
+        """The next message of a conversation, by a language model or a system."""
+        asked = read_chat(await read_body(request))
+        if asked.model in self._parts.systems:
+            return await self._chat_with_system(request, asked)
+        model = self._llm(asked.model)
+        query = await in_thread(_sized, model, asked)
+        if asked.form.stream:
+            return await self._streamed(query, model, query.decoding, asked.form, asked.model)
+        pending = await in_thread(model.submit, query)
+        (result,) = await finished(request, [pending], self._seconds)
+        choices = []
+        for draw, candidate in enumerate(result.candidates):
+            logprobs = None
+            if asked.form.logprobs:
+                tokens = tokens_of(candidate, top=asked.form.top)
+                logprobs = chat_logprobs(tokens, model.backend.tokenizer)
+            choices.append(_chat_choice(draw, candidate.text or "", candidate.finish, logprobs))
+        new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
+        self._metrics.tokens(result.prompt_tokens, new_tokens)
+        usage = usage_of(result.prompt_tokens, new_tokens)
+        return JSONResponse(Envelope("chat.completion", asked.model).whole(choices, usage))
+
+    async def embeddings(self, request: Request) -> Response:
+        """The vectors of texts, embedded as questions are."""
+        asked = read_embedding(await read_body(request))
+        self._check_name(asked.model, [self._parts.embedder_name])
+        vectors, tokens = await in_thread(self._parts.embed, asked.texts)
+        self._metrics.tokens(tokens, 0)
+        rows = [
+            embedding(vector, number, as_base64=asked.as_base64)
+            for number, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": rows, "model": asked.model, "usage": usage})
+
+    async def _chat_with_system(self, request: Request, asked: ChatRequest) -> Response:
+        """The last message is the question; earlier ones are no part of it."""
+        system = self._parts.systems[asked.model]
+        last = asked.messages[-1]
+        if last.role != "user":
+            raise ApiError(400, "the last message is not the user's; ask in it.", param="messages")
+        pictures = last.pictures
+        if len(pictures) > 1:
+            raise ApiError(400, "a question has at most one picture here.", param="messages")
+        if asked.form.logprobs or asked.decoding.n > 1:
+            raise ApiError(400, f"{asked.model} gives one answer without log-probabilities.")
+        picture = pictures[0].data if pictures else None
+        pieces = Pieces()
+        asking = system.ask(last.text, picture, lambda kind, value: pieces.put((kind, value)))
+        pieces.end_with(asking.future)
+        envelope = Envelope("chat.completion", asked.model)
+        if asked.form.stream:
+            parts = self._system_pieces(system, asking, pieces, envelope)
+            return StreamingResponse(parts, media_type="text/event-stream")
+        (row,) = await finished(request, [asking], self._seconds)
+        choice = _chat_choice(0, row["answer"], "end", None)
+        return JSONResponse(envelope.whole([choice], usage_of(0, 0), sources=row["sources"]))
+
+    async def _system_pieces(
+        self, system: System, asking: Pending, pieces: Pieces, envelope: Envelope
+    ) -> AsyncIterator[str]:
+        sent = False
+        try:
+            async for kind, value in pieces.until(self._seconds):
+                if kind == "text" and value:
+                    sent = True
+                    yield _event(envelope.piece([_delta(0, value)]))
+            row = await asyncio.wrap_future(asking.future)
+            if not sent:  # nothing was decoded: the question was refused
+                yield _event(envelope.piece([_delta(0, row["answer"])]))
+            end = envelope.piece([_delta(0, None, "stop")], sources=row["sources"])
+            yield _event(end) + _DONE
+        except Exception as error:
+            yield _event(refusal(error).to_json())
+        finally:
+            asking.cancel()
+
+    async def _streamed(
+        self,
+        query: Query | EngineRequest,
+        model: ServedModel,
+        decoding: Decoding,
+        form: Form,
+        name: str,
+    ) -> StreamingResponse:
+        """An answer in pieces."""
+        pieces = Pieces()
+        submit = functools.partial(model.submit, query, _listener(model, decoding, pieces))
+        pending = await in_thread(submit)
+        pieces.end_with(pending.future)
+        is_chat = isinstance(query, Chat)
+        envelope = Envelope("chat.completion" if is_chat else "text_completion", name)
+        choice = _delta if is_chat else _text_choice
+        tokenizer = model.backend.tokenizer
+
+        async def events() -> AsyncIterator[str]:
+            begun: set[int] = set()
+            try:
+                async for draw, text, token, finish in pieces.until(self._seconds):
+                    logprobs = None
+                    if form.logprobs and is_chat:
+                        logprobs = chat_logprobs([token], tokenizer)
+                    elif form.logprobs:
+                        logprobs = completion_logprobs([token], tokenizer, top=form.top)
+                    if is_chat and draw not in begun:
+                        begun.add(draw)
+                        yield _event(envelope.piece([_delta(draw, "", role="assistant")]))
+                    if text or logprobs:
+                        yield _event(envelope.piece([choice(draw, text, logprobs=logprobs)]))
+                    if finish:
+                        last = choice(draw, None if is_chat else "", finish_of(finish))
+                        yield _event(envelope.piece([last]))
+                result = await asyncio.wrap_future(pending.future)
+                new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
+                self._metrics.tokens(result.prompt_tokens, new_tokens)
+                if form.usage:
+                    yield _event(envelope.piece([], usage_of(result.prompt_tokens, new_tokens)))
+                yield _DONE
+            except Exception as error:
+                yield _event(refusal(error).to_json())
+            finally:
+                pending.cancel()  # the client may have left
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def _llm(self, name: str) -> ServedModel:
+        found = self._parts.llm
+        self._check_name(name, [] if found is None else [self._parts.llm_name])
+        assert found is not None
+        return found
+
+    def _check_name(self, name: str, known: Sequence[str]) -> None:
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise ApiError(
+                404,
+                f"no model {name!r:.80} answers this; these do: {names}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "mmqa_jax"}
+
+
+_NOTHING = Candidate("", (), 0.0, (), "length")  # what is generated where a prompt is only scored
+_DONE = "data: [DONE]\n\n"
+
+
+def _event(value: Any) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _continuation(prompt: Prompt, decoding: Decoding) -> Query | EngineRequest:
+    if isinstance(prompt, str):
+        return Completion(0, prompt, decoding)
+    return decoding.request(0, prompt)
+
+
+def _sized(model: ServedModel, asked: ChatRequest) -> Chat:
+    """The query, with all new tokens that the context holds where none are named."""
+    query = Chat(0, asked.messages, asked.decoding)
+    most = asked.most
+    if most is None:
+        most = max(model.backend.length - model.backend.prompt_tokens(query), 1)
+    decoding = dataclasses.replace(asked.decoding, max_new_tokens=most)
+    return dataclasses.replace(query, decoding=decoding)
+
+
+def _submit_all(model: ServedModel, asked: CompletionRequest) -> list[Pending]:
+    """For each prompt its scores, if it is echoed, and its continuations."""
+    pending: list[Pending] = []
+    try:
+        for prompt in asked.prompts:
+            if asked.form.echo:
+                pending.append(model.submit(_prompt_scoring(model, prompt)))
+            if not asked.is_only_scored:
+                pending.append(model.submit(_continuation(prompt, asked.decoding)))
+    except BaseException:
+        for one in pending:
+            one.cancel()
+        raise
+    return pending
+
+
+def _prompt_scoring(model: ServedModel, prompt: Prompt) -> Scoring:
+    """Scores all tokens of a prompt behind the first."""
+    tokens = model.backend.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if len(tokens) < 2:
+        raise ApiError(400, "echo: the prompt has one token, which nothing precedes.")
+    return Scoring(0, tokens[:1], [tokens[1:]])
+
+
+def _echoed(model: ServedModel, prompt: Prompt, scores: Scores) -> list[Token]:
+    """The tokens of a prompt with their log-probabilities."""
+    first, *rest = (
+        model.backend.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    )
+    (score,) = scores.scores
+    rows = zip(rest, score.logprobs, score.likeliest, strict=True)
+    return [Token(first, None, None), *(Token(*row) for row in rows)]
+
+
+def _listener(
+    model: ServedModel, decoding: Decoding, pieces: Pieces
+) -> Callable[[GeneratedSequence], None]:
+    """Puts (draw, text, token, finish) for each token."""
+    streams: dict[int, TextStream] = {}
+
+    def on_token(sequence: GeneratedSequence) -> None:
+        draw = sequence.draw
+        if draw not in streams:
+            streams[draw] = TextStream(model.backend.tokenizer, decoding.stop)
+        token, logprob = sequence.tokens[-1], sequence.logprobs[-1]
+        text = streams[draw].push(token, sequence.finish)
+        pieces.put((draw, text, Token(token, logprob, (token, logprob)), sequence.finish))
+
+    return on_token
+
+
+def _chat_choice(
+    index: int, text: str, finish: str, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": finish_of(finish),
+    }
+
+
+def _delta(
+    index: int,
+    text: str | None,
+    finish: str | None = None,
+    *,
+    role: str | None = None,
+    logprobs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    delta: dict[str, Any] = {} if role is None else {"role": role}
+    if text is not None:
+        delta["content"] = text
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _text_choice(
+    index: int, text: str, finish: str | None = None, *, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}

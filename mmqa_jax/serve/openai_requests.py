@@ -1,0 +1,247 @@
+"""Requests of OpenAI's API in types: what is asked of the model, and in which form it is answered.
+
+What the API knows and this server does not is refused by name; nothing is ignored that would change
+the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.prompting.backends import Decoding, Message, Picture
+from mmqa_jax.serve.errors import ApiError
+from mmqa_jax.serve.fields import Fields, read_picture, strings, token_ids, wrong
+
+_MOST_TOKENS = 2**20
+_MOST_STOPS = 16
+_MOST_DRAWS = 64
+_MOST_PROMPTS = 256
+_DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's
+_ROLES = {"developer": "system"}  # OpenAI's newer name
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How answers are given back.
+
+    Attributes:
+      stream: in pieces, as they are decoded.
+      usage: the stream ends with the numbers of tokens.
+      logprobs: of the tokens.
+      top: also the likeliest token in the place of each.
+      echo: the prompt comes first.
+    """
+
+    stream: bool = False
+    usage: bool = False
+    logprobs: bool = False
+    top: bool = False
+    echo: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRequest:
+    """`POST /v1/completions`.
+
+    Attributes:
+      model: its name.
+      prompts: texts, or token ids.
+      decoding: of each; `max_new_tokens` is at least 1.
+      is_only_scored: max_tokens is 0, with echo: nothing is generated.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    decoding: Decoding
+    form: Form
+    is_only_scored: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+    """`POST /v1/chat/completions`.
+
+    Attributes:
+      decoding: `max_new_tokens` stands for `most`.
+      most: new tokens; None: as many as the model's context holds.
+    """
+
+    model: str
+    messages: tuple[Message, ...]
+    decoding: Decoding
+    form: Form
+    most: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingRequest:
+    """`POST /v1/embeddings`."""
+
+    model: str
+    texts: tuple[str, ...]
+    as_base64: bool
+
+
+def read_completion(fields: Fields) -> CompletionRequest:
+    """Reads a completion; ApiError for what is wrong with it."""
+    model, prompts = fields.take("model", str), _prompts(fields.take("prompt", (str, list)))
+    most = fields.whole("max_tokens", _DEFAULT_TOKENS, 0, _MOST_TOKENS)
+    top = fields.whole("logprobs", None, 0, 1)
+    echo = fields.take("echo", bool, False)
+    if most == 0 and not echo:
+        raise ApiError(400, "max_tokens is 0; without echo at least 1.", param="max_tokens")
+    decoding, form = _decoding(fields, max(most, 1), logprobs=top is not None)
+    form = dataclasses.replace(form, top=top == 1, echo=echo)
+    if form.stream and (echo or len(prompts) > 1):
+        raise ApiError(400, "stream is for one prompt without echo.", param="stream")
+    fields.only("best_of", 1)
+    fields.only("suffix", "")
+    fields.end()
+    if most:
+        _check_top(form, decoding)
+    return CompletionRequest(model, prompts, decoding, form, is_only_scored=most == 0)
+
+
+def read_chat(fields: Fields) -> ChatRequest:
+    """Reads a chat; ApiError for what is wrong with it."""
+    model = fields.take("model", str)
+    messages = _messages(fields.take("messages", list))
+    older = fields.whole("max_tokens", None, 1, _MOST_TOKENS)
+    most = fields.whole("max_completion_tokens", older, 1, _MOST_TOKENS)
+    logprobs = fields.take("logprobs", bool, False)
+    top = fields.whole("top_logprobs", 0, 0, 1)
+    decoding, form = _decoding(fields, 1, logprobs=logprobs)
+    form = dataclasses.replace(form, top=logprobs and top == 1)
+    kind = fields.take("response_format", dict, {"type": "text"})
+    if kind != {"type": "text"}:
+        raise ApiError(400, "response_format: only text is written here.", param="response_format")
+    fields.only("tools", [], why="are not called here")
+    fields.only("functions", [], why="are not called here")
+    fields.only("tool_choice", "none", "auto")
+    fields.only("parallel_tool_calls", True, False)
+    fields.only("modalities", ["text"])
+    fields.only("reasoning_effort", "none")
+    fields.end()
+    _check_top(form, decoding)
+    return ChatRequest(model, messages, decoding, form, most)
+
+
+def read_embedding(fields: Fields) -> EmbeddingRequest:
+    """Reads texts to be embedded; ApiError for what is wrong with them."""
+    model, given = fields.take("model", str), fields.take("input", (str, list))
+    texts = [given] if isinstance(given, str) else given
+    if not strings(texts) or not texts:
+        raise wrong("input", given, "expected a text, or a list of texts")
+    if len(texts) > _MOST_PROMPTS:
+        raise ApiError(400, f"input has {len(texts):,} texts, up to {_MOST_PROMPTS} at once.")
+    form = fields.take("encoding_format", str, "float")
+    if form not in ("float", "base64"):
+        raise wrong("encoding_format", form, "expected float or base64")
+    fields.only("dimensions", why="is the model's own")
+    fields.ignore("user")
+    fields.end()
+    return EmbeddingRequest(model, tuple(texts), form == "base64")
+
+
+def _decoding(fields: Fields, most: int, *, logprobs: bool) -> tuple[Decoding, Form]:
+    """What completions and chats have in common."""
+    temperature = fields.number("temperature", 1.0, 0.0, 2.0)
+    n = fields.whole("n", 1, 1, _MOST_DRAWS)
+    if n > 1 and not temperature:
+        raise ApiError(400, "n is above 1 at temperature 0, where all answers are the same.")
+    stop = fields.take("stop", (str, list), [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not strings(stop) or "" in stop or len(stop) > _MOST_STOPS:
+        raise wrong("stop", stop, f"expected up to {_MOST_STOPS} texts of some length")
+    seed = fields.whole("seed", None, -(2**63), 2**63 - 1)
+    decoding = Decoding(
+        max_new_tokens=most,
+        temperature=temperature,
+        top_k=fields.whole("top_k", 0, 0, 2**31 - 1),
+        top_p=fields.number("top_p", 1.0, 1e-6, 1.0),
+        stop=tuple(stop),
+        n=n,
+        # Without one each request draws otherwise.
+        seed=random.getrandbits(62) if seed is None else seed % 2**63,
+        logprobs=logprobs,
+    )
+    stream = fields.take("stream", bool, False)
+    options = Fields(fields.take("stream_options", dict, {}))
+    form = Form(stream, options.take("include_usage", bool, False), logprobs)
+    options.ignore("include_obfuscation")
+    options.end()
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        fields.only(penalty, 0, 0.0)
+    fields.only("logit_bias", {})
+    fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
+    fields.ignore("prompt_cache_key")
+    return decoding, form
+
+
+def _check_top(form: Form, decoding: Decoding) -> None:
+    if form.top and decoding.temperature:
+        raise ApiError(
+            400,
+            "the likeliest tokens beside those that were drawn are not kept: ask for them at "
+            "temperature 0, or for the log-probabilities of the drawn ones alone (logprobs: 0, "
+            "top_logprobs: 0).",
+            param="logprobs",
+        )
+
+
+def _prompts(given: Any) -> tuple[Prompt, ...]:
+    if isinstance(given, str):
+        prompts: Sequence[Prompt] = [given]
+    elif token_ids(given) and given:
+        prompts = [tuple(given)]
+    elif strings(given) or (given and all(token_ids(one) and one for one in given)):
+        prompts = given
+    else:
+        prompts = []
+    if not prompts or "" in prompts:
+        raise wrong("prompt", given, "expected a text, token ids, or a list of either")
+    if len(prompts) > _MOST_PROMPTS:
+        raise ApiError(400, f"prompt has {len(prompts):,} prompts, up to {_MOST_PROMPTS} at once.")
+    return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
+
+
+def _messages(given: list[Any]) -> tuple[Message, ...]:
+    if not given:
+        raise wrong("messages", given, "expected at least one message")
+    messages = []
+    for number, row in enumerate(given):
+        key = f"messages[{number}]"
+        if not isinstance(row, dict):
+            raise wrong(key, row, "expected an object")
+        fields = Fields(row)
+        role, content = fields.take("role", str), fields.take("content", (str, list))
+        fields.ignore("name", "refusal", "annotations", "audio")
+        fields.only("tool_calls", [], why="are not called here")
+        fields.end()
+        try:
+            messages.append(Message(_ROLES.get(role, role), _content(content, key)))
+        except UserError as error:
+            raise ApiError(400, str(error), param=f"{key}.role") from error
+    return tuple(messages)
+
+
+def _content(given: str | list[Any], key: str) -> tuple[str | Picture, ...]:
+    if isinstance(given, str):
+        return (given,)
+    parts: list[str | Picture] = []
+    for number, part in enumerate(given):
+        name = f"{key}.content[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        value = part.get(kind) if isinstance(kind, str) else None
+        if kind == "image_url" and isinstance(value, dict):
+            value = value.get("url")
+        if kind not in ("text", "image_url") or not isinstance(value, str):
+            raise wrong(name, part, 'expected {"type": "text" or "image_url", ...}')
+        parts.append(value if kind == "text" else read_picture(value, f"{name}.image_url"))
+    return tuple(parts)

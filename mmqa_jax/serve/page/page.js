@@ -1,0 +1,307 @@
+"use strict";
+// Everything that a document, a question or a model wrote is put on the page as text.
+
+const $ = (id) => document.getElementById(id);
+const form = $("form"), question = $("question"), system = $("system"), picture = $("picture");
+let about = { systems: [] };
+let chosen = null; // the question's picture as a data: URL
+let running = null; // AbortController of the answer that is coming
+
+function make(tag, className, text) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+async function call(path, options = {}) {
+  const key = sessionStorage.getItem("key");
+  const headers = { ...(options.headers || {}), ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const reply = await fetch(path, { ...options, headers });
+  if (reply.status === 401) {
+    await askKey();
+    return call(path, options);
+  }
+  if (!reply.ok) {
+    const found = await reply.json().catch(() => null);
+    throw new Error(found?.error?.message || `The server answered ${reply.status}.`);
+  }
+  return reply;
+}
+
+function askKey() {
+  return new Promise((resolve) => {
+    $("unlock").onsubmit = () => {
+      sessionStorage.setItem("key", $("key").value);
+      $("key").value = "";
+      resolve();
+    };
+    if (!$("locked").open) $("locked").showModal();
+  });
+}
+
+async function begin() {
+  about = await (await call("/api/about")).json();
+  document.title = about.title;
+  $("title").textContent = about.title;
+  for (const one of about.systems) {
+    const option = make("option", "", one.label);
+    option.value = one.name;
+    system.append(option);
+  }
+  choose();
+}
+
+function choose() {
+  const one = about.systems.find((found) => found.name === system.value);
+  if (!one) return;
+  const count = about.sources ? `${about.sources.toLocaleString("en")} sources. ` : "";
+  $("about").textContent = count + one.about;
+  $("attach").hidden = !one.pictures;
+  if (!one.pictures) forget();
+}
+
+function forget() {
+  chosen = null;
+  picture.value = "";
+  $("chosen").hidden = true;
+}
+
+picture.addEventListener("change", () => {
+  const file = picture.files[0];
+  if (!file) return;
+  const reader = new FileReader();
+  reader.onload = () => {
+    chosen = reader.result;
+    $("preview").src = chosen;
+    $("chosen").hidden = false;
+  };
+  reader.readAsDataURL(file);
+});
+
+function place(source) {
+  const page = source.page ? `, page ${source.page}` : "";
+  return (source.file || source.title || source.id) + page;
+}
+
+function pictureOf(source, className) {
+  const image = make("img", className);
+  image.alt = source.title || source.text.slice(0, 80);
+  image.loading = "lazy";
+  call(`/api/picture/${encodeURIComponent(source.id)}`)
+    .then((reply) => reply.blob())
+    .then((blob) => { image.src = URL.createObjectURL(blob); })
+    .catch(() => image.remove());
+  return image;
+}
+
+function sourceButton(source, scored) {
+  const button = make("button", "source");
+  button.type = "button";
+  button.append(make("span", "number", String(source.number)));
+  const body = make("span");
+  const title = source.file && source.title && !source.title.startsWith(source.file) ? ` · ${source.title}` : "";
+  body.append(make("span", "place", place(source) + title));
+  body.append(make("span", "text", source.text));
+  if (scored) body.append(make("span", "score", `score ${source.score.toFixed(3)}`));
+  button.append(body);
+  if (source.image) button.append(pictureOf(source, ""));
+  button.addEventListener("click", () => openSource(source));
+  const item = make("li");
+  item.append(button);
+  return item;
+}
+
+async function openSource(source) {
+  $("reader-title").textContent = source.title || source.file || source.id;
+  $("reader-place").textContent = place(source);
+  const body = $("reader-body");
+  body.replaceChildren(make("p", "", "Opening ..."));
+  $("reader").showModal();
+  try {
+    const found = await (await call(`/api/source/${encodeURIComponent(source.id)}`)).json();
+    const parts = found.before.map((one) => make("p", "", one.text));
+    if (found.image) parts.push(pictureOf(found, ""));
+    const marked = make("mark", "", found.text);
+    parts.push(marked, ...found.after.map((one) => make("p", "", one.text)));
+    body.replaceChildren(...parts);
+    marked.scrollIntoView({ block: "center" });
+  } catch (error) {
+    body.replaceChildren(make("p", "", error.message));
+  }
+}
+
+function withCitations(text, sources) {
+  const parts = [];
+  let end = 0;
+  for (const found of text.matchAll(/\[(\d+(?:\s*[,;]\s*\d+)*)\]/g)) {
+    const named = found[1].split(/[,;]/).map((one) => sources.find((source) => source.number === Number(one)));
+    if (named.includes(undefined)) continue;
+    parts.push(document.createTextNode(text.slice(end, found.index)));
+    for (const source of named) {
+      const chip = make("button", "cite", String(source.number));
+      chip.type = "button";
+      chip.title = place(source);
+      chip.setAttribute("aria-label", `Source ${source.number}: ${place(source)}`);
+      chip.addEventListener("click", () => openSource(source));
+      parts.push(chip);
+    }
+    end = found.index + found[0].length;
+  }
+  parts.push(document.createTextNode(text.slice(end)));
+  return parts;
+}
+
+function tree(step) {
+  const item = make("li");
+  item.append(make("span", "who", step.who), document.createTextNode(step.said ? `: ${step.said}` : ""));
+  if (step.prompt) {
+    const fold = make("details");
+    fold.append(make("summary", "", "prompt"), make("pre", "", step.prompt));
+    item.append(fold);
+  }
+  if (step.steps?.length) {
+    const inner = make("ul");
+    inner.append(...step.steps.map(tree));
+    item.append(inner);
+  }
+  return item;
+}
+
+function card(text, image) {
+  const node = $("answer-template").content.cloneNode(true).querySelector("article");
+  const part = (name) => node.querySelector(`.${name}`);
+  part("asked").textContent = text;
+  if (image) {
+    part("asked-picture").src = image;
+    part("asked-picture").hidden = false;
+  }
+  $("empty").hidden = true;
+  $("answers").append(node);
+  let sources = [];
+  let said = "";
+  const showCandidates = () => {
+    part("candidates").hidden = !sources.length;
+    part("candidates").querySelector("summary").textContent = `What was found (${sources.length})`;
+    part("candidates").querySelector("ol").replaceChildren(...sources.map((one) => sourceButton(one, true)));
+  };
+  return {
+    node,
+    state(sentence, bad) {
+      part("state").textContent = sentence;
+      part("state").classList.toggle("bad", Boolean(bad));
+    },
+    queries(queries) {
+      part("hops").hidden = queries.length < 2;
+      part("hops").querySelector("ol").replaceChildren(...queries.map((one) => make("li", "", one)));
+    },
+    sources(found) {
+      sources = found;
+      showCandidates();
+      this.state("Reading ...");
+    },
+    text(piece) {
+      said += piece;
+      this.state("");
+      part("said").replaceChildren(...withCitations(said, sources));
+    },
+    answer(row) {
+      this.state("");
+      sources = row.sources;
+      part("said").classList.toggle("none", !row.found);
+      part("said").replaceChildren(...withCitations(row.marked || row.answer || "(no answer)", sources));
+      part("notes").replaceChildren(...row.notes.map((one) => make("li", "", one)));
+      const cited = sources.filter((one) => one.cited !== null);
+      part("sources").replaceChildren(...cited.map((one) => sourceButton(one, false)));
+      if (row.steps?.length) {
+        part("steps").hidden = false;
+        const list = make("ul");
+        list.append(...row.steps.map(tree));
+        part("tree").replaceChildren(list);
+      }
+      showCandidates();
+      const uncited = row.found && sources.length && !cited.length ? "The answer cites no source. " : "";
+      part("seconds").textContent = `${uncited}${row.seconds.toFixed(1)} s`;
+    },
+  };
+}
+
+async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let left = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    left += value;
+    const parts = left.split("\n\n");
+    left = parts.pop();
+    for (const part of parts) {
+      const kind = /^event: (.*)$/m.exec(part), data = /^data: (.*)$/m.exec(part);
+      if (kind && data) yield [kind[1], JSON.parse(data[1])];
+    }
+  }
+}
+
+async function ask() {
+  const text = question.value.trim();
+  if (!text || running) return;
+  const body = { question: text, system: system.value, ...(chosen ? { image: chosen } : {}) };
+  const shown = card(text, chosen);
+  shown.state("Searching ...");
+  shown.node.scrollIntoView({ block: "start", behavior: "smooth" });
+  question.value = "";
+  grow();
+  forget();
+  running = new AbortController();
+  $("stop").hidden = false;
+  $("send").disabled = true;
+  try {
+    const reply = await call("/api/ask", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal: running.signal,
+    });
+    let ended = false;
+    for await (const [kind, value] of events(reply)) {
+      if (kind === "error") throw new Error(value.message);
+      if (kind === "answer") ended = true;
+      shown[kind]?.(value);
+    }
+    if (!ended) throw new Error("The server ended the answer early; ask again.");
+  } catch (error) {
+    shown.state(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
+  } finally {
+    running = null;
+    $("stop").hidden = true;
+    $("send").disabled = false;
+    question.focus();
+  }
+}
+
+function grow() {
+  question.style.height = "auto";
+  question.style.height = `${question.scrollHeight + 2}px`;
+}
+
+form.addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+question.addEventListener("input", grow);
+question.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "/" && !event.target.closest("textarea, input, select, dialog")) {
+    event.preventDefault();
+    question.focus();
+  }
+});
+$("attach").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" || event.key === " ") { event.preventDefault(); picture.click(); }
+});
+system.addEventListener("change", choose);
+$("remove").addEventListener("click", forget);
+$("stop").addEventListener("click", () => running?.abort());
+$("close").addEventListener("click", () => $("reader").close());
+$("reader").addEventListener("click", (event) => { if (event.target === $("reader")) $("reader").close(); });
+begin().catch((error) => { $("about").textContent = error.message; });
+question.focus();

@@ -1,0 +1,183 @@
+"""What the page asks for: the systems, an answer as it comes, a source with its surroundings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mmqa_jax.data.schema import Source
+from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.serve.errors import ApiError
+from mmqa_jax.serve.fields import read_body, read_picture
+from mmqa_jax.serve.parts import Parts
+from mmqa_jax.serve.waiting import Pieces, in_thread, refusal
+
+_FILES = {
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+_AROUND = 3  # passages of the same document that are shown before and after one
+# The page's own files alone: no script of a document or an answer is ever run.
+_POLICY = "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class PageApi:
+    """The routes of the page.
+
+    Args:
+      parts: what there is to answer with.
+      seconds: that an answer may take.
+      needs_key: whether the page asks for the key.
+    """
+
+    def __init__(self, parts: Parts, seconds: float, *, needs_key: bool):
+        self._parts, self._seconds, self._needs_key = parts, seconds, needs_key
+        folder = resources.files("mmqa_jax.serve") / "page"
+        self._files = {name: (folder / name).read_bytes() for name in ("index.html", *_FILES)}
+
+    def routes(self) -> list[Route]:
+        """Of the application."""
+        return [
+            Route("/", self.page),
+            Route("/page/{name}", self.file),
+            Route("/api/about", self.about),
+            Route("/api/ask", self.ask, methods=["POST"]),
+            Route("/api/source/{name:path}", self.source),
+            Route("/api/picture/{name:path}", self.picture),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """The page itself."""
+        return Response(self._files["index.html"], media_type="text/html", headers=_HEADERS)
+
+    async def file(self, request: Request) -> Response:
+        """A file of the page: one of few, by name."""
+        name = request.path_params["name"]
+        if name not in _FILES:
+            raise ApiError(404, "no such file.")
+        return Response(self._files[name], media_type=_FILES[name], headers=_HEADERS)
+
+    async def about(self, request: Request) -> Response:
+        """What can be asked here."""
+        parts = self._parts
+        systems = [
+            {
+                "name": system.name,
+                "label": system.label,
+                "about": system.about,
+                "pictures": system.takes_pictures,
+            }
+            for system in parts.systems.values()
+        ]
+        sources = 0 if parts.corpus is None else len(parts.corpus)
+        model = parts.llm_name if parts.llm is not None else ""
+        return JSONResponse(
+            {"title": parts.title, "systems": systems, "sources": sources, "model": model}
+        )
+
+    async def ask(self, request: Request) -> Response:
+        """An answer as server-sent events: those of `systems.py`, then `answer` or `error`."""
+        fields = await read_body(request)
+        question, name = fields.take("question", str), fields.take("system", str)
+        url = fields.take("image", str, "")
+        fields.end()
+        if name not in self._parts.systems:
+            known = ", ".join(self._parts.systems)
+            raise ApiError(404, f"no system {name!r:.80}; there are: {known}.", param="system")
+        system = self._parts.systems[name]
+        picture = (await in_thread(read_picture, url, "image")).data if url else None
+        if picture is not None and not system.takes_pictures:
+            raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="image")
+        pieces = Pieces()
+        try:
+            asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
+        except Exception as error:
+            raise refusal(error) from error
+        pieces.end_with(asking.future)
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                async for kind, value in pieces.until(self._seconds):
+                    yield _event(kind, value)
+                yield _event("answer", await asyncio.wrap_future(asking.future))
+            except Exception as error:
+                yield _event("error", refusal(error).to_json()["error"])
+            finally:
+                asking.cancel()  # the reader may have left
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers=_HEADERS)
+
+    async def source(self, request: Request) -> Response:
+        """A source, with what stands before and after it in the same document."""
+        row = self._row(request.path_params["name"])
+        assert self._parts.corpus is not None
+        sources = self._parts.corpus.sources
+        shown = sources[row]
+        first = row
+        while first > max(row - _AROUND, 0) and _follows(sources[first - 1], shown):
+            first -= 1
+        last = row
+        while last < min(row + _AROUND, len(sources) - 1) and _follows(sources[last + 1], shown):
+            last += 1
+        return JSONResponse(
+            {
+                **_described(shown),
+                "before": [_described(source) for source in sources[first:row]],
+                "after": [_described(source) for source in sources[row + 1 : last + 1]],
+            }
+        )
+
+    async def picture(self, request: Request) -> Response:
+        """A source's picture, as it is encoded."""
+        row = self._row(request.path_params["name"])
+        assert self._parts.corpus is not None
+        data = await in_thread(self._parts.corpus.picture, row)
+        if data is None:
+            raise ApiError(404, "this source has no picture.")
+        try:
+            media_type = Picture(data).media_type
+        except Exception as error:
+            raise ApiError(415, "the picture is of a kind that browsers do not show.") from error
+        headers = {**_HEADERS, "Content-Security-Policy": "default-src 'none'"}
+        return Response(data, media_type=media_type, headers=headers)
+
+    def _row(self, name: str) -> int:
+        """A source is looked up by its id in the corpus: no path reaches the file system."""
+        corpus = self._parts.corpus
+        if corpus is None or name not in corpus.row:
+            raise ApiError(404, "no such source.")
+        return corpus.row[name]
+
+
+def _follows(source: Source, shown: Source) -> bool:
+    file = shown.extra.get("file")
+    return file is not None and source.modality == "text" and source.extra.get("file") == file
+
+
+def _described(source: Source) -> dict[str, Any]:
+    return {
+        "id": source.id,
+        "title": source.title,
+        "text": source.text,
+        "file": source.extra.get("file"),
+        "page": source.extra.get("page"),
+        "image": source.image is not None,
+    }
+
+
+def _event(kind: str, value: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps(value)}\n\n"

@@ -1,0 +1,69 @@
+"""What one server answers with: a language model, an encoder, a corpus, and systems of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.serve.systems import System, Threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """See above.
+
+    Attributes:
+      title: of the page: the folder's name, or the model's.
+      llm: the language model of this process; None: there is none, or a server's is asked.
+      llm_name: its name in the API.
+      embedder: of texts, and its name.
+      computing: held while something other than the language model computes.
+      systems: by their names.
+      corpus: whose sources the page shows; None: there are none.
+      threads: in which the systems answer.
+    """
+
+    title: str
+    llm: ServedModel | None
+    llm_name: str
+    embedder: Any
+    embedder_name: str
+    computing: threading.Lock
+    systems: Mapping[str, System]
+    corpus: AskedCorpus | None
+    threads: Threads
+
+    @property
+    def model_names(self) -> list[str]:
+        """What requests of OpenAI's API may name."""
+        llm = [] if self.llm is None else [self.llm_name]
+        return [*llm, *self.systems, self.embedder_name]
+
+    def embed(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
+        """Unit vectors float32 [n, D] of texts, embedded as questions are, and their tokens."""
+        with self.computing:
+            vectors = self.embedder.embed_questions(list(texts))
+        tokens = sum(map(len, self.embedder.tokenizer.encode_batch(list(texts))))
+        return vectors, tokens
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that the language model has to answer."""
+        return 0 if self.llm is None else self.llm.online.unfinished
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the language model takes requests."""
+        return self.llm is None or self.llm.online.is_serving
+
+    def close(self) -> None:
+        """Ends when all that was taken is answered."""
+        self.threads.close()
+        if self.llm is not None:
+            self.llm.close()

@@ -1,0 +1,227 @@
+"""Opens what one server answers with, and serves until it is told to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.requests import Scoring
+from mmqa_jax.prompting.backends import Chat, Decoding, Message
+from mmqa_jax.prompting.llm_reader import LLMReaderOptions
+from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.runs.ask import Answerer
+from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+from mmqa_jax.runs.prepare import folder_notes
+from mmqa_jax.serve.app import make_app
+from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.parts import Parts
+from mmqa_jax.serve.systems import (
+    DemoChain,
+    FindPassages,
+    FromMemory,
+    ReadPassages,
+    System,
+    Threads,
+)
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_GRACE = 10  # seconds beyond an answer's own limit that the end waits for answers
+_BACKLOG = 2048
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Where and how much is served.
+
+    Attributes:
+      host, port: to listen at; port 0 takes a free one.
+      key: that requests must carry; "" needs none.
+      most: requests that may wait or be answered at once, beyond which others are refused (429).
+      seconds: that an answer may take.
+      body_mebibytes: of a request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8321
+    key: str = ""
+    most: int = 64
+    seconds: float = 120.0
+    body_mebibytes: float = 16.0
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """The socket to listen at; made before models are loaded, so that a wrong port costs nothing.
+
+    Raises:
+      UserError: it is in use, or no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((options.host, options.port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise UserError(
+            f"--host={options.host} --port={options.port}: cannot be listened at ({error}); name "
+            "another port, or --port=0 for a free one."
+        ) from error
+    return found
+
+
+def open_parts(
+    open_model: Callable[[], Any] | None,
+    model_name: str,
+    options: ServeOptions,
+    *,
+    data: Path | None = None,
+    workdir: Path | None = None,
+    cache: Path | None = None,
+    asking: AskOptions | None = None,
+    reading: LLMReaderOptions | None = None,
+) -> Parts:
+    """Loads what there is to answer with, and lets its programs compile.
+
+    Args:
+      open_model: opens the language model: an EngineBackend, which is then served, or another
+        backend (a server's), which reads passages alone; None: there is none.
+      data: a folder of documents or a prepared corpus.
+      workdir: a finished demo.
+      cache: where what was read of the documents is kept.
+
+    Raises:
+      UserError: as `mmqa ask`.
+    """
+    threads, computing = Threads(options.most), threading.Lock()
+    asking, reading = asking or AskOptions(), reading or LLMReaderOptions()
+    corpus, embedder, embedder_name, title = None, None, asking.encoder, model_name
+    systems: list[System] = []
+    answerer: FolderAnswerer | None = None
+    if data is not None:
+        corpus, title = open_folder(data, cache), data.resolve().name
+        for line in folder_notes(corpus.manifest["origin"]):
+            print(line, file=sys.stderr)
+        answerer = FolderAnswerer(corpus, _NoReader(), asking)
+        embedder = answerer.embedder
+        with corpus.asked("What is this?") as question:
+            answerer.find(question)
+    elif workdir is not None:
+        demo = Answerer(workdir)
+        corpus, title = demo.corpus, workdir.resolve().name
+        embedder, embedder_name = demo.embedder, "contrastive"
+        demo.answer("What is this?")
+        systems.append(DemoChain(demo, threads, computing))
+    else:
+        from mmqa_jax.data.corpus import Corpus
+        from mmqa_jax.tasks.library import open_text_embedder
+
+        embedder, _ = open_text_embedder(asking.encoder, Corpus([]))
+    llm: ServedModel | None = None
+    if open_model is not None:
+        backend = open_model()
+        llm = _served(backend, options.most)
+        session: Callable[[Callable[[str], None]], Any] = (
+            (lambda on_text: backend) if llm is None else llm.session
+        )
+        if answerer is not None and corpus is not None:
+            systems.append(ReadPassages(answerer, session, reading, threads, computing))
+        if answerer is not None:
+            systems.append(FindPassages(answerer, threads, computing))
+        memory = corpus if corpus is not None else _no_sources()
+        systems.append(FromMemory(memory, session, reading, threads))
+    return Parts(
+        title, llm, model_name, embedder, embedder_name, computing,
+        {system.name: system for system in systems}, corpus, threads,
+    )  # fmt: skip
+
+
+def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None:
+    """Answers until SIGINT or SIGTERM; then what has begun is answered, and nothing new taken."""
+    host, port = listening.getsockname()[:2]
+    hosts = _LOOPBACK if options.host in _LOOPBACK else ()
+    limits = Limits(int(options.body_mebibytes * 2**20), options.key, hosts)
+    app = make_app(parts, limits, options.seconds)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=int(options.seconds) + _GRACE,
+        server_header=False,
+    )
+    shown = f"[{host}]" if ":" in host else host
+    names = ", ".join(parts.model_names)
+    print(f"mmqa serve: http://{shown}:{port}/ (API: /v1, models: {names})", file=sys.stderr)
+    if options.host not in _LOOPBACK and not options.key:
+        print(
+            "mmqa serve: whoever reaches this machine may ask without a key; --key_env=NAME "
+            "requires one.",
+            file=sys.stderr,
+        )
+    # uvicorn raises the signal that ended it again, once all answers are given.
+    before = {number: signal.signal(number, _ignored) for number in _ENDING}
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def key_of(variable: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """The key that an environment variable holds; UserError if it is empty or missing."""
+    if variable is None:
+        return ""
+    key = environment.get(variable, "")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise UserError(
+            f"--key_env={variable}: this environment variable holds no key (printable ASCII "
+            "without spaces); set it."
+        )
+    return key
+
+
+def _ignored(*_: object) -> None:
+    """A handler that does nothing."""
+
+
+def _served(backend: Any, most: int) -> ServedModel | None:
+    """An engine behind a queue, its programs compiled by a first answer; None for a server."""
+    from mmqa_jax.prompting.backend_engine import EngineBackend
+
+    if not isinstance(backend, EngineBackend):
+        return None
+    model = ServedModel(backend, most)
+    text = "Programs compile for the first answer. " * 30  # chunks of every size
+    ids = backend.tokenizer.encode(text)[: backend.length // 2]
+    first = (Decoding(max_new_tokens=4).request(0, ids), Scoring(0, ids[:1], [ids[1:3]]))
+    for request in first:
+        model.submit(request).future.result()
+    if backend.takes_messages:  # what renders the template takes seconds to import
+        backend.prompt_tokens(Chat(0, (Message("user", text),)))
+    return model
+
+
+def _no_sources() -> Any:
+    from mmqa_jax.data.corpus import Corpus
+    from mmqa_jax.runs.asked import AskedCorpus
+
+    return AskedCorpus(Corpus([]))
+
+
+class _NoReader:
+    """In place of an answerer's own reader: each user's is made when it is asked."""
+
+    def answer(self, questions: Any, cited: Any) -> Any:
+        """Never called."""
+        raise AssertionError("each question brings its reader")

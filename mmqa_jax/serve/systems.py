@@ -1,0 +1,319 @@
+"""The systems that a page asks: each answers one question from sources, and tells what it does.
+
+What a system tells, in this order: `queries` (what is searched for), `sources` (what was found, as
+rows), `text` (pieces of the answer, where it is decoded token by token). Its answer is a row:
+
+    {question, answer, marked, found, sources: [row], notes: [text], seconds}
+
+`marked` is the answer with its [n], the numbers of the rows. A row has the keys of `mmqa ask
+--json` and `number` and `title`; its `cited` is its number where the answer cites it, else null.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import NOT_FOUND, Ranking
+from mmqa_jax.decoding.online import QueueFull
+from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
+from mmqa_jax.prompting.served import ServedBackend
+from mmqa_jax.runs.ask import Answerer
+from mmqa_jax.runs.ask_folder import FolderAnswerer
+from mmqa_jax.runs.asked import AskedCorpus
+
+Tell = Callable[[str, Any], None]  # called in another thread
+Row = dict[str, Any]
+_LONGEST = 20_000  # characters of a question
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """A question that is being answered.
+
+    Attributes:
+      future: the answer, a row.
+    """
+
+    future: concurrent.futures.Future[Row]
+    _cancel: Callable[[], None]
+
+    def cancel(self) -> None:
+        """Ends the work on it as soon as that is possible, if it is not finished."""
+        if not self.future.cancel() and not self.future.done():
+            self._cancel()
+
+
+class System(Protocol):
+    """What answers questions.
+
+    Attributes:
+      name: in the API.
+      label: on the page.
+      about: one sentence for the page.
+      takes_pictures: whether a question may come with one.
+    """
+
+    name: str
+    label: str
+    about: str
+    takes_pictures: bool
+
+    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+        """Begins to answer.
+
+        Raises:
+          UserError: a question that cannot be asked.
+          QueueFull: too many are being answered.
+        """
+
+
+class Threads:
+    """Threads in which systems answer.
+
+    Args:
+      most: questions that are being answered or wait, at most.
+    """
+
+    def __init__(self, most: int):
+        self._most, self._count, self._lock = most, 0, threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(most, "asked")
+
+    def start(self, answer: Callable[[], Row], cancel: Callable[[], None]) -> Asking:
+        """Answers in a thread.
+
+        Raises:
+          QueueFull: too many are being answered.
+        """
+        with self._lock:
+            if self._count >= self._most:
+                raise QueueFull(f"{self._most} questions are being answered or wait")
+            self._count += 1
+        future = self._pool.submit(answer)
+        future.add_done_callback(self._ended)
+        return Asking(future, cancel)
+
+    def close(self) -> None:
+        """Ends when all questions are answered."""
+        self._pool.shutdown()
+
+    def _ended(self, _: object) -> None:
+        with self._lock:
+            self._count -= 1
+
+
+class ReadPassages:
+    """Passages of a corpus, found by encoder and BM25 and read by a language model.
+
+    Args:
+      backend_of: the language model for one user, who is told of the pieces of its text.
+    """
+
+    name, label = "passages", "Answer from the passages"
+    about = (
+        "Passages are found by meaning and by words; a language model reads them and cites them."
+    )
+    takes_pictures = True
+
+    def __init__(
+        self,
+        answerer: FolderAnswerer,
+        backend_of: Callable[[Callable[[str], None]], Any],
+        options: LLMReaderOptions,
+        threads: Threads,
+        finding: threading.Lock,
+    ):
+        self._answerer, self._backend_of, self._options = answerer, backend_of, options
+        self._threads, self._finding = threads, finding
+
+    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+        """See System."""
+        check_question(question)
+        backend = self._backend_of(lambda piece: tell("text", piece))
+
+        def answer() -> Row:
+            began, corpus = time.perf_counter(), self._answerer.corpus
+            with corpus.asked(question, picture) as asked:
+                tell("queries", [question])
+                with self._finding:
+                    found = self._answerer.find(asked)
+                rows = source_rows(corpus, found.passages)
+                tell("sources", rows)
+                reader = LLMReader(corpus, backend, self._options)
+                answered = self._answerer.read(found, reader)
+            outputs = answered.prediction.trace.get("outputs")
+            cited = set(answered.prediction.sources)
+            return {
+                "question": question,
+                "answer": answered.text,
+                "marked": outputs[0]["text"] if outputs and answered.found else answered.text,
+                "found": answered.found,
+                "sources": [
+                    {**row, "cited": row["number"] if row["id"] in cited else None} for row in rows
+                ],
+                "notes": answered.notes(),
+                "seconds": round(time.perf_counter() - began, 2),
+            }
+
+        return self._threads.start(answer, cancel_of(backend))
+
+
+class FindPassages:
+    """The passages alone, without a language model."""
+
+    name, label = "search", "Find passages"
+    about = "Passages are found by meaning and by words; nothing is written."
+    takes_pictures = False
+
+    def __init__(self, answerer: FolderAnswerer, threads: Threads, finding: threading.Lock):
+        self._answerer, self._threads, self._finding = answerer, threads, finding
+
+    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+        """See System."""
+        check_question(question)
+
+        def answer() -> Row:
+            began = time.perf_counter()
+            with self._answerer.corpus.asked(question) as asked, self._finding:
+                found = self._answerer.find(asked)
+            rows = source_rows(self._answerer.corpus, found.passages)
+            tell("sources", rows)
+            said = NOT_FOUND if found.is_refused else "The nearest passages:"
+            seconds = round(time.perf_counter() - began, 2)
+            return _row(question, said, not found.is_refused, rows, seconds)
+
+        return self._threads.start(answer, _nothing)
+
+
+class FromMemory:
+    """The language model alone: what it knows without sources."""
+
+    name, label = "memory", "Without sources"
+    about = "The language model answers from what it learned: nothing is looked up or cited."
+
+    def __init__(
+        self,
+        corpus: AskedCorpus,
+        backend_of: Callable[[Callable[[str], None]], Any],
+        options: LLMReaderOptions,
+        threads: Threads,
+    ):
+        self._corpus, self._backend_of, self._options = corpus, backend_of, options
+        self._threads = threads
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether the model sees."""
+        return self._backend_of(lambda piece: None).takes_pictures is True
+
+    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+        """See System."""
+        check_question(question)
+        backend = self._backend_of(lambda piece: tell("text", piece))
+
+        def answer() -> Row:
+            began = time.perf_counter()
+            with self._corpus.asked(question, picture) as asked:
+                reader = LLMReader(self._corpus, backend, self._options)
+                (said,) = reader.answer([asked], [Ranking(asked.id, (), ())])
+            seconds = round(time.perf_counter() - began, 2)
+            return _row(question, said.answer, bool(said.answer), [], seconds)
+
+        return self._threads.start(answer, cancel_of(backend))
+
+
+class DemoChain:
+    """A demo's own models: two hops of retrieval, VLP's selection, VLP's answer."""
+
+    name, label = "demo", "Retriever, reranker and reader of the demo"
+    about = "A trained encoder finds sources in up to two hops, VLP selects among them and answers."
+    takes_pictures = True
+
+    def __init__(self, answerer: Answerer, threads: Threads, computing: threading.Lock):
+        self._answerer, self._threads, self._computing = answerer, threads, computing
+
+    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+        """See System."""
+        check_question(question)
+
+        def answer() -> Row:
+            began, corpus = time.perf_counter(), self._answerer.corpus
+            with self._computing:  # its programs hold one question
+                answered = self._answerer.answer(question, picture)
+            tell("queries", list(answered.queries))
+            prediction = answered.prediction
+            found = answered.candidates or Ranking("", prediction.sources, prediction.source_scores)
+            cited = {name: n for n, name in enumerate(prediction.sources, start=1)}
+            # Those that the answer cites come first, numbered as `mmqa ask` numbers them.
+            order = sorted(
+                zip(found.sources, found.scores, strict=True),
+                key=lambda one: cited.get(one[0], len(cited) + 1),
+            )
+            ranking = Ranking("", *map(tuple, zip(*order, strict=True))) if order else found
+            rows = source_rows(corpus, ranking)
+            tell("sources", rows)
+            for row in rows:
+                row["cited"] = cited.get(row["id"]) if answered.found else None
+            marks = "".join(f" [{n}]" for n in cited.values()) if answered.found else ""
+            seconds = round(time.perf_counter() - began, 2)
+            whole = _row(question, answered.text, answered.found, rows, seconds)
+            return {**whole, "marked": answered.text + marks}
+
+        return self._threads.start(answer, _nothing)
+
+
+def check_question(question: str) -> None:
+    """UserError for an empty or endless question."""
+    if not question.strip():
+        raise UserError("the question is empty; write one.")
+    if len(question) > _LONGEST:
+        raise UserError(f"the question has more than {_LONGEST:,} characters; shorten it.")
+
+
+def source_rows(corpus: AskedCorpus, ranking: Ranking) -> list[Row]:
+    """Sources as rows, numbered from 1 in their order; none is cited yet."""
+    rows = []
+    for number, (name, score) in enumerate(
+        zip(ranking.sources, ranking.scores, strict=True), start=1
+    ):
+        source = corpus.sources[corpus.row[name]]
+        rows.append(
+            {
+                "number": number,
+                "id": source.id,
+                "title": source.title,
+                "file": source.extra.get("file"),
+                "page": source.extra.get("page"),
+                "text": source.text,
+                "image": source.image,
+                "score": float(score),
+                "cited": None,
+            }
+        )
+    return rows
+
+
+def cancel_of(backend: Any) -> Callable[[], None]:
+    """What ends the work of a served model for one user; a server's own is not ended."""
+    return backend.cancel if isinstance(backend, ServedBackend) else _nothing
+
+
+def _row(question: str, answer: str, found: bool, rows: Sequence[Row], seconds: float) -> Row:
+    return {
+        "question": question,
+        "answer": answer,
+        "marked": answer,
+        "found": found,
+        "sources": list(rows),
+        "notes": [],
+        "seconds": seconds,
+    }
+
+
+def _nothing() -> None:
+    """Ends nothing."""

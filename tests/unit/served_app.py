@@ -1,0 +1,31 @@
+"""An application behind a real HTTP server in a thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+
+@contextlib.contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The address of a server that answers inside the `with` block."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=20)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert time.monotonic() < deadline, "the server does not start"
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)

@@ -1,0 +1,333 @@
+"""OpenAI's API of `mmqa serve` through OpenAI's own client: a tiny engine's answers, and refusals."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import io
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from served_app import serving
+from tiny_llm import flag, text_tokenizer, tiny_backend
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
+from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.serve.app import make_app
+from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.parts import Parts
+from mmqa_jax.serve.systems import Threads
+
+pytestmark = pytest.mark.slow
+ASKED = [{"role": "user", "content": "What is it"}]
+WORDS = ["one", "two", "what is", "a b c", "go on", "Some text."]
+
+
+class Vectors:
+    """Unit vectors of two numbers, of texts; a word is a token."""
+
+    class tokenizer:
+        @staticmethod
+        def encode_batch(texts):
+            return [text.split() for text in texts]
+
+    def embed_questions(self, texts):
+        angles = np.array([len(text) for text in texts], np.float32)
+        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+class Open(Parts):
+    """Parts that stay open when one of several servers of them ends."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def parts(engine, wanted):
+    """A tiny language model, served. It answered what is wanted before."""
+    model = ServedModel(tiny_backend(engine), 64)
+    yield Open(
+        "tiny", model, "tiny", Vectors(), "vectors", threading.Lock(), {},
+        AskedCorpus(Corpus([])), Threads(4),
+    )  # fmt: skip
+    model.close()
+
+
+def served(parts, seconds=60.0, **limits):
+    """The address of a server of them, in a `with` block."""
+    bounds = Limits(**{"body_bytes": 2**20, "hosts": ("127.0.0.1",), **limits})
+    return serving(make_app(parts, bounds, seconds))
+
+
+@pytest.fixture(scope="module")
+def server(parts):
+    with served(parts) as address:
+        yield address
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def alone(engine, *queries):
+    """What the backend answers to queries by itself."""
+    return list(tiny_backend(engine).answer(queries))
+
+
+@pytest.fixture(scope="module")
+def wanted(engine):
+    """Answers of the backend by itself, computed before the engine is served."""
+    decoding = Decoding(max_new_tokens=12, logprobs=True)
+    chat = Chat("chat", (Message("user", ("What is it",)),), decoding)
+    drawn = Completion("drawn", "go", Decoding(9, 0.8, top_p=0.9, stop=("ab",), n=3, seed=5))
+    greedy = [Completion(word, word, decoding) for word in WORDS]
+    ids = text_tokenizer().encode("what is it")
+    scores = engine.loglikelihood(ids[:1], [ids[1:]])[0]
+    return {answer.id: answer for answer in alone(engine, chat, drawn, *greedy)} | {
+        "scores": (ids, scores)
+    }
+
+
+def test_chat(client, wanted):
+    found = client.chat.completions.create(
+        model="tiny", messages=ASKED, temperature=0, max_tokens=12, logprobs=True, top_logprobs=1
+    )
+    (choice,) = found.choices
+    (candidate,) = wanted["chat"].candidates
+    assert choice.message.content == candidate.text
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(
+        candidate.logprobs, abs=1e-5
+    )
+    assert choice.finish_reason == {"end": "stop"}.get(candidate.finish, candidate.finish)
+    assert found.usage.prompt_tokens == wanted["chat"].prompt_tokens
+    assert found.usage.completion_tokens == len(candidate.tokens)
+
+
+def test_a_stream_is_the_whole_answer(client, wanted):
+    stream = client.chat.completions.create(
+        model="tiny", messages=ASKED, temperature=0, max_tokens=12, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    pieces = list(stream)
+    texts = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+    assert "".join(texts) == wanted["chat"].text
+    assert sum(bool(text) for text in texts) > 1
+    assert pieces[-1].usage.completion_tokens == len(wanted["chat"].candidates[0].tokens)
+    stream = client.completions.create(
+        model="tiny", prompt="two", temperature=0, max_tokens=12, stream=True
+    )
+    assert "".join(piece.choices[0].text for piece in stream) == wanted["two"].text
+
+
+def test_completions(client, wanted):
+    found = client.completions.create(
+        model="tiny", prompt="go", max_tokens=9, temperature=0.8, top_p=0.9, n=3, seed=5, stop="ab"
+    )
+    assert [one.text for one in found.choices] == [one.text for one in wanted["drawn"].candidates]
+    found = client.completions.create(model="tiny", prompt=WORDS, max_tokens=12, temperature=0)
+    assert [one.text for one in found.choices] == [wanted[word].text for word in WORDS]
+    assert [one.index for one in found.choices] == list(range(len(WORDS)))
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_an_echoed_prompt_is_scored(client, wanted, as_tokens):
+    ids, scores = wanted["scores"]
+    found = client.completions.create(
+        model="tiny", prompt=ids if as_tokens else "what is it", echo=True, max_tokens=0, logprobs=1
+    )
+    (choice,) = found.choices
+    assert choice.text == "what is it"
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(scores.logprobs, abs=1e-5)
+    best = [max(row.values()) for row in choice.logprobs.top_logprobs[1:]]
+    assert best == pytest.approx([one.logprob for one in scores.likeliest], abs=1e-5)
+    assert choice.logprobs.text_offset == list(range(len("what is it")))
+    more = client.completions.create(
+        model="tiny", prompt="what is it", echo=True, max_tokens=1, logprobs=1, temperature=0
+    )
+    assert len(more.choices[0].logprobs.tokens) == len(ids) + 1
+
+
+def test_embeddings(client):
+    texts = ["a cat", "some dogs"]
+    plain = client.embeddings.create(model="vectors", input=texts, encoding_format="float")
+    packed = client.embeddings.create(model="vectors", input=texts)  # base64, which it unpacks
+    vectors = [one.embedding for one in plain.data]
+    np.testing.assert_array_equal(vectors, [one.embedding for one in packed.data])
+    np.testing.assert_allclose(vectors, Vectors().embed_questions(texts), rtol=1e-6)
+    assert plain.usage.prompt_tokens == 4
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny", "vectors"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def bomb() -> str:
+    """A data URL of a PNG of 30,000 x 30,000 pixels in a few kB."""
+    file = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def picture(url):
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}
+
+
+RED = f"data:image/png;base64,{base64.b64encode(flag().data).decode()}"
+CHAT, COMPLETION = "chat/completions", "completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (CHAT, {"model": "gpt-4"}, 404, "no model 'gpt-4' answers this; these do: tiny"),
+        (CHAT, {"max_tokens": 10_000}, 400, "more than engine.length = 160"),
+        (CHAT, {"max_tokens": 0}, 400, "max_tokens is 0, expected 1 to"),
+        (CHAT, {"messages": []}, 400, "messages is .., expected at least one"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "role is 'wizard'"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "content is missing"),
+        (CHAT, {"messages": "hello"}, 400, 'messages is "hello", expected list'),
+        (CHAT, {"tools": [{"type": "function"}]}, 400, "tools are not called here"),
+        (CHAT, {"response_format": {"type": "json_object"}}, 400, "only text"),
+        (CHAT, {"temperature": 3}, 400, "temperature is 3, expected 0 to 2"),
+        (CHAT, {"temperature": True}, 400, "temperature is true, expected int or float"),
+        (CHAT, {"min_p": 0.1}, 400, "min_p is no key"),
+        (CHAT, {"n": 2, "temperature": 0}, 400, "n is above 1"),
+        (CHAT, {"logprobs": True, "top_logprobs": 1}, 400, "at temperature 0"),
+        (CHAT, {"stop": [""]}, 400, "stop is"),
+        (CHAT, picture({"url": RED}), 400, "text-only LLaMA"),
+        (CHAT, picture({"url": "http://127.0.0.1/a.png"}), 400, "fetches no pictures"),
+        (CHAT, picture({"url": "file:///etc/passwd"}), 400, "fetches no pictures"),
+        (CHAT, picture({"url": RED[:40] + "!"}), 400, "broken base64"),
+        (CHAT, picture({"url": RED[: 22 + 40]}), 400, "picture"),
+        (CHAT, picture({"url": bomb()}), 400, "pixels"),
+        (COMPLETION, {"prompt": ""}, 400, "prompt is"),
+        (COMPLETION, {"prompt": [[1], "a"]}, 400, "prompt is"),
+        (COMPLETION, {"prompt": [10**6]}, 400, "token 1000000, expected 0 to"),
+        (COMPLETION, {"prompt": "a" * 200}, 400, "more than engine.length"),
+        (COMPLETION, {"prompt": "a", "max_tokens": 0}, 400, "without echo at least 1"),
+        (COMPLETION, {"prompt": "a", "echo": True}, 400, "one token, which nothing precedes"),
+        (COMPLETION, {"prompt": "ab", "echo": True, "stream": True}, 400, "without echo"),
+        ("embeddings", {"input": []}, 400, "input is"),
+        ("embeddings", {"input": "a", "model": "tiny"}, 404, "these do: vectors"),
+        ("embeddings", {"input": "a", "model": "vectors", "dimensions": 5}, 400, "dimensions is"),
+    ],
+)  # fmt: skip
+def test_refused_requests(server, path, body, status, words):
+    whole = {"model": "tiny", **({"messages": ASKED} if path == CHAT else {}), **body}
+    reply = httpx.post(f"{server}/v1/{path}", json=whole)
+    error = reply.json()["error"]
+    assert reply.status_code == status, error
+    assert words.replace("..", "[]") in error["message"]
+    assert "request 0" not in error["message"]
+
+
+def test_what_is_no_request(server):
+    url = f"{server}/v1/completions"
+    for body, words in [(b"{", "not valid JSON"), (b"[1]", "no JSON object"), (b"\xff", "UTF-8"),
+                        (b"[" * 5000, "nested")]:  # fmt: skip
+        reply = httpx.post(url, content=body, headers={"Content-Type": "application/json"})
+        assert (reply.status_code, words in reply.json()["error"]["message"]) == (400, True)
+    assert httpx.post(url, content=b"{}").status_code == 415  # as a foreign page may send
+    assert httpx.get(url).status_code == 405
+    assert httpx.get(f"{server}/etc/passwd").status_code == 404
+    assert httpx.get(f"{server}/page/..%2f..%2fsecret").status_code == 404
+    assert httpx.get(server, headers={"Host": "evil.example"}).status_code == 421
+
+
+def test_uploads_have_an_end(server):
+    sent = {"Content-Type": "application/json"}
+    url = f"{server}/v1/completions"
+    assert httpx.post(url, content=b"a" * (2**20 + 1), headers=sent).status_code == 413
+
+    def pieces():
+        for _ in range(40):
+            yield b" " * 2**15  # without a Content-Length
+
+    assert httpx.post(url, content=pieces(), headers=sent).status_code == 413
+
+
+def test_a_key(parts):
+    with served(parts, key="secret") as address:
+        assert httpx.get(f"{address}/healthz").status_code == 200
+        assert httpx.get(f"{address}/").status_code == 200
+        for path in ("/v1/models", "/metrics", "/api/about"):
+            for key, status in [("none", 401), ("secre", 401), ("secret", 200)]:
+                sent = {"Authorization": f"Bearer {key}"}
+                assert httpx.get(f"{address}{path}", headers=sent).status_code == status
+
+
+def ask(client, word, **options):
+    reply = client.completions.create(
+        model="tiny", prompt=word, temperature=0, max_tokens=12, **options
+    )
+    return reply.choices[0].text
+
+
+def test_twenty_at_once(client, wanted):
+    words = WORDS * 4
+    with concurrent.futures.ThreadPoolExecutor(20) as users:
+        found = list(users.map(lambda word: ask(client, word), words))
+    assert found == [wanted[word].text for word in words]
+
+
+def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, wanted, monkeypatch):
+    monkeypatch.setattr(parts.llm.online, "_most", 6)
+    body = {"model": "tiny", "prompt": "two", "temperature": 0, "max_tokens": 12}
+
+    def post(_):
+        return httpx.post(f"{server}/v1/completions", json=body, timeout=60)
+
+    with concurrent.futures.ThreadPoolExecutor(100) as users:
+        replies = list(users.map(post, range(200)))
+    statuses = [reply.status_code for reply in replies]
+    assert set(statuses) == {200, 429}
+    for reply in replies:
+        if reply.status_code == 200:
+            assert reply.json()["choices"][0]["text"] == wanted["two"].text
+        else:
+            assert reply.headers["Retry-After"] == "1"
+            assert "6 requests are being served or wait" in reply.json()["error"]["message"]
+    counted = httpx.get(f"{server}/metrics").text
+    assert f'status="429"}} {float(statuses.count(429))}' in counted
+    assert parts.unfinished == 0
+
+
+def test_an_answer_takes_so_long_at_most(parts):
+    with served(parts, seconds=0.01) as address:
+        body = {"model": "tiny", "prompt": "two", "max_tokens": 150}
+        reply = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+        assert reply.status_code == 504
+        assert "--timeout" in reply.json()["error"]["message"]
+        streamed = httpx.post(f"{address}/v1/completions", json={**body, "stream": True})
+        assert "no answer within 0.01 s" in streamed.text
+    assert waited(lambda: parts.unfinished == 0)
+
+
+def test_a_client_that_leaves_ends_the_work(parts, server):
+    body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 40, "seed": 1}
+    with httpx.stream("POST", f"{server}/v1/completions", json={**body, "stream": True}) as reply:
+        next(reply.iter_lines())
+        assert parts.unfinished == 1
+    assert waited(lambda: parts.unfinished == 0)
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{server}/v1/completions", json=body, timeout=0.05)
+    assert waited(lambda: parts.unfinished == 0)
+
+
+def waited(holds) -> bool:
+    """Whether something holds soon."""
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()

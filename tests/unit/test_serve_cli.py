@@ -1,0 +1,142 @@
+"""`mmqa serve` as a process: it begins, answers, and ends without losing an answer; lm_eval drives it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from cli_runs import ROOT, mmqa
+from tiny_llm import llama_config, write_folder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("served") / "tiny", llama_config(60, 512))
+
+
+@contextlib.contextmanager
+def started(model, tmp_path, *flags):
+    """The process and its address."""
+    said = (tmp_path / "said.txt").open("w+")
+    command = [sys.executable, "-m", "mmqa_jax.cli", "serve", f"--model={model}", "--port=0"]
+    process = subprocess.Popen([*command, *flags], cwd=ROOT, stderr=said, env=dict(os.environ))
+    try:
+        deadline = time.monotonic() + 240
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", _read(said))):
+            assert process.poll() is None, _read(said)
+            assert time.monotonic() < deadline, _read(said)
+            time.sleep(0.1)
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait()
+        said.close()
+
+
+def _read(file) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def test_sigterm_lets_answers_end_and_takes_nothing_new(model, tmp_path):
+    with started(model, tmp_path) as (process, address):
+        body = {"model": str(model), "prompt": "go on", "max_tokens": 480, "stream": True,
+                "temperature": 1.5, "seed": 3}  # fmt: skip
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=120) as reply:
+            lines = reply.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            refused = False
+            rest = []
+            for line in lines:
+                rest.append(line)
+                if not refused:
+                    with contextlib.suppress(httpx.HTTPError):
+                        httpx.get(f"{address}/healthz", timeout=5)
+                        continue
+                    refused = True
+        assert first.startswith("data: {")
+        assert [line for line in rest if line][-1] == "data: [DONE]"
+        assert refused
+        assert process.wait(60) == 0
+
+
+def test_flags_that_are_refused(model, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ((f"--port={port}",), f"--port={port}: cannot be listened at"),
+            (("--port=70000",), "0 to 65535"),
+            (("--host=203.0.113.7",), "--host=203.0.113.7"),
+            (("--key_env=MISSING_KEY",), "--key_env=MISSING_KEY"),
+            (("--queue=0",), "--queue=0"),
+            (("--data=nowhere",), "--data=nowhere: no such folder"),
+            (("--workdir=nowhere",), "--workdir=nowhere: no such folder"),
+            ((f"--data={tmp_path}", f"--workdir={tmp_path}"), "leave one"),
+            (("--backend=openai",), "reads the passages of --data"),
+            (("--top_k=0",), "--top_k=0"),
+            ((f"--workdir={tmp_path}", "--port=0"), "holds no finished demo"),
+        ]
+        for flags, words in cases:
+            ended = mmqa("serve", *flags)
+            assert (ended.code, words in ended.err) == (2, True), ended.err
+    ended = mmqa("serve", f"--model={tmp_path / 'nothing'}", "--port=0")
+    assert (ended.code, "no such file or folder" in ended.err) == (2, True)
+
+
+def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path):
+    """A task on a local file: its accuracy is that of `mmqa prompt` on the same choices."""
+    pytest.importorskip("lm_eval")
+    words = ["red", "blue", "a long road", "no", "yes", "The sea.", "pump", "left"]
+    rows = [
+        {"q": f"Question {'abcdefgh'[n]}: which one?", "choices": [words[n], words[n - 3], words[n - 5]],
+         "answer": n % 3}
+        for n in range(8)
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "local_choices.yaml").write_text(
+        "task: local_choices\ndataset_path: json\noutput_type: multiple_choice\n"
+        f"dataset_kwargs:\n  data_files:\n    test: {tmp_path / 'rows.jsonl'}\n"
+        'test_split: test\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
+        "doc_to_target: answer\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n"
+    )
+    with started(model, tmp_path) as (_, address):
+        arguments = (
+            f"model={model},base_url={address}/v1/completions,tokenizer_backend=huggingface,"
+            f"tokenizer={model},num_concurrent=4,max_retries=1"
+        )
+        command = [sys.executable, "-m", "lm_eval", "--model", "local-completions"]
+        command += ["--model_args", arguments, "--tasks", "local_choices", "--log_samples"]
+        command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        ended = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=500)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    theirs = {}
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        theirs[sample["doc"]["q"]] = [float(one[0]) for one in sample["filtered_resps"]]
+
+    prompts = [
+        {"id": n, "prompt": row["q"], "choices": [f" {choice}" for choice in row["choices"]]}
+        for n, row in enumerate(rows)
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    ended = mmqa("prompt", f"--prompts={tmp_path / 'p.jsonl'}", f"--model={model}", "--no_cache",
+                 f"--out={tmp_path / 'a.jsonl'}")  # fmt: skip
+    assert ended.code == 0, ended.err
+    for line in (tmp_path / "a.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        ours = [choice["logprob"] for choice in answer["scores"]]
+        assert theirs[rows[answer["id"]]["q"]] == pytest.approx(ours, abs=1e-3)

@@ -1,0 +1,195 @@
+"""The page of `mmqa serve`: what its systems tell and answer, and clicks in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+
+import httpx
+import pytest
+from document_files import pdf, picture
+from fake_llm import FakeLLM
+from served_app import serving
+from test_folder_ask import WordEncoder
+from tiny_llm import tiny_backend
+
+from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.schema import NOT_FOUND
+from mmqa_jax.prompting.llm_reader import LLMReaderOptions
+from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.runs import ask_folder
+from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+from mmqa_jax.serve.app import make_app
+from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.parts import Parts
+from mmqa_jax.serve.systems import FindPassages, FromMemory, ReadPassages, Threads
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+ATTACK = "<img src=x onerror=document.title=1><script>document.title=2</script>"
+
+
+def said(prompt: str) -> tuple[str, float]:
+    """Cites the source of the filter; knows nothing of operas."""
+    found = re.search(r"\[(\d+)\][^\n]*Wash the filter", prompt)
+    if "opera" in prompt:
+        return "Not found in the sources.", -1.0
+    return (f"Every week [{found[1]}]. {ATTACK}" if found else "By heart."), -1.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "manuals"
+    folder.mkdir()
+    pages = [[(10, 700, "The pump is on the left.")], [(10, 700, "Wash the filter every week.")]]
+    (folder / "manual.pdf").write_bytes(pdf(pages))
+    (folder / "red filter.png").write_bytes(picture())
+    (folder / "a secret.txt").write_text(f"The filter of the boiler is secret. {ATTACK}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder, tmp_path_factory):
+    """A server of the folder with a language model of known answers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMQA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        opened = lambda name, corpus: (WordEncoder(), PictureStore(corpus, size=1))  # noqa: E731
+        patch.setattr(ask_folder, "_open_encoder", opened)
+        corpus = open_folder(folder)
+        answerer = FolderAnswerer(corpus, None, AskOptions(top_k=3, least_similarity=0.1))
+        with serving(make_app(parts_of(answerer, lambda on_text: FakeLLM(said)), LIMITS, 60)) as at:
+            yield at
+
+
+LIMITS = Limits(2**22, hosts=("127.0.0.1",))
+
+
+def parts_of(answerer, backend_of, llm=None) -> Parts:
+    threads, computing, reading = Threads(4), threading.Lock(), LLMReaderOptions()
+    systems = [
+        ReadPassages(answerer, backend_of, reading, threads, computing),
+        FindPassages(answerer, threads, computing),
+        FromMemory(answerer.corpus, backend_of, reading, threads),
+    ]
+    return Parts(
+        "manuals", llm, "tiny", answerer.embedder, "words", computing,
+        {system.name: system for system in systems}, answerer.corpus, threads,
+    )  # fmt: skip
+
+
+def asked(address, question, system="passages", **more):
+    """The events of an answer, by kind."""
+    body = {"question": question, "system": system, **more}
+    reply = httpx.post(f"{address}/api/ask", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    found = re.findall(r"event: (\w+)\ndata: (.*)\n\n", reply.text)
+    return {kind: json.loads(data) for kind, data in found}
+
+
+def test_an_answer_with_its_sources(address):
+    events = asked(address, "When to wash the filter?")
+    assert list(events) == ["queries", "sources", "answer"]
+    row = events["answer"]
+    cited = [source for source in row["sources"] if source["cited"] is not None]
+    assert [(one["file"], one["page"]) for one in cited] == [("manual.pdf", 2)]
+    assert row["marked"].startswith(f"Every week [{cited[0]['number']}].")
+    assert row["answer"].startswith("Every week.")
+    assert [one["number"] for one in row["sources"]] == [1, 2, 3]
+    assert [one["id"] for one in events["sources"]] == [one["id"] for one in row["sources"]]
+    assert (row["found"], row["notes"]) == (True, [])
+
+
+def test_refusals_and_the_other_systems(address):
+    row = asked(address, "Who composed an opera?")["answer"]
+    assert (row["answer"], row["found"]) == (NOT_FOUND, False)
+    row = asked(address, "filter", system="search")["answer"]
+    assert [one["cited"] for one in row["sources"]] == [None, None, None]
+    assert asked(address, "filter?", system="memory")["answer"]["answer"] == "By heart."
+    refused = [({"question": " ", "system": "search"}, "empty"),
+               ({"question": "a", "system": "x"}, "there are: passages, search, memory"),
+               ({"question": "a" * 20_001, "system": "search"}, "shorten it"),
+               ({"question": "a", "system": "search", "image": "data:image/png;base64,aaaa"}, "pict"),
+               ({"question": "a"}, "system is missing")]  # fmt: skip
+    for body, words in refused:
+        reply = httpx.post(f"{address}/api/ask", json=body)
+        assert reply.status_code in (400, 404)
+        assert words in reply.json()["error"]["message"]
+
+
+def test_sources_and_pictures_are_looked_up_by_id(address, folder):
+    found = httpx.get(f"{address}/api/source/manual.pdf%232").json()
+    assert (found["text"], found["page"]) == ("Wash the filter every week.", 2)
+    assert [one["text"] for one in found["before"]] == ["The pump is on the left."]
+    shown = httpx.get(f"{address}/api/picture/red%20filter.png")
+    assert (shown.content, shown.headers["content-type"]) == (picture(), "image/png")
+    for path in ("/etc/passwd", "../a secret.txt", "a secret.txt", str(folder / "manual.pdf"), ""):
+        for kind in ("source", "picture"):
+            assert httpx.get(f"{address}/api/{kind}/{path}").status_code == 404
+    assert httpx.get(f"{address}/api/picture/manual.pdf%232").status_code == 404  # has none
+
+
+def test_a_chat_with_the_system(address):
+    body = {"model": "passages", "messages": [{"role": "user", "content": "Wash the filter when?"}]}
+    reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+    assert reply["choices"][0]["message"]["content"].startswith("Every week.")
+    assert "manual.pdf" in {one["file"] for one in reply["sources"] if one["cited"] is not None}
+    streamed = httpx.post(f"{address}/v1/chat/completions", json={**body, "stream": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert "Every week." in streamed.text
+
+
+def test_pieces_of_a_served_model(engine, folder, tmp_path, monkeypatch):
+    """Users of one engine at the same time, each with the pieces of their own answer."""
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
+    opened = lambda name, corpus: (WordEncoder(), PictureStore(corpus, size=1))  # noqa: E731
+    monkeypatch.setattr(ask_folder, "_open_encoder", opened)
+    answerer = FolderAnswerer(open_folder(folder), None, AskOptions(top_k=1))
+    model = ServedModel(tiny_backend(engine), 64)
+    parts = parts_of(answerer, model.session, model)
+    with serving(make_app(parts, LIMITS, 60)) as at:
+        reply = httpx.post(
+            f"{at}/api/ask", json={"question": "a", "system": "memory"}, timeout=60
+        ).text
+    pieces = [json.loads(data) for data in re.findall(r"event: text\ndata: (.*)\n", reply)]
+    row = json.loads(re.search(r"event: answer\ndata: (.*)\n", reply)[1])
+    assert "".join(pieces).strip() == row["answer"]
+    assert len(pieces) > 1
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium or Chrome")
+def test_clicks_in_a_browser(address):
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(address)
+        page.wait_for_selector("#system option", state="attached")
+        page.keyboard.type("When to wash the filter?")  # the field has the focus
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".seconds:not(:empty)")
+        assert page.inner_text(".said").startswith("Every week")
+        assert ATTACK in page.inner_text(".said")  # as text
+        page.click(".said .cite")
+        page.wait_for_selector("#reader mark")
+        assert page.inner_text("#reader mark") == "Wash the filter every week."
+        assert "page 2" in page.inner_text("#reader-place")
+        page.keyboard.press("Escape")
+        assert not page.is_visible("#reader")
+        page.click(".candidates summary")
+        assert page.locator(".candidates .source").count() == 3
+        assert page.locator(".candidates img").count() == 1
+        page.select_option("#system", "memory")
+        page.fill("#question", "filter?")
+        page.click("#send")
+        page.wait_for_selector("article:nth-child(2) .seconds:not(:empty)")
+        assert page.inner_text("article:nth-child(2) .said") == "By heart."
+        width = page.evaluate("document.documentElement.scrollWidth")
+        title = page.title()
+        browser.close()
+    assert (errors, width, title) == ([], 390, "manuals")
