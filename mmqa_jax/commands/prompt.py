@@ -23,7 +23,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         "\n\nprompts: UTF-8, plain text with one per line, or .jsonl with, on each line,\n"
         "  prompt or messages [{role, content}], and optionally id, images, choices (to be\n"
-        "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs\n"
+        "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs;\n"
+        "  or a line of OpenAI's batch files (custom_id, body with messages and image_url)\n"
+        "answers: id, answer (which `mmqa evaluate` reads), text, finish, logprob, ...; of\n"
+        "  choices answer and choice (the likeliest), and scores\n"
         "backend engine: on all devices of the process, in sizes chosen for model, memory and\n"
         "  prompts, which are printed; --config.model.mesh.* and --config.engine.* set them;\n"
         "  a mesh of all devices of a launch is one engine, whose answers process 0 writes\n"
@@ -49,6 +52,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE", help="JSON-lines file to write")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="engine: the tokenizer, if --model has none"
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue texts as they stand, as few-shot prompts need it; a chat model otherwise "
+        "gets each `prompt` without choices as a user's message, by its own template",
     )
     parser.add_argument(
         "--cache",
@@ -95,6 +104,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         model=arguments.model,
         backend=arguments.backend,
         tokenizer=arguments.tokenizer,
+        raw=arguments.raw,
         cache=None if arguments.no_cache else cache,
         parts=parts,
         shard=shard,

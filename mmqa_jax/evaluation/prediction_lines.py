@@ -81,7 +81,8 @@ def answers_of(
     predictions = []
     for where, row in rows:
         _check(where, row)
-        row["question_id"] = id_of(row.get("question_id"), where, question_ids)
+        name = row.get("question_id", row.get("id"))  # `id` is that of `mmqa prompt`
+        row["question_id"] = id_of(name, where, question_ids)
         for name in row.get("sources", ()):
             if source_ids is not None and name not in source_ids:
                 raise UserError(

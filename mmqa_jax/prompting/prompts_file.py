@@ -5,8 +5,10 @@ JSON lines, one prompt each:
     {"id": "q1", "prompt": "Question: ...\\nAnswer:", "max_new_tokens": 5, "stop": ["\\n"]}
     {"id": "q2", "prompt": "The capital of France is", "choices": [" Paris", " Rome"]}
     {"id": "q3", "messages": [{"role": "user", "content": "What is this?"}], "images": ["cat.jpg"]}
+    {"custom_id": "q4", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
 
-Any other file is plain text: every line is a prompt, and its line number the id.
+The last is a line of OpenAI's batch files; pictures stand in it as `data:` URLs. Any other file is
+plain text: every line is a prompt, and its line number the id.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Query,
 )
+from mmqa_jax.prompting.openai_fields import Fields
+from mmqa_jax.prompting.openai_requests import read_chat
+
+_CHATS = "/v1/chat/completions"
+IMAGE = "<image>"  # where a picture goes in a text
 
 
 def _is_integer(value: Any) -> bool:
@@ -124,6 +131,21 @@ def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> l
     return lines
 
 
+def as_message(line: Line) -> Line:
+    """A line whose text is to be continued, as the message of a user with its pictures."""
+    query = line.request
+    if not isinstance(query, Completion):
+        return line
+    texts = query.prompt.split(IMAGE) if query.prompt.count(IMAGE) == len(query.images) else []
+    parts: list[str | Picture] = [*query.images, query.prompt]
+    if texts:
+        parts = [texts[0]]
+        for picture, text in zip(query.images, texts[1:], strict=True):
+            parts += [picture, text]
+    message = Message("user", tuple(part for part in parts if part != ""))
+    return dataclasses.replace(line, request=Chat(query.id, (message,), query.decoding))
+
+
 def check_line(line: Line, check: Callable[[Query], None]) -> None:
     """Runs a backend's `check` on a line; errors name file and line."""
     with _errors_at(line.where):
@@ -143,6 +165,8 @@ def _errors_at(where: str) -> Iterator[None]:
 def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Path) -> Line:
     if not isinstance(row, dict):
         raise UserError("not a JSON object; write {...} with `prompt` or `messages`.")
+    if "custom_id" in row:
+        return Line(where, _batch_row(row, decoding))
     for key, value in row.items():
         if key not in _KEYS:
             raise UserError(
@@ -175,6 +199,21 @@ def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Pat
     else:
         query = Completion(request_id, row["prompt"], decoding, images)
     return Line(where, query, row.get("meta"))
+
+
+def _batch_row(row: Mapping[str, Any], default: Decoding) -> Query:
+    """A line of an OpenAI batch file. Its model is that of --model, whatever it names."""
+    fields = Fields(row)
+    name = fields.take("custom_id", str)
+    fields.only("method", "POST")
+    fields.only("url", _CHATS, why=f"is not {_CHATS}, which alone is answered here")
+    body = Fields({"model": "", **fields.take("body", dict)})
+    fields.end()
+    asked = read_chat(body, default)
+    if asked.form.stream:
+        raise UserError("stream has no meaning in a file; leave it out.")
+    most = default.max_new_tokens if asked.most is None else asked.most
+    return Chat(name, asked.messages, dataclasses.replace(asked.decoding, max_new_tokens=most))
 
 
 def _messages(rows: list[Any], images: tuple[Picture, ...], folder: Path) -> tuple[Message, ...]:

@@ -21,7 +21,7 @@ from mmqa_jax.decoding.requests import Candidate, Scores
 from mmqa_jax.prompting.backends import Backend, Choices, Decoding
 from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
 from mmqa_jax.prompting.open import check_prompt_config, open_backend
-from mmqa_jax.prompting.prompts_file import Line, check_line, read_prompts
+from mmqa_jax.prompting.prompts_file import Line, as_message, check_line, read_prompts
 from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.together import Leading, follow, leads
 
@@ -34,6 +34,7 @@ def run_prompts(
     model: str,
     backend: str = "engine",
     tokenizer: str | None = None,
+    raw: bool = False,
     cache: Path | None = None,
     parts: Path,
     shard: Shard = WHOLE,
@@ -50,6 +51,7 @@ def run_prompts(
       model: for the engine a path or name (see local_model), for a server its name there.
       backend: `engine` or `openai`.
       tokenizer: for the engine, if the model's folder has none.
+      raw: texts are continued as they stand; else a chat model gets them as a user's message.
       cache: folder of the response cache; None disables it.
       parts: where finished chunks are kept until all are there.
       shard, chunk, engine: see core.chunks.Job.
@@ -68,6 +70,8 @@ def run_prompts(
     decoding = Decoding(**config.decoding)
     lines = read_prompts(prompts, decoding)
     served = open_backend(backend, model, tokenizer, config)
+    if served.takes_messages and not raw:
+        lines = [as_message(line) for line in lines]
     waiting: dict[str, Any] = {}
     with distributed.fail_together() if together else contextlib.nullcontext():
         for line in lines:
@@ -155,6 +159,7 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
     elif isinstance(answer, Scores):
         row |= _scored(request, answer)
     else:
+        row |= {"answer": (answer.candidates[0].text or "").strip()}
         row |= _candidate(answer.candidates[0])
         row["prompt_tokens"] = answer.prompt_tokens
         if len(answer.candidates) > 1:
@@ -179,8 +184,11 @@ def _scored(request: Choices, answer: Scores) -> dict[str, Any]:
         for text, score in zip(request.continuations, answer.scores, strict=True)
     ]
     indices = range(len(scores))
+    best = max(indices, key=lambda n: scores[n]["logprob"])
     return {
-        "best": max(indices, key=lambda n: scores[n]["logprob"]),
+        "answer": request.continuations[best].strip(),
+        "choice": best,
+        "best": best,
         "best_per_token": max(indices, key=lambda n: scores[n]["mean"]),
         "scores": scores,
     }

@@ -13,12 +13,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.serve.errors import ApiError
 from mmqa_jax.serve.limits import Limited, Limits
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.openai_api import OpenAIApi
 from mmqa_jax.serve.page_api import PageApi
 from mmqa_jax.serve.parts import Parts
+from mmqa_jax.serve.waiting import refusal
 
 _THREADS = 64  # that read requests and wait for what systems compute
 
@@ -55,15 +57,18 @@ def make_app(parts: Parts, limits: Limits, seconds: float) -> Any:
             Route("/healthz", health),
             Route("/metrics", measured),
         ],
-        exception_handlers={ApiError: _refused, HTTPException: _http_error},
+        exception_handlers={
+            ApiError: _refused,
+            UserError: _refused,
+            HTTPException: _http_error,
+        },
         lifespan=lifespan,
     )
     return metrics.around(Limited(app, limits), _route_of)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
+    return refusal(error).response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

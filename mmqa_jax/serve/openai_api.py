@@ -24,9 +24,18 @@ from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
 from mmqa_jax.decoding.text_stream import TextStream
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Query
+from mmqa_jax.prompting.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    Form,
+    Prompt,
+    read_chat,
+    read_completion,
+    read_embedding,
+)
 from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.serve.bodies import read_body
 from mmqa_jax.serve.errors import ApiError
-from mmqa_jax.serve.fields import read_body
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.openai_answers import (
     Envelope,
@@ -37,15 +46,6 @@ from mmqa_jax.serve.openai_answers import (
     finish_of,
     tokens_of,
     usage_of,
-)
-from mmqa_jax.serve.openai_requests import (
-    ChatRequest,
-    CompletionRequest,
-    Form,
-    Prompt,
-    read_chat,
-    read_completion,
-    read_embedding,
 )
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import System

@@ -14,8 +14,9 @@ from starlette.routing import Route
 
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.openai_fields import read_picture
+from mmqa_jax.serve.bodies import read_body
 from mmqa_jax.serve.errors import ApiError
-from mmqa_jax.serve.fields import read_body, read_picture
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.waiting import Pieces, in_thread, refusal
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.online import Closed, Pending, QueueFull
 from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.prompting.openai_fields import WrongField
 from mmqa_jax.serve.errors import ApiError, busy
 
 _POLL = 0.25  # seconds between looks whether the client is still there
@@ -30,7 +31,8 @@ def refusal(error: Exception) -> ApiError:
     if isinstance(error, TooLong):
         return ApiError(400, _without_id(error), code="context_length_exceeded")
     if isinstance(error, UserError):
-        return ApiError(400, _without_id(error))
+        param = error.param if isinstance(error, WrongField) else None
+        return ApiError(400, _without_id(error), param=param)
     if isinstance(error, Closed):
         return ApiError(503, str(error))
     raise error

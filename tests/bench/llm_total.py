@@ -74,7 +74,7 @@ def _write_prompts(file: Path, count: int) -> None:
 
 def _ours(folder: Path, name: str, batch: int) -> Child:
     return _python(
-        *("-m", "mmqa_jax.cli", "prompt", f"--model={folder / 'model'}", "--no_cache"),
+        *("-m", "mmqa_jax.cli", "prompt", "--raw", f"--model={folder / 'model'}", "--no_cache"),
         *(f"--prompts={folder / name}.txt", f"--out={folder / name}.ours.jsonl"),
         *(f"--config.engine.slots={batch}", "--config.engine.length=512"),
         f"--config.decoding.max_new_tokens={_NEW_TOKENS}",

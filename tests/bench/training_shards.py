@@ -234,7 +234,13 @@ def _prompt(folder: Path, jobs: Jobs) -> _Job:
     subprocess.run([sys.executable, "-c", call, str(model), size], check=True, env=_environment())
     return _Job(
         (
-            *("prompt", f"--prompts={prompts}", f"--model={model}", f"--chunk={jobs.prompts}"),
+            *(
+                "prompt",
+                "--raw",
+                f"--prompts={prompts}",
+                f"--model={model}",
+                f"--chunk={jobs.prompts}",
+            ),
             *("--no_cache", "--config.decoding.max_new_tokens=16"),
             *("--config.engine.slots=8", "--config.engine.length=64"),
         ),

@@ -23,7 +23,15 @@ def command(tmp_path):
         prompts = tmp_path / f"{count}.txt"
         prompts.write_text("".join(f"ab{n * 'c'}\n" for n in range(count)))
         return [
-            *(*MMQA, "prompt", f"--prompts={prompts}", f"--model={model}", "--json", *flags),
+            *(
+                *MMQA,
+                "prompt",
+                "--raw",
+                f"--prompts={prompts}",
+                f"--model={model}",
+                "--json",
+                *flags,
+            ),
             *("--config.decoding.max_new_tokens=4", "--config.decoding.logprobs=True"),
         ]
 

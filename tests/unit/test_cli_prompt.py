@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import subprocess
@@ -11,12 +12,14 @@ import time
 import pytest
 from cli_runs import ROOT, done, mmqa
 from openai_stub import Stub, error, said
-from tiny_llm import SIZES, text_tokenizer, write_folder
+from tiny_llm import SIZES, flag, text_tokenizer, write_folder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.cache import ResponseCache
-from mmqa_jax.prompting.prompts_file import read_prompts
+from mmqa_jax.prompting.prompts_file import Line, as_message, read_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -59,7 +62,7 @@ def read(path):
 def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder, engine, tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", ROWS)
     out = tmp_path / "new" / "answers.jsonl"
-    flags = ["prompt", f"--prompts={prompts}", f"--model={folder}", f"--out={out}"]
+    flags = ["prompt", "--raw", f"--prompts={prompts}", f"--model={folder}", f"--out={out}"]
     flags += [*ENGINE, f"--cache={tmp_path / 'cache'}"]
     result = done(*flags)
     assert (result["prompts"], result["answered"], result["cached"]) == (4, 4, 0)
@@ -112,13 +115,63 @@ def test_plain_text_is_a_prompt_a_line(folder, engine, tmp_path):
     prompts.write_text("one\r\n\ntwo\n")
     out = tmp_path / "answers.jsonl"
     done(
-        "prompt", f"--prompts={prompts}", f"--model={folder}", f"--out={out}", "--no_cache",
+        "prompt", "--raw", f"--prompts={prompts}", f"--model={folder}", f"--out={out}", "--no_cache",
         *ENGINE, "--config.decoding.max_new_tokens=2",
     )  # fmt: skip
     rows = read(out)
     assert [row["id"] for row in rows] == [1, 3]
     (want,) = engine.generate([Request(0, "two", 2)])
     assert rows[1]["text"] == want.text
+
+
+def test_a_chat_model_gets_texts_as_a_users_messages(folder, engine, tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", [{"id": "a", "prompt": "Why"}, ROWS[2]])
+    out = tmp_path / "answers.jsonl"
+    flags = [f"--model={folder}", f"--out={out}", "--no_cache", *ENGINE]
+    done("prompt", f"--prompts={prompts}", *flags, "--config.decoding.max_new_tokens=3")
+    ids = text_tokenizer().encode_plain("<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
+    (want,) = engine.generate([Request(0, ids, 3)])
+    message, choices = read(out)
+    assert (message["text"], message["answer"]) == (want.text, want.text.strip())
+    scores = engine.loglikelihood("Seven days", [" a", " bb"])  # choices continue the text
+    best = max(range(2), key=lambda n: scores[n].total)
+    assert (choices["choice"], choices["answer"]) == (best, ["a", "bb"][best])
+    found = {one.question_id: (one.answer, one.choice) for one in read_answers(out)}
+    assert found == {"a": (want.text.strip(), None), "7": (["a", "bb"][best], best)}
+
+
+def test_pictures_keep_their_places_in_a_message():
+    red, blue = flag(), flag((0, 0, 200))
+    line = Line("here", Completion("a", "First <image>, then <image>.", images=(red, blue)))
+    (message,) = as_message(line).request.messages
+    assert message.content == ("First ", red, ", then ", blue, ".")
+    line = Line("here", Completion("a", "What is it?", images=(red,)))
+    assert as_message(line).request.messages[0].content == (red, "What is it?")
+
+
+def test_lines_of_openais_batch_files(tmp_path):
+    picture = f"data:image/png;base64,{base64.b64encode(flag().data).decode()}"
+    parts = [
+        {"type": "text", "text": "What?"},
+        {"type": "image_url", "image_url": {"url": picture}},
+    ]
+    body = {"model": "gpt", "messages": [{"role": "user", "content": parts}], "max_tokens": 7}
+    line = {"custom_id": "q", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (read,) = read_prompts(write(tmp_path / "b.jsonl", [line]), Decoding(5, top_p=0.5, seed=4))
+    assert read.request.id == "q"
+    assert read.request.decoding == Decoding(7, top_p=0.5, seed=4)
+    (message,) = read.request.messages
+    assert (message.content[0], message.content[1].data) == ("What?", flag().data)
+    for change, words in [
+        ({"url": "/v1/embeddings"}, "url is not /v1/chat/completions"),
+        ({"body": {**body, "tools": [1]}}, "tools are not called here"),
+        ({"body": {**body, "stream": True}}, "stream has no meaning in a file"),
+        ({"body": {**body, "messages": []}}, "messages is"),
+        ({"more": 1}, "more is no key"),
+    ]:
+        wrong = write(tmp_path / "w.jsonl", [line, {**line, "custom_id": "r", **change}])
+        with pytest.raises(UserError, match=f"line 2: {words}"):
+            read_prompts(wrong)
 
 
 RUN = "import sys; from mmqa_jax.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -130,7 +183,7 @@ def test_stopped_in_the_middle_a_rerun_asks_the_rest(tmp_path, end):
     prompts, out, cache = (tmp_path / name for name in ("p.txt", "out.jsonl", "cache"))
     prompts.write_text("".join(f"prompt {n}\n" for n in range(1, 201)))
     flags = [
-        "prompt", f"--prompts={prompts}", "--model=tiny", "--backend=openai", f"--out={out}",
+        "prompt", "--raw", f"--prompts={prompts}", "--model=tiny", "--backend=openai", f"--out={out}",
         f"--cache={cache}", CONFIG, "--config.server.concurrency=4",
     ]  # fmt: skip
 
@@ -165,14 +218,27 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
         write(tmp_path / "p.jsonl", [{"prompt": "good"}, {"prompt": "bad"}]),
         tmp_path / "o",
     )
-    flags = ["prompt", f"--prompts={prompts}", "--model=tiny", "--backend=openai", f"--out={out}"]
+    flags = [
+        "prompt",
+        "--raw",
+        f"--prompts={prompts}",
+        "--model=tiny",
+        "--backend=openai",
+        f"--out={out}",
+    ]
     flags += [CONFIG, f"--cache={tmp_path / 'cache'}"]
     reply = {"good": said("yes"), "bad": error(400, "too long")}
     with Stub(lambda body: reply[body["prompt"]]).serving() as stub:
         result = done(*flags)
         assert (result["answered"], result["failed"]) == (1, 1)
         good, bad = read(out)
-        assert good == {"id": 1, "text": "yes", "finish": "stop", "prompt_tokens": 3}
+        assert good == {
+            "id": 1,
+            "answer": "yes",
+            "text": "yes",
+            "finish": "stop",
+            "prompt_tokens": 3,
+        }
         assert bad["id"] == 2
         assert bad["error"].startswith("the server refuses it (400: ")
         # A failure is not kept: the next run asks again.
@@ -307,7 +373,7 @@ def test_a_mark_of_byte_order_is_not_sent_to_the_model(tmp_path):
 def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "short"}, {"prompt": "long " * 40}])
     (tmp_path / "notes.txt").write_text("no weights")
-    flags = ["prompt", f"--prompts={prompts}", f"--out={tmp_path / 'out'}", *ENGINE]
+    flags = ["prompt", "--raw", f"--prompts={prompts}", f"--out={tmp_path / 'out'}", *ENGINE]
     long = r"line 2: request 2: its prompt of 200 tokens .* engine.length = 160; shorten it"
     refused(*flags, f"--model={folder}", message=rf"{prompts}, {long}")
     refused(*flags, "--model=missing", message="--model=missing: no such file .* names smollm2")

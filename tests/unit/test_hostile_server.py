@@ -457,7 +457,7 @@ def test_the_key_is_in_no_file_and_in_no_output(tmp_path):
     with Stub(reply).serving(CANARY) as stub:
         done = subprocess.run(
             [
-                *(*start, "prompt", "--backend=openai"),
+                *(*start, "prompt", "--raw", "--backend=openai"),
                 *("--model=tiny", f"--prompts={tmp_path / 'prompts.jsonl'}", "--traceback"),
                 *(f"--out={tmp_path / 'out.jsonl'}", f"--cache={tmp_path / 'cache'}", "--json"),
                 *("--config.server.retries=1", "--config.server.first_wait=0.01"),

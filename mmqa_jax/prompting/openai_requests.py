@@ -1,7 +1,7 @@
 """Requests of OpenAI's API in types: what is asked of the model, and in which form it is answered.
 
-What the API knows and this server does not is refused by name; nothing is ignored that would change
-the answer.
+Of `mmqa serve`, and of batch files that `mmqa prompt` takes. What the API knows and the engine
+does not is refused by name; nothing is ignored that would change the answer.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.prompting.backends import Decoding, Message, Picture
-from mmqa_jax.serve.errors import ApiError
-from mmqa_jax.serve.fields import Fields, read_picture, strings, token_ids, wrong
+from mmqa_jax.prompting.openai_fields import (
+    Fields,
+    WrongField,
+    read_picture,
+    strings,
+    token_ids,
+    wrong,
+)
 
 _MOST_TOKENS = 2**20
 _MOST_STOPS = 16
 _MOST_DRAWS = 64
 _MOST_PROMPTS = 256
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's
+OPENAI = Decoding(temperature=1.0)  # what is left out in OpenAI's API
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 
 Prompt = str | Sequence[int]
@@ -89,17 +96,17 @@ class EmbeddingRequest:
 
 
 def read_completion(fields: Fields) -> CompletionRequest:
-    """Reads a completion; ApiError for what is wrong with it."""
+    """Reads a completion; WrongField for what is wrong with it."""
     model, prompts = fields.take("model", str), _prompts(fields.take("prompt", (str, list)))
     most = fields.whole("max_tokens", _DEFAULT_TOKENS, 0, _MOST_TOKENS)
     top = fields.whole("logprobs", None, 0, 1)
     echo = fields.take("echo", bool, False)
     if most == 0 and not echo:
-        raise ApiError(400, "max_tokens is 0; without echo at least 1.", param="max_tokens")
-    decoding, form = _decoding(fields, max(most, 1), logprobs=top is not None)
+        raise WrongField("max_tokens is 0; without echo at least 1.", param="max_tokens")
+    decoding, form = _decoding(fields, max(most, 1), OPENAI, logprobs=top is not None)
     form = dataclasses.replace(form, top=top == 1, echo=echo)
     if form.stream and (echo or len(prompts) > 1):
-        raise ApiError(400, "stream is for one prompt without echo.", param="stream")
+        raise WrongField("stream is for one prompt without echo.", param="stream")
     fields.only("best_of", 1)
     fields.only("suffix", "")
     fields.end()
@@ -108,19 +115,23 @@ def read_completion(fields: Fields) -> CompletionRequest:
     return CompletionRequest(model, prompts, decoding, form, is_only_scored=most == 0)
 
 
-def read_chat(fields: Fields) -> ChatRequest:
-    """Reads a chat; ApiError for what is wrong with it."""
+def read_chat(fields: Fields, default: Decoding = OPENAI) -> ChatRequest:
+    """Reads a chat; WrongField for what is wrong with it.
+
+    Args:
+      default: of temperature, top_p, top_k and seed.
+    """
     model = fields.take("model", str)
     messages = _messages(fields.take("messages", list))
     older = fields.whole("max_tokens", None, 1, _MOST_TOKENS)
     most = fields.whole("max_completion_tokens", older, 1, _MOST_TOKENS)
     logprobs = fields.take("logprobs", bool, False)
     top = fields.whole("top_logprobs", 0, 0, 1)
-    decoding, form = _decoding(fields, 1, logprobs=logprobs)
+    decoding, form = _decoding(fields, 1, default, logprobs=logprobs)
     form = dataclasses.replace(form, top=logprobs and top == 1)
     kind = fields.take("response_format", dict, {"type": "text"})
     if kind != {"type": "text"}:
-        raise ApiError(400, "response_format: only text is written here.", param="response_format")
+        raise WrongField("response_format: only text is written here.", param="response_format")
     fields.only("tools", [], why="are not called here")
     fields.only("functions", [], why="are not called here")
     fields.only("tool_choice", "none", "auto")
@@ -133,13 +144,13 @@ def read_chat(fields: Fields) -> ChatRequest:
 
 
 def read_embedding(fields: Fields) -> EmbeddingRequest:
-    """Reads texts to be embedded; ApiError for what is wrong with them."""
+    """Reads texts to be embedded; WrongField for what is wrong with them."""
     model, given = fields.take("model", str), fields.take("input", (str, list))
     texts = [given] if isinstance(given, str) else given
     if not strings(texts) or not texts:
         raise wrong("input", given, "expected a text, or a list of texts")
     if len(texts) > _MOST_PROMPTS:
-        raise ApiError(400, f"input has {len(texts):,} texts, up to {_MOST_PROMPTS} at once.")
+        raise WrongField(f"input has {len(texts):,} texts, up to {_MOST_PROMPTS} at once.")
     form = fields.take("encoding_format", str, "float")
     if form not in ("float", "base64"):
         raise wrong("encoding_format", form, "expected float or base64")
@@ -149,12 +160,14 @@ def read_embedding(fields: Fields) -> EmbeddingRequest:
     return EmbeddingRequest(model, tuple(texts), form == "base64")
 
 
-def _decoding(fields: Fields, most: int, *, logprobs: bool) -> tuple[Decoding, Form]:
+def _decoding(
+    fields: Fields, most: int, default: Decoding, *, logprobs: bool
+) -> tuple[Decoding, Form]:
     """What completions and chats have in common."""
-    temperature = fields.number("temperature", 1.0, 0.0, 2.0)
+    temperature = fields.number("temperature", default.temperature, 0.0, 2.0)
     n = fields.whole("n", 1, 1, _MOST_DRAWS)
     if n > 1 and not temperature:
-        raise ApiError(400, "n is above 1 at temperature 0, where all answers are the same.")
+        raise WrongField("n is above 1 at temperature 0, where all answers are the same.")
     stop = fields.take("stop", (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
     if not strings(stop) or "" in stop or len(stop) > _MOST_STOPS:
@@ -163,12 +176,11 @@ def _decoding(fields: Fields, most: int, *, logprobs: bool) -> tuple[Decoding, F
     decoding = Decoding(
         max_new_tokens=most,
         temperature=temperature,
-        top_k=fields.whole("top_k", 0, 0, 2**31 - 1),
-        top_p=fields.number("top_p", 1.0, 1e-6, 1.0),
+        top_k=fields.whole("top_k", default.top_k, 0, 2**31 - 1),
+        top_p=fields.number("top_p", default.top_p, 1e-6, 1.0),
         stop=tuple(stop),
         n=n,
-        # Without one each request draws otherwise.
-        seed=random.getrandbits(62) if seed is None else seed % 2**63,
+        seed=_seed(default) if seed is None else seed % 2**63,
         logprobs=logprobs,
     )
     stream = fields.take("stream", bool, False)
@@ -184,10 +196,14 @@ def _decoding(fields: Fields, most: int, *, logprobs: bool) -> tuple[Decoding, F
     return decoding, form
 
 
+def _seed(default: Decoding) -> int:
+    """Of a request that names none: in OpenAI's API each draws otherwise."""
+    return random.getrandbits(62) if default is OPENAI else default.seed
+
+
 def _check_top(form: Form, decoding: Decoding) -> None:
     if form.top and decoding.temperature:
-        raise ApiError(
-            400,
+        raise WrongField(
             "the likeliest tokens beside those that were drawn are not kept: ask for them at "
             "temperature 0, or for the log-probabilities of the drawn ones alone (logprobs: 0, "
             "top_logprobs: 0).",
@@ -207,7 +223,7 @@ def _prompts(given: Any) -> tuple[Prompt, ...]:
     if not prompts or "" in prompts:
         raise wrong("prompt", given, "expected a text, token ids, or a list of either")
     if len(prompts) > _MOST_PROMPTS:
-        raise ApiError(400, f"prompt has {len(prompts):,} prompts, up to {_MOST_PROMPTS} at once.")
+        raise WrongField(f"prompt has {len(prompts):,} prompts, up to {_MOST_PROMPTS} at once.")
     return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
 
 
@@ -227,7 +243,7 @@ def _messages(given: list[Any]) -> tuple[Message, ...]:
         try:
             messages.append(Message(_ROLES.get(role, role), _content(content, key)))
         except UserError as error:
-            raise ApiError(400, str(error), param=f"{key}.role") from error
+            raise WrongField(str(error), param=f"{key}.role") from error
     return tuple(messages)
 
 

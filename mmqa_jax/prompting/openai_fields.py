@@ -1,4 +1,4 @@
-"""Reads the JSON body of a request key by key, and refuses by name what is wrong or unknown."""
+"""A JSON body of OpenAI's API, read key by key: what is wrong or unknown is refused by name."""
 
 from __future__ import annotations
 
@@ -8,35 +8,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
-
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data import images
 from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.prompting.backends import Picture
-from mmqa_jax.serve.errors import ApiError
 
 _REQUIRED: Any = object()
 _SHOWN = 60  # characters of a wrong value in a message
 
 
-async def read_body(request: Request) -> Fields:
-    """The JSON object of a POST request.
+class WrongField(UserError):
+    """A body that cannot be served, and the key of it that is wrong.
 
-    Raises:
-      ApiError: it is another type, no JSON, or no object.
+    Args:
+      param: the key; None: it is no single one.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # what a foreign page may send without asking first is refused
-        raise ApiError(415, "the Content-Type is not application/json; send the body as JSON.")
-    try:
-        body = parse_json(await request.body(), "the body", remedy="send JSON")
-    except UserError as error:
-        raise ApiError(400, str(error)) from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is no JSON object; send {...}.")
-    return Fields(body)
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class Fields:
@@ -50,7 +40,7 @@ class Fields:
         value = self._left.pop(key, None)
         if value is None:
             if default is _REQUIRED:
-                raise ApiError(400, f"{key} is missing; give it.", param=key)
+                raise WrongField(f"{key} is missing; give it.", param=key)
             return default
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -76,7 +66,7 @@ class Fields:
         """A key that may be given, but changes nothing: one of these values, or none."""
         value = self._left.pop(key, None)
         if value is not None and value not in values:
-            raise ApiError(400, f"{key} {why}; leave it out.", param=key)
+            raise WrongField(f"{key} {why}; leave it out.", param=key)
 
     def ignore(self, *keys: str) -> None:
         """Keys that say nothing about the answer."""
@@ -84,16 +74,16 @@ class Fields:
             self._left.pop(key, None)
 
     def end(self) -> None:
-        """ApiError for a key that nobody took."""
+        """WrongField for a key that nobody took."""
         for key in self._left:
-            raise ApiError(400, f"{key} is no key that this server knows; leave it out.", param=key)
+            raise WrongField(f"{key} is no key that is known here; leave it out.", param=key)
 
 
-def wrong(key: str, value: Any, expected: str) -> ApiError:
+def wrong(key: str, value: Any, expected: str) -> WrongField:
     """The refusal of a key's value."""
     shown = json.dumps(value, default=str)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return ApiError(400, f"{key} is {shown}, {expected}.", param=key)
+    return WrongField(f"{key} is {shown}, {expected}.", param=key)
 
 
 def strings(value: Any) -> bool:
@@ -110,15 +100,14 @@ def read_picture(url: str, key: str) -> Picture:
     """The picture of a `data:` URL, checked before it is decoded.
 
     Raises:
-      ApiError: another URL (this server fetches nothing), broken base64, or no picture that may be
+      WrongField: another URL (nothing is fetched), broken base64, or no picture that may be
         decoded.
     """
     head, comma, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
-        raise ApiError(
-            400,
-            f"{key} is no data:image/...;base64, URL; this server fetches no pictures, so send "
-            "the bytes.",
+        raise WrongField(
+            f"{key} is no data:image/...;base64, URL; no picture is fetched from elsewhere, so "
+            "give its bytes.",
             param=key,
         )
     try:
@@ -127,7 +116,7 @@ def read_picture(url: str, key: str) -> Picture:
         picture = Picture(decoded, "the picture")
         _ = picture.media_type
     except binascii.Error as error:
-        raise ApiError(400, f"{key} is broken base64 ({error}).", param=key) from error
+        raise WrongField(f"{key} is broken base64 ({error}).", param=key) from error
     except (PictureError, UserError) as error:
-        raise ApiError(400, str(error), param=key) from error
+        raise WrongField(str(error), param=key) from error
     return picture
